@@ -1,0 +1,5 @@
+#include "checksum_kernel.h"
+
+namespace kvpool {
+const ChecksumTable kChecksumAvx512 = {"avx512", reset, update, digest};
+}

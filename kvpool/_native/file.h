@@ -1,0 +1,40 @@
+// The file backend: one file per record below a directory that all processes of the host share.
+//
+//   root/usage                                                    the shared byte counter and lock (usage.h)
+//   root/tmp/{pid}.{lane}.{sequence}.{random}                     being written; its writer holds its flock
+//   root/blocks/{tenant}/{namespace}/{hash[:3]}/{hash}.{group}.{rank}   header and payload; mtime is the last use
+//
+// A record appears by rename, whole. Nothing is fsynced: this is a cache, and after a power loss the checksum turns
+// what is torn into a miss.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "engine.h"
+
+namespace kvpool {
+
+class FileBackend : public Backend {
+ public:
+  // Makes the directories, counts what is there. Throws std::filesystem::filesystem_error.
+  FileBackend(const std::string& root, std::uint64_t capacity_nbytes);
+
+  std::unique_ptr<Lane> make_lane(unsigned index) override;
+  void append_counters(Counters& counters) const override;
+
+ private:
+  friend class FileLane;
+
+  std::string root_;  // absolute: the process may change its directory
+  const std::uint64_t capacity_nbytes_;
+  std::array<std::atomic<std::uint64_t>, kDamageCount> damaged_{};
+  std::atomic<std::uint64_t> evicted_{0};
+  std::atomic<std::uint64_t> evicted_nbytes_{0};
+  std::atomic<std::uint64_t> passes_{0};
+};
+
+}  // namespace kvpool

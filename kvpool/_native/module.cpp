@@ -1,0 +1,340 @@
+// Python bindings, and nothing else.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+
+#include <cmath>
+#include <filesystem>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "buffers.h"
+#include "engine.h"
+#include "file.h"
+#include "hashing.h"
+#include "record.h"
+#include "tokens.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvpool {
+namespace {
+
+constexpr double kMaxTimeout_s = 3600.0;
+constexpr unsigned kMaxThreads = 256;
+
+Clock::duration to_duration(double timeout_s, bool may_be_zero) {
+  if (!std::isfinite(timeout_s) || timeout_s > kMaxTimeout_s || timeout_s < 0 || (timeout_s == 0 && !may_be_zero)) {
+    throw std::invalid_argument("timeout_s must be finite, above 0 and at most 3600");
+  }
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+}
+
+// The bytes of one object, for the length of a call.
+class Bytes {
+ public:
+  explicit Bytes(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
+  }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  ~Bytes() { PyBuffer_Release(&view_); }
+  std::span<const std::byte> get() const {
+    return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
+  }
+
+ private:
+  Py_buffer view_;
+};
+
+std::string_view as_text(const nb::bytes& data) { return {data.c_str(), data.size()}; }
+
+template <typename Body>
+auto without_gil(Body body) {
+  const nb::gil_scoped_release released;
+  return body();
+}
+
+// ---- hashing, records ---------------------------------------------------------------------------------------------
+
+std::vector<std::byte> chain(HashAlgorithm algorithm, const nb::bytes& parent, nb::handle token_ids,
+                             Py_ssize_t block_tokens, nb::handle extras) {
+  if (block_tokens < 1) throw std::invalid_argument("block_tokens must be at least 1");
+  std::vector<std::uint64_t> tokens;
+  if (!read_tokens(token_ids.ptr(), tokens)) throw nb::python_error();
+  PyExtras by_block;
+  if (!by_block.read(extras.ptr())) throw nb::python_error();
+  return without_gil([&] {
+    return hash_chain(algorithm, as_text(parent), tokens, static_cast<std::size_t>(block_tokens), by_block.extras());
+  });
+}
+
+nb::list py_hash_chain(std::string_view algorithm_name, const nb::bytes& parent, nb::handle token_ids,
+                       Py_ssize_t block_tokens, nb::handle extras) {
+  const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
+  const std::vector<std::byte> digests = chain(algorithm, parent, token_ids, block_tokens, extras);
+  const std::size_t nbytes = digest_nbytes(algorithm);
+  const std::size_t blocks = digests.size() / nbytes;
+  nb::list hashes = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(blocks)));
+  if (!hashes.is_valid()) throw nb::python_error();
+  for (std::size_t i = 0; i < blocks; ++i) {
+    PyObject* hash = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(digests.data() + i * nbytes),
+                                               static_cast<Py_ssize_t>(nbytes));
+    if (hash == nullptr) throw nb::python_error();
+    PyList_SET_ITEM(hashes.ptr(), static_cast<Py_ssize_t>(i), hash);
+  }
+  return hashes;
+}
+
+nb::bytes py_hash_chain64(std::string_view algorithm_name, const nb::bytes& parent, nb::handle token_ids,
+                          Py_ssize_t block_tokens, nb::handle extras) {
+  const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
+  const auto words = low_words(algorithm, chain(algorithm, parent, token_ids, block_tokens, extras));
+  return nb::bytes(words.data(), words.size() * sizeof(std::uint64_t));
+}
+
+nb::bytes py_digest(std::string_view algorithm_name, nb::handle data) {
+  const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
+  const Bytes bytes(data);
+  const std::string result = without_gil([&] { return digest(algorithm, bytes.get()); });
+  return nb::bytes(result.data(), result.size());
+}
+
+nb::bytes py_pack_header(std::string_view key_text, nb::handle payload) {
+  const Key key = parse_key(key_text);
+  const Bytes bytes(payload);
+  const RecordHeader header = without_gil([&] { return pack_header(key, bytes.get()); });
+  return nb::bytes(&header, sizeof header);
+}
+
+nb::object py_verify_record(std::string_view key_text, nb::handle header, nb::handle payload) {
+  const Key key = parse_key(key_text);
+  const Bytes header_bytes(header);
+  const Bytes payload_bytes(payload);
+  const Damage damage = without_gil([&] { return verify_record(key, header_bytes.get(), payload_bytes.get()); });
+  if (damage == Damage::kNone) return nb::none();
+  const std::string_view name = damage_name(damage);
+  return nb::str(name.data(), name.size());
+}
+
+// ---- engine -------------------------------------------------------------------------------------------------------
+
+// The Python side of a batch. Its members are touched under the GIL only.
+class PyBatch {
+ public:
+  PyBatch(std::shared_ptr<Batch> batch, PyBuffers buffers, std::shared_ptr<Orphans> orphans)
+      : batch_(std::move(batch)), buffers_(std::move(buffers)), orphans_(std::move(orphans)) {}
+  PyBatch(PyBatch&&) = default;
+  PyBatch& operator=(PyBatch&&) = delete;
+  ~PyBatch() {
+    // A dropped batch goes on; its buffers wait with the orphans.
+    if (batch_ && !batch_->done() && !buffers_.empty()) orphans_->adopt(std::move(batch_), std::move(buffers_));
+  }
+
+  bool done() {
+    orphans_->reap();
+    const bool is_done = batch_->done();
+    if (is_done) buffers_.release();
+    return is_done;
+  }
+
+  bool wait(double timeout_s) {
+    const Clock::time_point until = Clock::now() + to_duration(timeout_s, true);
+    const std::shared_ptr<Batch> batch = batch_;
+    for (;;) {
+      // In slices, so that Ctrl-C gets through.
+      const Clock::time_point slice = std::min(until, Clock::now() + std::chrono::milliseconds(100));
+      if (without_gil([&] { return batch->wait_until(slice); })) return done();
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+      if (Clock::now() >= until) return done();
+    }
+  }
+
+  void cancel() {
+    without_gil([batch = batch_] { batch->cancel(); });
+    done();
+  }
+
+  nb::bytes results() {
+    require_done();
+    const auto results = batch_->results();
+    return nb::bytes(results.data(), results.size());
+  }
+
+  nb::object error() {
+    require_done();
+    const auto error = batch_->error();
+    if (!error) return nb::none();
+    // A path is bytes: what is not UTF-8 in it is shown escaped.
+    return nb::steal(PyUnicode_DecodeUTF8(error->data(), static_cast<Py_ssize_t>(error->size()), "backslashreplace"));
+  }
+
+ private:
+  void require_done() {
+    if (!done()) throw std::runtime_error("the batch is not done: wait() first");
+  }
+
+  std::shared_ptr<Batch> batch_;
+  PyBuffers buffers_;
+  std::shared_ptr<Orphans> orphans_;
+};
+
+std::vector<Key> read_keys(nb::handle keys) {
+  if (PyUnicode_Check(keys.ptr())) throw nb::type_error("keys must be a sequence of str, not one str");
+  nb::object sequence = nb::steal(PySequence_Fast(keys.ptr(), "keys must be a sequence of str"));
+  if (!sequence.is_valid()) throw nb::python_error();
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+  std::vector<Key> parsed;
+  parsed.reserve(static_cast<std::size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(sequence.ptr(), i);
+    if (!PyUnicode_Check(item)) throw nb::type_error("keys must be a sequence of str");
+    Py_ssize_t nbytes = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(item, &nbytes);
+    if (text == nullptr) {
+      PyErr_Clear();
+      throw std::invalid_argument("a key is not printable ASCII");
+    }
+    parsed.push_back(parse_key({text, static_cast<std::size_t>(nbytes)}));
+  }
+  return parsed;
+}
+
+class PyEngine {
+ public:
+  explicit PyEngine(std::unique_ptr<Engine> engine)
+      : engine_(std::move(engine)), orphans_(std::make_shared<Orphans>()) {}
+  PyEngine(PyEngine&&) = default;
+  PyEngine& operator=(PyEngine&&) = delete;
+  ~PyEngine() {
+    if (!engine_) return;
+    without_gil([this] { engine_.reset(); });
+    orphans_->reap();
+  }
+
+  PyBatch submit(int op_number, nb::handle keys, nb::handle buffers, double timeout_s) {
+    orphans_->reap();
+    if (op_number < 0 || op_number >= static_cast<int>(kOpCount)) {
+      throw std::invalid_argument("op must be PUT, GET, CONTAINS or DELETE");
+    }
+    const auto op = static_cast<Op>(op_number);
+    const Clock::duration timeout = to_duration(timeout_s, false);
+    std::vector<Key> parsed = read_keys(keys);
+
+    const bool moves_bytes = op == Op::kPut || op == Op::kGet;
+    if (moves_bytes == buffers.is_none()) {
+      throw std::invalid_argument(moves_bytes ? "PUT and GET need buffers" : "CONTAINS and DELETE take no buffers");
+    }
+    PyBuffers held;
+    std::vector<Batch::Buffer> spans;
+    if (moves_bytes) {
+      nb::object sequence = nb::steal(PySequence_Fast(buffers.ptr(), "buffers must be a sequence of buffers"));
+      if (!sequence.is_valid()) throw nb::python_error();
+      // A tuple of our own: an exporter may run Python code that changes the list.
+      nb::object fixed = nb::steal(PySequence_Tuple(sequence.ptr()));
+      if (!fixed.is_valid()) throw nb::python_error();
+      const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(fixed.ptr()));
+      if (count != parsed.size()) {
+        throw std::invalid_argument(std::to_string(parsed.size()) + " keys, but " + std::to_string(count) +
+                                    " buffers");
+      }
+      spans.reserve(count);
+      for (std::size_t i = 0; i < count; ++i) {
+        if (!held.add(PyTuple_GET_ITEM(fixed.ptr(), static_cast<Py_ssize_t>(i)), op == Op::kGet)) {
+          throw nb::python_error();
+        }
+        spans.push_back(held[i]);
+      }
+    }
+    std::shared_ptr<Batch> batch = engine_->submit(op, std::move(parsed), std::move(spans), timeout);
+    return PyBatch(std::move(batch), std::move(held), orphans_);
+  }
+
+  int fileno() const { return engine_->fileno(); }
+
+  nb::dict counters() {
+    orphans_->reap();
+    const Counters counters = without_gil([this] { return engine_->counters(); });
+    nb::dict result;
+    for (const auto& [name, value] : counters) result[nb::str(name.data(), name.size())] = value;
+    return result;
+  }
+
+  bool close(double timeout_s) {
+    const Clock::duration timeout = to_duration(timeout_s, true);
+    const bool closed = without_gil([&] { return engine_->close(timeout); });
+    orphans_->reap();
+    return closed;
+  }
+
+ private:
+  std::unique_ptr<Engine> engine_;
+  std::shared_ptr<Orphans> orphans_;
+};
+
+PyEngine open_file_engine(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads) {
+  if (root.empty() || root.find('\0') != std::string::npos) throw std::invalid_argument("root must be a path");
+  if (capacity_nbytes == 0) throw std::invalid_argument("capacity_nbytes must be at least 1");
+  if (threads < 1 || threads > kMaxThreads) throw std::invalid_argument("threads must be from 1 to 256");
+  try {
+    return PyEngine(without_gil([&] {
+      return std::make_unique<Engine>(std::make_unique<FileBackend>(root, capacity_nbytes), threads);
+    }));
+  } catch (const std::filesystem::filesystem_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.path1().c_str());
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+  }
+  throw nb::python_error();
+}
+
+}  // namespace
+}  // namespace kvpool
+
+NB_MODULE(_native, m) {
+  using namespace kvpool;
+
+  // An engine in a module's global lives until the process ends: not worth a message there.
+  nb::set_leak_warnings(false);
+
+  m.attr("PUT") = static_cast<int>(Op::kPut);
+  m.attr("GET") = static_cast<int>(Op::kGet);
+  m.attr("CONTAINS") = static_cast<int>(Op::kContains);
+  m.attr("DELETE") = static_cast<int>(Op::kDelete);
+  m.attr("MISS") = static_cast<int>(Status::kMiss);
+  m.attr("OK") = static_cast<int>(Status::kOk);
+  m.attr("NO_ROOM") = static_cast<int>(Status::kNoRoom);
+  m.attr("FAULT") = static_cast<int>(Status::kFault);
+  m.attr("CANCELLED") = static_cast<int>(Status::kCancelled);
+  m.attr("TIMED_OUT") = static_cast<int>(Status::kTimedOut);
+  m.attr("RECORD_HEADER_NBYTES") = kRecordHeaderNbytes;
+
+  m.def("hash_chain", &py_hash_chain, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a, "extras"_a);
+  m.def("hash_chain64", &py_hash_chain64, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a, "extras"_a);
+  m.def("digest", &py_digest, "algorithm"_a, "data"_a);
+  m.def("checksum_isa", &checksum_isa);
+  m.def("pack_header", &py_pack_header, "key"_a, "payload"_a);
+  m.def("verify_record", &py_verify_record, "key"_a, "header"_a, "payload"_a);
+
+  nb::class_<PyBatch>(m, "Batch")
+      .def("done", &PyBatch::done)
+      .def("wait", &PyBatch::wait, "timeout_s"_a)
+      .def("cancel", &PyBatch::cancel)
+      .def("results", &PyBatch::results)
+      .def("error", &PyBatch::error);
+
+  nb::class_<PyEngine>(m, "Engine")
+      .def("submit", &PyEngine::submit, "op"_a, "keys"_a, "buffers"_a.none(), "timeout_s"_a)
+      .def("fileno", &PyEngine::fileno)
+      .def("counters", &PyEngine::counters)
+      .def("close", &PyEngine::close, "timeout_s"_a);
+
+  m.def("open_file_engine", &open_file_engine, "root"_a, "capacity_nbytes"_a, "threads"_a);
+}

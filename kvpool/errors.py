@@ -1,0 +1,23 @@
+"""The one error tree: everything that kvpool raises on purpose derives from ``KVPoolError``."""
+
+from __future__ import annotations
+
+
+class KVPoolError(Exception):
+    """Base of all errors raised by kvpool; its text is one line that says what to do next."""
+
+
+class ConfigError(KVPoolError, ValueError):
+    """A setting, URL, key or argument is wrong; nothing was started and nothing was changed."""
+
+
+class EngineRefused(ConfigError):
+    """The inference engine is configured in a way that kvpool does not support; names the setting."""
+
+
+class StoreUnavailable(KVPoolError):
+    """The store could not answer in time or at all; a caller treats every key of the batch as a miss."""
+
+
+class StoreClosed(StoreUnavailable):
+    """The store was closed by this process; no further call on it will succeed."""
