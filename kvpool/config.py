@@ -1,0 +1,207 @@
+"""The one place that turns settings into values: the vLLM dict, ``KVPOOL_*`` in the environment, a TOML file.
+
+Where two sources name a setting, the vLLM dict wins over the environment and the environment over the file
+that
+``KVPOOL_CONFIG`` names. Nothing else in kvpool reads the environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from kvpool.errors import ConfigError
+from kvpool.tenant import check_tenant
+from kvpool.wording import nearest, parse_nbytes, redact, unknown
+
+__all__ = ["PoolConfig", "hash_seed", "redact"]
+
+ENVIRONMENT_PREFIX = "KVPOOL_"
+CONFIG_VARIABLE = "KVPOOL_CONFIG"
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+MAX_CONFIG_FILE_NBYTES = 1 << 20
+_TYPO_LIKENESS = 0.8  # KVPOOL_PORT, which Kubernetes sets for a service named kvpool, is 0.5 of KVPOOL_POOL
+_WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
+
+_Model = TypeVar("_Model", bound="PoolConfig")
+
+
+def _nbytes(value: object) -> object:
+    return parse_nbytes(value) if isinstance(value, str) else value
+
+
+Nbytes = Annotated[int, BeforeValidator(_nbytes)]
+
+
+class PoolConfig(BaseModel):
+    """What one worker needs to know to use a pool; strict, frozen, checked when it is made.
+
+    Make it with ``PoolConfig.load``. Every field is also a variable of the environment, ``KVPOOL_POOL`` and
+    so on.
+    The pool's URL may hold a password: ``repr`` and ``str`` show it redacted; ``redact(url)`` does so
+    elsewhere.
+    """
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True,
+        protected_namespaces=(), validate_default=True,
+    )  # fmt: skip
+
+    pool: str = Field(min_length=1, max_length=4096, description="URL of the store, such as file:///dir")
+    tenant: str = Field("default", description="keys of different tenants never meet")
+    model_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="names the model where nodes mount it under different paths",
+    )
+    budget_s: float = Field(
+        0.5, gt=0, le=60,
+        description="longest that the existence check, or a load that makes no progress, may delay a request",
+    )  # fmt: skip
+    max_load_s: float = Field(10.0, gt=0, le=600, description="longest that one load may take in all")
+    staging_nbytes: Nbytes = Field(
+        256 << 20, ge=1 << 20, le=1 << 40, description="memory between device and store; accepts 256MiB"
+    )
+    max_store_nbytes_per_s: Nbytes = Field(
+        0, ge=0, le=1 << 50, description="cap on what this worker writes to the pool; 0: none; accepts 500MB"
+    )
+    threads: int = Field(2, ge=1, le=64, description="native threads that move bytes")
+
+    @field_validator("pool")
+    @classmethod
+    def _pool_is_a_url(cls, pool: str) -> str:
+        scheme, separator, _ = pool.partition("://")
+        if not scheme or not separator:
+            raise ValueError("write a store URL such as file:///dir or memory://")
+        return pool
+
+    @field_validator("tenant")
+    @classmethod
+    def _tenant_fits_a_key(cls, tenant: str) -> str:
+        return check_tenant(tenant)
+
+    def __repr_args__(self) -> Any:
+        for name, value in super().__repr_args__():
+            yield name, redact(value) if name == "pool" else value
+
+    @classmethod
+    def load(
+        cls: type[_Model], mapping: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    ) -> _Model:
+        """Read the settings: ``mapping`` first, then ``environ``, then the TOML file named by
+        ``KVPOOL_CONFIG``.
+
+        ``mapping``: vLLM's ``kv_connector_extra_config``; strict types, as JSON gives them. ``environ``: the
+        process's environment when None. The file holds the fields at its top level.
+        Blocking: reads one small file. Errors: ``ConfigError``, one line that names the setting and where it
+        stands.
+        """
+        environ = os.environ if environ is None else environ
+        fields = cls.model_fields
+        path = environ.get(CONFIG_VARIABLE)
+        merged: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
+        if path:
+            for name, value in _read_toml(path).items():
+                if name not in fields:
+                    raise ConfigError(f"{path}: {unknown('setting', name, fields)}")
+                merged[name], spelled[name] = value, f'{path}: setting "{name}"'
+        for name, value in _from_environment(environ, fields).items():
+            merged[name], spelled[name] = value, ENVIRONMENT_PREFIX + name.upper()
+        for name, value in (mapping or {}).items():
+            if name not in fields:
+                raise ConfigError(unknown("setting", str(name), fields))
+            merged[name], spelled[name] = value, f'setting "{name}"'
+        try:
+            return cls(**merged)
+        except ValidationError as error:
+            # The chained error is left out on purpose: pydantic's text has many lines and may hold the
+            # password.
+            raise ConfigError(_one_line(error.errors(include_input=True), spelled)) from None
+
+
+def hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
+    """The seed of vLLM's block hashes: ``PYTHONHASHSEED`` as text, or None when it is not set."""
+    return (os.environ if environ is None else environ).get(HASH_SEED_VARIABLE)
+
+
+def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """Values of ``KVPOOL_*``; a near miss of a field is an error, others (Kubernetes sets some) are not."""
+    values: dict[str, Any] = {}
+    for variable in sorted(environ):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name in fields:
+            if variable != variable.upper():
+                raise ConfigError(f'unknown variable "{variable}"; did you mean "{variable.upper()}"?')
+            values[name] = _from_text(environ[variable], fields[name].annotation)
+        elif (match := nearest(name, fields, likeness=_TYPO_LIKENESS)) is not None:
+            wanted = ENVIRONMENT_PREFIX + match.upper()
+            raise ConfigError(f'unknown variable "{variable}"; did you mean "{wanted}"?')
+    return values
+
+
+def _from_text(text: str, annotation: Any) -> str | int | float:
+    """The number that a variable spells, where its field is one; the field judges any other text."""
+    if annotation is int and _WHOLE_NUMBER.fullmatch(text):
+        return int(text)
+    if annotation is float:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str]) -> str:
+    """The first thing that is wrong, in one sentence, without the value where that may be a secret."""
+    error = errors[0]
+    name = str(error["loc"][0])
+    if error["type"] == "missing":
+        return (
+            f'setting "{name}" is missing: set "{name}" in kv_connector_extra_config '
+            f"or {ENVIRONMENT_PREFIX}{name.upper()} in the environment, for example to file:///dir"
+        )
+    cause = error.get("ctx", {}).get("error")
+    problem = str(cause) if cause is not None else error["msg"].removeprefix("Input ")
+    got = "" if name == "pool" or cause is not None else f", got {error['input']!r:.80}"
+    return f"{spelled[name]}: {problem}{got}"
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    tomllib = _toml_reader(path)
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_CONFIG_FILE_NBYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{CONFIG_VARIABLE}={path}: {error.strerror}") from error
+    if len(raw) > MAX_CONFIG_FILE_NBYTES:
+        raise ConfigError(f"{path}: larger than {MAX_CONFIG_FILE_NBYTES} bytes: this is not a settings file")
+    try:
+        settings: dict[str, Any] = tomllib.loads(raw.decode())
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
+        raise ConfigError(f"{path}: not TOML: {str(error).splitlines()[0]}") from None
+    return settings
+
+
+def _toml_reader(path: str) -> ModuleType:
+    for name in ("tomllib", "tomli"):  # in the standard library from Python 3.11
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ConfigError(
+        f"{path}: reading TOML needs Python 3.11 or the package tomli: install tomli, "
+        f"or set the settings in {ENVIRONMENT_PREFIX}* variables"
+    )

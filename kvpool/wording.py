@@ -1,0 +1,84 @@
+"""How kvpool reads and words what people write: sizes, misspelled names, URLs that hold a password."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from kvpool.errors import ConfigError
+
+UNIT_NBYTES = {
+    "": 1,
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+}
+MAX_NBYTES = (1 << 63) - 1
+
+_SIZE = re.compile(r"([0-9]{1,19}) ?([A-Za-z]*)")
+# The part of a URL that may hold credentials reaches to the last "@": a password can hold "/" or "@" itself.
+_USERINFO = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]*://)(.*)@", re.DOTALL)
+_SECRET_PARAMETER = re.compile(
+    r"([?&;](?:[^=&;?]*(?:pass|secret|token|auth|cred)[^=&;?]*)=)[^&;#]*", re.IGNORECASE
+)
+_NO_CREDENTIALS = ("file:///", "memory://")
+
+
+def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """The known name that is most like ``name``; None when none is alike enough (0 to 1)."""
+    candidates = sorted(known)
+    folded = {candidate.lower(): candidate for candidate in reversed(candidates)}
+    matches = difflib.get_close_matches(name.lower(), sorted(folded), n=1, cutoff=likeness)
+    return folded[matches[0]] if matches else None
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """One sentence for a name that is not known: with the nearest known one, or with all of them."""
+    candidates = sorted(known)
+    match = nearest(name, candidates)
+    if match is not None:
+        return f'unknown {kind} "{name}"; did you mean "{match}"?'
+    return f'unknown {kind} "{name}"; known are {", ".join(candidates)}'
+
+
+def parse_nbytes(text: str) -> int:
+    """Bytes of a size such as ``10GiB``, ``500 MB`` or ``1048576``.
+
+    Units: KiB MiB GiB TiB (powers of 1,024), kB MB GB TB (powers of 1,000), B or none. Whole numbers only.
+    Errors: ``ConfigError`` that says how to write one.
+    """
+    match = _SIZE.fullmatch(text.strip()) if text.isascii() else None
+    if match is None or match[2] not in UNIT_NBYTES:
+        raise ConfigError(
+            f'"{text}" is not a size: write a whole number with a unit, for example 10GiB or 500MB'
+        )
+    nbytes = int(match[1]) * UNIT_NBYTES[match[2]]
+    if nbytes > MAX_NBYTES:
+        raise ConfigError(f'"{text}" is too large: a size is at most {MAX_NBYTES} bytes')
+    return nbytes
+
+
+def format_nbytes(nbytes: int) -> str:
+    """``nbytes`` in the largest binary unit that holds it exactly; ``parse_nbytes`` reads it back."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes and nbytes % UNIT_NBYTES[unit] == 0:
+            return f"{nbytes // UNIT_NBYTES[unit]}{unit}"
+    return str(nbytes)
+
+
+def redact(url: str) -> str:
+    """``url`` without its secrets, fit for a log: passwords and secret-looking parameters become ``***``."""
+    if url.startswith(_NO_CREDENTIALS):
+        return url
+    match = _USERINFO.match(url)
+    if match is not None:
+        user, colon, _ = match[2].partition(":")
+        url = f"{match[1]}{user if colon else ''}{colon}***@{url[match.end() :]}"
+    return _SECRET_PARAMETER.sub(r"\1***", url)
