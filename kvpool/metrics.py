@@ -1,0 +1,77 @@
+"""Every metric name of kvpool, with its help text: the only place where one is spelled.
+
+A sample travels between processes as ``{key: number}`` where the key is the metric's name, or
+``name/value`` when the metric has a label (its label name is in ``Metric.label``).
+All are counters; they are summed over ranks and over time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One Prometheus counter: ``name`` as exported, its help text, and the name of its only label or ""."""
+
+    name: str
+    help: str
+    label: str = ""
+
+
+LOOKUP_REQUESTS = Metric("kvpool_lookup_requests_total", "Requests whose prefix was looked up in the pool.")
+LOOKUP_FAILURES = Metric(
+    "kvpool_lookup_failures_total", "Existence checks that ended without an answer, by cause.", "cause"
+)
+LOOKUP_BLOCKS = Metric("kvpool_lookup_blocks_total", "Keys whose existence was asked.")
+OFFERED_TOKENS = Metric("kvpool_offered_tokens_total", "Prompt tokens offered to the engine from the pool.")
+LOADED_BLOCKS = Metric("kvpool_loaded_blocks_total", "Blocks loaded from the pool into the engine's KV cache.")
+LOADED_BYTES = Metric("kvpool_loaded_bytes_total", "Bytes loaded from the pool into the engine's KV cache.")
+LOAD_SECONDS = Metric("kvpool_load_seconds_total", "Seconds between the start and the end of loads, summed.")
+LOAD_REQUESTS = Metric("kvpool_load_requests_total", "Loads of one request that ended, by result.", "result")
+STORED_BLOCKS = Metric("kvpool_stored_blocks_total", "Blocks written to the pool.")
+STORED_BYTES = Metric("kvpool_stored_bytes_total", "Bytes written to the pool.")
+STORE_SKIPPED_BLOCKS = Metric(
+    "kvpool_store_skipped_blocks_total", "Blocks that were not written to the pool, by cause.", "cause"
+)
+
+ALL: tuple[Metric, ...] = (
+    LOOKUP_REQUESTS,
+    LOOKUP_FAILURES,
+    LOOKUP_BLOCKS,
+    OFFERED_TOKENS,
+    LOADED_BLOCKS,
+    LOADED_BYTES,
+    LOAD_SECONDS,
+    LOAD_REQUESTS,
+    STORED_BLOCKS,
+    STORED_BYTES,
+    STORE_SKIPPED_BLOCKS,
+)
+
+BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}
+
+
+class Counters:
+    """Sums of samples since the last ``take``; used by one thread."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+
+    def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
+        """Add ``amount``; ``label`` must be given exactly for the metrics that have one."""
+        assert bool(label) == bool(metric.label), metric.name
+        if amount:
+            key = f"{metric.name}/{label}" if label else metric.name
+            self._sums[key] = self._sums.get(key, 0) + amount
+
+    def take(self) -> dict[str, float]:
+        """Return the sums and start again from nothing."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+
+def add_samples(into: dict[str, float], samples: Mapping[str, float]) -> None:
+    """Sum ``samples`` into ``into``, key by key."""
+    for key, amount in samples.items():
+        into[key] = into.get(key, 0) + amount

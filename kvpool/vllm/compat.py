@@ -1,0 +1,293 @@
+"""Where kvpool reads vLLM's configuration: what it supports, what it refuses, and the facts of a namespace.
+
+Supported: vLLM 0.30 to 0.32. Differences between versions are told by feature, never by version number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvpool.config import hash_seed
+from kvpool.errors import EngineRefused
+from kvpool.keys import Fact, GroupLayout, Layout
+from kvpool.vllm.plan import Group
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.request import Request
+
+DEFAULT_HASH_SEED = "vllm-none-hash"  # vllm/v1/core/kv_cache_utils.py: DEFAULT_NONE_HASH_SEED
+EVENT_MEDIUM = "STORAGE"  # vllm/distributed/kv_events.py: MEDIUM_STORAGE
+EVENT_OWNER = "kvpool"
+
+
+def refuse_unsupported(config: VllmConfig) -> None:
+    """Check everything that the configuration alone tells.
+
+    Errors: ``EngineRefused``, one sentence with the setting to change.
+    """
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_load_failure_policy != "recompute":
+        raise EngineRefused(
+            f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a lost block would fail the request; '
+            'add "kv_load_failure_policy":"recompute" to --kv-transfer-config'
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise EngineRefused(
+            "prefix caching is off, so blocks have no hashes to share; remove --no-enable-prefix-caching"
+        )
+    _refuse_hashing(config.cache_config.prefix_caching_hash_algo)
+    if current_platform.device_type != "cpu":
+        raise EngineRefused(
+            f"the KV cache is on an accelerator ({current_platform.device_type}), which this version does not "
+            "support: only CPU engines can use kvpool until the device path lands; remove --kv-transfer-config"
+        )
+    parallel = config.parallel_config
+    for name, size in (
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1)),
+    ):
+        if size != 1:
+            raise EngineRefused(f"{name} {size} is not supported yet; set it to 1")
+    if config.speculative_config is not None:
+        raise EngineRefused("speculative decoding is not supported yet; remove --speculative-config")
+    if config.model_config.is_encoder_decoder:
+        raise EngineRefused("encoder-decoder models are not supported; remove --kv-transfer-config")
+
+
+def _refuse_hashing(algorithm: str) -> None:
+    if algorithm not in ("sha256_cbor", "xxhash_cbor"):
+        raise EngineRefused(
+            f'prefix caching hashes with "{algorithm}", which hashes a pickle, so equal prompts may hash '
+            "differently and workers would not share; add --prefix-caching-hash-algo sha256_cbor"
+        )
+    if algorithm == "xxhash_cbor" and hash_seed() is None:
+        raise EngineRefused(
+            "xxhash_cbor draws a random seed in each process, so workers would never share; set PYTHONHASHSEED "
+            "to the same number in every worker, or use --prefix-caching-hash-algo sha256_cbor"
+        )
+
+
+def groups_of(config: KVCacheConfig) -> list[Group]:
+    """The KV-cache groups as plans need them.
+
+    Errors: ``EngineRefused`` naming the kind of attention that is not supported.
+    """
+    if not config.kv_cache_groups:
+        raise EngineRefused("the model has no KV cache to share; remove --kv-transfer-config")
+    groups = []
+    for index, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            kinds = {type(layer) for layer in spec.kv_cache_specs.values()}
+            spec = next(iter(spec.kv_cache_specs.values())) if len(kinds) == 1 else spec
+        # Subclasses (MLA, sinks, chunked windows, ...) keep other bytes or need other blocks: exact types only.
+        if type(spec) is FullAttentionSpec:
+            groups.append(Group(group.kv_cache_spec.block_size))
+        elif type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
+            groups.append(Group(group.kv_cache_spec.block_size, spec.sliding_window))
+        else:
+            raise EngineRefused(
+                f"KV-cache group {index} is of kind {type(spec).__name__}, which is not supported yet; "
+                "supported are full attention and sliding windows"
+            )
+    return groups
+
+
+def block_sizes(config: VllmConfig, cache: KVCacheConfig) -> tuple[int, int]:
+    """(tokens to which hits are aligned, tokens of one block hash)."""
+    return kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
+
+
+def layers_of(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """For each group, its layers as views of shape ``[num_blocks, ...]``."""
+    group_kernel_blocks = _group_kernel_blocks()
+    missing = [name for group in cache.kv_cache_groups for name in group.layer_names if name not in kv_caches]
+    if missing:
+        raise EngineRefused(f"layer {missing[0]} has no KV cache of its own, which is not supported yet")
+    return [
+        [group_kernel_blocks(kv_caches[name], cache.num_blocks) for name in group.layer_names]
+        for group in cache.kv_cache_groups
+    ]
+
+
+def _group_kernel_blocks() -> Any:
+    try:
+        from vllm.v1.kv_cache_interface import group_kernel_blocks
+    except ImportError as error:
+        raise EngineRefused(f"this version of vLLM is not supported ({error}); use 0.30 to 0.32") from error
+    return group_kernel_blocks
+
+
+def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]], kv_dtype: str) -> Layout:
+    """How one rank's blocks lie in memory."""
+    return Layout(
+        kv_dtype,
+        tuple(
+            GroupLayout(
+                block_tokens=group.block_tokens,
+                layers=len(views),
+                payload_nbytes=sum(view[0].numel() * view.element_size() for view in views),
+                shapes=tuple(tuple(view.shape[1:]) for view in views),
+                strides=tuple(tuple(view.stride()[1:]) for view in views),
+                attention="full" if group.window is None else f"sliding_window:{group.window}",
+            )
+            for group, views in zip(groups, layers, strict=True)
+        ),
+    )
+
+
+def engine_facts(
+    config: VllmConfig, cache: KVCacheConfig, model_id: str | None, layers: Sequence[Sequence[torch.Tensor]]
+) -> dict[str, Fact]:
+    """Every fact that changes what a block's hash or its bytes mean; the same on every rank of one engine."""
+    model, parallel, caching = config.model_config, config.parallel_config, config.cache_config
+    algorithm = caching.prefix_caching_hash_algo
+    seed = hash_seed()
+    _, hash_block_tokens = block_sizes(config, cache)
+    kv_dtype = str(caching.cache_dtype)
+    if kv_dtype == "auto":
+        kv_dtype = str(model.dtype)
+    facts: dict[str, Fact] = {
+        "engine": "vllm",
+        "model": model_id or model.model,
+        "model_config": _digest(_model_config(model.hf_config)),
+        "revision": model.revision or "",
+        "weights_dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": str(model.quantization or ""),
+        "hash_algorithm": algorithm,
+        "hash_seed": _digest(DEFAULT_HASH_SEED if seed is None else seed),
+        "hash_block_tokens": hash_block_tokens,
+        "hash_tags": _hash_tags(),
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "decode_context_parallel": parallel.decode_context_parallel_size,
+        "device": current_platform.device_type,
+        "attention_backend": _attention_backends(config),
+        "kernel_packing": _kernel_packing(config, cache),
+    }
+    return facts | layout_of(groups_of(cache), layers, kv_dtype.removeprefix("torch.")).facts()
+
+
+def _digest(value: object) -> str:
+    """A short fingerprint: the seed may be a secret, and the model's configuration is long."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _model_config(hf_config: Any) -> dict[str, Any]:
+    """The model's own configuration, so that overrides and another model under one path are noticed."""
+    facts: dict[str, Any] = dict(hf_config.to_diff_dict())
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        facts.pop(name, None)
+    return facts
+
+
+def _hash_tags() -> bool:
+    """Whether extra keys enter the hash tagged (from 0.31), which changes the hashes of LoRA, salt and images."""
+    return hasattr(kv_cache_utils, "to_event_extra_keys")
+
+
+def _attention_backends(config: VllmConfig) -> str:
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
+    return ",".join(sorted({layer.get_attn_backend().get_name() for layer in layers.values()}))
+
+
+def _kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
+    """How the CPU kernels pack keys inside a block: it depends on the processor (AMX, AVX-512, NEON, ...)."""
+    if current_platform.device_type != "cpu":
+        return ""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    except ImportError:
+        # Not told by this version: the processor's name is then the safe answer.
+        return str(current_platform.get_cpu_architecture())
+    packings = set()
+    for group in cache.kv_cache_groups:
+        spec = group.kv_cache_spec
+        specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+        for layer in specs:
+            packings.add(_get_attn_isa(config.model_config.dtype, layer.block_size, layer.head_size))
+    return ",".join(sorted(packings))
+
+
+def scheduled_tokens(output: SchedulerOutput) -> list[tuple[str, int]]:
+    """(request, tokens computed when the step is over) for every request of the step."""
+    cached = output.scheduled_cached_reqs
+    before = [(request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs]
+    before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return [(name, computed + output.num_scheduled_tokens[name]) for name, computed in before]
+
+
+def block_tables(output: SchedulerOutput, request_id: str) -> tuple[list[int], ...] | None:
+    """The block ids of a scheduled request, by group, as they stand in this step."""
+    state = output.kv_connector_block_state
+    assert state is not None, "vLLM gives connectors the block tables from 0.29 on"
+    tables: tuple[list[int], ...] | None = state.get_block_ids(request_id)
+    return tables
+
+
+def group_hashes(request: Request, hash_block_tokens: int, block_tokens: int) -> Sequence[bytes]:
+    """The request's block hashes at a group's block size: a coarser block takes its last sub-hash."""
+    if hash_block_tokens == block_tokens:
+        hashes: Sequence[bytes] = request.block_hashes
+        return hashes
+    step = block_tokens // hash_block_tokens
+    return request.block_hashes[step - 1 :: step]
+
+
+def stored_event(request: Request, group: int, block_tokens: int, index: int, hashes: Sequence[bytes]) -> BlockStored:
+    """The KV event that says: block ``index`` of ``request`` is in the pool now."""
+    start = index * block_tokens
+    lora = request.lora_request
+    fields: dict[str, Any] = {
+        "block_hashes": [kv_cache_utils.maybe_convert_block_hash(hashes[index])],
+        "parent_block_hash": kv_cache_utils.maybe_convert_block_hash(hashes[index - 1]) if index else None,
+        "token_ids": list(request.all_token_ids[start : start + block_tokens]),
+        "block_size": block_tokens,
+        "lora_id": lora.adapter_id if lora else None,
+        "lora_name": lora.name if lora else None,
+        "medium": EVENT_MEDIUM,
+        "group_idx": group,
+        "extra_keys": _event_extra_keys(request, start, start + block_tokens),
+    }
+    return BlockStored(**_known(BlockStored, fields))
+
+
+def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
+    """The KV event that says: the pool turned out not to hold this block any more."""
+    fields = {
+        "block_hashes": [kv_cache_utils.maybe_convert_block_hash(block_hash)],
+        "medium": EVENT_MEDIUM,
+        "group_idx": group,
+    }
+    return BlockRemoved(**_known(BlockRemoved, fields))
+
+
+def _event_extra_keys(request: Request, start: int, end: int) -> Any:
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+    if keys is None:
+        return None
+    return kv_cache_utils.to_event_extra_keys([keys]) if _hash_tags() else [keys]
+
+
+def _known(event: type[KVCacheEvent], fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields`` and what marks them as the pool's, without those that this version of the event lacks."""
+    fields |= {"locality": "REMOTE", "ownership": EVENT_OWNER}
+    return {name: value for name, value in fields.items() if name in event.__struct_fields__}

@@ -1,0 +1,233 @@
+"""KVPoolConnector: vLLM's connector interface, delegated to a scheduler half and a worker half.
+
+Interface: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (``KVConnectorBase_V1``, ``SupportsHMA``).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvpool.config import PoolConfig
+from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
+from kvpool.stores import open_store
+from kvpool.vllm import compat
+from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.scheduler import SchedulerHalf
+from kvpool.vllm.stats import PoolPromMetrics, PoolStats
+from kvpool.vllm.worker import WorkerHalf
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvpool")
+
+
+class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
+    """Offloads KV blocks to a shared pool and loads those that another engine computed.
+
+    Settings: ``kv_connector_extra_config`` holds the fields of ``kvpool.config.PoolConfig``. Refuses to start,
+    with one sentence, when the engine is configured in a way that it does not support.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._store = None
+        try:
+            config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
+            compat.refuse_unsupported(vllm_config)
+            groups = compat.groups_of(kv_cache_config)
+            if config.pool.startswith("memory:"):
+                raise EngineRefused(
+                    "a memory:// pool lives inside one process and an engine has several; "
+                    "use file:///dir (on tmpfs it is memory, shared by the host)"
+                )
+            if role is KVConnectorRole.SCHEDULER:
+                align_tokens, hash_block_tokens = compat.block_sizes(vllm_config, kv_cache_config)
+                events = vllm_config.kv_events_config
+                self._store = open_store(config.pool, threads=1)
+                self._scheduler = SchedulerHalf(
+                    config,
+                    self._store,
+                    groups,
+                    ranks=vllm_config.parallel_config.tensor_parallel_size,
+                    align_tokens=align_tokens,
+                    hash_block_tokens=hash_block_tokens,
+                    loads=self._kv_transfer_config.is_kv_consumer,
+                    stores=self._kv_transfer_config.is_kv_producer,
+                    events=bool(events and events.enable_kv_cache_events),
+                )
+            else:
+                self._config = config
+                self._worker = WorkerHalf(config, rank=get_tp_group().rank_in_group)
+        except (ConfigError, StoreUnavailable) as error:
+            # The workers are made first and cannot end an engine in one line: the scheduler says it for both.
+            if role is KVConnectorRole.SCHEDULER:
+                _refuse(error)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A pool is a cache: a store that is dropped is a later miss."""
+        return False
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is None:
+            return
+        cache = self._kv_cache_config
+        try:
+            layers = compat.layers_of(cache, kv_caches)
+            facts = compat.engine_facts(self._vllm_config, cache, self._config.model_id, layers)
+        except ConfigError as error:
+            self._worker.refuse(str(error))
+            return
+        self._worker.register(layers, facts)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_loads(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is not scheduled before its load has ended."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are stored whole, over all layers, in ``wait_for_save``."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.start_stores(self._step())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        idle = self.has_connector_metadata() and self._step().idle
+        ended, failed = self._worker.poll(idle)
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_report() if self._worker is not None else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        half = self._worker or self._scheduler
+        samples = half.counters.take() if half is not None else {}
+        return PoolStats(samples) if samples else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._store is not None:
+            self._store.close()
+
+    # Scheduler side.
+
+    def on_new_request(self, request: Request) -> None:
+        self._planner().seen(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._planner().matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._planner().allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._planner().plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        assert report is None or isinstance(report, PoolWorkerMetadata)
+        self._planner().update(
+            report, connector_output.finished_recving or (), connector_output.failed_recving or ()
+        )
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Stores were copied to staging in the step that computed them: no block has to be held back.
+        self._planner().finished(request)
+        return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._planner().take_events()
+
+    def has_pending_push_work(self) -> bool:
+        return self._planner().wants_steps()
+
+    def reset_cache(self) -> bool:
+        """A shared pool is not one engine's to empty, so this answers False; answers in flight are dropped."""
+        self._planner().forget()
+        logger.warning("kvpool: the pool is shared and was not emptied; change model_id or tenant to start afresh")
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return PoolStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _step(self) -> PoolMetadata:
+        step = self._get_connector_metadata()
+        assert isinstance(step, PoolMetadata)
+        return step
+
+    def _planner(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "called on a worker"
+        return self._scheduler
+
+
+def _refuse(error: Exception) -> None:
+    """End the start with one line.
+
+    vLLM starts an engine in a process of its own, where an exception would print pages of its call stack above
+    the one sentence that helps; there, the sentence is all. In the caller's own process it is an exception.
+    """
+    sentence = f"kvpool refuses to start: {error}"
+    if multiprocessing.parent_process() is not None:
+        raise SystemExit(sentence)
+    raise EngineRefused(sentence) from error

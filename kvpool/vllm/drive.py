@@ -1,0 +1,103 @@
+"""One vLLM engine behind a pipe: ``python -m kvpool.vllm.drive OPTIONS.json`` for the demo, tests and benchmarks.
+
+Reads one JSON object a line from standard input and answers each with one line on the descriptor given in the
+options, so that nothing the engine prints can be mistaken for an answer. Commands:
+
+- ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
+  "first_token_s"}``;
+- ``{"do": "abort", "tokens": [...], "once_read": PATH}``: the request is aborted as soon as that record of a file
+  pool has been read, which is when its load is under way;
+- ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels;
+- ``{"do": "stop"}``: shuts the engine down and exits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+POOL_HITS = "vllm:external_prefix_cache_hits"
+ABORT_WAIT_S = 5.0
+
+
+def main() -> None:
+    """Start the engine that the options describe and serve commands until ``stop`` or the end of input."""
+    options = json.loads(Path(sys.argv[1]).read_text())
+    with os.fdopen(options.pop("answers_fd"), "w", buffering=1) as answers:
+        from vllm import LLM
+
+        engine = LLM(**options)
+        print(json.dumps({"ready": True}), file=answers)
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command["do"] == "stop":
+                break
+            print(json.dumps(_answer(engine, command)), file=answers)
+
+
+def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
+    if command["do"] == "metrics":
+        return _metrics(engine)
+    if command["do"] == "abort":
+        return _abort(engine, command["tokens"], Path(command["once_read"]))
+    return _generate(engine, command["tokens"], command["max_tokens"])
+
+
+def _generate(engine: Any, tokens: list[int], max_tokens: int) -> dict[str, Any]:
+    before = _metrics(engine).get(POOL_HITS, 0)
+    core, name = engine.llm_engine, _add(engine, tokens, max_tokens)
+    started = time.perf_counter()
+    first_token_s = 0.0
+    while core.has_unfinished_requests():
+        for output in core.step():
+            assert output.request_id.startswith(name)
+            if not first_token_s and output.outputs[0].token_ids:
+                first_token_s = time.perf_counter() - started
+            last = output
+    return {
+        "tokens": list(last.outputs[0].token_ids),
+        "cached_tokens": last.num_cached_tokens,
+        "pool_tokens": _metrics(engine).get(POOL_HITS, 0) - before,
+        "first_token_s": first_token_s,
+    }
+
+
+def _abort(engine: Any, tokens: list[int], record: Path) -> dict[str, Any]:
+    read_at = record.stat().st_mtime_ns
+    core, name = engine.llm_engine, _add(engine, tokens, 16)
+    deadline = time.monotonic() + ABORT_WAIT_S
+    while record.stat().st_mtime_ns == read_at and time.monotonic() < deadline:
+        time.sleep(0.0002)  # the engine core runs in a process of its own and gives no other sign
+    core.abort_request([name])
+    while core.has_unfinished_requests():
+        core.step()
+    return {"aborted": True}
+
+
+def _add(engine: Any, tokens: list[int], max_tokens: int) -> str:
+    from vllm import SamplingParams
+
+    name = f"request-{time.monotonic_ns()}"
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    engine.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+    return name
+
+
+def _metrics(engine: Any) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for metric in engine.get_metrics():
+        value = getattr(metric, "value", None)
+        if value is None:
+            continue
+        label = metric.labels.get("result") or metric.labels.get("cause")
+        name = f"{metric.name}/{label}" if label else metric.name
+        sums[name] = sums.get(name, 0) + value
+    return sums
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What to load and what to store: pure functions over block indices, and the messages between the two halves.
+
+Nothing here knows a store, a tensor or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvpool.keys import Fact
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of layers that share a block table. ``window``: tokens that a query sees, itself included."""
+
+    block_tokens: int
+    window: int | None = None  # None: full attention
+
+
+class BlockRef(NamedTuple):
+    """One block as the scheduler names it; a worker adds its rank and gets a key."""
+
+    block_hash: bytes
+    group: int
+    block_id: int
+
+
+class LoadPlan(NamedTuple):
+    """Blocks of one request to load; ``budget_s`` is what is left of the time that a silent store may cost."""
+
+    request_id: str
+    blocks: list[BlockRef]
+    budget_s: float
+
+
+@dataclass
+class PoolMetadata(KVConnectorMetadata):
+    """Scheduler to workers, once a step. ``tags`` name the blocks of ``stores``, one to one."""
+
+    loads: list[LoadPlan] = field(default_factory=list)
+    stores: list[BlockRef] = field(default_factory=list)
+    tags: list[int] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)  # requests whose load nobody waits for any more
+    idle: bool = False  # no forward runs in this step
+
+
+@dataclass
+class PoolWorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers to scheduler, summed over the ranks of a step."""
+
+    facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by rank, once, in its first step
+    broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
+    stored: dict[int, int] = field(default_factory=dict)  # tag: ranks whose part is in the pool now
+    dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
+    missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> PoolWorkerMetadata:
+        assert isinstance(other, PoolWorkerMetadata)
+        return PoolWorkerMetadata(
+            self.facts | other.facts,
+            self.broken | other.broken,
+            _summed(self.stored, other.stored),
+            _summed(self.dropped, other.dropped),
+            self.missing | other.missing,
+        )
+
+    def is_empty(self) -> bool:
+        return not (self.facts or self.broken or self.stored or self.dropped or self.missing)
+
+
+def _summed(ours: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:
+    return {tag: ours.get(tag, 0) + theirs.get(tag, 0) for tag in ours.keys() | theirs.keys()}
+
+
+def blocks_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
+    """Indices of the blocks that ``group`` lacks to go on at token ``hit_tokens``, given ``local_tokens`` computed.
+
+    Full attention needs every block up to there. A sliding window needs those that the next token sees, from
+    token ``hit_tokens - window + 1`` on. Both token counts are multiples of the group's block size.
+    """
+    first = local_tokens // group.block_tokens
+    if group.window is not None:
+        first = max(first, max(0, hit_tokens - group.window + 1) // group.block_tokens)
+    return range(first, hit_tokens // group.block_tokens)
+
+
+def longest_hit(
+    groups: Sequence[Group],
+    present: Sequence[Sequence[bool]],
+    *,
+    local_tokens: int,
+    max_tokens: int,
+    align_tokens: int,
+) -> int:
+    """The largest number of leading tokens from which the engine can go on, by its own cache and the pool.
+
+    ``present[g][i]``: every rank's part of block ``i`` of group ``g`` is in the pool. The answer is a multiple of
+    ``align_tokens``, at most ``max_tokens`` and at least ``local_tokens``.
+    """
+    runs = [_run_lengths(blocks) for blocks in present]
+    hit = max_tokens // align_tokens * align_tokens
+    while hit > local_tokens:
+        if all(_covered(group, run, local_tokens, hit) for group, run in zip(groups, runs, strict=True)):
+            return hit
+        hit -= align_tokens
+    return local_tokens
+
+
+def _covered(group: Group, run: Sequence[int], local_tokens: int, hit_tokens: int) -> bool:
+    needed = blocks_to_load(group, local_tokens, hit_tokens)
+    return not needed or (needed[-1] < len(run) and run[needed[-1]] >= len(needed))
+
+
+def _run_lengths(blocks: Sequence[bool]) -> list[int]:
+    """For each index, how many consecutive blocks that end there are present."""
+    runs: list[int] = []
+    length = 0
+    for there in blocks:
+        length = length + 1 if there else 0
+        runs.append(length)
+    return runs
+
+
+def blocks_to_store(block_tokens: int, already: int, computed_tokens: int, hashed_blocks: int) -> range:
+    """Indices of the blocks that are full after a step and were not handed over before.
+
+    ``already``: how many leading blocks of the request were handed over, or came from a cache. A block is stored
+    when its hash is known, which under asynchronous scheduling may be a step after it was computed.
+    """
+    return range(already, max(already, min(computed_tokens // block_tokens, hashed_blocks)))

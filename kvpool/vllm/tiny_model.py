@@ -1,0 +1,90 @@
+"""Tiny models with random weights, written to a folder: what the demo, the tests and the benchmarks run.
+
+The weights are drawn so that attention is sharp and logits are far apart (normal with deviation 1/sqrt(fan-in),
+query projections times 3): outputs then depend on every byte of the KV cache, and a corrupted block shows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["llama", "gemma3"]
+
+VOCABULARY = 8192
+QUERY_GAIN = 3.0
+MAX_TOKENS = 8192
+
+
+def write_tiny_model(
+    folder: Path,
+    kind: Kind = "llama",
+    *,
+    width: int = 512,
+    layers: int = 8,
+    seed: int = 0,
+    window: int = 512,
+) -> None:
+    """Write configuration, weights (bfloat16) and a word-level tokenizer into ``folder``, which is made.
+
+    ``llama``: full attention, 8 heads, 4 KV heads. ``gemma3``: five layers with a sliding window of ``window``
+    tokens to each layer with full attention. ``width`` is a multiple of 256. About 54 MB at the defaults.
+    """
+    import transformers
+
+    torch.manual_seed(seed)
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": width * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": width // 8,
+        "max_position_embeddings": MAX_TOKENS,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    model: Any
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
+    else:
+        kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
+        config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)
+        model = transformers.Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                continue  # norms keep their neutral start
+            gain = QUERY_GAIN if "q_proj" in name else 1.0
+            parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    import tokenizers
+
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))  # noqa: S106
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "w0",
+        "eos_token": "w1",
+        "model_max_length": MAX_TOKENS,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    import sys
+
+    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    write_tiny_model(Path(sys.argv[1]), **options)

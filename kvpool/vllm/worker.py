@@ -1,0 +1,200 @@
+"""The worker's half of the connector: one rank's KV cache, its staging slots, and the transfers between.
+
+On the CPU the forward is over when stores are gathered, so a block is copied before anyone can reuse it. After
+start-up nothing here raises into the engine: a fault of ours switches the pool off for this rank, every load
+that was promised is reported as failed, and the engine recomputes.
+
+Threads: the worker's model thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from kvpool.config import PoolConfig
+from kvpool.errors import KVPoolError
+from kvpool.keys import Fact, Namespace
+from kvpool.metrics import Counters
+from kvpool.stores import Store, open_store
+from kvpool.stores.facts import announce_facts
+from kvpool.transfer import BlockCopier, TransferEngine
+from kvpool.transfer.engine import Block
+from kvpool.vllm.plan import BlockRef, PoolMetadata, PoolWorkerMetadata
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.kvpool")
+
+IDLE_WAIT_S = 0.002  # how long an empty step waits for a load in flight, instead of spinning
+DRAIN_S = 5.0  # how long a shutdown waits for stores in flight
+
+_T = TypeVar("_T")
+
+
+class WorkerHalf:
+    """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``."""
+
+    def __init__(self, config: PoolConfig, *, rank: int) -> None:
+        self._config, self._rank = config, rank
+        self._store: Store | None = None
+        self._engine: TransferEngine | None = None
+        self._namespace: Namespace | None = None
+        self._report = PoolWorkerMetadata()
+        self._submitted: PoolMetadata | None = None
+        self._promised: dict[str, dict[str, tuple[bytes, int]]] = {}  # loads under way: key to (hash, group)
+        self._failed: set[str] = set()  # loads that ended without a transfer
+        self._broken = False
+        self.counters = Counters()
+
+    @property
+    def slots_in_use(self) -> int:
+        """Staging slots that are not free."""
+        return self._engine.slots_in_use if self._engine else 0
+
+    def register(self, layers: Sequence[Sequence[torch.Tensor]], facts: dict[str, Fact]) -> None:
+        """Take the KV cache of this rank, by group and layer, and open the pool.
+
+        Blocking, for at most the store's own deadline. A pool that cannot be opened is reported to the scheduler.
+        """
+        try:
+            self._namespace = Namespace(self._config.tenant, facts)
+            self._store = open_store(self._config.pool, threads=self._config.threads)
+            self._engine = TransferEngine(
+                self._store,
+                [BlockCopier(views) for views in layers],
+                staging_nbytes=self._config.staging_nbytes,
+                max_store_nbytes_per_s=self._config.max_store_nbytes_per_s,
+                counters=self.counters,
+            )
+        except KVPoolError as error:
+            self._break(str(error))
+            return
+        self._report.facts[self._rank] = facts
+        if self._rank == 0:
+            self._announce(str(facts["model"]))
+
+    def refuse(self, reason: str) -> None:
+        """Do without a pool, for ``reason``; the scheduler hears of it."""
+        self._break(reason)
+
+    def _announce(self, model: str) -> None:
+        """Leave a readable record of the facts, and say on which ones this worker differs from earlier ones."""
+        assert self._store is not None
+        assert self._namespace is not None
+        try:
+            differences = announce_facts(self._store, self._namespace, model)
+        except KVPoolError as error:
+            logger.warning("kvpool could not announce its namespace: %s", error)
+            return
+        for sentence in differences:
+            logger.warning("kvpool: %s", sentence)
+        logger.info(
+            "kvpool: namespace %s, tenant %s, store %s, budget %g s, staging %d slots",
+            self._namespace.hex,
+            self._config.tenant,
+            self._store,
+            self._config.budget_s,
+            self._engine.staging.slots if self._engine else 0,
+        )
+
+    def start_loads(self, step: PoolMetadata) -> None:
+        """Submit the step's loads; calling it again with the same step does nothing."""
+        if step is self._submitted:
+            return
+        self._submitted = step
+        for plan in step.loads:
+            self._failed.add(plan.request_id)
+            if self._engine is None or not plan.blocks:
+                continue
+            blocks = self._blocks(plan.blocks)
+            self._promised[plan.request_id] = {
+                block.key: (ref.block_hash, ref.group) for block, ref in zip(blocks, plan.blocks, strict=True)
+            }
+            self._failed.discard(plan.request_id)
+            self._guarded(
+                lambda blocks=blocks, plan=plan: self._load(plan.request_id, blocks, plan.budget_s), None
+            )
+        for request_id in step.cancelled:
+            if self._engine is not None:
+                self._engine.cancel(request_id)
+
+    def _load(self, request_id: str, blocks: list[Block], budget_s: float) -> None:
+        assert self._engine is not None
+        self._engine.load(request_id, blocks, timeout_s=budget_s, max_s=self._config.max_load_s)
+
+    def start_stores(self, step: PoolMetadata) -> None:
+        """Copy the step's full blocks to staging and send them."""
+        stores, tags, step.stores, step.tags = step.stores, step.tags, [], []
+        if not stores:
+            return
+        if self._engine is None:
+            self._count(self._report.dropped, tags)
+            return
+        blocks = self._blocks(stores)
+        self._guarded(lambda: self._engine.store(blocks, tags) if self._engine else None, None)
+
+    def poll(self, idle: bool) -> tuple[set[str], set[str]]:
+        """(loads that ended, those of them that failed) since the last call."""
+        ended, failed = set(self._failed), set(self._failed)
+        self._failed.clear()
+        if self._engine is not None:
+            engine = self._engine
+            finished = self._guarded(lambda: engine.poll(IDLE_WAIT_S if idle else 0.0), None)
+            if finished is not None:
+                for job, ok, missing in finished.loads:
+                    ended.add(job)
+                    if not ok:
+                        failed.add(job)
+                    keys = self._promised.pop(job, {})
+                    self._report.missing.update(keys[key] for key in missing if key in keys)
+                self._count(self._report.stored, [tag for tag, ok in finished.stored if ok])
+                self._count(self._report.dropped, [tag for tag, ok in finished.stored if not ok])
+        return ended, failed
+
+    def take_report(self) -> PoolWorkerMetadata | None:
+        """What the scheduler should hear of this step; None when there is nothing."""
+        if self._report.is_empty():
+            return None
+        report, self._report = self._report, PoolWorkerMetadata()
+        return report
+
+    def close(self) -> None:
+        """Let stores in flight end, within a few seconds, and release everything."""
+        if self._engine is not None:
+            self._engine.drain(DRAIN_S)
+            self._engine.close()
+        if self._store is not None:
+            self._store.close()
+        self._engine = self._store = None
+
+    def _blocks(self, refs: Sequence[BlockRef]) -> list[Block]:
+        assert self._namespace is not None
+        keys: dict[int, list[str]] = {}
+        for group in {ref.group for ref in refs}:
+            hashes = [ref.block_hash for ref in refs if ref.group == group]
+            keys[group] = self._namespace.keys(hashes, group, self._rank)[::-1]
+        return [Block(keys[ref.group].pop(), ref.group, ref.block_id) for ref in refs]
+
+    @staticmethod
+    def _count(into: dict[int, int], tags: Sequence[int]) -> None:
+        for tag in tags:
+            into[tag] = into.get(tag, 0) + 1
+
+    def _guarded(self, call: Callable[[], _T], instead: _T) -> _T:
+        """Run ``call``; an exception of ours ends the pool on this rank, not the engine."""
+        try:
+            return call()
+        except Exception as error:
+            logger.exception("kvpool failed inside the worker")
+            self._break(f"{type(error).__name__}: {error}")
+            return instead
+
+    def _break(self, reason: str) -> None:
+        self._report.broken[self._rank] = reason
+        self._failed |= self._promised.keys()
+        self._promised.clear()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
