@@ -1,0 +1,149 @@
+"""The commands of ``kvpool`` and how they fail: one line on standard error and a non-zero exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from typing import Annotated, Any, Optional
+
+import typer
+
+from kvpool.errors import ConfigError, KVPoolError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="kvpool",
+    help="A shared KV cache for vLLM workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench = typer.Typer(
+    help="Measure what is here, side by side with its peer in one run.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(bench, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app(standalone_mode=False)
+    except KeyboardInterrupt:
+        _end("interrupted", EXIT_INTERRUPTED)
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    except typer.Abort:
+        _end("aborted", EXIT_INTERRUPTED)
+    except ConfigError as error:
+        _end(str(error), EXIT_USAGE)
+    except KVPoolError as error:
+        _end(str(error), EXIT_FAILED)
+    except Exception as error:
+        # Wrong options, as click words them; anything else is a fault of ours and keeps its trace.
+        if not hasattr(error, "format_message"):
+            raise
+        _end(f"{error.format_message()} (kvpool --help)", EXIT_USAGE)
+
+
+def _end(sentence: str, code: int) -> None:
+    print(f"kvpool: {sentence}", file=sys.stderr)
+    sys.exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    ctx: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if show_version:
+        print(version("kvpool"))
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@app.command()
+def demo(
+    pool: Annotated[
+        Optional[str], typer.Option(help="URL of the store; without it a file store in a temporary folder.")
+    ] = None,
+    setting: Annotated[
+        Optional[list[str]],
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the connector, such as budget_s=1."),
+    ] = None,
+    engine: Annotated[
+        Optional[list[str]],
+        typer.Option("--engine", metavar="NAME=VALUE", help="An option of vllm.LLM, such as dtype=bfloat16."),
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block (the CPU engine takes multiples of 32).")] = 128,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the logs and the pool.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The main job: a second engine reuses the KV blocks that a first one computed.
+
+    Starts two real vLLM CPU engines, one after the other, with a tiny random model.
+    """
+    from kvpool.cli.demo import run_demo
+    from kvpool.stores import StoreURL
+
+    if pool is not None:
+        StoreURL.parse(pool)
+    good = run_demo(
+        pool=pool,
+        settings=_pairs("--set", setting),
+        engine_options=_pairs("--engine", engine),
+        block_tokens=block_size,
+        keep=keep,
+        as_json=as_json,
+    )
+    if not good:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _pairs(option: str, given: Optional[list[str]]) -> dict[str, Any]:
+    """NAME=VALUE pairs; a value is JSON where it is JSON, and text elsewhere."""
+    pairs: dict[str, Any] = {}
+    for pair in given or []:
+        name, separator, text = pair.partition("=")
+        if not separator or not name:
+            raise ConfigError(f'{option} "{pair}": write NAME=VALUE')
+        try:
+            pairs[name] = json.loads(text)
+        except ValueError:
+            pairs[name] = text
+    return pairs
+
+
+@bench.command("hash")
+def bench_hash(
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the prompt.")] = 131072,
+    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")] = 25,
+    as_json: Json = False,
+) -> None:
+    """Block hashes of one long prompt, beside vLLM's own function where vLLM is installed."""
+    from kvpool.cli.bench_hash import run_bench_hash
+
+    run_bench_hash(tokens=tokens, block_tokens=block_size, rounds=rounds, as_json=as_json)
+
+
+@bench.command("store")
+def bench_store(
+    pool: Annotated[
+        Optional[str], typer.Option(help="URL of the store; without it a file store in shared memory.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")] = 9,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Values of a batch, at most.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Puts and gets by value size, idle and beside a busy interpreter, next to a plain file loop."""
+    from kvpool.cli.bench_store import run_bench_store
+
+    run_bench_store(pool=pool, rounds=rounds, batch=batch, as_json=as_json)

@@ -1,0 +1,67 @@
+"""``kvpool bench hash``: the block-hash chain, native against vLLM's own function, interleaved in one run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvpool.hashing import BlockHasher
+
+SEED = 3
+VOCABULARY = 128_000
+
+
+def run_bench_hash(*, tokens: int, block_tokens: int, rounds: int, as_json: bool) -> None:
+    """Measure, compare the hashes, and print a table or JSON. Blocking, for a few seconds."""
+    draw = random.Random(SEED)
+    prompt = [draw.randrange(VOCABULARY) for _ in range(tokens)]
+    hasher = BlockHasher(block_tokens)
+    runs: dict[str, Callable[[], list[bytes]]] = {"kvpool": lambda: hasher.hashes(prompt)}
+    if importlib.util.find_spec("vllm") is not None:
+        from kvpool.vllm.peer_hash import vllm_hasher
+
+        runs["vLLM"] = vllm_hasher(prompt, block_tokens)
+    answers = {name: run() for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("hashing", total=rounds)
+        for _ in range(rounds):
+            for name, run in runs.items():
+                started = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - started)
+            progress.advance(task)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    equal = all(answer == answers["kvpool"] for answer in answers.values())
+    report: dict[str, Any] = {
+        "tokens": tokens,
+        "block_tokens": block_tokens,
+        "algorithm": "sha256_cbor",
+        "rounds": rounds,
+        "median_s": medians,
+        "hashes_equal": equal,
+    }
+    if "vLLM" in medians:
+        report["times_faster"] = medians["vLLM"] / medians["kvpool"]
+    if as_json:
+        print(json.dumps(report))
+        return
+    table = Table(title=f"sha256_cbor of {tokens:,} tokens in blocks of {block_tokens}, median of {rounds}")
+    for name in ("function", "milliseconds", "times kvpool's", "hashes"):
+        table.add_column(name, justify="left" if name == "function" else "right")
+    for name, seconds in medians.items():
+        same = "equal" if answers[name] == answers["kvpool"] else "DIFFERENT"
+        table.add_row(name, f"{seconds * 1e3:.2f}", f"{seconds / medians['kvpool']:.1f}", same)
+    console = Console()
+    console.print(table)
+    if "vLLM" not in medians:
+        console.print("vLLM is not installed here, so there is nothing to compare with.")

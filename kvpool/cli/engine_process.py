@@ -1,0 +1,188 @@
+"""A real vLLM engine in a process of its own, driven over a pipe (``kvpool.vllm.drive``).
+
+The process leads a session of its own, so that stopping it takes along everything that vLLM started.
+
+Threads: one thread may use an engine; ``stop`` may be called from a signal handler's exception path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvpool.errors import KVPoolError
+
+START_TIMEOUT_S = 240.0
+ASK_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+MAX_LINE_NBYTES = 16 << 20
+REFUSAL = "kvpool refuses to start: "
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_COLOR": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class EngineFailed(KVPoolError):
+    """The engine did not start, or ended in the middle; the text names the cause and the log."""
+
+
+def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """vLLM's ``kv_transfer_config`` for a pool, with further settings of ``PoolConfig``."""
+    return {
+        "kv_connector": "KVPoolConnector",
+        "kv_connector_module_path": "kvpool.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"pool": pool, **(settings or {})},
+    }
+
+
+def all_cores() -> str:
+    """The processor cores of this process, as vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` wants them, at most eight.
+
+    Without it vLLM takes one core without a connector and more with one, which would make figures unfair.
+    """
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:8]))
+
+
+class EngineProcess:
+    """One engine; ``options`` are those of ``vllm.LLM``. Its output goes to ``folder``/NAME.log.
+
+    Use it with ``with``: leaving the block stops the engine and everything that it started.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, options: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._options = folder / f"{name}.json"
+        read_fd, write_fd = os.pipe()
+        self._answers = os.fdopen(read_fd, "rb", buffering=0)
+        self._unread = b""
+        try:
+            self._options.write_text(json.dumps({**options, "answers_fd": write_fd}))
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "kvpool.vllm.drive", str(self._options)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[write_fd],
+                    start_new_session=True,
+                    env={**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": all_cores(), **(environment or {})},
+                )
+        except BaseException:
+            self._answers.close()
+            raise
+        finally:
+            os.close(write_fd)
+
+    @property
+    def process_id(self) -> int:
+        """Of the driver; the engine's processes are in the session that it leads."""
+        return self._process.pid
+
+    def wait_ready(self, waiting: Callable[[], None] = lambda: None) -> None:
+        """Block until the engine takes commands, calling ``waiting`` about five times a second.
+
+        Errors: ``EngineFailed``.
+        """
+        assert self._read(START_TIMEOUT_S, waiting) == {"ready": True}
+
+    def ask(self, command: Mapping[str, Any], timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
+        """Send one command and wait for its answer. Errors: ``EngineFailed``."""
+        self.send(command)
+        return self._read(timeout_s)
+
+    def send(self, command: Mapping[str, Any]) -> None:
+        """Send one command without waiting; ``receive`` takes its answer. Errors: ``EngineFailed``."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._failed() from error
+
+    def receive(self, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
+        """The answer to a command that was sent. Errors: ``EngineFailed``."""
+        return self._read(timeout_s)
+
+    def generate(self, tokens: list[int], max_tokens: int = 16) -> dict[str, Any]:
+        """Generate greedily; see ``kvpool.vllm.drive`` for the answer."""
+        return self.ask({"do": "generate", "tokens": tokens, "max_tokens": max_tokens})
+
+    def stop(self) -> None:
+        """End the engine: politely first, so that stores in flight end, then with its whole session."""
+        assert self._process.stdin is not None
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(b'{"do": "stop"}\n')
+                self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the engine's whole session at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            self._process.stdin and self._process.stdin.close()
+        self._answers.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
+
+    def _read(self, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"engine {self.name} gave no answer within {timeout_s:g} s; see {self.log}")
+            ready, _, _ = select.select([self._answers], [], [], 0.2)
+            waiting()
+            if ready:
+                received = self._answers.read(1 << 16)
+                if not received or len(self._unread) > MAX_LINE_NBYTES:
+                    raise self._failed()
+                self._unread += received
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _failed(self) -> EngineFailed:
+        return EngineFailed(f"engine {self.name} did not run: {_cause(self.log)}")
+
+
+def _cause(log: Path) -> str:
+    """The line of an engine's log that says why it ended: our own refusal, or the root error of vLLM."""
+    lines = log.read_text(errors="replace").splitlines()
+    for line in lines:
+        if REFUSAL in line:
+            return line[line.index(REFUSAL) :]
+    errors = [line for line in lines if "Error: " in line or line.endswith("Error")]
+    roots = [line for line in errors if "initialization failed" not in line]
+    found = (roots or errors or lines or ["it wrote nothing"])[0 if roots else -1]
+    return f"{found.rpartition(') ')[2].strip() if found.startswith('(') else found.strip()} (log: {log})"
