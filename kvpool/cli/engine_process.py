@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -27,6 +28,7 @@ ASK_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 MAX_LINE_NBYTES = 16 << 20
 REFUSAL = "kvpool refuses to start: "
+_ERROR = re.compile(r"\b\w+(?:Error|Exception|Interrupt): .*")
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -173,16 +175,19 @@ class EngineProcess:
         return answer
 
     def _failed(self) -> EngineFailed:
+        # What it has to say comes after its end of the pipe has closed.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
         return EngineFailed(f"engine {self.name} did not run: {_cause(self.log)}")
 
 
 def _cause(log: Path) -> str:
-    """The line of an engine's log that says why it ended: our own refusal, or the root error of vLLM."""
+    """What an engine's log says about its end: our own refusal, or the first error, without vLLM's prefix."""
     lines = log.read_text(errors="replace").splitlines()
     for line in lines:
         if REFUSAL in line:
             return line[line.index(REFUSAL) :]
-    errors = [line for line in lines if "Error: " in line or line.endswith("Error")]
-    roots = [line for line in errors if "initialization failed" not in line]
-    found = (roots or errors or lines or ["it wrote nothing"])[0 if roots else -1]
-    return f"{found.rpartition(') ')[2].strip() if found.startswith('(') else found.strip()} (log: {log})"
+    causes = [found[0] for line in lines if "WARNING" not in line and (found := _ERROR.search(line))]
+    # The parent's word comes last and only points at what its children said.
+    causes = [cause for cause in causes if "initialization failed" not in cause] or causes
+    return f"{causes[0] if causes else (lines or ['it wrote nothing'])[-1].strip()} (log: {log})"

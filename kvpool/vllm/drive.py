@@ -7,7 +7,7 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
   "first_token_s"}``;
 - ``{"do": "abort", "tokens": [...], "once_read": PATH}``: the request is aborted as soon as that record of a file
   pool has been read, which is when its load is under way;
-- ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels;
+- ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels (``name/value`` where one of ours has a label);
 - ``{"do": "stop"}``: shuts the engine down and exits.
 """
 
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-POOL_HITS = "vllm:external_prefix_cache_hits"
+POOL_HITS = "vllm:external_prefix_cache_hits_total"
 ABORT_WAIT_S = 5.0
 
 
@@ -41,14 +41,14 @@ def main() -> None:
 
 def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "metrics":
-        return _metrics(engine)
+        return _metrics()
     if command["do"] == "abort":
         return _abort(engine, command["tokens"], Path(command["once_read"]))
     return _generate(engine, command["tokens"], command["max_tokens"])
 
 
 def _generate(engine: Any, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-    before = _metrics(engine).get(POOL_HITS, 0)
+    before = _metrics().get(POOL_HITS, 0)
     core, name = engine.llm_engine, _add(engine, tokens, max_tokens)
     started = time.perf_counter()
     first_token_s = 0.0
@@ -61,7 +61,7 @@ def _generate(engine: Any, tokens: list[int], max_tokens: int) -> dict[str, Any]
     return {
         "tokens": list(last.outputs[0].token_ids),
         "cached_tokens": last.num_cached_tokens,
-        "pool_tokens": _metrics(engine).get(POOL_HITS, 0) - before,
+        "pool_tokens": _metrics().get(POOL_HITS, 0) - before,
         "first_token_s": first_token_s,
     }
 
@@ -87,15 +87,17 @@ def _add(engine: Any, tokens: list[int], max_tokens: int) -> str:
     return name
 
 
-def _metrics(engine: Any) -> dict[str, float]:
+def _metrics() -> dict[str, float]:
+    """vLLM's and kvpool's counters in this process, summed over labels but for ours: ``name/label value``."""
+    from prometheus_client import REGISTRY
+
     sums: dict[str, float] = {}
-    for metric in engine.get_metrics():
-        value = getattr(metric, "value", None)
-        if value is None:
-            continue
-        label = metric.labels.get("result") or metric.labels.get("cause")
-        name = f"{metric.name}/{label}" if label else metric.name
-        sums[name] = sums.get(name, 0) + value
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total") and sample.name.startswith(("kvpool_", "vllm:")):
+                label = sample.labels.get("result") or sample.labels.get("cause")
+                name = f"{sample.name}/{label}" if label and sample.name.startswith("kvpool_") else sample.name
+                sums[name] = sums.get(name, 0) + sample.value
     return sums
 
 

@@ -1,0 +1,107 @@
+"""Fixtures for every test: nothing may outlive the test that made it."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+_SETTLE_S = 5.0
+# What a library opens once for a whole process, and keeps.
+_PROCESS_WIDE = ("/dev/null", "/dev/urandom", "/dev/random", "anon_inode:[eventpoll]")
+
+
+def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> bool:
+    """Wait until ``condition()`` holds, for at most ``within_s`` seconds; says whether it did."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() >= deadline_s:
+            return False
+        threading.Event().wait(0.002)
+    return True
+
+
+def _threads() -> set[str]:
+    """Python threads, and native threads of ours, which carry our name."""
+    found = {
+        f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate() if thread.is_alive()
+    }
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+        except OSError:  # it ended while we looked
+            continue
+        if name.startswith("kvpool"):
+            found.add(f"native thread {name} ({task.name})")
+    return found
+
+
+def _descriptors() -> set[str]:
+    found: set[str] = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)  # noqa: PTH115
+        except OSError:  # the listing's own
+            continue
+        if not target.startswith(_PROCESS_WIDE):
+            found.add(f"descriptor {link.name} -> {target}")
+    return found
+
+
+def _children() -> set[str]:
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found |= {f"child process {pid}" for pid in (task / "children").read_text().split()}
+        except OSError:
+            continue
+    return found
+
+
+def _held() -> set[str]:
+    return _threads() | _descriptors() | _children()
+
+
+def _import_vllm() -> None:
+    """Import it once, before anything is counted, and without its warnings, which are not ours to mend."""
+    if "vllm.v1.request" in sys.modules:
+        return
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("vllm.v1.request")
+        importlib.import_module("vllm.v1.core.kv_cache_utils")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test that leaves a thread, a descriptor or a child process behind.
+
+    A test that starts what lives as long as the process says so: ``@pytest.mark.allow_leaks("why")``.
+    """
+    if request.node.get_closest_marker("vllm") is not None:
+        _import_vllm()
+    if request.node.get_closest_marker("allow_leaks") is not None:
+        yield
+        return
+    before = _held()
+    yield
+    left: set[str] = set()
+
+    def gone() -> bool:
+        nonlocal left
+        left = _held() - before
+        if left:
+            gc.collect()
+            left = _held() - before
+        return not left
+
+    assert eventually(gone, within_s=_SETTLE_S), f"left behind: {sorted(left)}"

@@ -1,0 +1,20 @@
+"""Engines are slow to start: the models are written once, and the engines of a module are shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import write_model
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama") / "model", kind="llama", width=256, layers=4)
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma") / "model"
+    return write_model(folder, kind="gemma3", width=256, layers=12, window=512)

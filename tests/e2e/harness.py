@@ -1,0 +1,105 @@
+"""What the end-to-end tests share: tiny models, engine options, prompts, and ways to damage a file pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+from kvpool import BlockHasher
+from kvpool._native import RECORD_HEADER_NBYTES, pack_header
+from kvpool.cli.engine_process import QUIET, EngineProcess, connector_config
+
+BLOCK_TOKENS = 128
+VOCABULARY = 8192
+GENERATED_TOKENS = 12
+
+
+def write_model(folder: Path, **options: Any) -> Path:
+    """A tiny model, written by a process of its own so that torch stays out of the test's."""
+    command = [sys.executable, "-m", "kvpool.vllm.tiny_model", str(folder), json.dumps(options)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env={**os.environ, **QUIET})
+    return folder
+
+
+def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:
+    """Options of ``vllm.LLM`` for one small float32 engine on the pool; ``settings`` go to the connector."""
+    settings = more.pop("settings", {})
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": 4608,
+        "max_num_batched_tokens": 4608,
+        "kv_cache_memory_bytes": 96 << 20,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "disable_log_stats": False,
+        "kv_transfer_config": connector_config(pool, settings),
+        **more,
+    }
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(10, VOCABULARY) for _ in range(tokens)]
+
+
+def started(name: str, folder: Path, options: dict[str, Any], **environment: str) -> EngineProcess:
+    """An engine that takes commands and has generated once, from an unrelated prompt."""
+    engine = EngineProcess(name, folder, options, environment)
+    try:
+        engine.wait_ready()
+        engine.generate(prompt(zlib.crc32(name.encode()), 300), 2)
+    except BaseException:
+        engine.kill()
+        raise
+    return engine
+
+
+def records(pool: Path, tokens: list[int], block_tokens: int = BLOCK_TOKENS) -> list[Path]:
+    """The files that hold the full blocks of a prompt, every group and rank, in block order."""
+    found: list[Path] = []
+    for block_hash in BlockHasher(block_tokens).hashes(tokens):
+        found += sorted((pool / "blocks").glob(f"*/*/*/{block_hash.hex()}.*"))
+    return found
+
+
+def corrupt(record: Path, *, keep_checksum: bool) -> None:
+    """Turn payload bits of a record, and make its checksum right again unless ``keep_checksum``."""
+    content = bytearray(record.read_bytes())
+    for at in range(RECORD_HEADER_NBYTES, len(content)):
+        content[at] ^= 0x11
+    if not keep_checksum:
+        content[:RECORD_HEADER_NBYTES] = pack_header(_key(record), content[RECORD_HEADER_NBYTES:])
+    record.write_bytes(content)
+
+
+def _key(record: Path) -> str:
+    tenant, namespace = record.parts[-4], record.parts[-3]
+    block_hash, group, rank = record.name.split(".")
+    return f"kvpool:{tenant}:{namespace}:{block_hash}:{group}:{rank}"
+
+
+def namespaces(pool: Path) -> set[str]:
+    """The namespaces that have records in a file pool."""
+    return {path.name for path in (pool / "blocks").glob("*/*")}
+
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "GENERATED_TOKENS",
+    "corrupt",
+    "engine_options",
+    "namespaces",
+    "prompt",
+    "records",
+    "started",
+    "write_model",
+]

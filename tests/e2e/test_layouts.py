@@ -1,0 +1,115 @@
+"""Hybrid groups, tensor parallelism, and kvpool as one of several connectors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.cli.engine_process import connector_config
+from tests.e2e.harness import (
+    BLOCK_TOKENS,
+    GENERATED_TOKENS,
+    corrupt,
+    engine_options,
+    namespaces,
+    prompt,
+    records,
+    started,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+PROMPT, CONTROL = prompt(1, 2500), prompt(2, 2500)
+TP2 = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+def _compute(name: str, folder: Path, options: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
+    """Compute both prompts on a fresh engine, and answer what it says when asked again."""
+    with started(name, folder, options, **environment) as engine:
+        for tokens in (PROMPT, CONTROL):
+            engine.generate(tokens, GENERATED_TOKENS)
+        return [engine.generate(tokens, GENERATED_TOKENS) for tokens in (PROMPT, CONTROL)]
+
+
+def _check_second(
+    folder: Path, options: dict[str, Any], reference: list[dict[str, Any]], pool: Path, **environment: str
+) -> None:
+    """A fresh engine takes the first prompt from the pool, identically; corrupted, the second one differs."""
+    for record in records(pool, CONTROL):
+        corrupt(record, keep_checksum=False)
+    with started("second", folder, options, **environment) as engine:
+        answers = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (PROMPT, CONTROL)]
+    assert answers[0]["pool_tokens"] == (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert answers[0]["tokens"] == reference[0]["tokens"]
+    assert answers[1]["pool_tokens"] > 0
+    assert answers[1]["tokens"] != reference[1]["tokens"]
+
+
+def test_sliding_window_and_full_attention(gemma: Path, tmp_path: Path) -> None:
+    """Sliding windows need only their last blocks: with the others deleted, the whole prompt is still a hit."""
+    pool = tmp_path / "pool"
+    options = engine_options(gemma, f"file://{pool}")
+    reference = _compute("first", tmp_path, options)
+    groups = {record.name.split(".")[1] for record in records(pool, PROMPT)}
+    assert len(groups) > 1, "the model has several KV-cache groups"
+    full_group = _full_attention_group(pool)
+    hit_blocks = (len(PROMPT) - 1) // BLOCK_TOKENS
+    first_needed = (hit_blocks * BLOCK_TOKENS - 512 + 1) // BLOCK_TOKENS
+    outside = records(pool, PROMPT[: first_needed * BLOCK_TOKENS])
+    for record in outside:
+        if record.name.split(".")[1] != full_group:
+            record.unlink()
+    _check_second(tmp_path, options, reference, pool)
+
+
+def _full_attention_group(pool: Path) -> str:
+    import msgpack
+
+    from kvpool.stores import open_store
+
+    with open_store(f"file://{pool}") as store:
+        (document,) = store.announcements("kvpool:default:").values()
+    facts = msgpack.unpackb(document)["facts"]
+    (name,) = [name for name, value in facts.items() if name.endswith(".attention") and value == "full"]
+    return str(name.removeprefix("group").removesuffix(".attention"))
+
+
+def test_tensor_parallel_ranks_share_with_their_like_only(llama: Path, tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    single = engine_options(llama, f"file://{pool}")
+    double = {**single, "tensor_parallel_size": 2}
+    _compute("single", tmp_path, single)
+    assert len(namespaces(pool)) == 1
+    with started("first", tmp_path, double, **TP2) as engine:
+        cold = engine.generate(PROMPT, GENERATED_TOKENS)
+        assert cold["pool_tokens"] == 0, "one rank's blocks must not be loaded by two"
+        engine.generate(CONTROL, GENERATED_TOKENS)
+        reference = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (PROMPT, CONTROL)]
+    assert len(namespaces(pool)) == 2
+    assert "tensor_parallel is 2 here and 1 there" in (tmp_path / "first.log").read_text()
+    _check_second(tmp_path, double, reference, pool, **TP2)
+
+
+def test_one_of_several_connectors(llama: Path, tmp_path: Path) -> None:
+    """Under vLLM's MultiConnector: the second child's pool has the prompt, and both pools get what is computed."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    reference = _compute("first", tmp_path, engine_options(llama, f"file://{far}"))
+    children = [connector_config(f"file://{pool}") for pool in (near, far)]
+    options = {
+        **engine_options(llama, "file:///unused"),
+        "kv_transfer_config": {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": children},
+        },
+    }
+    with started("several", tmp_path, options) as engine:
+        answer = engine.generate(PROMPT, GENERATED_TOKENS)
+        engine.generate(prompt(3, 700), 2)
+    assert answer["pool_tokens"] == (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert answer["tokens"] == reference[0]["tokens"]
+    for pool in (near, far):
+        assert len(records(pool, prompt(3, 700))) == 700 // BLOCK_TOKENS

@@ -1,0 +1,281 @@
+"""Full attention on two engines: exact hits, and every damage to the pool a recompute with the same tokens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvpool import BlockHasher
+from kvpool.cli.engine_process import EngineProcess
+from tests.conftest import eventually
+from tests.e2e.harness import (
+    BLOCK_TOKENS,
+    GENERATED_TOKENS,
+    corrupt,
+    engine_options,
+    prompt,
+    records,
+    started,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+PROMPTS = {
+    name: prompt(seed, 1500 + 97 * seed)
+    for seed, name in enumerate(
+        ["hit", "corrupted", "flipped", "truncated", "deleted", "unreadable", "aborted", "after abort", "halved"]
+    )
+}
+LONG = {name: prompt(100 + seed, 4000) for seed, name in enumerate(["gone", "replaced", "aborted"])}
+
+
+@dataclass
+class Pair:
+    """Two engines on one pool; ``reference`` is what the first one answers from its own prefix cache."""
+
+    pool: Path
+    second: EngineProcess
+    reference: dict[str, dict[str, Any]]
+    events: list[dict[str, Any]]
+
+    def ask(self, name: str) -> dict[str, Any]:
+        tokens = PROMPTS.get(name) or LONG[name]
+        return self.second.generate(tokens, GENERATED_TOKENS)
+
+    def metrics(self) -> dict[str, float]:
+        return self.second.ask({"do": "metrics"})
+
+
+@pytest.fixture(scope="module")
+def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("engines")
+    pool = folder / "pool"
+    events, subscriber = _subscribe()
+    reference = {}
+    options = engine_options(
+        llama,
+        f"file://{pool}",
+        kv_events_config={"enable_kv_cache_events": True, "endpoint": f"tcp://*:{subscriber.port}"},
+    )
+    with started("first", folder, options) as first:
+        assert eventually(lambda: bool(events) or first.generate(prompt(999, 200), 2) is None, within_s=20)
+        for name, tokens in {**PROMPTS, **LONG}.items():
+            first.generate(tokens, GENERATED_TOKENS)
+            reference[name] = first.generate(tokens, GENERATED_TOKENS)
+            assert reference[name]["cached_tokens"] > 0
+            assert reference[name]["pool_tokens"] == 0
+    subscriber.stop()
+    # Two staging slots: a load takes many steps, so that a test can act while it is under way.
+    options = engine_options(llama, f"file://{pool}", settings={"staging_nbytes": 1 << 20})
+    with started("second", folder, options) as second:
+        yield Pair(pool, second, reference, events)
+
+
+class _Subscriber:
+    """Collects the KV events that an engine publishes on a port of this host."""
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.port = _free_port()
+        self._socket.connect(f"tcp://127.0.0.1:{self.port}")
+        self._stop = threading.Event()
+        self._events = events
+        self._thread = threading.Thread(target=self._run, name="events")
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._socket.poll(100):
+                _, _, payload = self._socket.recv_multipart()
+                self._events.extend(msgpack.unpackb(payload)[1])
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._socket.close()
+        self._context.term()
+
+
+def _subscribe() -> tuple[list[dict[str, Any]], _Subscriber]:
+    events: list[dict[str, Any]] = []
+    return events, _Subscriber(events)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _same(pair: Pair, name: str, answer: dict[str, Any]) -> bool:
+    return bool(answer["tokens"] == pair.reference[name]["tokens"])
+
+
+def test_second_engine_loads_what_the_first_computed(pair: Pair) -> None:
+    answer = pair.ask("hit")
+    full_blocks = (len(PROMPTS["hit"]) - 1) // BLOCK_TOKENS
+    assert answer["pool_tokens"] == full_blocks * BLOCK_TOKENS
+    assert answer["cached_tokens"] == answer["pool_tokens"]
+    assert _same(pair, "hit", answer)
+
+
+def test_corrupted_payload_with_a_right_checksum_changes_the_output(pair: Pair) -> None:
+    """The control: without it, identical outputs would prove nothing."""
+    for record in records(pair.pool, PROMPTS["corrupted"]):
+        corrupt(record, keep_checksum=False)
+    answer = pair.ask("corrupted")
+    assert answer["pool_tokens"] > 0
+    assert not _same(pair, "corrupted", answer)
+
+
+@pytest.mark.parametrize("name", ["flipped", "truncated"])
+def test_damaged_record_is_a_miss_and_the_output_is_identical(pair: Pair, name: str) -> None:
+    damaged = records(pair.pool, PROMPTS[name])[2]
+    if name == "flipped":
+        corrupt(damaged, keep_checksum=True)
+    else:
+        os.truncate(damaged, damaged.stat().st_size - 1)
+    content = damaged.read_bytes()
+    before = pair.metrics()
+    answer = pair.ask(name)
+    assert _same(pair, name, answer)
+    failed = "kvpool_load_requests_total/missing"
+    assert pair.metrics()[failed] == before.get(failed, 0) + 1
+    assert not damaged.exists() or damaged.read_bytes() != content, "a damaged record is deleted"
+
+
+def test_missing_tail_is_computed_and_the_rest_is_loaded(pair: Pair) -> None:
+    blocks = records(pair.pool, PROMPTS["halved"])
+    half = len(blocks) // 2
+    for record in blocks[half:]:
+        record.unlink()
+    answer = pair.ask("halved")
+    assert answer["pool_tokens"] == half * BLOCK_TOKENS
+    assert _same(pair, "halved", answer)
+
+
+def test_everything_deleted_before_the_request_is_a_recompute(pair: Pair) -> None:
+    for record in records(pair.pool, PROMPTS["deleted"]):
+        record.unlink()
+    answer = pair.ask("deleted")
+    assert answer["pool_tokens"] == 0
+    assert _same(pair, "deleted", answer)
+
+
+def test_records_that_cannot_be_opened_are_a_recompute(pair: Pair) -> None:
+    for record in records(pair.pool, PROMPTS["unreadable"]):
+        record.unlink()
+        record.mkdir()
+    answer = pair.ask("unreadable")
+    assert _same(pair, "unreadable", answer)
+    for record in records(pair.pool, PROMPTS["unreadable"]):
+        shutil.rmtree(record, ignore_errors=True)
+
+
+def _delete(pair: Pair, found: list[Path]) -> None:
+    for record in reversed(found):
+        record.unlink(missing_ok=True)
+
+
+def _replace_folder(pair: Pair, found: list[Path]) -> None:
+    """Every further open fails with ENOTDIR: a fault, not a miss."""
+    tenant = next((pair.pool / "blocks").iterdir())
+    tenant.rename(pair.pool / "aside")
+    tenant.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "causes"),
+    [("gone", _delete, {"missing"}), ("replaced", _replace_folder, {"store_unavailable", "missing"})],
+)
+def test_pool_lost_while_a_load_is_in_flight(
+    pair: Pair, name: str, damage: Callable[[Pair, list[Path]], None], causes: set[str]
+) -> None:
+    found = records(pair.pool, LONG[name])
+    first = found[0]
+    before = pair.metrics()
+    read_at = first.stat().st_mtime_ns
+    pair.second.send({"do": "generate", "tokens": LONG[name], "max_tokens": GENERATED_TOKENS})
+    # A read marks the record as used: from then on the load is under way.
+    assert eventually(lambda: first.stat().st_mtime_ns != read_at)
+    damage(pair, found)
+    try:
+        answer = pair.second.receive(60)
+    finally:
+        aside = pair.pool / "aside"
+        if aside.exists():
+            tenant = pair.pool / "blocks" / "default"
+            if tenant.is_file():
+                tenant.unlink()
+            else:
+                shutil.rmtree(tenant, ignore_errors=True)
+            aside.rename(tenant)
+    assert _same(pair, name, answer)
+    after = pair.metrics()
+    failed = [f"kvpool_load_requests_total/{cause}" for cause in causes]
+    assert sum(after.get(key, 0) - before.get(key, 0) for key in failed) == 1, "the load was not under way"
+
+
+def test_aborted_load_leaks_nothing(pair: Pair) -> None:
+    """Threads and descriptors are counted; with two staging slots, one that leaked would end all later loads."""
+    driver = pair.second.process_id
+    before = _held(driver)
+    first = records(pair.pool, LONG["aborted"])[0]
+    ended = "kvpool_load_requests_total/cancelled"
+    cancelled = pair.metrics().get(ended, 0)
+    for _ in range(3):
+        read_at = first.stat().st_mtime_ns
+        pair.second.send({"do": "abort", "tokens": LONG["aborted"], "once_read": str(first)})
+        assert pair.second.receive(60) == {"aborted": True}
+        assert first.stat().st_mtime_ns != read_at, "the abort came before the load"
+    assert eventually(lambda: _held(driver) == before), (before, _held(driver))
+    answer = pair.ask("after abort")
+    assert answer["cached_tokens"] == (len(PROMPTS["after abort"]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert _same(pair, "after abort", answer)
+    assert pair.metrics().get(ended, 0) > cancelled, "no load was under way when its request was aborted"
+
+
+def _held(process: int) -> tuple[int, int]:
+    """(threads, descriptors) of everything below the driver: the engine core and its worker."""
+    processes = _below(process)
+    assert len(processes) >= 2, "the engine has a core and a worker"
+    threads = sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in processes)
+    return threads, sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in processes)
+
+
+def _below(process: int) -> list[int]:
+    children = [
+        int(child)
+        for task in Path(f"/proc/{process}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    return children + [pid for child in children for pid in _below(child)]
+
+
+def test_events_say_what_is_in_the_pool(pair: Pair) -> None:
+    """Every full block of a prompt is announced, under the hash that the client library computes."""
+    announced = {
+        block_hash
+        for event in pair.events
+        if event["type"] == "BlockStored" and event["medium"] == "STORAGE"
+        for block_hash in event["block_hashes"]
+    }
+    hashes = BlockHasher(BLOCK_TOKENS).hashes64(PROMPTS["hit"])
+    wanted = {int.from_bytes(hashes[at : at + 8], "little") for at in range(0, len(hashes), 8)}
+    assert len(wanted) == len(PROMPTS["hit"]) // BLOCK_TOKENS
+    assert wanted <= announced
