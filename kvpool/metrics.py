@@ -25,7 +25,9 @@ LOOKUP_FAILURES = Metric(
 )
 LOOKUP_BLOCKS = Metric("kvpool_lookup_blocks_total", "Keys whose existence was asked.")
 OFFERED_TOKENS = Metric("kvpool_offered_tokens_total", "Prompt tokens offered to the engine from the pool.")
-LOADED_BLOCKS = Metric("kvpool_loaded_blocks_total", "Blocks loaded from the pool into the engine's KV cache.")
+LOADED_BLOCKS = Metric(
+    "kvpool_loaded_blocks_total", "Blocks loaded from the pool into the engine's KV cache."
+)
 LOADED_BYTES = Metric("kvpool_loaded_bytes_total", "Bytes loaded from the pool into the engine's KV cache.")
 LOAD_SECONDS = Metric("kvpool_load_seconds_total", "Seconds between the start and the end of loads, summed.")
 LOAD_REQUESTS = Metric("kvpool_load_requests_total", "Loads of one request that ended, by result.", "result")

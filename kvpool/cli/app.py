@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import version
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -24,7 +24,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 bench = typer.Typer(
-    help="Measure what is here, side by side with its peer in one run.", no_args_is_help=True, rich_markup_mode=None
+    help="Measure what is here, side by side with its peer in one run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
 
@@ -72,17 +74,19 @@ def _version(
 @app.command()
 def demo(
     pool: Annotated[
-        Optional[str], typer.Option(help="URL of the store; without it a file store in a temporary folder.")
+        str | None, typer.Option(help="URL of the store; without it a file store in a temporary folder.")
     ] = None,
     setting: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A setting of the connector, such as budget_s=1."),
     ] = None,
     engine: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option("--engine", metavar="NAME=VALUE", help="An option of vllm.LLM, such as dtype=bfloat16."),
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block (the CPU engine takes multiples of 32).")] = 128,
+    block_size: Annotated[
+        int, typer.Option(help="Tokens of a block (the CPU engine takes multiples of 32).")
+    ] = 128,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the logs and the pool.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -91,10 +95,7 @@ def demo(
     Starts two real vLLM CPU engines, one after the other, with a tiny random model.
     """
     from kvpool.cli.demo import run_demo
-    from kvpool.stores import StoreURL
 
-    if pool is not None:
-        StoreURL.parse(pool)
     good = run_demo(
         pool=pool,
         settings=_pairs("--set", setting),
@@ -107,7 +108,7 @@ def demo(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _pairs(option: str, given: Optional[list[str]]) -> dict[str, Any]:
+def _pairs(option: str, given: list[str] | None) -> dict[str, Any]:
     """NAME=VALUE pairs; a value is JSON where it is JSON, and text elsewhere."""
     pairs: dict[str, Any] = {}
     for pair in given or []:
@@ -125,7 +126,9 @@ def _pairs(option: str, given: Optional[list[str]]) -> dict[str, Any]:
 def bench_hash(
     tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the prompt.")] = 131072,
     block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")] = 25,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")
+    ] = 25,
     as_json: Json = False,
 ) -> None:
     """Block hashes of one long prompt, beside vLLM's own function where vLLM is installed."""
@@ -137,9 +140,11 @@ def bench_hash(
 @bench.command("store")
 def bench_store(
     pool: Annotated[
-        Optional[str], typer.Option(help="URL of the store; without it a file store in shared memory.")
+        str | None, typer.Option(help="URL of the store; without it a file store in shared memory.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")] = 9,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")
+    ] = 9,
     batch: Annotated[int, typer.Option(min=1, max=4096, help="Values of a batch, at most.")] = 64,
     as_json: Json = False,
 ) -> None:

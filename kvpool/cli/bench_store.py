@@ -141,9 +141,15 @@ def _fast_folder() -> str | None:
 
 def _print(cells: list[Cell], url: str, rounds: int, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"pool": redact(url), "rounds": rounds, "unit": "GB/s", "rows": [asdict(c) for c in cells]}))
+        print(
+            json.dumps(
+                {"pool": redact(url), "rounds": rounds, "unit": "GB/s", "rows": [asdict(c) for c in cells]}
+            )
+        )
         return
-    table = Table(title=f"{redact(url)}: GB/s, median of {rounds}; ratio: beside a busy interpreter over idle")
+    table = Table(
+        title=f"{redact(url)}: GB/s, median of {rounds}; ratio: beside a busy interpreter over idle"
+    )
     for name in ("value", "client", "put", "put busy", "ratio", "get", "get busy", "ratio"):
         table.add_column(name, justify="left" if name == "client" else "right")
     for index, cell in enumerate(cells):

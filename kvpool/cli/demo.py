@@ -24,8 +24,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.cli.engine_process import QUIET, EngineProcess, connector_config
+from kvpool.cli.engine_process import EngineProcess, child_environment, connector_config
+from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError
+from kvpool.stores import open_store
 
 PROMPT_TOKENS = (2050, 2650, 3300, 3950)
 WARMUP_TOKENS = 2100
@@ -65,6 +67,8 @@ def run_demo(
     console = Console(stderr=True)
     with _workspace(keep, console) as folder:
         pool = pool or f"file://{folder}/pool?capacity=2GiB"
+        # What is wrong with the pool shows now and not half a minute later, when an engine starts.
+        open_store(PoolConfig.load({"pool": pool, **settings}, environ={}).pool).close()
         model = _write_model(folder / "model", console)
         options = {
             "model": str(model),
@@ -130,7 +134,7 @@ def _write_model(folder: Path, console: Console) -> Path:
     with _doing(console, "a tiny model with random weights is written"):
         written = subprocess.run(
             [sys.executable, "-m", "kvpool.vllm.tiny_model", str(folder)],
-            env={**_environment(), **QUIET},
+            env=child_environment(),
             capture_output=True,
             text=True,
             check=False,
@@ -140,12 +144,6 @@ def _write_model(folder: Path, console: Console) -> Path:
         last = written.stderr.strip().splitlines()[-1:] or ["no output"]
         raise KVPoolError(f"cannot write the model: {last[0]}; the demo needs vLLM (make demo installs it)")
     return folder
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 @contextlib.contextmanager
@@ -213,4 +211,6 @@ def _print(rows: list[Row], good: bool, as_json: bool, pool: str) -> None:
         highlight=False,
     )
     if not good:
-        console.print("Something is wrong: tokens differ, or blocks did not come from the pool.", style="bold red")
+        console.print(
+            "Something is wrong: tokens differ, or blocks did not come from the pool.", style="bold red"
+        )

@@ -52,6 +52,11 @@ def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> di
     }
 
 
+def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment for a child that runs vLLM or transformers, quiet and offline."""
+    return {**os.environ, **QUIET, **(more or {})}
+
+
 def all_cores() -> str:
     """The processor cores of this process, as vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` wants them, at most eight.
 
@@ -67,7 +72,11 @@ class EngineProcess:
     """
 
     def __init__(
-        self, name: str, folder: Path, options: Mapping[str, Any], environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        folder: Path,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
@@ -85,7 +94,7 @@ class EngineProcess:
                     stderr=subprocess.STDOUT,
                     pass_fds=[write_fd],
                     start_new_session=True,
-                    env={**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": all_cores(), **(environment or {})},
+                    env=child_environment({"VLLM_CPU_OMP_THREADS_BIND": all_cores(), **(environment or {})}),
                 )
         except BaseException:
             self._answers.close()
@@ -162,7 +171,9 @@ class EngineProcess:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._unread:
             if time.monotonic() > deadline:
-                raise EngineFailed(f"engine {self.name} gave no answer within {timeout_s:g} s; see {self.log}")
+                raise EngineFailed(
+                    f"engine {self.name} gave no answer within {timeout_s:g} s; see {self.log}"
+                )
             ready, _, _ = select.select([self._answers], [], [], 0.2)
             waiting()
             if ready:

@@ -263,7 +263,9 @@ class TransferEngine:
     def _send_new(self, part: _Part) -> _Part | None:
         """The existence check of a store has ended: send what is new; None when nothing is."""
         present = part.transfer.wait()
-        self._finished.stored.extend((tag, True) for tag, there in zip(part.tags, present, strict=True) if there)
+        self._finished.stored.extend(
+            (tag, True) for tag, there in zip(part.tags, present, strict=True) if there
+        )
         self._counters.add(metrics.STORE_SKIPPED_BLOCKS, sum(present), "already_there")
         new = [i for i, there in enumerate(present) if not there]
         self.staging.release([part.slots[i] for i, there in enumerate(present) if there])

@@ -22,7 +22,7 @@ class Staging:
         self.slot_nbytes = -(-slot_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self.slots = slots
         self.tensor = torch.empty((slots, self.slot_nbytes), dtype=torch.uint8)
-        self._bytes = memoryview(self.tensor.numpy()).cast("B")
+        self._bytes = memoryview(self.tensor.numpy().data).cast("B")
         self._free = list(range(slots - 1, -1, -1))
 
     @property

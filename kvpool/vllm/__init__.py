@@ -4,8 +4,9 @@ Importing it also registers the connector by name: under ``MultiConnector``, vLL
 understands a child's statistics.
 """
 
-from kvpool.vllm.connector import KVPoolConnector
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvpool.vllm.connector import KVPoolConnector
 
 __all__ = ["KVPoolConnector"]
 

@@ -11,11 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-from kvpool.config import hash_seed
-from kvpool.errors import EngineRefused
-from kvpool.keys import Fact, GroupLayout, Layout
-from kvpool.vllm.plan import Group
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -23,12 +18,18 @@ from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
+
+from kvpool.config import hash_seed
+from kvpool.errors import EngineRefused
+from kvpool.keys import Fact, GroupLayout, Layout
+from kvpool.vllm.plan import Group
 
 DEFAULT_HASH_SEED = "vllm-none-hash"  # vllm/v1/core/kv_cache_utils.py: DEFAULT_NONE_HASH_SEED
 EVENT_MEDIUM = "STORAGE"  # vllm/distributed/kv_events.py: MEDIUM_STORAGE
@@ -223,7 +224,8 @@ def _kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
         spec = group.kv_cache_spec
         specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
         for layer in specs:
-            packings.add(_get_attn_isa(config.model_config.dtype, layer.block_size, layer.head_size))
+            assert isinstance(layer, AttentionSpec), "groups_of refuses every other kind"
+            packings.add(_get_attn_isa(layer.dtype, layer.block_size, layer.head_size))
     return ",".join(sorted(packings))
 
 
@@ -252,13 +254,15 @@ def group_hashes(request: Request, hash_block_tokens: int, block_tokens: int) ->
     return request.block_hashes[step - 1 :: step]
 
 
-def stored_event(request: Request, group: int, block_tokens: int, index: int, hashes: Sequence[bytes]) -> BlockStored:
+def stored_event(
+    request: Request, group: int, block_tokens: int, index: int, hashes: Sequence[bytes]
+) -> BlockStored:
     """The KV event that says: block ``index`` of ``request`` is in the pool now."""
     start = index * block_tokens
     lora = request.lora_request
     fields: dict[str, Any] = {
-        "block_hashes": [kv_cache_utils.maybe_convert_block_hash(hashes[index])],
-        "parent_block_hash": kv_cache_utils.maybe_convert_block_hash(hashes[index - 1]) if index else None,
+        "block_hashes": [_event_hash(hashes[index])],
+        "parent_block_hash": _event_hash(hashes[index - 1]) if index else None,
         "token_ids": list(request.all_token_ids[start : start + block_tokens]),
         "block_size": block_tokens,
         "lora_id": lora.adapter_id if lora else None,
@@ -273,11 +277,16 @@ def stored_event(request: Request, group: int, block_tokens: int, index: int, ha
 def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
     """The KV event that says: the pool turned out not to hold this block any more."""
     fields = {
-        "block_hashes": [kv_cache_utils.maybe_convert_block_hash(block_hash)],
+        "block_hashes": [_event_hash(block_hash)],
         "medium": EVENT_MEDIUM,
         "group_idx": group,
     }
     return BlockRemoved(**_known(BlockRemoved, fields))
+
+
+def _event_hash(block_hash: bytes) -> bytes | int:
+    """As events carry it: the last eight bytes as an integer, unless the engine is set to send it whole."""
+    return kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
 
 
 def _event_extra_keys(request: Request, start: int, end: int) -> Any:

@@ -10,15 +10,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from kvpool.config import PoolConfig
-from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
-from kvpool.stores import open_store
-from kvpool.vllm import compat
-from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
-from kvpool.vllm.scheduler import SchedulerHalf
-from kvpool.vllm.stats import PoolPromMetrics, PoolStats
-from kvpool.vllm.worker import WorkerHalf
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -31,6 +22,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
+
+from kvpool.config import PoolConfig
+from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
+from kvpool.stores import open_store
+from kvpool.vllm import compat
+from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.scheduler import SchedulerHalf
+from kvpool.vllm.stats import PoolPromMetrics, PoolStats
+from kvpool.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -173,9 +173,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             report, connector_output.finished_recving or (), connector_output.failed_recving or ()
         )
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -194,7 +192,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """A shared pool is not one engine's to empty, so this answers False; answers in flight are dropped."""
         self._planner().forget()
-        logger.warning("kvpool: the pool is shared and was not emptied; change model_id or tenant to start afresh")
+        logger.warning(
+            "kvpool: the pool is shared and was not emptied; change model_id or tenant to start afresh"
+        )
         return False
 
     @classmethod

@@ -7,7 +7,8 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
   "first_token_s"}``;
 - ``{"do": "abort", "tokens": [...], "once_read": PATH}``: the request is aborted as soon as that record of a file
   pool has been read, which is when its load is under way;
-- ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels (``name/value`` where one of ours has a label);
+- ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels; ``name/value`` where one of ours
+  has a label;
 - ``{"do": "stop"}``: shuts the engine down and exits.
 """
 
@@ -96,7 +97,9 @@ def _metrics() -> dict[str, float]:
         for sample in metric.samples:
             if sample.name.endswith("_total") and sample.name.startswith(("kvpool_", "vllm:")):
                 label = sample.labels.get("result") or sample.labels.get("cause")
-                name = f"{sample.name}/{label}" if label and sample.name.startswith("kvpool_") else sample.name
+                name = (
+                    f"{sample.name}/{label}" if label and sample.name.startswith("kvpool_") else sample.name
+                )
                 sums[name] = sums.get(name, 0) + sample.value
     return sums
 

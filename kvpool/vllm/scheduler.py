@@ -13,6 +13,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
 from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import StoreUnavailable
@@ -30,10 +35,6 @@ from kvpool.vllm.plan import (
     blocks_to_store,
     longest_hit,
 )
-from vllm.distributed.kv_events import BlockStored, KVCacheEvent
-from vllm.logger import init_logger
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvpool")
 
@@ -290,7 +291,9 @@ class SchedulerHalf:
         lookup.present = []
         start = 0
         for count in lookup.blocks:
-            ranks = [answers[start + rank * count : start + (rank + 1) * count] for rank in range(self._ranks)]
+            ranks = [
+                answers[start + rank * count : start + (rank + 1) * count] for rank in range(self._ranks)
+            ]
             lookup.present.append([all(parts) for parts in zip(*ranks, strict=True)])
             start += count * self._ranks
         return True

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool import metrics
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvpool import metrics
 
 
 @dataclass
@@ -36,7 +37,7 @@ class PoolPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._counters = {
+        self._counters: dict[str, Any] = {
             metric.name: self._counter_cls(
                 name=metric.name,
                 documentation=metric.help,

@@ -51,7 +51,7 @@ def write_tiny_model(
     }
     model: Any
     if kind == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))  # type: ignore[no-untyped-call]
     else:
         kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
         config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)

@@ -9,10 +9,12 @@ Threads: the worker's model thread only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError
@@ -23,7 +25,6 @@ from kvpool.stores.facts import announce_facts
 from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import Block
 from kvpool.vllm.plan import BlockRef, PoolMetadata, PoolWorkerMetadata
-from vllm.logger import init_logger
 
 logger = init_logger("vllm.kvpool")
 
@@ -113,9 +114,7 @@ class WorkerHalf:
                 block.key: (ref.block_hash, ref.group) for block, ref in zip(blocks, plan.blocks, strict=True)
             }
             self._failed.discard(plan.request_id)
-            self._guarded(
-                lambda blocks=blocks, plan=plan: self._load(plan.request_id, blocks, plan.budget_s), None
-            )
+            self._guarded(functools.partial(self._load, plan.request_id, blocks, plan.budget_s), None)
         for request_id in step.cancelled:
             if self._engine is not None:
                 self._engine.cancel(request_id)

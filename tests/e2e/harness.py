@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 from kvpool import BlockHasher
 from kvpool._native import RECORD_HEADER_NBYTES, pack_header
-from kvpool.cli.engine_process import QUIET, EngineProcess, connector_config
+from kvpool.cli.engine_process import EngineProcess, child_environment, connector_config
 
 BLOCK_TOKENS = 128
 VOCABULARY = 8192
@@ -23,7 +22,7 @@ GENERATED_TOKENS = 12
 def write_model(folder: Path, **options: Any) -> Path:
     """A tiny model, written by a process of its own so that torch stays out of the test's."""
     command = [sys.executable, "-m", "kvpool.vllm.tiny_model", str(folder), json.dumps(options)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120, env={**os.environ, **QUIET})
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=child_environment())
     return folder
 
 

@@ -31,7 +31,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 PROMPTS = {
     name: prompt(seed, 1500 + 97 * seed)
     for seed, name in enumerate(
-        ["hit", "corrupted", "flipped", "truncated", "deleted", "unreadable", "aborted", "after abort", "halved"]
+        [
+            "hit",
+            "corrupted",
+            "flipped",
+            "truncated",
+            "deleted",
+            "unreadable",
+            "aborted",
+            "after abort",
+            "halved",
+        ]
     )
 }
 LONG = {name: prompt(100 + seed, 4000) for seed, name in enumerate(["gone", "replaced", "aborted"])}

@@ -21,8 +21,7 @@ BLOCKS = st.sampled_from([16, 32, 64])
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[Group], list[list[bool]], int, int, int]:
     groups = [
-        Group(draw(BLOCKS), draw(st.none() | st.integers(1, 300)))
-        for _ in range(draw(st.integers(1, 3)))
+        Group(draw(BLOCKS), draw(st.none() | st.integers(1, 300))) for _ in range(draw(st.integers(1, 3)))
     ]
     align_tokens = math.lcm(*(group.block_tokens for group in groups))
     max_tokens = draw(st.integers(0, 12)) * align_tokens
