@@ -75,7 +75,9 @@ class PoolConfig(BaseModel):
     max_store_nbytes_per_s: Nbytes = Field(
         0, ge=0, le=1 << 50, description="cap on what this worker writes to the pool; 0: none; accepts 500MB"
     )
-    threads: int = Field(2, ge=1, le=64, description="native threads that move bytes")
+    threads: int | None = Field(
+        None, ge=1, le=64, description="native threads that move bytes; unset: what the URL says, or 2"
+    )
 
     @field_validator("pool")
     @classmethod
@@ -154,7 +156,7 @@ def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo
 
 def _from_text(text: str, annotation: Any) -> str | int | float:
     """The number that a variable spells, where its field is one; the field judges any other text."""
-    if annotation is int and _WHOLE_NUMBER.fullmatch(text):
+    if annotation in (int, int | None) and _WHOLE_NUMBER.fullmatch(text):
         return int(text)
     if annotation is float:
         try:

@@ -14,7 +14,6 @@ import cbor2
 
 from kvpool import _native
 from kvpool.errors import ConfigError
-from kvpool.keys import BlockHash
 from kvpool.wording import unknown
 
 if TYPE_CHECKING:
@@ -81,21 +80,19 @@ class BlockHasher:
         lora: tuple[str, str] | None = None,
         cache_salt: str | None = None,
         multimodal: Sequence[Multimodal] = (),
-    ) -> list[BlockHash]:
+    ) -> list[bytes]:
         """One digest per full block of the prompt, in order; tokens behind the last full block do not count.
 
-        ``token_ids``: ints from 0 to 2**64 - 1, or a contiguous buffer of them (16, 32 or 64 bits). ``lora``: (name, path) of the
-        adapter. ``multimodal``: (identifier, offset, length) of each item, in tokens, by rising offset; the
-        identifier is vLLM's ``MultiModalFeatureSpec.identifier``. Errors: ``ConfigError``.
+        ``token_ids``: ints from 0 to 2**64 - 1, or a contiguous buffer of them (16, 32 or 64 bits).
+        ``lora``: (name, path) of the adapter. ``multimodal``: (identifier, offset, length) of each item, in
+        tokens, by rising offset; the identifier is vLLM's ``MultiModalFeatureSpec.identifier``.
+        Errors: ``ConfigError``.
         """
         extras = self._extras(len_tokens(token_ids) // self._block_tokens, lora, cache_salt, multimodal)
         try:
-            digests = _native.hash_chain(
-                self._algorithm, self._none_hash, token_ids, self._block_tokens, extras
-            )
+            return _native.hash_chain(self._algorithm, self._none_hash, token_ids, self._block_tokens, extras)
         except (ValueError, TypeError, OverflowError) as error:
             raise ConfigError(str(error)) from error
-        return digests  # type: ignore[return-value]
 
     def hashes64(
         self,

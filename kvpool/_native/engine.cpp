@@ -21,6 +21,7 @@ namespace {
 
 constexpr std::size_t kQueueCount = 3;
 constexpr Clock::duration kDestructorTimeout = std::chrono::seconds(10);
+constexpr const char* kForked = "the engine was made before fork(): make one in this process";
 constexpr Clock::duration kPauseAfterException = std::chrono::milliseconds(10);
 
 // Lookups are cheap and somebody waits for them; loads have a request waiting; stores have nobody.
@@ -209,12 +210,13 @@ Batch::Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::t
       unfinished_(keys_.size()) {}
 
 bool Batch::wait_until(Clock::time_point until) {
+  if (core_->pid != getpid()) throw std::runtime_error(kForked);
   Core::Lock lock(core_->mutex);
   return done_changed_.wait_until(lock, until, [this] { return done(); });
 }
 
 void Batch::cancel() {
-  if (done()) return;
+  if (done() || core_->pid != getpid()) return;
   const std::shared_ptr<Core> core = core_;
   const Core::Lock lock(core->mutex);
   // Somebody calls this through a reference of their own; the queue's may go away inside stop().
@@ -309,7 +311,7 @@ bool Engine::forked() const { return getpid() != core_->pid; }
 
 std::shared_ptr<Batch> Engine::submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
                                       Clock::duration timeout) {
-  if (forked()) throw std::runtime_error("the engine was made before fork(): make one in this process");
+  if (forked()) throw std::runtime_error(kForked);
   const std::size_t items = keys.size();
   auto batch = std::make_shared<Batch>(op, std::move(keys), std::move(buffers), Clock::now() + timeout);
   batch->core_ = core_;
@@ -340,13 +342,14 @@ std::shared_ptr<Batch> Engine::submit(Op op, std::vector<Key> keys, std::vector<
 }
 
 int Engine::fileno() const {
-  if (forked()) throw std::runtime_error("the engine was made before fork(): make one in this process");
+  if (forked()) throw std::runtime_error(kForked);
   const Core::Lock lock(core_->mutex);
   if (!core_->completions) throw std::runtime_error("the engine is closed");
   return core_->completions.get();
 }
 
 Counters Engine::counters() const {
+  if (forked()) throw std::runtime_error(kForked);
   const auto read = [this](Op op, Status status) {
     return core_->counts[static_cast<std::size_t>(op)][static_cast<std::size_t>(status)].load(
         std::memory_order_relaxed);
@@ -373,6 +376,10 @@ Counters Engine::counters() const {
       {"cancelled", sum(Status::kCancelled)},
       {"timed_out", sum(Status::kTimedOut)},
   };
+  {
+    const Core::Lock lock(core_->mutex);
+    counters.emplace_back("queued", core_->queued_items);
+  }
   core_->backend->append_counters(counters);
   return counters;
 }

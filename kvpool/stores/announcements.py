@@ -118,9 +118,7 @@ def _read(path: Path) -> _Announcement | None:
     """What one file says; None when it is gone, too large, or nothing that we wrote."""
     try:
         with path.open("rb") as file:
-            packed = file.read(MAX_FILE_NBYTES + 1)
-        if len(packed) > MAX_FILE_NBYTES:
-            return None
+            packed = file.read(MAX_FILE_NBYTES)  # of a larger file this is no whole document
         fields = msgpack.unpackb(packed, max_map_len=8, max_array_len=0, max_ext_len=0)
     except (OSError, ValueError, msgpack.UnpackException):
         return None

@@ -219,7 +219,7 @@ class Store(ABC):
         if views is not None and len(views) != len(keys):
             raise ConfigError(f"{len(keys)} keys need as many buffers, not {len(views)}")
         batch = self._submit(operation, keys, views, timeout_s)
-        return Transfer(batch, f"{self._name}: {verb} of {len(keys)} keys", timeout_s, views or ())
+        return Transfer(batch, f"{self._name}: {verb} of {len(keys)} keys", timeout_s)
 
     def _check_open(self) -> None:
         if self._closed:

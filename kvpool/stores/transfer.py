@@ -1,14 +1,14 @@
 """A batch under way: what ``submit_*`` returns and what every blocking call waits for.
 
 Ownership: the store's native threads read or write the buffers until ``done()`` is true; from then on nothing
-touches them. Any thread may call any method.
+touches them, nor keeps them exported. The batch itself holds them: dropping a transfer is safe.
+Any thread may call any method.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
 from kvpool import _native
@@ -32,12 +32,11 @@ class Batch(Protocol):
 class Transfer:
     """One batch of puts, gets, existence checks or deletes that was submitted to a store."""
 
-    def __init__(self, batch: Batch, what: str, timeout_s: float, views: Sequence[memoryview]) -> None:
+    def __init__(self, batch: Batch, what: str, timeout_s: float) -> None:
         self._batch = batch
         self._what = what
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
-        self._views = views  # keeps the caller's memory alive while native threads use it
 
     def done(self) -> bool:
         """Whether the batch has ended; never blocks."""

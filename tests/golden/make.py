@@ -1,0 +1,147 @@
+"""Make the golden vectors beside this file: what an implementation in any language must compute.
+
+    python -m tests.golden.make [hashes|records|namespaces]...
+
+Nothing here uses kvpool. ``hashes.json`` is computed by vLLM's own functions, ``records.json`` by struct and
+the xxhash package, ``namespaces.json`` by json and hashlib; the tests compare kvpool with all three.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def _tokens(chance: random.Random, count: int) -> list[int]:
+    return [
+        chance.choice([chance.randrange(24), chance.randrange(200_000), (1 << 32) - 1]) for _ in range(count)
+    ]
+
+
+def hash_cases() -> list[dict[str, Any]]:
+    """Inputs only; ``digests`` are added by vLLM."""
+    chance = random.Random(7)
+    cases: list[dict[str, Any]] = []
+
+    def add(name: str, block_tokens: int, tokens: list[int], **extra: Any) -> None:
+        for algorithm, seed in (("sha256_cbor", None), ("sha256_cbor", "0"), ("xxhash_cbor", "42")):
+            cases.append(
+                {
+                    "name": name, "algorithm": algorithm, "seed": seed, "block_tokens": block_tokens,
+                    "token_ids": tokens, "lora": None, "cache_salt": None, "multimodal": [], **extra,
+                }
+            )  # fmt: skip
+
+    add("no tokens", 16, [])
+    add("less than a block", 16, _tokens(chance, 15))
+    add("one block", 16, list(range(16)))
+    add("a block and a rest", 16, _tokens(chance, 31))
+    add("blocks of one token, at every width of a CBOR integer", 1,
+        [0, 23, 24, 255, 256, 65535, 65536, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])  # fmt: skip
+    add("blocks of 24 tokens, whose CBOR length takes a second byte", 24, _tokens(chance, 72))
+    add("blocks of 128", 128, _tokens(chance, 300))
+    add("lora", 16, _tokens(chance, 48), lora=["adapter", "/models/adapter"])
+    add("salt, on the first block only", 16, _tokens(chance, 48), cache_salt="s\u00e4lt \U0001f9c2")
+    add("an empty salt is none", 16, _tokens(chance, 32), cache_salt="")
+    add("an item inside a block", 16, _tokens(chance, 48), multimodal=[["image-1", 18, 4]])
+    add("an item over several blocks", 16, _tokens(chance, 80), multimodal=[["image-1", 10, 50]])
+    add("an item that ends where a block ends", 16, _tokens(chance, 64), multimodal=[["image-1", 16, 16]])
+    add("several items in a block", 16, _tokens(chance, 48),
+        multimodal=[["a", 1, 2], ["b", 4, 5], ["c", 12, 10], ["d", 22, 3]])  # fmt: skip
+    add("the same item in another place", 16, _tokens(chance, 48), multimodal=[["a", 3, 2], ["a", 20, 2]])
+    add("an item behind the last full block", 16, _tokens(chance, 40), multimodal=[["a", 33, 7]])
+    add("all at once", 32, _tokens(chance, 200), lora=["l", "/l"], cache_salt="tenant-a",
+        multimodal=[["a", 0, 33], ["b", 40, 100]])  # fmt: skip
+    return cases
+
+
+def make_hashes() -> list[dict[str, Any]]:
+    from tests.vllm_oracle import vllm_hashes
+
+    cases = hash_cases()
+    for case in cases:
+        digests = vllm_hashes(
+            case["token_ids"],
+            block_tokens=case["block_tokens"],
+            algorithm=case["algorithm"],
+            seed=case["seed"],
+            lora=tuple(case["lora"]) if case["lora"] else None,
+            cache_salt=case["cache_salt"],
+            multimodal=[tuple(item) for item in case["multimodal"]],
+        )
+        case["digests"] = [digest.hex() for digest in digests]
+        case["hashes64"] = b"".join(
+            (int.from_bytes(digest, "big") & ((1 << 64) - 1)).to_bytes(8, "little") for digest in digests
+        ).hex()
+    return cases
+
+
+def make_records() -> list[dict[str, Any]]:
+    import xxhash
+
+    chance = random.Random(11)
+    records = []
+    for digest_nbytes, payload_nbytes, group, rank in [
+        (32, 1, 0, 0), (16, 64, 1, 0), (8, 240, 0, 7), (32, 241, 65535, 65535), (64, 1024, 3, 12),
+        (32, 4096, 0, 0),
+    ]:  # fmt: skip
+        fingerprint, digest = chance.randbytes(16), chance.randbytes(digest_nbytes)
+        payload = chance.randbytes(payload_nbytes)
+        fields = (b"KVPR", 1, 0, payload_nbytes, fingerprint, digest[:20].ljust(20, b"\0"), group, rank)
+        form = struct.Struct("<4sHHQ16s20sHHQ")
+        checksum = xxhash.xxh3_64_intdigest(form.pack(*fields, 0) + payload)
+        records.append(
+            {
+                "key": f"kvpool:tenant_{len(records)}:{fingerprint.hex()}:{digest.hex()}:{group}:{rank}",
+                "payload": payload.hex(),
+                "checksum": f"{checksum:016x}",
+                "header": form.pack(*fields, checksum).hex(),
+            }
+        )
+    return records
+
+
+def make_namespaces() -> list[dict[str, Any]]:
+    block = hashlib.sha256(b"block").hexdigest()
+    cases: list[tuple[str, dict[str, str | int | bool]]] = [
+        ("default", {"model": "tiny"}),
+        ("default", {"model": "tiny", "kv_dtype": "bfloat16", "group0.block_tokens": 32}),
+        (
+            "a_B-9",
+            {"prefix_caching": True, "tp": 1, "model": 'm\u00f6del \U0001f98a "quoted" \\ /\n\t\u0001<&>'},
+        ),
+        ("default", {"b": -1, "a": (1 << 63) - 1, "\u00e9": "", "Z": False}),
+    ]
+    namespaces = []
+    for tenant, facts in cases:
+        canonical = json.dumps(facts, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+        fingerprint = hashlib.sha256(canonical).hexdigest()[:32]
+        namespaces.append(
+            {
+                "tenant": tenant, "facts": facts, "canonical": canonical.decode(), "namespace": fingerprint,
+                "facts_key": f"kvpool:{tenant}:{fingerprint}:facts",
+                "hash": block, "group": 2, "rank": 13, "key": f"kvpool:{tenant}:{fingerprint}:{block}:2:13",
+            }
+        )  # fmt: skip
+    return namespaces
+
+
+def main(names: list[str]) -> None:
+    makers = {"hashes": make_hashes, "records": make_records, "namespaces": make_namespaces}
+    for name in names or makers:
+        rows = ",\n".join(json.dumps(row, ensure_ascii=True) for row in makers[name]())
+        (HERE / f"{name}.json").write_text(f"[\n{rows}\n]\n")
+        print(f"{HERE / name}.json")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    main(sys.argv[1:])

@@ -1,0 +1,68 @@
+"""A process of its own that uses a file store: ``python -m tests.stores.file_user WHAT DIRECTORY ...``."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+from kvpool.errors import KVPoolError
+from kvpool.stores.file import FileStore
+from tests.stores.conformance import MIB, key, payload
+
+VALUE_NBYTES = 300_000
+
+
+def share(directory: str, seed: str) -> None:
+    """Put, get and delete among keys that all such processes use; every hit must be the key's own value."""
+    chance = random.Random(int(seed))
+    hits = 0
+    with FileStore(directory, 4 * MIB, 2) as store:  # room for 13 of 40 values: evictions all the time
+        for _ in range(60):
+            chosen = chance.sample(range(40), 4)
+            names = [key(number) for number in chosen]
+            store.put_many(names, [payload(number, VALUE_NBYTES) for number in chosen], timeout_s=60)
+            targets = [bytearray(VALUE_NBYTES) for _ in chosen]
+            for number, hit, target in zip(
+                chosen, store.get_many_into(names, targets, timeout_s=60), targets, strict=True
+            ):
+                hits += hit
+                assert not hit or target == payload(number, VALUE_NBYTES), (
+                    f"key {number} holds something else"
+                )
+            store.delete_many(names[:1], timeout_s=60)
+        counters = store.counters()
+    assert counters["damaged"] == counters["faults"] == counters["timed_out"] == 0, counters
+    print(hits)
+
+
+def put_for_ever(directory: str) -> None:
+    """Put until killed; says so once the first values are in."""
+    with FileStore(directory, 256 * MIB, 4) as store:
+        version = 0
+        while True:
+            numbers = range(20)
+            store.put_many(
+                [key(n) for n in numbers], [bytes([version % 256]) * (8 * MIB // 10) for _ in numbers]
+            )
+            if version == 0:
+                print("begun", flush=True)
+            version += 1
+
+
+def open_as_nobody(directory: str) -> None:
+    """Try to open the store as a user who may not write there."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    try:
+        FileStore(directory, MIB, 1).close()
+    except KVPoolError as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    {"share": share, "put_for_ever": put_for_ever, "open_as_nobody": open_as_nobody}[sys.argv[1]](
+        *sys.argv[2:]
+    )

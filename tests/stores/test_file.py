@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from kvpool import open_store
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.stores.announcements import ORPHAN_AGE_S, Announcements
+from kvpool.stores.file import FileStore
+from kvpool.stores.store import Store
+from tests.stores.conformance import MIB, OpenStore, StoreConformance, key, keys
+from tests.stores.file_user import VALUE_NBYTES
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "pool"
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    with FileStore(str(root), 64 * MIB, 2) as store:
+        yield store
+
+
+class TestFileStore(StoreConformance):
+    @pytest.fixture
+    def open_one(self, root: Path) -> OpenStore:
+        return lambda capacity_nbytes: FileStore(str(root), capacity_nbytes, 2)
+
+    @pytest.fixture
+    def store(self, open_one: OpenStore) -> Iterator[Store]:
+        with open_one(256 * MIB) as store:
+            yield store
+
+
+def run_user(what: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.stores.file_user", what, *arguments]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def record_files(root: Path) -> list[Path]:
+    return sorted(path for path in (root / "blocks").rglob("*") if path.is_file())
+
+
+# ---------------------------------------------------------------------- what the records must survive
+
+
+def flip(position: int) -> Callable[[bytearray], None]:
+    def change(record: bytearray) -> None:
+        record[position] ^= 0x10
+
+    return change
+
+
+def cut(nbytes: int) -> Callable[[bytearray], None]:
+    def change(record: bytearray) -> None:
+        del record[nbytes:]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(flip(0), id="magic"),
+        pytest.param(flip(4), id="version"),
+        pytest.param(flip(6), id="flags"),
+        pytest.param(flip(8), id="payload_nbytes"),
+        pytest.param(flip(16), id="fingerprint"),
+        pytest.param(flip(32), id="hash"),
+        pytest.param(flip(52), id="group"),
+        pytest.param(flip(54), id="rank"),
+        pytest.param(flip(56), id="checksum"),
+        pytest.param(flip(64), id="first payload byte"),
+        pytest.param(flip(-1), id="last payload byte"),
+        pytest.param(cut(0), id="empty"),
+        pytest.param(cut(63), id="less than a header"),
+        pytest.param(cut(64), id="header only"),
+        pytest.param(cut(-1), id="a byte short"),
+        pytest.param(lambda record: record.extend(b"\0"), id="a byte long"),
+    ],
+)
+def test_a_damaged_record_is_a_miss_and_goes(
+    root: Path, store: Store, damage: Callable[[bytearray], None]
+) -> None:
+    store.put_many([key(1)], [bytes(1000)])
+    (path,) = record_files(root)
+    record = bytearray(path.read_bytes())
+    damage(record)
+    path.write_bytes(record)
+    assert store.get_many_into([key(1)], [bytearray(1000)]) == [False]
+    assert record_files(root) == []
+    assert store.counters()["damaged"] == 1
+    assert store.put_many([key(1)], [b"again"]) == [True]
+    assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
+
+
+def test_a_record_in_another_records_place_is_a_miss(root: Path, store: Store) -> None:
+    store.put_many([key(0)], [bytes(1000)])
+    (first,) = record_files(root)
+    record = first.read_bytes()
+    store.put_many([key(6)], [b"!" * 1000])  # the same group and rank
+    (second,) = [path for path in record_files(root) if path != first]
+    second.write_bytes(record)
+    assert store.get_many_into([key(0), key(6)], [bytearray(1000), bytearray(1000)]) == [True, False]
+
+
+def test_a_killed_writer_leaves_nothing_torn(root: Path) -> None:
+    writer = run_user("put_for_ever", str(root))
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "begun\n"
+    with FileStore(str(root), 256 * MIB, 2) as store:
+        nbytes = 8 * MIB // 10
+        targets = [bytearray(nbytes) for _ in range(20)]
+        for _ in range(3):  # while it writes
+            for hit, target in zip(store.get_many_into(keys(20), targets), targets, strict=True):
+                assert hit
+                assert target == target[:1] * nbytes
+        writer.kill()
+        writer.communicate()
+        for hit, target in zip(store.get_many_into(keys(20), targets), targets, strict=True):
+            assert hit
+            assert target == target[:1] * nbytes
+        assert store.counters()["damaged"] == 0
+        assert store.put_many(keys(20), [b"anew"] * 20) == [True] * 20
+    with FileStore(str(root), 256 * MIB, 2):
+        assert len(record_files(root)) == 20
+        assert list((root / "tmp").iterdir()) == []
+
+
+# ---------------------------------------------------------------------- room
+
+
+def test_the_least_recently_used_go_first_and_capacity_holds(root: Path) -> None:
+    with FileStore(str(root), 2 * MIB, 1) as store:
+        value = bytes(100_000 - 64)
+        store.put_many(keys(15), [value] * 15)
+        assert all(store.get_many_into(keys(3), [bytearray(len(value)) for _ in range(3)]))
+        for number in range(15, 25):
+            assert store.put_many([key(number)], [value]) == [True]
+            assert sum(path.stat().st_size for path in record_files(root)) <= 2 * MIB
+        held = store.contains_many(keys(25))
+        assert held[:3] == [True] * 3  # read just before it became full
+        assert not held[3]  # written first, never read
+        assert held[20:] == [True] * 5
+        assert store.counters()["evicted"] > 0
+
+
+def test_a_smaller_capacity_at_open_is_kept(root: Path) -> None:
+    with FileStore(str(root), 8 * MIB, 1) as store:
+        store.put_many(keys(6), [bytes(MIB)] * 6)
+    with FileStore(str(root), 3 * MIB, 1) as store:
+        assert sum(path.stat().st_size for path in record_files(root)) <= 3 * MIB
+        assert sum(store.contains_many(keys(6))) == 2
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def test_processes_share_a_directory(root: Path) -> None:
+    users = [run_user("share", str(root), str(seed)) for seed in range(4)]
+    for user in users:
+        out, err = user.communicate(timeout=120)
+        assert user.returncode == 0, err
+        assert int(out) > 0
+    assert sum(path.stat().st_size for path in record_files(root)) <= 4 * MIB
+    assert {path.stat().st_size for path in record_files(root)} <= {VALUE_NBYTES + 64}
+
+
+def test_two_stores_on_one_directory_see_each_other(root: Path) -> None:
+    with FileStore(str(root), 64 * MIB, 1) as one, FileStore(str(root), 64 * MIB, 1) as other:
+        one.put_many([key(1)], [b"value"])
+        target = bytearray(5)
+        assert other.get_many_into([key(1)], [target]) == [True]
+        assert target == b"value"
+        one.announce("kvpool:t:x", b"hello", lease_s=60)
+        assert other.announcements("kvpool:t:") == {"kvpool:t:x": b"hello"}
+        assert other.delete_many([key(1)]) == 1
+        assert one.contains_many([key(1)]) == [False]
+
+
+def test_what_was_put_outlives_the_process(root: Path) -> None:
+    with open_store(f"file://{root}?capacity=8MiB") as store:
+        store.put_many([key(1)], [b"value"])
+        store.announce("kvpool:t:x", b"hello", lease_s=60)
+    with open_store(f"file://{root}?capacity=8MiB") as store:
+        assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
+        assert store.announcements("") == {"kvpool:t:x": b"hello"}
+
+
+# ---------------------------------------------------------------------- what may happen to the directory
+
+
+def test_the_directory_is_removed_while_open(root: Path, store: Store) -> None:
+    store.put_many(keys(3), [b"value"] * 3)
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    shutil.rmtree(root)
+    assert store.get_many_into(keys(3), [bytearray(5) for _ in range(3)]) == [False] * 3
+    assert store.contains_many(keys(3)) == [False] * 3
+    assert store.delete_many(keys(3)) == 0
+    assert store.announcements("") == {}
+    assert store.put_many([key(1)], [b"value"]) == [True]
+    assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    assert store.announcements("") == {"kvpool:t:x": b"hello"}
+
+
+def test_the_directory_becomes_a_file_while_open(root: Path, store: Store) -> None:
+    store.put_many([key(1)], [b"value"])
+    shutil.rmtree(root)
+    root.write_text("no directory")
+    with pytest.raises(StoreUnavailable, match=rf"^file://{root}: put of 1 keys: put .*: Not a directory"):
+        store.put_many([key(1)], [b"value"])
+    with pytest.raises(StoreUnavailable, match=rf"^file://{root}: cannot keep an announcement"):
+        store.announce("kvpool:t:x", b"hello", lease_s=60)
+
+
+def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:3]:
+        if parent.stat().st_uid == os.getuid() and parent != Path("/tmp"):
+            parent.chmod(0o755)
+    directory = tmp_path / "pool"
+    directory.mkdir(mode=0o555)
+    user = run_user("open_as_nobody", str(directory))
+    out, err = user.communicate(timeout=60)
+    assert out == (
+        f"ConfigError: file://{directory}: cannot write: Permission denied; "
+        "give this user write access or choose another directory\n"
+    ), err
+
+
+@pytest.mark.parametrize("below", ["", "/deeper/still"])
+def test_a_path_that_is_a_file(tmp_path: Path, below: str) -> None:
+    path = tmp_path / "file"
+    path.write_text("text")
+    with pytest.raises(ConfigError) as caught:
+        FileStore(f"{path}{below}", MIB, 1)
+    assert (
+        str(caught.value)
+        == f"file://{path}{below}: cannot write: Not a directory; choose a directory, not a file"
+    )
+    assert path.read_text() == "text"
+
+
+def test_a_directory_with_odd_characters(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/a%20b%3F%23%C3%BC?capacity=1MiB&threads=3") as store:
+        store.put_many([key(1)], [b"x"])
+        assert store.contains_many([key(1)]) == [True]
+    assert record_files(tmp_path / "a b?#ü")
+
+
+def test_a_fault_is_no_miss(root: Path, store: Store) -> None:
+    store.put_many([key(1)], [b"value"])
+    (path,) = record_files(root)
+    directory = path.parent
+    shutil.rmtree(directory)
+    directory.write_text("in the way")
+    with pytest.raises(StoreUnavailable, match=rf"^file://{root}: get of 2 keys: get .*Not a directory"):
+        store.get_many_into(keys(2), [bytearray(5), bytearray(5)])
+    assert store.counters()["faults"] == 1
+    assert store.put_many([key(2)], [b"value"]) == [True]
+
+
+def test_a_deadline_that_cannot_be_kept(root: Path) -> None:
+    with FileStore(str(root), 512 * MIB, 1) as store:
+        value = bytes(64 * MIB)
+        transfer = store.submit_put(keys(4), [value] * 4, timeout_s=0.001)
+        with pytest.raises(StoreUnavailable, match=r"put of 4 keys: no answer within 0\.001 s"):
+            transfer.wait()
+        assert transfer.done()
+        assert store.counters()["timed_out"] > 0
+        assert store.put_many([key(9)], [b"after"]) == [True]
+
+
+def test_waiting_less_than_the_batch_takes(root: Path) -> None:
+    with FileStore(str(root), 512 * MIB, 1) as store:
+        value = bytes(64 * MIB)
+        transfer = store.submit_put(keys(4), [value] * 4, timeout_s=60)
+        with pytest.raises(StoreUnavailable, match="still under way"):
+            transfer.wait(0.001)
+        assert transfer.wait() == [True] * 4
+
+
+def test_a_store_does_not_survive_a_fork(root: Path, store: Store) -> None:
+    program = (
+        "import os, sys\n"
+        "from kvpool.stores.file import FileStore\n"
+        "from kvpool.errors import StoreUnavailable\n"
+        f"store = FileStore({str(root)!r}, 1 << 20, 1)\n"
+        "if (child := os.fork()) == 0:\n"
+        "    try:\n"
+        "        store.contains_many([])\n"
+        "    except StoreUnavailable as error:\n"
+        "        os._exit(7 if 'fork' in str(error) else 8)\n"
+        "    os._exit(9)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "store.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------- announcements on disk
+
+
+def announcement_file(root: Path) -> Path:
+    (path,) = (root / "announcements").iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01\x02\x03",
+        b"x" * 200_000,
+        msgpack.packb({"key": "kvpool:t:x", "document": b"forged", "expires_unix_s": "never"}),
+        msgpack.packb({"key": "kvpool:t:other", "document": b"forged", "expires_unix_s": 1e12}),
+        msgpack.packb({"key": "kvpool:t:x", "document": [[[[]]]], "expires_unix_s": 1e12}),
+        msgpack.packb({"document": b"forged", "expires_unix_s": 1e12}),
+        msgpack.packb({"key": "kvpool:t:x", "document": b"f", "expires_unix_s": 1e12})[:-2],
+        msgpack.packb(msgpack.ExtType(5, b"x" * 100)),
+        b"\xdf\xff\xff\xff\xff",
+        b"\x91" * 5000,
+    ],
+)
+def test_an_unreadable_announcement_is_passed_over(root: Path, store: Store, content: bytes) -> None:
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    announcement_file(root).write_bytes(content)
+    assert store.announcements("") == {}
+    store.announce("kvpool:t:x", b"hello again", lease_s=60)
+    assert store.announcements("") == {"kvpool:t:x": b"hello again"}
+
+
+def test_an_expired_announcement_is_removed(root: Path, store: Store) -> None:
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    path = announcement_file(root)
+    fields = msgpack.unpackb(path.read_bytes())
+    assert fields.keys() == {"key", "document", "expires_unix_s"}
+    assert 50 < fields["expires_unix_s"] - time.time() <= 60
+    path.write_bytes(msgpack.packb({**fields, "expires_unix_s": time.time() - 0.001}))
+    assert store.announcements("") == {}
+    assert list((root / "announcements").iterdir()) == []
+
+
+def test_an_announcement_renewed_while_it_is_removed_stays(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = root / "announcements"
+    announced = Announcements(directory)
+    announced.put("kvpool:t:x", b"old", 60.0)
+    path = announcement_file(root)
+    path.write_bytes(msgpack.packb({"key": "kvpool:t:x", "document": b"old", "expires_unix_s": 1.0}))
+    remove_expired = announced._remove_expired
+
+    def renewed_just_before(path: Path, now_unix_s: float) -> None:
+        announced.put("kvpool:t:x", b"renewed", 60.0)
+        remove_expired(path, now_unix_s)
+
+    monkeypatch.setattr(announced, "_remove_expired", renewed_just_before)
+    announced.all("")
+    assert announced.all("") == {"kvpool:t:x": b"renewed"}
+    assert list(directory.iterdir()) == [path]
+
+
+def test_what_a_dead_writer_left_is_removed_in_time(root: Path, store: Store) -> None:
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    young, old = root / "announcements" / ".young", root / "announcements" / ".old"
+    for path in (young, old):
+        path.write_bytes(b"half an announ")
+    long_ago_s = time.time() - ORPHAN_AGE_S - 1
+    os.utime(old, (long_ago_s, long_ago_s))
+    assert store.announcements("") == {"kvpool:t:x": b"hello"}
+    assert young.exists()
+    assert not old.exists()
+
+
+def test_its_text_is_its_url(root: Path, store: Store) -> None:
+    assert repr(store) == f"<FileStore file://{root}>"

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from kvpool import open_store
+from kvpool.errors import ConfigError
+from kvpool.stores.url import LATER_SCHEMES, StoreURL
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("memory://", StoreURL("memory", "", GIB)),
+        ("memory://?capacity=5MiB", StoreURL("memory", "", 5 << 20)),
+        ("file:///var/kv", StoreURL("file", "/var/kv", 10 * GIB, 2)),
+        ("file:///?capacity=1048576", StoreURL("file", "/", 1 << 20, 2)),
+        ("file:///a?capacity=2TiB&threads=64", StoreURL("file", "/a", 2 << 40, 64)),
+        ("file:///a?threads=1&capacity=500MB", StoreURL("file", "/a", 500_000_000, 1)),
+        ("file:///a%20b%3F", StoreURL("file", "/a b?", 10 * GIB, 2)),
+        ("file:///a@b:c", StoreURL("file", "/a@b:c", 10 * GIB, 2)),
+    ],
+)
+def test_parse(url: str, expected: StoreURL) -> None:
+    assert StoreURL.parse(url) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("flie:///x", 'unknown store "flie"; did you mean "file"?'),
+        ("Memory://", 'unknown store "Memory"; did you mean "memory"?'),
+        ("http://x", 'unknown store "http"; known are file, memory, redis'),
+        ("file://rel", "three slashes; perhaps file:///rel"),
+        ("file://host/dir", "file:///absolute/path, with three slashes; perhaps file:///host/dir"),
+        ("file://", "perhaps file:///absolute/path"),
+        ("memory://shared", "takes no name"),
+        ("memory:///x", "takes no name"),
+        ("memory://?threads=2", 'unknown parameter "threads"; known are capacity'),
+        ("file:///x?capcity=1GiB", 'unknown parameter "capcity"; did you mean "capacity"?'),
+        ("file:///x?capacity=1GiB&capacity=2GiB", "capacity is given twice"),
+        ("file:///x?capacity=1gb", '"1gb" is not a size'),
+        ("file:///x?capacity=", '"" is not a size'),
+        ("file:///x?capacity=-1", '"-1" is not a size'),
+        ("file:///x?capacity=1.5GiB", '"1.5GiB" is not a size'),
+        ("file:///x?capacity=99999999TiB", "too large"),
+        ("file:///x?capacity=1023KiB", "capacity is at least 1MiB"),
+        ("file:///x?threads=0", "1 to 64"),
+        ("file:///x?threads=65", "1 to 64"),
+        ("file:///x?threads=two", "1 to 64"),
+        ("file:///x%00y", "zero byte"),
+        ("file:///x%ff", "UTF-8"),
+        ("/var/kv", "is not a store URL: write file:///dir or memory://"),
+        ("file:/x", "is not a store URL"),
+        ("file:///x#y", "percent-encode"),
+        ("file:///x\ny", "is not a store URL"),
+        ("", "is not a store URL"),
+        (None, "a NoneType is not a store URL"),
+        ("file:///" + "x" * 5000, "text of 5008 characters is not a store URL"),
+    ],
+)
+def test_refuse(url: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", LATER_SCHEMES)
+def test_stores_to_come_are_named_and_hide_their_password(scheme: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(f"{scheme}://user:hunter/2@x@host:6379/0?password=hunter3")
+    text = str(caught.value)
+    assert text.endswith(f"{scheme}:// is not available in this version; use file:///dir or memory://")
+    assert "hunter" not in text
+    assert "user" in text
+    assert "host:6379" in text

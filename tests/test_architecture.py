@@ -1,0 +1,244 @@
+"""The floors of the tree, read from its imports: they only go down, and some things stand on one alone."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground up; a module may import from its own floor and from those below it.
+FLOORS = (
+    {"_native"},
+    {"config", "errors", "metrics", "tenant", "wording"},
+    {"hashing", "record", "keys"},
+    {"stores"},
+    {"transfer", "index"},
+    {""},  # kvpool/__init__.py, the public names
+    {"vllm", "sglang"},
+    {"cli", "router", "__main__"},
+)
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+STRANGERS = ({"transfer", "index"}, {"vllm", "sglang"})
+
+# Foreign package -> the only parts of kvpool that may import it.
+ONLY_IN = {
+    "torch": {"transfer", "vllm", "sglang"},
+    "vllm": {"vllm"},
+    "sglang": {"sglang"},
+    "grpc": {"index", "cli", "router"},
+}
+FORBIDDEN_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
+FORBIDDEN_CALLS = {"eval", "exec"}
+FORBIDDEN_ATTRIBUTES = {
+    ("os", "system"),
+    ("os", "popen"),
+    ("subprocess", "getoutput"),
+    ("subprocess", "getstatusoutput"),
+}
+FORBIDDEN_KEYWORDS = {"shell", "allow_pickle"}
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+MAY_READ_THE_ENVIRONMENT = {"config", "cli"}  # cli: to hand it on to the processes that it starts
+VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
+
+
+class Source(NamedTuple):
+    """One file of the tree."""
+
+    path: str  # from the root, for people
+    module: str  # dotted
+    is_package: bool
+    tree: ast.Module
+
+    @property
+    def part(self) -> str:
+        """The name below kvpool that decides the floor."""
+        return [*self.module.split("."), ""][1]
+
+
+def sources(root: Path) -> list[Source]:
+    found = []
+    for path in sorted((root / "kvpool").rglob("*.py")):
+        relative = path.relative_to(root)
+        parts = list(relative.with_suffix("").parts)
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        found.append(Source(str(relative), module, is_package, ast.parse(path.read_text(), str(relative))))
+    return found
+
+
+def imports(source: Source, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import anywhere in the file: in functions and under TYPE_CHECKING, too."""
+
+    def resolve(base: str, name: str) -> str:
+        return f"{base}.{name}" if f"{base}.{name}" in modules else base
+
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                here = source.module.split(".")
+                above = here[: len(here) - node.level + source.is_package]
+                base = ".".join([*above, base] if base else above)
+            yield from ((node.lineno, resolve(base, alias.name)) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = (
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            )
+            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def import_faults(source: Source, modules: set[str]) -> Iterator[str]:
+    part = source.part
+    for line, module in imports(source, modules):
+        where = f"{source.path}:{line}"
+        package, _, below = module.partition(".")
+        if package in FORBIDDEN_MODULES:
+            yield f"{where}: {package} must not be imported anywhere"
+        if package in ONLY_IN and part not in ONLY_IN[package]:
+            yield f"{where}: {package} may only be imported in {sorted(ONLY_IN[package])}"
+        if package != "kvpool":
+            continue
+        target = below.split(".")[0]
+        if target not in FLOOR_OF:
+            yield f"{where}: {module} stands on no floor"
+        elif part in FLOOR_OF:
+            if FLOOR_OF[target] > FLOOR_OF[part]:
+                yield f"{where}: {source.module} imports {module}, which is above it"
+            if target != part and any({target, part} <= strangers for strangers in STRANGERS):
+                yield f"{where}: {part} must not see {target}"
+
+
+def use_faults(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        where = f"{source.path}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
+                yield f"{where}: {node.func.id} must not be called"
+            for keyword in node.keywords:
+                off = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+                if keyword.arg in FORBIDDEN_KEYWORDS and not off:
+                    yield f"{where}: {keyword.arg} must not be set"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if (node.value.id, node.attr) in FORBIDDEN_ATTRIBUTES:
+                yield f"{where}: {node.value.id}.{node.attr} must not be used"
+            if (
+                node.value.id == "os"
+                and node.attr in ENVIRONMENT
+                and source.part not in MAY_READ_THE_ENVIRONMENT
+            ):
+                yield f"{where}: only config.py reads the environment"
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+            if names & ENVIRONMENT and source.part not in MAY_READ_THE_ENVIRONMENT:
+                yield f"{where}: only config.py reads the environment"
+
+
+def cycles(found: list[Source], modules: set[str]) -> Iterator[str]:
+    """Files that import each other in a circle, whether they do so at once or later."""
+    edges = {
+        source.module: {module for _, module in imports(source, modules) if module in modules}
+        - {source.module}
+        for source in found
+        if source.module != "kvpool"
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> Iterator[str]:
+        if module in trail:
+            yield "a circle of imports: " + " -> ".join([*trail[trail.index(module) :], module])
+        elif module not in done:
+            for target in sorted(edges.get(module, ())):
+                yield from visit(target, (*trail, module))
+            done.add(module)
+
+    for module in sorted(edges):
+        yield from visit(module, ())
+
+
+def faults(root: Path) -> list[str]:
+    found = sources(root)
+    modules = {source.module for source in found} | {"kvpool._native"}
+    texts = [
+        f"{source.path}: {source.part} stands on no floor" for source in found if source.part not in FLOOR_OF
+    ]
+    texts += [
+        f"{source.path}: say what it holds" for source in found if Path(source.path).name in VAGUE_NAMES
+    ]
+    for source in found:
+        texts += import_faults(source, modules)
+        texts += use_faults(source)
+    return [*texts, *cycles(found, modules)]
+
+
+def test_the_tree_stands() -> None:
+    assert len(sources(ROOT)) > 15
+    assert faults(ROOT) == []
+
+
+GOOD = {
+    "__init__.py": "from kvpool.errors import E",
+    "errors.py": "class E(Exception): ...",
+    "config.py": "import os\nfrom kvpool.errors import E\nos.environ",
+    "keys.py": "from kvpool import errors, _native",
+    "stores/__init__.py": "from . import memory",
+    "stores/memory.py": "from ..keys import x",
+    "transfer/engine.py": "import torch\nfrom kvpool.stores.memory import y",
+    "vllm/__init__.py": "import vllm.v1\nfrom kvpool import E\nimport kvpool.transfer.engine",
+    "cli/__init__.py": "import os, grpc, subprocess\nsubprocess.run(['x'], env=os.environ, shell=False)",
+}
+
+
+def plant(root: Path, changes: dict[str, str]) -> Path:
+    for name, text in {**GOOD, **changes}.items():
+        path = root / "kvpool" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return root
+
+
+def test_a_good_tree_has_no_faults(tmp_path: Path) -> None:
+    assert faults(plant(tmp_path, {})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("keys.py", "from kvpool.stores import memory", "imports kvpool.stores.memory, which is above it"),
+        ("keys.py", "def f():\n    import kvpool.vllm", "kvpool.keys imports kvpool.vllm, which is above it"),
+        ("keys.py", "if TYPE_CHECKING:\n    from .transfer.engine import x", "which is above it"),
+        ("keys.py", "from kvpool import E", "kvpool.keys imports kvpool, which is above it"),
+        ("keys.py", "import importlib\nimportlib.import_module('kvpool.cli')", "which is above it"),
+        ("stores/memory.py", "from ..transfer import engine", "which is above it"),
+        ("index/table.py", "from kvpool.transfer.engine import x", "index must not see transfer"),
+        ("transfer/engine.py", "from kvpool.index import x", "transfer must not see index"),
+        ("stores/memory.py", "import torch", "torch may only be imported in"),
+        ("stores/memory.py", "def f():\n    from torch import nn", "torch may only be imported in"),
+        ("transfer/engine.py", "import vllm", "vllm may only be imported in ['vllm']"),
+        ("transfer/engine.py", "import grpc.aio", "grpc may only be imported in"),
+        ("keys.py", "import pickle", "pickle must not be imported"),
+        ("cli/x.py", "from pickle import loads", "pickle must not be imported"),
+        ("keys.py", "eval('1')", "eval must not be called"),
+        ("cli/x.py", "exec('1')", "exec must not be called"),
+        ("cli/x.py", "import subprocess\nsubprocess.run('x', shell=True)", "shell must not be set"),
+        ("cli/x.py", "import os\nos.system('x')", "os.system must not be used"),
+        ("keys.py", "import os\nos.environ['X']", "only config.py reads the environment"),
+        ("vllm/x.py", "import os\nos.getenv('X')", "only config.py reads the environment"),
+        ("keys.py", "from os import environ", "only config.py reads the environment"),
+        ("stores/utils.py", "", "say what it holds"),
+        ("odds.py", "", "odds stands on no floor"),
+        ("keys.py", "import kvpool.odds", "kvpool.odds stands on no floor"),
+        ("errors.py", "from kvpool import config", "kvpool.config -> kvpool.errors -> kvpool.config"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_found(tmp_path: Path, name: str, text: str, fault: str) -> None:
+    found = faults(plant(tmp_path, {name: text}))
+    assert any(fault in one for one in found), found

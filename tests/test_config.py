@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.config import PoolConfig, hash_seed, redact
+from kvpool.errors import ConfigError
+from kvpool.wording import format_nbytes, nearest, parse_nbytes
+
+URL = "file:///var/kv"
+
+
+def load(mapping: dict[str, Any] | None = None, **environ: str) -> PoolConfig:
+    return PoolConfig.load({"pool": URL} if mapping is None else mapping, environ)
+
+
+def test_defaults() -> None:
+    assert load().model_dump() == {
+        "pool": URL,
+        "tenant": "default",
+        "model_id": None,
+        "budget_s": 0.5,
+        "max_load_s": 10.0,
+        "staging_nbytes": 256 << 20,
+        "max_store_nbytes_per_s": 0,
+        "threads": None,
+    }
+
+
+def test_every_field_from_the_dict() -> None:
+    given = {
+        "pool": "memory://", "tenant": "team_a", "model_id": "m", "budget_s": 60, "max_load_s": 1.5,
+        "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
+    }  # fmt: skip
+    config = load(given)
+    assert config.model_dump() == {**given, "staging_nbytes": 1 << 30}
+    assert type(config.budget_s) is float
+
+
+def test_every_field_from_the_environment() -> None:
+    config = PoolConfig.load(
+        None,
+        {
+            "KVPOOL_POOL": "memory://", "KVPOOL_TENANT": "7", "KVPOOL_MODEL_ID": "8",
+            "KVPOOL_BUDGET_S": "0.25",
+            "KVPOOL_MAX_LOAD_S": "3", "KVPOOL_STAGING_NBYTES": "64 MiB",
+            "KVPOOL_MAX_STORE_NBYTES_PER_S": "1000000",
+            "KVPOOL_THREADS": "4", "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
+        },
+    )  # fmt: skip
+    assert config.model_dump() == {
+        "pool": "memory://", "tenant": "7", "model_id": "8", "budget_s": 0.25, "max_load_s": 3.0,
+        "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
+    }  # fmt: skip
+    assert {f"KVPOOL_{name.upper()}" for name in PoolConfig.model_fields} <= {
+        "KVPOOL_POOL", "KVPOOL_TENANT", "KVPOOL_MODEL_ID", "KVPOOL_BUDGET_S", "KVPOOL_MAX_LOAD_S",
+        "KVPOOL_STAGING_NBYTES", "KVPOOL_MAX_STORE_NBYTES_PER_S", "KVPOOL_THREADS",
+    }  # fmt: skip
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPOOL_CONFIG", raising=False)
+    monkeypatch.setenv("KVPOOL_POOL", "memory://")
+    assert PoolConfig.load().pool == "memory://"
+    monkeypatch.setenv("PYTHONHASHSEED", "17")
+    assert hash_seed() == "17"
+    assert hash_seed({}) is None
+
+
+def test_the_dict_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "kvpool.toml"
+    path.write_text(
+        'pool = "file:///from/file"\ntenant = "file"\nthreads = 3\nbudget_s = 1\nstaging_nbytes = "2MiB"\n'
+    )
+    config = PoolConfig.load(
+        {"pool": "file:///from/dict"},
+        {"KVPOOL_CONFIG": str(path), "KVPOOL_POOL": "file:///from/env", "KVPOOL_TENANT": "environment"},
+    )
+    assert (config.pool, config.tenant, config.threads, config.budget_s, config.staging_nbytes) == (
+        "file:///from/dict", "environment", 3, 1.0, 2 << 20,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('pol = "memory://"', 'unknown setting "pol"; did you mean "pool"?'),
+        ("threads = 0", 'setting "threads": should be greater than or equal to 1, got 0'),
+        ("threads = ", "not TOML: "),
+        ("[kvpool]\nthreads = 2", 'unknown setting "kvpool"'),
+        (b"\xff", "not TOML: "),
+        (b"#" * (1 << 20) + b"#", "larger than 1048576 bytes"),
+    ],
+)
+def test_a_bad_file(tmp_path: Path, content: str | bytes, words: str) -> None:
+    path = tmp_path / "kvpool.toml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        load(KVPOOL_CONFIG=str(path))
+    assert str(caught.value).startswith(f"{path}: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"KVPOOL_CONFIG={tmp_path}/x: No such file or directory"):
+        load(KVPOOL_CONFIG=f"{tmp_path}/x")
+
+
+def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def without_toml(name: str, package: str | None = None) -> Any:
+        if name in ("tomllib", "tomli"):
+            raise ModuleNotFoundError(name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without_toml)
+    with pytest.raises(ConfigError, match=r"needs Python 3\.11 or the package tomli"):
+        load(KVPOOL_CONFIG=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "text"),
+    [
+        ({"pol": URL}, 'unknown setting "pol"; did you mean "pool"?'),
+        ({"pool": URL, "Tenant": "x"}, 'unknown setting "Tenant"; did you mean "tenant"?'),
+        ({"pool": URL, "zzzz": 1}, 'unknown setting "zzzz"; known are budget_s, max_load_s, '),
+        ({"pool": URL, 5: 1}, 'unknown setting "5"; known are '),
+        ({}, 'setting "pool" is missing: set "pool" in kv_connector_extra_config or KVPOOL_POOL'),
+        ({"pool": None}, 'setting "pool": should be a valid string'),
+        ({"pool": "/var/kv"}, 'setting "pool": write a store URL such as file:///dir or memory://'),
+        (
+            {"pool": URL, "tenant": "a b"},
+            "setting \"tenant\": tenant 'a b' is not allowed: use 1 to 64 letters",
+        ),
+        ({"pool": URL, "model_id": ""}, 'setting "model_id": String should have at least 1 character'),
+        ({"pool": URL, "budget_s": "1"}, "setting \"budget_s\": should be a valid number, got '1'"),
+        ({"pool": URL, "budget_s": 0}, 'setting "budget_s": should be greater than 0, got 0'),
+        ({"pool": URL, "budget_s": 60.1}, 'setting "budget_s": should be less than or equal to 60, got 60.1'),
+        ({"pool": URL, "budget_s": float("nan")}, 'setting "budget_s": should be a finite number, got nan'),
+        ({"pool": URL, "max_load_s": -1}, 'setting "max_load_s": should be greater than 0, got -1'),
+        ({"pool": URL, "threads": True}, 'setting "threads": should be a valid integer, got True'),
+        ({"pool": URL, "threads": 2.0}, 'setting "threads": should be a valid integer, got 2.0'),
+        ({"pool": URL, "threads": "2"}, "setting \"threads\": should be a valid integer, got '2'"),
+        ({"pool": URL, "threads": 65}, 'setting "threads": should be less than or equal to 64, got 65'),
+        (
+            {"pool": URL, "staging_nbytes": "256Mb"},
+            'setting "staging_nbytes": "256Mb" is not a size: write a whole',
+        ),
+        (
+            {"pool": URL, "staging_nbytes": 1000},
+            'setting "staging_nbytes": should be greater than or equal to 1048576',
+        ),
+        (
+            {"pool": URL, "max_store_nbytes_per_s": -1},
+            'setting "max_store_nbytes_per_s": should be greater than or',
+        ),
+    ],
+)
+def test_refuse(mapping: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(mapping)
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
+    assert "pydantic" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("KVPOOL_TENNANT", "x", 'unknown variable "KVPOOL_TENNANT"; did you mean "KVPOOL_TENANT"?'),
+        ("KVPOOL_Tenant", "x", 'unknown variable "KVPOOL_Tenant"; did you mean "KVPOOL_TENANT"?'),
+        ("KVPOOL_BUDGET", "1", 'unknown variable "KVPOOL_BUDGET"; did you mean "KVPOOL_BUDGET_S"?'),
+        ("KVPOOL_BUDGET_S", "fast", "KVPOOL_BUDGET_S: should be a valid number, got 'fast'"),
+        ("KVPOOL_BUDGET_S", "inf", "KVPOOL_BUDGET_S: should be a finite number, got inf"),
+        ("KVPOOL_THREADS", "2.5", "KVPOOL_THREADS: should be a valid integer, got '2.5'"),
+        ("KVPOOL_THREADS", "", "KVPOOL_THREADS: should be a valid integer, got ''"),
+        ("KVPOOL_THREADS", "1" * 5000, "KVPOOL_THREADS: should be a valid integer, got '111"),
+        ("KVPOOL_STAGING_NBYTES", "lots", 'KVPOOL_STAGING_NBYTES: "lots" is not a size'),
+        (
+            "KVPOOL_STAGING_NBYTES",
+            "1",
+            "KVPOOL_STAGING_NBYTES: should be greater than or equal to 1048576, got 1",
+        ),
+    ],
+)
+def test_refuse_a_variable(variable: str, value: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(**{variable: value})
+    assert str(caught.value).startswith(text)
+    assert len(str(caught.value)) < 300
+
+
+def test_it_is_frozen() -> None:
+    config = load()
+    with pytest.raises(ValueError, match="frozen"):
+        config.threads = 3
+
+
+def test_a_password_is_never_shown() -> None:
+    url = "valkey://user:hunter/2@@host:6379/0"
+    config = load({"pool": url})
+    assert config.pool == url
+    for text in (repr(config), str(config), f"{config}", repr([config])):
+        assert "hunter" not in text
+        assert "pool='valkey://user:***@host:6379/0'" in text
+    for bad in (
+        {"pool": url, "threads": 0},
+        {"pool": url, "x": 1},
+        {"pool": [url]},
+        {"pool": url + "x" * 5000},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(bad)
+        assert "hunter" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("file:///a@b:c", "file:///a@b:c"),
+        ("memory://", "memory://"),
+        ("valkey://host:1/0?client=native", "valkey://host:1/0?client=native"),
+        ("valkey://user:pw@host", "valkey://user:***@host"),
+        ("valkey://:pw@host", "valkey://:***@host"),
+        ("valkey://token@host", "valkey://***@host"),
+        ("valkey+cluster://u:p:w@a:1,b:2", "valkey+cluster://u:***@a:1,b:2"),
+        ("valkeys://u:a/b@c?d@host", "valkeys://u:***@host"),
+        ("valkey://h?password=x&db=1", "valkey://h?password=***&db=1"),
+        ("valkey://h?db=1&AUTH_TOKEN=x", "valkey://h?db=1&AUTH_TOKEN=***"),
+        ("file://u:pw@host/x", "file://u:***@host/x"),
+    ],
+)
+def test_redact(url: str, shown: str) -> None:
+    assert redact(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("7B", 7), ("10GiB", 10 << 30), ("10 GiB", 10 << 30), (" 3kB ", 3000), ("5MB", 5_000_000),
+     ("2GB", 2 * 10**9), ("1TB", 10**12), ("1TiB", 1 << 40), ("1KiB", 1024), ("1048576", 1 << 20)],
+)  # fmt: skip
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+    assert parse_nbytes(format_nbytes(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "1.5GiB", "-1", "1gib", "1Gi", "1e9", "1 2", "\u0661", "9" * 30, "1_000"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_nbytes(text)
+
+
+def test_nearest() -> None:
+    assert nearest("CAPACTY", ["threads", "capacity"]) == "capacity"
+    assert nearest("xyz", ["threads", "capacity"]) is None
+    assert nearest("x", []) is None

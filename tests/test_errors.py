@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import kvpool
+from kvpool import errors
+
+
+def test_one_tree() -> None:
+    found = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert len(found) >= 5
+    assert all(issubclass(error, errors.KVPoolError) for error in found)
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.EngineRefused, errors.ConfigError)
+    assert issubclass(errors.StoreClosed, errors.StoreUnavailable)
+    assert not issubclass(errors.StoreUnavailable, errors.ConfigError)
+
+
+def test_public_names() -> None:
+    for name in kvpool.__all__:
+        assert getattr(kvpool, name) is not None
+        assert name in dir(kvpool)
+    assert {"BlockHasher", "Layout", "Namespace", "Store", "open_store", "KVPoolError"} <= set(kvpool.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'PrefixIndex'"):
+        kvpool.PrefixIndex  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_import_is_light_and_quick() -> None:
+    program = (
+        "import sys, time\n"
+        "begin = time.perf_counter()\n"
+        "import kvpool\n"
+        "elapsed_s = time.perf_counter() - begin\n"
+        "heavy = {'torch', 'vllm', 'grpc', 'pydantic', 'redis', 'numpy', 'asyncio'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "kvpool.open_store('memory://').close()\n"
+        "kvpool.BlockHasher(16).hashes(list(range(16)))\n"
+        "heavy = {'torch', 'vllm', 'grpc', 'pydantic', 'redis', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "print(elapsed_s)\n"
+    )
+    elapsed_s = min(
+        float(
+            subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        )
+        for _ in range(3)
+    )
+    assert elapsed_s < 0.3
