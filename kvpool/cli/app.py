@@ -36,11 +36,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app(standalone_mode=False)
-    except KeyboardInterrupt:
-        _end("interrupted", EXIT_INTERRUPTED)
-    except typer.Exit as end:
-        sys.exit(end.exit_code)
+        code = app(standalone_mode=False)  # what a command's typer.Exit says; Ctrl-C comes as 130
+        if code == EXIT_INTERRUPTED:
+            _end("interrupted", EXIT_INTERRUPTED)
+        sys.exit(code)
     except typer.Abort:
         _end("aborted", EXIT_INTERRUPTED)
     except ConfigError as error:

@@ -134,7 +134,7 @@ def _write_model(folder: Path, console: Console) -> Path:
     with _doing(console, "a tiny model with random weights is written"):
         written = subprocess.run(
             [sys.executable, "-m", "kvpool.vllm.tiny_model", str(folder)],
-            env=child_environment(),
+            env=child_environment({"TMPDIR": str(folder.parent)}),
             capture_output=True,
             text=True,
             check=False,
@@ -195,11 +195,11 @@ def _print(rows: list[Row], good: bool, as_json: bool, pool: str) -> None:
         )
         return
     table = Table(title="A second engine reuses the blocks that a first one computed")
-    for name in ("engine", "prompt tokens", "from the pool", "first token", "tokens identical"):
+    for name in ("engine", "prompt tokens", "from the pool (blocks)", "first token", "tokens identical"):
         table.add_column(name, justify="left" if name == "engine" else "right")
     for row in rows:
         table.add_row("first", f"{row.prompt_tokens:,}", "0", f"{row.cold_s * 1e3:,.0f} ms cold", "")
-        share = f"{row.pool_tokens:,} ({row.pool_blocks}/{row.full_blocks} blocks)"
+        share = f"{row.pool_tokens:,} ({row.pool_blocks} of {row.full_blocks})"
         same = "yes" if row.identical else "NO"
         table.add_row("second", f"{row.prompt_tokens:,}", share, f"{row.warm_s * 1e3:,.0f} ms warm", same)
         table.add_section()

@@ -12,9 +12,11 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +28,7 @@ from kvpool.errors import KVPoolError
 START_TIMEOUT_S = 240.0
 ASK_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
+TERMINATE_TIMEOUT_S = 10.0
 MAX_LINE_NBYTES = 16 << 20
 REFUSAL = "kvpool refuses to start: "
 _ERROR = re.compile(r"\b\w+(?:Error|Exception|Interrupt): .*")
@@ -81,6 +84,8 @@ class EngineProcess:
         self.name = name
         self.log = folder / f"{name}.log"
         self._options = folder / f"{name}.json"
+        # vLLM puts its sockets there, whose paths may have about 100 characters: not inside a deep folder.
+        self._scratch = tempfile.mkdtemp(prefix="kvpool-")
         read_fd, write_fd = os.pipe()
         self._answers = os.fdopen(read_fd, "rb", buffering=0)
         self._unread = b""
@@ -94,10 +99,17 @@ class EngineProcess:
                     stderr=subprocess.STDOUT,
                     pass_fds=[write_fd],
                     start_new_session=True,
-                    env=child_environment({"VLLM_CPU_OMP_THREADS_BIND": all_cores(), **(environment or {})}),
+                    env=child_environment(
+                        {
+                            "VLLM_CPU_OMP_THREADS_BIND": all_cores(),
+                            "TMPDIR": self._scratch,
+                            **(environment or {}),
+                        }
+                    ),
                 )
         except BaseException:
             self._answers.close()
+            shutil.rmtree(self._scratch, ignore_errors=True)
             raise
         finally:
             os.close(write_fd)
@@ -148,13 +160,27 @@ class EngineProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the engine's whole session at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """End the engine's whole session: asked to, which frees its shared memory, and after a while by force."""
+        for order, patience_s in ((signal.SIGTERM, TERMINATE_TIMEOUT_S), (signal.SIGKILL, STOP_TIMEOUT_S)):
+            if self._gone(order, patience_s):
+                break
         with contextlib.suppress(OSError):
             self._process.stdin and self._process.stdin.close()
         self._answers.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _gone(self, order: signal.Signals, patience_s: float) -> bool:
+        """Send a signal to the session; whether all of it has ended in time."""
+        deadline = time.monotonic() + patience_s
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, order)
+            while time.monotonic() < deadline:
+                self._process.poll()  # a leader that nobody waited for would stay for ever
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.02)
+            return False
+        self._process.wait()
+        return True
 
     def __enter__(self) -> EngineProcess:
         return self

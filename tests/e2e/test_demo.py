@@ -1,0 +1,97 @@
+"""``kvpool demo``, its refusals, and what it leaves behind when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvpool.cli.engine_process import EngineFailed, EngineProcess
+from tests.conftest import eventually
+from tests.e2e.harness import engine_options
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+
+
+def _engine_processes(folder: Path) -> set[int]:
+    """The drivers whose options lie in a folder, and everything in the sessions that they lead."""
+    commands: dict[int, str] = {}
+    sessions: dict[int, int] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            commands[int(process.name)] = (process / "cmdline").read_bytes().decode(errors="replace")
+            sessions[int(process.name)] = os.getsid(int(process.name))
+        except OSError:
+            continue
+    leaders = {
+        sessions.get(pid)
+        for pid, command in commands.items()
+        if str(folder) in command and "drive" in command
+    }
+    return {pid for pid, session in sessions.items() if session in leaders}
+
+
+def test_interrupted_demo_leaves_nothing() -> None:
+    # vLLM puts sockets there, whose paths may not be long.
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        _interrupt(Path(folder))
+
+
+def _interrupt(tmp_path: Path) -> None:
+    shared = set(Path("/dev/shm").iterdir())
+    command = subprocess.Popen(
+        [KVPOOL, "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert command.stderr is not None
+    for line in command.stderr:
+        if "first engine starts" in line:
+            break
+    # The engine's own children are what a clumsy clean-up would forget: wait for them.
+    assert eventually(lambda: len(_engine_processes(tmp_path)) >= 3, within_s=90)
+    engine = _engine_processes(tmp_path)
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=30)
+    assert command.returncode == 130
+    assert "Traceback" not in errors
+    assert errors.strip().splitlines()[-1] == "kvpool: interrupted"
+    assert list(tmp_path.iterdir()) == []
+    assert eventually(lambda: set(Path("/dev/shm").iterdir()) <= shared)
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine))
+
+
+def test_block_size_that_the_engine_refuses_is_one_line() -> None:
+    ended = subprocess.run(
+        [KVPOOL, "demo", "--block-size", "16"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("kvpool: engine first did not run: ")
+    assert "block size" in last.lower() or "block_size" in last
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_engine_that_is_refused_says_why_once_and_without_our_call_stack(
+    llama: Path, tmp_path: Path
+) -> None:
+    options = engine_options(llama, f"file://{tmp_path}/pool", prefix_caching_hash_algo="sha256")
+    with (
+        EngineProcess("refused", tmp_path, options) as engine,
+        pytest.raises(EngineFailed, match=r"kvpool refuses to start: .*sha256_cbor"),
+    ):
+        engine.wait_ready()
+    log = (tmp_path / "refused.log").read_text()
+    assert log.count("kvpool refuses to start") == 1
+    assert "connector.py" not in log
+    assert json.loads((tmp_path / "refused.json").read_text())["prefix_caching_hash_algo"] == "sha256"

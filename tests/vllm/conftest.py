@@ -1,0 +1,38 @@
+"""A real vLLM configuration of a tiny model, without starting an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.cli.engine_process import connector_config
+
+
+@pytest.fixture(scope="session")
+def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that makes a ``VllmConfig`` from options of ``EngineArgs``, with kvpool as its connector."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from tests.e2e.harness import write_model
+
+    model: Path = write_model(tmp_path_factory.mktemp("config") / "model", kind="llama", width=256, layers=2)
+
+    def make(**options: Any) -> Any:
+        transfer = {**connector_config("file:///unused"), **options.pop("transfer", {})}
+        return EngineArgs(
+            **{
+                "model": str(model),
+                "skip_tokenizer_init": True,
+                "dtype": "float32",
+                "enforce_eager": True,
+                "block_size": 128,
+                "max_model_len": 2048,
+                "prefix_caching_hash_algo": "sha256_cbor",
+                "kv_transfer_config": transfer,
+                **options,
+            }
+        ).create_engine_config()
+
+    return make

@@ -1,0 +1,248 @@
+"""The scheduler half on real requests and a real file store: offers, failures that are remembered, deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
+from vllm.v1.request import Request
+
+from kvpool import metrics
+from kvpool.config import PoolConfig
+from kvpool.keys import Namespace
+from kvpool.stores import Store, open_store
+from kvpool.vllm.plan import Group, PoolWorkerMetadata
+from kvpool.vllm.scheduler import LOOKUP_GRACE_S, SchedulerHalf
+from tests.conftest import eventually
+from tests.transfer.test_engine import StallingStore
+
+pytestmark = [pytest.mark.vllm]
+
+BLOCK_TOKENS = 16
+FACTS = {"model": "test", "tensor_parallel": 2}
+NAMESPACE = Namespace("default", FACTS)
+BUDGET_S = 0.2
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"file://{tmp_path}/pool") as store:
+        yield store
+
+
+@pytest.fixture
+def stalling() -> Iterator[StallingStore]:
+    with StallingStore() as store:
+        yield store
+
+
+def request(name: str, tokens: int = 100) -> Request:
+    init_none_hash(sha256_cbor)
+    return Request(
+        name,
+        list(range(tokens)),
+        SamplingParams(max_tokens=8),
+        None,
+        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+    )
+
+
+def half(store: Store, ranks: int = 1, events: bool = True, heard: bool = True) -> SchedulerHalf:
+    scheduler = SchedulerHalf(
+        PoolConfig(pool="file:///unused", budget_s=BUDGET_S),
+        store,
+        [Group(BLOCK_TOKENS)],
+        ranks=ranks,
+        align_tokens=BLOCK_TOKENS,
+        hash_block_tokens=BLOCK_TOKENS,
+        loads=True,
+        stores=True,
+        events=events,
+    )
+    if heard:
+        scheduler.update(PoolWorkerMetadata(facts=dict.fromkeys(range(ranks), FACTS)), (), ())
+    return scheduler
+
+
+def put(store: Store, hashes: list[bytes], ranks: int = 1) -> None:
+    for rank in range(ranks):
+        keys = NAMESPACE.keys(hashes, 0, rank)
+        assert all(store.put_many(keys, [b"x"] * len(keys)))
+
+
+def answer(scheduler: SchedulerHalf, asked: Request, local_tokens: int = 0) -> int:
+    """Ask until there is an answer, as the engine does."""
+    answers: list[int] = []
+
+    def answered() -> bool:
+        tokens, is_async = scheduler.matched_tokens(asked, local_tokens)
+        if tokens is None:
+            return False
+        assert is_async == (tokens > 0)
+        answers.append(tokens)
+        return True
+
+    assert eventually(answered)
+    return answers[0]
+
+
+def output(asked: Request, scheduled_tokens: int, tables: tuple[list[int], ...]) -> SchedulerOutput:
+    """A step that computes ``scheduled_tokens`` more of a request that was scheduled before."""
+    step = SchedulerOutput.make_empty()
+    step.scheduled_cached_reqs = CachedRequestData(
+        req_ids=[asked.request_id],
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None],
+        num_computed_tokens=[asked.num_computed_tokens],
+        num_output_tokens=[0],
+    )
+    step.num_scheduled_tokens = {asked.request_id: scheduled_tokens}
+    step.total_num_scheduled_tokens = scheduled_tokens
+    step.kv_connector_block_state = KVConnectorBlockState(
+        req_ids={asked.request_id}, resolve_block_ids=lambda _: tables, boundary_state_offloads={}
+    )
+    return step
+
+
+TABLE = ([7, 8, 9, 10, 11, 12, 13],)
+
+
+def test_the_longest_prefix_on_all_ranks_is_offered_and_loaded_once(store: Store) -> None:
+    scheduler, asked = half(store, ranks=2), request("a")
+    put(store, asked.block_hashes[:4], ranks=2)
+    put(store, asked.block_hashes[4:5], ranks=1)  # the fifth block lacks rank 1's part
+    scheduler.seen(asked)
+    assert answer(scheduler, asked, local_tokens=16) == 48
+    scheduler.allocated(asked, TABLE, 48)
+    step = scheduler.plan(SchedulerOutput.make_empty())
+    (load,) = step.loads
+    assert [block.block_id for block in load.blocks] == [8, 9, 10], (
+        "the first block is in the engine's own cache"
+    )
+    assert [block.block_hash for block in load.blocks] == asked.block_hashes[1:4]
+    assert 0 < load.budget_s <= BUDGET_S
+    assert scheduler.plan(SchedulerOutput.make_empty()).loads == [], "a plan is handed over once"
+
+
+def test_the_last_token_is_always_computed(store: Store) -> None:
+    scheduler, asked = half(store), request("a", tokens=64)
+    put(store, asked.block_hashes)
+    assert answer(scheduler, asked) == 48
+
+
+def test_a_failed_load_is_not_offered_again(store: Store) -> None:
+    scheduler, asked = half(store), request("a")
+    put(store, asked.block_hashes)
+    assert answer(scheduler, asked) > 0
+    scheduler.allocated(asked, TABLE, 96)
+    scheduler.plan(SchedulerOutput.make_empty())
+    scheduler.update(None, finished_loads=["a"], failed_loads=["a"])
+    assert [scheduler.matched_tokens(asked, 0) for _ in range(3)] == [(0, False)] * 3
+    other = request("b")
+    assert answer(scheduler, other) > 0, "another request may still try"
+
+
+def test_a_preempted_request_is_looked_up_afresh(store: Store) -> None:
+    """What the pool held when it was first asked says nothing about now."""
+    scheduler, asked = half(store), request("a")
+    put(store, asked.block_hashes)
+    assert answer(scheduler, asked) == 96
+    scheduler.allocated(asked, TABLE, 96)
+    scheduler.update(None, finished_loads=["a"], failed_loads=[])
+    store.delete_many(NAMESPACE.keys(asked.block_hashes[2:], 0, 0))
+    assert answer(scheduler, asked) == 32
+
+
+def test_a_store_that_never_answers_costs_the_budget_and_no_more(stalling: StallingStore) -> None:
+    scheduler, asked = half(stalling), request("a")
+    started = time.monotonic()
+    scheduler.seen(asked)
+    assert answer(scheduler, asked) == 0
+    # The budget, the grace for a batch that is stopping, and half a second for a busy machine.
+    assert time.monotonic() - started < BUDGET_S + LOOKUP_GRACE_S + 0.5
+    assert all(batch.cancelled for batch, _ in stalling.batches)
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+    assert scheduler.counters.take()[f"{metrics.LOOKUP_FAILURES.name}/timeout"] == 1
+
+
+def test_workers_that_never_report_cost_the_budget_and_no_more(store: Store) -> None:
+    scheduler, asked = half(store, heard=False), request("a")
+    assert scheduler.matched_tokens(asked, 0) == (None, False)
+    assert answer(scheduler, asked) == 0
+
+
+def test_ranks_that_differ_share_nothing(store: Store) -> None:
+    scheduler, asked = half(store, ranks=2, heard=False), request("a")
+    put(store, asked.block_hashes, ranks=2)
+    scheduler.update(PoolWorkerMetadata(facts={0: FACTS, 1: {**FACTS, "kv_dtype": "fp8"}}), (), ())
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+
+
+def test_a_rank_without_a_pool_ends_it_for_the_engine(store: Store) -> None:
+    scheduler, asked = half(store), request("a")
+    put(store, asked.block_hashes)
+    scheduler.update(PoolWorkerMetadata(broken={0: "disk on fire"}), (), ())
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+    assert scheduler.plan(output(asked, 100, TABLE)).stores == []
+
+
+def test_full_blocks_are_stored_once_and_announced_when_every_rank_has_them(store: Store) -> None:
+    scheduler, asked = half(store, ranks=2), request("a")
+    scheduler.seen(asked)
+    scheduler.allocated(asked, TABLE, 0)
+    first = scheduler.plan(output(asked, 40, ([7, 0, 9, 10, 11, 12, 13],)))
+    assert [block.block_id for block in first.stores] == [7], "block 0 holds nothing"
+    asked.num_computed_tokens = 40
+    second = scheduler.plan(output(asked, 60, TABLE))
+    assert [block.block_id for block in second.stores] == [9, 10, 11, 12]
+    assert [block.block_hash for block in second.stores] == asked.block_hashes[2:6]
+    assert scheduler.wants_steps()
+    scheduler.update(PoolWorkerMetadata(stored=dict.fromkeys(first.tags + second.tags, 1)), (), ())
+    assert scheduler.take_events() == []
+    lost, kept = second.tags[0], [*first.tags, *second.tags[1:]]
+    scheduler.update(PoolWorkerMetadata(stored=dict.fromkeys(kept, 1), dropped={lost: 1}), (), ())
+    events = scheduler.take_events()
+    announced = [int(event.block_hashes[0]).to_bytes(8, "big") for event in events]
+    assert announced == [asked.block_hashes[i][-8:] for i in (0, 3, 4, 5)]
+    assert events[1].token_ids == list(range(48, 64))
+    assert events[1].medium == "STORAGE"
+    assert not scheduler.wants_steps()
+
+
+def test_a_block_that_a_load_did_not_find_is_announced_as_removed(store: Store) -> None:
+    scheduler, asked = half(store), request("a")
+    scheduler.update(PoolWorkerMetadata(missing={(asked.block_hashes[3], 0)}), (), ())
+    (event,) = scheduler.take_events()
+    assert int(event.block_hashes[0]).to_bytes(8, "big") == asked.block_hashes[3][-8:]
+
+
+def test_an_abort_cancels_the_lookup_and_the_load(stalling: StallingStore) -> None:
+    scheduler, looking = half(stalling), request("looking")
+    scheduler.seen(looking)
+    scheduler.finished(looking)
+    assert [batch.cancelled for batch, _ in stalling.batches] == [True]
+    loading = request("loading")
+    scheduler.seen(loading)
+    stalling.batches[-1][0].ended = True
+    assert answer(scheduler, loading) > 0
+    scheduler.allocated(loading, TABLE, 96)
+    scheduler.plan(SchedulerOutput.make_empty())
+    scheduler.finished(loading)
+    assert scheduler.plan(SchedulerOutput.make_empty()).cancelled == ["loading"]
+    assert not scheduler._requests
+
+
+def test_an_offer_that_the_engine_did_not_take_loads_nothing(store: Store) -> None:
+    scheduler, asked = half(store), request("a")
+    put(store, asked.block_hashes)
+    assert answer(scheduler, asked) > 0
+    scheduler.allocated(asked, TABLE, 0)
+    assert scheduler.plan(SchedulerOutput.make_empty()).loads == []
