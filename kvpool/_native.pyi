@@ -20,6 +20,9 @@ TIMED_OUT: int  # the deadline of the batch came first
 
 RECORD_HEADER_NBYTES: int
 
+# token_ids: ints from 0 to 2**64 - 1, or a contiguous buffer of 16, 32 or 64 bit integers in native byte order
+# (bytes are refused: cast them). extras: block index to its extra keys as CBOR, never empty; an index behind the
+# last full block is ignored. Tokens behind the last full block are not hashed. ValueError for anything else.
 def hash_chain(
     algorithm: str,
     parent: bytes,
@@ -27,6 +30,8 @@ def hash_chain(
     block_tokens: int,
     extras: Mapping[int, bytes],
 ) -> list[bytes]: ...
+
+# The last 8 bytes of each hash, read big-endian, as packed little-endian u64: what KV events carry.
 def hash_chain64(
     algorithm: str,
     parent: bytes,
@@ -35,23 +40,62 @@ def hash_chain64(
     extras: Mapping[int, bytes],
 ) -> bytes: ...
 def digest(algorithm: str, data: Buffer) -> bytes: ...
+
+# "avx512", "avx2", "sse2" or "portable": what computes the checksums in this process.
 def checksum_isa() -> str: ...
 def pack_header(key: str, payload: Buffer) -> bytes: ...
+
+# None if right, else the first thing wrong: truncated, magic, version, flags, length, fingerprint, hash, group,
+# rank or checksum.
 def verify_record(key: str, header: Buffer, payload: Buffer) -> str | None: ...
 
 class Batch:
-    def done(self) -> bool: ...
-    def wait(self, timeout_s: float) -> bool: ...
-    def cancel(self) -> None: ...
-    def results(self) -> bytes: ...
-    def error(self) -> str | None: ...
+    """The results to come of one submit(). Dropping it does not stop it; its buffers stay held until it is done."""
+
+    def done(self) -> bool:
+        """Whether every key has its result and no native thread touches a buffer any more. Never blocks.
+
+        The buffers are released by the first call on this object, or on its engine, that finds the batch done.
+        """
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks without the GIL, for 0 to 3600 s; returns done(). Signal handlers run meanwhile."""
+
+    def cancel(self) -> None:
+        """Cancels at once what no thread has started; what is running stops at its next 256 KiB chunk."""
+
+    def results(self) -> bytes:
+        """One status a key. RuntimeError before done()."""
+
+    def error(self) -> str | None:
+        """The first fault in words: ``put /path: Permission denied``. RuntimeError before done()."""
 
 class Engine:
+    """A fixed number of native threads. Belongs to the process that made it: make one after fork()."""
+
     def submit(
         self, op: int, keys: Sequence[str], buffers: Sequence[Buffer] | None, timeout_s: float
-    ) -> Batch: ...
-    def fileno(self) -> int: ...
-    def counters(self) -> dict[str, int]: ...
-    def close(self, timeout_s: float) -> bool: ...
+    ) -> Batch:
+        """Never blocks. buffers: one C-contiguous buffer a key for PUT and GET (GET: writable), else None.
 
+        ValueError, TypeError or BufferError when anything in it is not right, and nothing is submitted then.
+        RuntimeError when closed, in a forked child, or with 1,048,576 keys waiting ("queue full ...").
+        """
+
+    def fileno(self) -> int:
+        """A non-blocking eventfd, +1 for each batch that is done. RuntimeError once closed."""
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start: puts, put_nbytes, get_hits, get_misses, get_nbytes, contains_hits,
+        contains_misses, deletes, delete_misses, no_room, faults, cancelled, timed_out (keys, not batches).
+
+        Gauge: queued (keys that no thread has taken).
+        Files: damaged, damaged_<cause> with the causes of verify_record(), evicted, evicted_nbytes,
+        eviction_passes; gauge: stored_nbytes (all processes together; never too low).
+        """
+
+    def close(self, timeout_s: float) -> bool:
+        """Cancels everything and joins the threads, for 0 to 3600 s. False: some thread is stuck; call again."""
+
+# OSError with errno and file name when the directory cannot be made or used.
 def open_file_engine(root: str, capacity_nbytes: int, threads: int) -> Engine: ...

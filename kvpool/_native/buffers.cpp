@@ -7,7 +7,8 @@ namespace kvpool {
 
 bool PyBuffers::add(PyObject* object, bool writable) {
   Py_buffer view;
-  if (PyObject_GetBuffer(object, &view, writable ? PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE : PyBUF_C_CONTIGUOUS) != 0) {
+  if (PyObject_GetBuffer(object, &view,
+                         writable ? PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE : PyBUF_C_CONTIGUOUS) != 0) {
     return false;
   }
   if (view.len == 0) {
@@ -38,7 +39,7 @@ void Orphans::reap() {
   const auto done = std::partition(orphans_.begin(), orphans_.end(),
                                    [](const auto& orphan) { return !orphan.first->done(); });
   std::vector<std::pair<std::shared_ptr<Batch>, PyBuffers>> reaped(std::make_move_iterator(done),
-                                                                    std::make_move_iterator(orphans_.end()));
+                                                                   std::make_move_iterator(orphans_.end()));
   orphans_.erase(done, orphans_.end());
 }
 

@@ -20,7 +20,7 @@ namespace kvpool {
 namespace {
 
 constexpr std::size_t kQueueCount = 3;
-constexpr Clock::duration kDestructorTimeout = std::chrono::seconds(10);
+constexpr Clock::duration kDestructorTimeout = std::chrono::seconds(5);
 constexpr const char* kForked = "the engine was made before fork(): make one in this process";
 constexpr Clock::duration kPauseAfterException = std::chrono::milliseconds(10);
 
@@ -91,8 +91,8 @@ struct Core {
     }
   }
 
-  // Under the lock. The order matters: whoever reads the eventfd then sees done(), and whoever wait()s (under the
-  // same lock) then finds the eventfd readable.
+  // Under the lock. The order matters: whoever reads the eventfd then sees done(), and whoever wait()s (under
+  // the same lock) then finds the eventfd readable.
   void complete(Batch& batch) {
     batch.done_.store(true, std::memory_order_release);
     if (completions) {
@@ -167,8 +167,8 @@ struct Core {
       try {
         lane.run(source);
       } catch (...) {
-        // The items it held were finished as faults by their destructors. What throws here is an allocation: give
-        // it a moment rather than spin.
+        // The items it held were finished as faults by their destructors. What throws here is an allocation:
+        // give it a moment rather than spin.
         std::this_thread::sleep_for(kPauseAfterException);
       }
     }
@@ -297,7 +297,8 @@ Engine::Engine(std::unique_ptr<Backend> backend, unsigned threads)
 
 Engine::~Engine() {
   if (forked()) {
-    // std::thread's destructor would end the process, and a lock may be held for ever: leave it all to the exit.
+    // std::thread's destructor would end the process, and a lock may be held for ever: leave it all to the
+    // exit.
     new std::shared_ptr<Core>(std::move(core_));
     return;
   }
@@ -318,8 +319,8 @@ std::shared_ptr<Batch> Engine::submit(Op op, std::vector<Key> keys, std::vector<
   const Core::Lock lock(core_->mutex);
   if (core_->closing.load()) throw std::runtime_error("the engine is closed");
   if (items > kMaxQueuedItems - core_->queued_items) {
-    throw std::runtime_error("queue full: " + std::to_string(core_->queued_items) + " items are waiting, at most " +
-                             std::to_string(kMaxQueuedItems) + " may");
+    throw std::runtime_error("queue full: " + std::to_string(core_->queued_items) +
+                             " items are waiting, at most " + std::to_string(kMaxQueuedItems) + " may");
   }
   batch->sequence_ = ++core_->last_sequence;
   if (items == 0) {
@@ -400,7 +401,8 @@ bool Engine::close(Clock::duration timeout) {
     core_->work_arrived.notify_all();
     core_->deadlines_changed.notify_all();
     for (const auto& lane : core_->lanes) lane->wake();
-    if (!core_->thread_ended.wait_until(lock, until, [this] { return core_->live_threads == 0; })) return false;
+    if (!core_->thread_ended.wait_until(lock, until, [this] { return core_->live_threads == 0; }))
+      return false;
     ended.swap(core_->threads);
   }
   // Each has announced its end: joining does not wait for anything but its last instructions.

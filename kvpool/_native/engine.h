@@ -1,14 +1,20 @@
-// Batches of keys and buffers, run by a fixed number of native threads; knows nothing of Python or of any store.
+// Batches of keys and buffers, run by a fixed number of native threads; knows nothing of Python or of any
+// store.
 //
-// Each thread owns one Lane, made by the Backend (a socket lane: one connection; a file lane: its own view of the
-// shared counter). The lane pulls Items from its Source, may have several of them in flight, and finishes each.
+// Each thread owns one Lane, made by the Backend (a socket lane: one connection; a file lane: its own view of
+// the shared counter). The lane pulls Items from its Source, may have several of them in flight, and finishes
+// each.
 //
 // Who owns what:
-//   Engine::Core::mutex  guards the queues, the deadlines, the completion descriptor and each Batch's `next_`,
-//                        `error_` and place in a queue. Nothing blocks under it (the eventfd is non-blocking).
-//   results of a batch   each byte is written once, by whoever took the item (its lane; or stop(), for items that
+//   Engine::Core::mutex  guards the queues, the deadlines, the completion descriptor and each Batch's
+//   `next_`,
+//                        `error_` and place in a queue. Nothing blocks under it (the eventfd is
+//                        non-blocking).
+//   results of a batch   each byte is written once, by whoever took the item (its lane; or stop(), for items
+//   that
 //                        no lane has taken), and read only after done().
-//   buffers              borrowed from the caller until done(): a batch is done when no lane touches them any more.
+//   buffers              borrowed from the caller until done(): a batch is done when no lane touches them any
+//   more.
 #pragma once
 
 #include <array>
@@ -89,7 +95,8 @@ class Batch {
   std::condition_variable done_changed_;  // with Core::mutex
 };
 
-// One key of a batch, in the hands of one lane. Must be finished; one that is dropped is a fault, never a hang.
+// One key of a batch, in the hands of one lane. Must be finished; one that is dropped is a fault, never a
+// hang.
 class Item {
  public:
   Item(std::shared_ptr<Batch> batch, std::size_t index) : batch_(std::move(batch)), index_(index) {}
@@ -128,10 +135,11 @@ class Source {
 class Lane {
  public:
   virtual ~Lane() = default;
-  // Serves items until source.next() returns nothing. An exception is a fault of the items in flight; the engine
-  // then calls run() again.
+  // Serves items until source.next() returns nothing. An exception is a fault of the items in flight; the
+  // engine then calls run() again.
   virtual void run(Source& source) = 0;
-  // Called from other threads when items arrived or were stopped, for lanes that wait in a poll() of their own.
+  // Called from other threads when items arrived or were stopped, for lanes that wait in a poll() of their
+  // own.
   virtual void wake() noexcept {}
 };
 
@@ -154,8 +162,8 @@ class Engine {
   // Closes; a thread that cannot be joined in time is left to itself with all it needs.
   ~Engine();
 
-  // Never blocks. Throws std::runtime_error when closed, full, or in a forked child: threads do not survive fork(),
-  // so an engine belongs to the process that made it.
+  // Never blocks. Throws std::runtime_error when closed, full, or in a forked child: threads do not survive
+  // fork(), so an engine belongs to the process that made it.
   std::shared_ptr<Batch> submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
                                 Clock::duration timeout);
 

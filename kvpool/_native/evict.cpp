@@ -54,7 +54,8 @@ struct Candidate {
   bool operator<(const Candidate& other) const { return used_at_ns < other.used_at_ns; }
 };
 
-// The oldest records that together are at least `wanted_nbytes`; bounded by what is to be deleted, not by the tree.
+// The oldest records that together are at least `wanted_nbytes`; bounded by what is to be deleted, not by the
+// tree.
 class Oldest {
  public:
   explicit Oldest(std::uint64_t wanted_nbytes) : wanted_nbytes_(wanted_nbytes) {}
@@ -122,8 +123,8 @@ class Scan {
  private:
   static constexpr int kShardDepth = 3;  // blocks/tenant/namespace/shard
 
-  // Returns whether the directory still has entries. An empty one is removed on the way out: no writer is between
-  // its mkdir and its rename, for that is done under the lock.
+  // Returns whether the directory still has entries. An empty one is removed on the way out: no writer is
+  // between its mkdir and its rename, for that is done under the lock.
   bool descend(const std::string& path, int depth) {
     const Directory directory = open_directory(path);
     if (!directory) return true;

@@ -28,9 +28,10 @@ using namespace std::chrono_literals;
 
 constexpr mode_t kDirectoryMode = 0770;
 constexpr mode_t kFileMode = 0660;
-constexpr auto kOpenPatience = 10s;      // for a pass of another process, at open
-constexpr auto kGiveBackPatience = 50ms;  // for the lock, when a failed put or a deletion takes back its bytes
-constexpr int kMaxAttempts = 3;           // of a put whose directories are removed under its feet
+constexpr auto kOpenPatience = 10s;  // for a pass of another process, at open
+constexpr auto kGiveBackPatience =
+    50ms;                        // for the lock, when a failed put or a deletion takes back its bytes
+constexpr int kMaxAttempts = 3;  // of a put whose directories are removed under its feet
 
 struct Outcome {
   Status status;
@@ -115,11 +116,12 @@ class FileLane : public Lane {
       }
     }
 
-    // Returns 0 or an errno. Under the lock: a pass must not see it before its writer holds its flock and before it
-    // has its full size.
+    // Returns 0 or an errno. Under the lock: a pass must not see it before its writer holds its flock and
+    // before it has its full size.
     int create() {
       path_ = lane_.temporary_path();
-      file_ = Descriptor(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, kFileMode));
+      file_ =
+          Descriptor(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, kFileMode));
       if (!file_) {
         path_.clear();
         return errno;
@@ -155,7 +157,8 @@ class FileLane : public Lane {
     return {Status::kFault, "unknown operation"};
   }
 
-  // ---- get ----------------------------------------------------------------------------------------------------
+  // ---- get
+  // ----------------------------------------------------------------------------------------------------
 
   Outcome get(const Item& item, const std::string& path) {
     const Descriptor file(open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
@@ -168,7 +171,8 @@ class FileLane : public Lane {
     if (fstat(file.get(), &info) != 0) return fault("get", path, errno);
     const std::span<std::byte> payload = item.buffer();
     if (!S_ISREG(info.st_mode)) return damaged(path, Damage::kLength);
-    if (static_cast<std::uint64_t>(info.st_size) < kRecordHeaderNbytes) return damaged(path, Damage::kTruncated);
+    if (static_cast<std::uint64_t>(info.st_size) < kRecordHeaderNbytes)
+      return damaged(path, Damage::kTruncated);
 
     RecordHeader header;
     std::size_t got = 0;  // payload bytes read
@@ -204,8 +208,8 @@ class FileLane : public Lane {
     return {Status::kOk};
   }
 
-  // Counts and removes a record that cannot be what it claims to be. A good one that a writer renames into its place
-  // just now goes with it: that is a miss more, never a wrong byte.
+  // Counts and removes a record that cannot be what it claims to be. A good one that a writer renames into
+  // its place just now goes with it: that is a miss more, never a wrong byte.
   Outcome damaged(const std::string& path, Damage damage) {
     backend_.damaged_[static_cast<std::size_t>(damage)].fetch_add(1, std::memory_order_relaxed);
     struct stat info;
@@ -214,7 +218,8 @@ class FileLane : public Lane {
     return {Status::kMiss};
   }
 
-  // ---- contains, delete ---------------------------------------------------------------------------------------
+  // ---- contains, delete
+  // ---------------------------------------------------------------------------------------
 
   Outcome contains(const std::string& path) const {
     struct stat info;
@@ -236,8 +241,9 @@ class FileLane : public Lane {
     return {Status::kOk};
   }
 
-  // Unlinks a file and takes its bytes off the counter. If the lock is not to be had soon, a pass is under way: then
-  // the bytes stay counted until the next one, for too high a counter is safe and too low a one is not.
+  // Unlinks a file and takes its bytes off the counter. If the lock is not to be had soon, a pass is under
+  // way: then the bytes stay counted until the next one, for too high a counter is safe and too low a one is
+  // not.
   int remove(const std::string& path, std::uint64_t nbytes) {
     const auto until = Clock::now() + kGiveBackPatience;
     const auto held = usage_.lock(Usage::Hold::kShared, [&] { return Clock::now() >= until; });
@@ -246,7 +252,8 @@ class FileLane : public Lane {
     return 0;
   }
 
-  // ---- put ----------------------------------------------------------------------------------------------------
+  // ---- put
+  // ----------------------------------------------------------------------------------------------------
 
   Outcome put(const Item& item, const std::string& path) {
     const std::uint64_t nbytes = kRecordHeaderNbytes + item.buffer().size();
@@ -259,7 +266,8 @@ class FileLane : public Lane {
       if (error == 0) return outcome;
       if (error == ENOENT) continue;
       if (!no_space(error)) break;
-      // The file system is full although we are below our capacity: somebody else fills it, or the capacity is wrong.
+      // The file system is full although we are below our capacity: somebody else fills it, or the capacity
+      // is wrong.
       if (made_space) return {Status::kNoRoom};
       made_space = true;
       if (const auto stopped = make_space(item, nbytes)) return {*stopped};
@@ -339,7 +347,8 @@ class FileLane : public Lane {
 
   static int write_all(int fd, std::span<const std::byte> data, std::size_t offset) {
     while (!data.empty()) {
-      const ssize_t n = retry([&] { return pwrite(fd, data.data(), data.size(), static_cast<off_t>(offset)); });
+      const ssize_t n =
+          retry([&] { return pwrite(fd, data.data(), data.size(), static_cast<off_t>(offset)); });
       if (n < 0) return errno;
       if (n == 0) return EIO;
       data = data.subspan(static_cast<std::size_t>(n));
@@ -348,8 +357,8 @@ class FileLane : public Lane {
     return 0;
   }
 
-  // Under the lock. Two writers of one key both end here: exchanging, rather than replacing, tells each exactly what
-  // it took away, so that the counter stays true.
+  // Under the lock. Two writers of one key both end here: exchanging, rather than replacing, tells each
+  // exactly what it took away, so that the counter stays true.
   int publish(Temporary& temporary, const std::string& path) {
     const char* from = temporary.path().c_str();
     const char* to = path.c_str();
@@ -364,7 +373,8 @@ class FileLane : public Lane {
             renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_EXCHANGE);
             return EISDIR;
           }
-          if (unlink(from) == 0 && S_ISREG(old.st_mode)) usage_.release(static_cast<std::uint64_t>(old.st_size));
+          if (unlink(from) == 0 && S_ISREG(old.st_mode))
+            usage_.release(static_cast<std::uint64_t>(old.st_size));
           break;
         }
         if (errno == ENOENT) continue;  // deleted in between
@@ -379,8 +389,8 @@ class FileLane : public Lane {
     return 0;
   }
 
-  // For file systems that cannot exchange: two writers of one key may leave its bytes counted twice until the next
-  // pass.
+  // For file systems that cannot exchange: two writers of one key may leave its bytes counted twice until the
+  // next pass.
   int publish_plainly(Temporary& temporary, const std::string& path) {
     struct stat old;
     const bool there = lstat(path.c_str(), &old) == 0 && S_ISREG(old.st_mode);
@@ -394,7 +404,8 @@ class FileLane : public Lane {
     return 0;
   }
 
-  // ---- room ---------------------------------------------------------------------------------------------------
+  // ---- room
+  // ---------------------------------------------------------------------------------------------------
 
   // Under the exclusive lock.
   void pass(std::uint64_t target_nbytes, const GiveUp& give_up) {
@@ -416,7 +427,8 @@ class FileLane : public Lane {
     return item.stopped();
   }
 
-  // Finds out that the directory was removed (and perhaps made again by another process), and starts anew in it.
+  // Finds out that the directory was removed (and perhaps made again by another process), and starts anew in
+  // it.
   int refresh() {
     if (usage_.current()) return 0;
     try {
@@ -435,7 +447,8 @@ class FileLane : public Lane {
     return error == 0 ? ENOENT : error;
   }
 
-  // ---- small things -------------------------------------------------------------------------------------------
+  // ---- small things
+  // -------------------------------------------------------------------------------------------
 
   std::string temporary_path() {
     return backend_.root_ + "/tmp/" + std::to_string(getpid()) + "." + std::to_string(index_) + "." +
@@ -469,13 +482,16 @@ FileBackend::FileBackend(const std::string& root, std::uint64_t capacity_nbytes)
     int error = make_directories(path);
     if (error == 0 && access(path.c_str(), R_OK | W_OK | X_OK) != 0) error = errno;
     if (error != 0) {
-      throw std::filesystem::filesystem_error("cannot use", path, std::error_code(error, std::generic_category()));
+      throw std::filesystem::filesystem_error("cannot use", path,
+                                              std::error_code(error, std::generic_category()));
     }
   }
   FileLane(*this, 0).settle();
 }
 
-std::unique_ptr<Lane> FileBackend::make_lane(unsigned index) { return std::make_unique<FileLane>(*this, index); }
+std::unique_ptr<Lane> FileBackend::make_lane(unsigned index) {
+  return std::make_unique<FileLane>(*this, index);
+}
 
 void FileBackend::append_counters(Counters& counters) const {
   std::uint64_t damaged = 0;

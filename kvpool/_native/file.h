@@ -2,10 +2,11 @@
 //
 //   root/usage                                                    the shared byte counter and lock (usage.h)
 //   root/tmp/{pid}.{lane}.{sequence}.{random}                     being written; its writer holds its flock
-//   root/blocks/{tenant}/{namespace}/{hash[:3]}/{hash}.{group}.{rank}   header and payload; mtime is the last use
+//   root/blocks/{tenant}/{namespace}/{hash[:3]}/{hash}.{group}.{rank}   header and payload; mtime is the last
+//   use
 //
-// A record appears by rename, whole. Nothing is fsynced: this is a cache, and after a power loss the checksum turns
-// what is torn into a miss.
+// A record appears by rename, whole. Nothing is fsynced: this is a cache, and after a power loss the checksum
+// turns what is torn into a miss.
 #pragma once
 
 #include <array>

@@ -1,6 +1,7 @@
 // vLLM's block-hash chain, bit for bit:
 //   h[i] = H(canonical CBOR of (h[i-1], (token ids of block i), extra keys or null))
-// (hash_block_tokens in vllm/v1/core/kv_cache_utils.py, sha256_cbor and xxhash_cbor in vllm/utils/hashing.py).
+// (hash_block_tokens in vllm/v1/core/kv_cache_utils.py, sha256_cbor and xxhash_cbor in
+// vllm/utils/hashing.py).
 #pragma once
 
 #include <cstddef>

@@ -29,7 +29,8 @@ constexpr double kMaxTimeout_s = 3600.0;
 constexpr unsigned kMaxThreads = 256;
 
 Clock::duration to_duration(double timeout_s, bool may_be_zero) {
-  if (!std::isfinite(timeout_s) || timeout_s > kMaxTimeout_s || timeout_s < 0 || (timeout_s == 0 && !may_be_zero)) {
+  if (!std::isfinite(timeout_s) || timeout_s > kMaxTimeout_s || timeout_s < 0 ||
+      (timeout_s == 0 && !may_be_zero)) {
     throw std::invalid_argument("timeout_s must be finite, above 0 and at most 3600");
   }
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
@@ -60,7 +61,8 @@ auto without_gil(Body body) {
   return body();
 }
 
-// ---- hashing, records ---------------------------------------------------------------------------------------------
+// ---- hashing, records
+// ---------------------------------------------------------------------------------------------
 
 std::vector<std::byte> chain(HashAlgorithm algorithm, const nb::bytes& parent, nb::handle token_ids,
                              Py_ssize_t block_tokens, nb::handle extras) {
@@ -70,7 +72,8 @@ std::vector<std::byte> chain(HashAlgorithm algorithm, const nb::bytes& parent, n
   PyExtras by_block;
   if (!by_block.read(extras.ptr())) throw nb::python_error();
   return without_gil([&] {
-    return hash_chain(algorithm, as_text(parent), tokens, static_cast<std::size_t>(block_tokens), by_block.extras());
+    return hash_chain(algorithm, as_text(parent), tokens, static_cast<std::size_t>(block_tokens),
+                      by_block.extras());
   });
 }
 
@@ -116,13 +119,15 @@ nb::object py_verify_record(std::string_view key_text, nb::handle header, nb::ha
   const Key key = parse_key(key_text);
   const Bytes header_bytes(header);
   const Bytes payload_bytes(payload);
-  const Damage damage = without_gil([&] { return verify_record(key, header_bytes.get(), payload_bytes.get()); });
+  const Damage damage =
+      without_gil([&] { return verify_record(key, header_bytes.get(), payload_bytes.get()); });
   if (damage == Damage::kNone) return nb::none();
   const std::string_view name = damage_name(damage);
   return nb::str(name.data(), name.size());
 }
 
-// ---- engine -------------------------------------------------------------------------------------------------------
+// ---- engine
+// -------------------------------------------------------------------------------------------------------
 
 // The Python side of a batch. Its members are touched under the GIL only.
 class PyBatch {
@@ -133,7 +138,8 @@ class PyBatch {
   PyBatch& operator=(PyBatch&&) = delete;
   ~PyBatch() {
     // A dropped batch goes on; its buffers wait with the orphans.
-    if (batch_ && !batch_->done() && !buffers_.empty()) orphans_->adopt(std::move(batch_), std::move(buffers_));
+    if (batch_ && !batch_->done() && !buffers_.empty())
+      orphans_->adopt(std::move(batch_), std::move(buffers_));
   }
 
   bool done() {
@@ -171,7 +177,8 @@ class PyBatch {
     const auto error = batch_->error();
     if (!error) return nb::none();
     // A path is bytes: what is not UTF-8 in it is shown escaped.
-    return nb::steal(PyUnicode_DecodeUTF8(error->data(), static_cast<Py_ssize_t>(error->size()), "backslashreplace"));
+    return nb::steal(
+        PyUnicode_DecodeUTF8(error->data(), static_cast<Py_ssize_t>(error->size()), "backslashreplace"));
   }
 
  private:
@@ -228,12 +235,14 @@ class PyEngine {
 
     const bool moves_bytes = op == Op::kPut || op == Op::kGet;
     if (moves_bytes == buffers.is_none()) {
-      throw std::invalid_argument(moves_bytes ? "PUT and GET need buffers" : "CONTAINS and DELETE take no buffers");
+      throw std::invalid_argument(moves_bytes ? "PUT and GET need buffers"
+                                              : "CONTAINS and DELETE take no buffers");
     }
     PyBuffers held;
     std::vector<Batch::Buffer> spans;
     if (moves_bytes) {
-      nb::object sequence = nb::steal(PySequence_Fast(buffers.ptr(), "buffers must be a sequence of buffers"));
+      nb::object sequence =
+          nb::steal(PySequence_Fast(buffers.ptr(), "buffers must be a sequence of buffers"));
       if (!sequence.is_valid()) throw nb::python_error();
       // A tuple of our own: an exporter may run Python code that changes the list.
       nb::object fixed = nb::steal(PySequence_Tuple(sequence.ptr()));
@@ -278,7 +287,8 @@ class PyEngine {
 };
 
 PyEngine open_file_engine(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads) {
-  if (root.empty() || root.find('\0') != std::string::npos) throw std::invalid_argument("root must be a path");
+  if (root.empty() || root.find('\0') != std::string::npos)
+    throw std::invalid_argument("root must be a path");
   if (capacity_nbytes == 0) throw std::invalid_argument("capacity_nbytes must be at least 1");
   if (threads < 1 || threads > kMaxThreads) throw std::invalid_argument("threads must be from 1 to 256");
   try {
@@ -317,7 +327,8 @@ NB_MODULE(_native, m) {
   m.attr("RECORD_HEADER_NBYTES") = kRecordHeaderNbytes;
 
   m.def("hash_chain", &py_hash_chain, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a, "extras"_a);
-  m.def("hash_chain64", &py_hash_chain64, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a, "extras"_a);
+  m.def("hash_chain64", &py_hash_chain64, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a,
+        "extras"_a);
   m.def("digest", &py_digest, "algorithm"_a, "data"_a);
   m.def("checksum_isa", &checksum_isa);
   m.def("pack_header", &py_pack_header, "key"_a, "payload"_a);

@@ -112,8 +112,8 @@ Key parse_key(std::string_view text) {
 
 std::string_view damage_name(Damage damage) {
   constexpr std::array<std::string_view, kDamageCount> kNames = {
-      "none", "truncated", "magic", "version", "flags", "length", "fingerprint", "hash", "group", "rank",
-      "checksum"};
+      "none",        "truncated", "magic", "version", "flags",   "length",
+      "fingerprint", "hash",      "group", "rank",    "checksum"};
   return kNames[static_cast<std::size_t>(damage)];
 }
 

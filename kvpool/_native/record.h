@@ -1,4 +1,5 @@
-// A record: a 64-byte header in front of the payload. The header proves that these bytes are what the key names.
+// A record: a 64-byte header in front of the payload. The header proves that these bytes are what the key
+// names.
 #pragma once
 
 #include <array>
@@ -40,15 +41,15 @@ Key parse_key(std::string_view text);
 
 // Little-endian, as it lies in memory.
 struct RecordHeader {
-  std::array<char, 4> magic;                  //  0: "KVPR"
-  std::uint16_t version;                      //  4: 1; fixes the checksum's algorithm
-  std::uint16_t flags;                        //  6: 0; reserved
-  std::uint64_t payload_nbytes;               //  8
-  std::array<std::uint8_t, 16> fingerprint;   // 16: of the namespace
-  std::array<std::uint8_t, 20> hash_prefix;   // 32: first 20 bytes of the block hash, zero padded
-  std::uint16_t group;                        // 52
-  std::uint16_t rank;                         // 54
-  std::uint64_t checksum;                     // 56: XXH3-64 over this header with 0 here, then the payload
+  std::array<char, 4> magic;                 //  0: "KVPR"
+  std::uint16_t version;                     //  4: 1; fixes the checksum's algorithm
+  std::uint16_t flags;                       //  6: 0; reserved
+  std::uint64_t payload_nbytes;              //  8
+  std::array<std::uint8_t, 16> fingerprint;  // 16: of the namespace
+  std::array<std::uint8_t, 20> hash_prefix;  // 32: first 20 bytes of the block hash, zero padded
+  std::uint16_t group;                       // 52
+  std::uint16_t rank;                        // 54
+  std::uint64_t checksum;                    // 56: XXH3-64 over this header with 0 here, then the payload
 };
 static_assert(sizeof(RecordHeader) == kRecordHeaderNbytes);
 

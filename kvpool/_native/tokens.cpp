@@ -98,10 +98,11 @@ bool copy_buffer(const Py_buffer& view, std::vector<std::uint64_t>& token_ids) {
         break;
     }
   }
-  PyErr_Format(PyExc_ValueError,
-               "token ids must be integers of 16, 32 or 64 bits in native byte order, not format '%s'; cast packed "
-               "bytes first: memoryview(data).cast('I')",
-               view.format == nullptr ? "B" : view.format);
+  PyErr_Format(
+      PyExc_ValueError,
+      "token ids must be integers of 16, 32 or 64 bits in native byte order, not format '%s'; cast packed "
+      "bytes first: memoryview(data).cast('I')",
+      view.format == nullptr ? "B" : view.format);
   return false;
 }
 
@@ -116,7 +117,8 @@ bool read_tokens(PyObject* object, std::vector<std::uint64_t>& token_ids) {
     PyBuffer_Release(&view);
     return ok;
   }
-  PyObject* sequence = PySequence_Fast(object, "token ids must be a sequence of integers or a buffer of them");
+  PyObject* sequence =
+      PySequence_Fast(object, "token ids must be a sequence of integers or a buffer of them");
   if (sequence == nullptr) return false;
   const bool ok = read_sequence(sequence, token_ids);
   Py_DECREF(sequence);
@@ -132,8 +134,8 @@ bool PyExtras::read(PyObject* mapping) {
   if (items_ == nullptr) return false;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items_); ++i) {
     PyObject* item = PyList_GET_ITEM(items_, i);
-    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2 || !PyLong_CheckExact(PyTuple_GET_ITEM(item, 0)) ||
-        !PyBytes_Check(PyTuple_GET_ITEM(item, 1))) {
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2 ||
+        !PyLong_CheckExact(PyTuple_GET_ITEM(item, 0)) || !PyBytes_Check(PyTuple_GET_ITEM(item, 1))) {
       PyErr_SetString(PyExc_TypeError, "extras must be a mapping of block index to bytes");
       return false;
     }
@@ -147,8 +149,8 @@ bool PyExtras::read(PyObject* mapping) {
       PyErr_SetString(PyExc_ValueError, "extras: leave a block without extra keys out");
       return false;
     }
-    extras_.emplace_back(index, std::string_view(PyBytes_AS_STRING(extra),
-                                                 static_cast<std::size_t>(PyBytes_GET_SIZE(extra))));
+    extras_.emplace_back(
+        index, std::string_view(PyBytes_AS_STRING(extra), static_cast<std::size_t>(PyBytes_GET_SIZE(extra))));
   }
   std::sort(extras_.begin(), extras_.end());
   return true;

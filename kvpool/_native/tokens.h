@@ -10,8 +10,8 @@
 
 namespace kvpool {
 
-// A list, tuple or other sequence of ints, or a contiguous one-dimensional buffer of 16, 32 or 64 bit integers in
-// native byte order. False: a Python exception is set.
+// A list, tuple or other sequence of ints, or a contiguous one-dimensional buffer of 16, 32 or 64 bit
+// integers in native byte order. False: a Python exception is set.
 bool read_tokens(PyObject* object, std::vector<std::uint64_t>& token_ids);
 
 // The extra keys of blocks, by index, and the reference that keeps their bytes alive.

@@ -43,7 +43,8 @@ Usage::Usage(std::string path) : path_(std::move(path)) {
 
   UsagePage page{};
   const auto good = [&] {
-    return pread(file_.get(), static_cast<void*>(&page), sizeof page, 0) == sizeof page && page.magic == kUsageMagic;
+    return pread(file_.get(), static_cast<void*>(&page), sizeof page, 0) == sizeof page &&
+           page.magic == kUsageMagic;
   };
   if (!good()) {
     const auto until = std::chrono::steady_clock::now() + kOpenPatience;
@@ -103,7 +104,8 @@ std::uint64_t Usage::used_nbytes() const { return page_->used_nbytes.load(); }
 std::uint64_t Usage::read(const std::string& path) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
   std::uint64_t used = 0;
-  if (!file || pread(file.get(), &used, sizeof used, offsetof(UsagePage, used_nbytes)) != sizeof used) return 0;
+  if (!file || pread(file.get(), &used, sizeof used, offsetof(UsagePage, used_nbytes)) != sizeof used)
+    return 0;
   return used;
 }
 

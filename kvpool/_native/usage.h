@@ -1,8 +1,10 @@
-// How many bytes lie below the root, counted by all processes of the host together in one mapped file, root/usage.
+// How many bytes lie below the root, counted by all processes of the host together in one mapped file,
+// root/usage.
 //
-// The file's flock orders what changes the tree: whoever adds or removes a file holds it shared (for microseconds,
-// never while payload is written), the eviction pass holds it exclusively. So a pass sees a tree that stands still,
-// and the sum of the file sizes that it finds *is* the counter. The kernel releases the lock of a dead process.
+// The file's flock orders what changes the tree: whoever adds or removes a file holds it shared (for
+// microseconds, never while payload is written), the eviction pass holds it exclusively. So a pass sees a
+// tree that stands still, and the sum of the file sizes that it finds *is* the counter. The kernel releases
+// the lock of a dead process.
 //
 // Each lane has a Usage of its own: flock tells descriptors apart, not threads.
 #pragma once
@@ -22,9 +24,9 @@ namespace kvpool {
 
 // The file, as it lies in memory.
 struct UsagePage {
-  std::uint64_t magic;                      //  0: kUsageMagic; fixes this layout
-  std::atomic<std::uint64_t> used_nbytes;   //  8: sizes of all files in blocks/ and tmp/, and reservations
-  std::uint64_t reserved[6];                // 16: zero
+  std::uint64_t magic;                     //  0: kUsageMagic; fixes this layout
+  std::atomic<std::uint64_t> used_nbytes;  //  8: sizes of all files in blocks/ and tmp/, and reservations
+  std::uint64_t reserved[6];               // 16: zero
 };
 static_assert(sizeof(UsagePage) == 64 && std::atomic<std::uint64_t>::is_always_lock_free);
 inline constexpr std::uint64_t kUsageMagic = 0x31304753'5550564b;  // "KVPUSG01"
@@ -48,7 +50,8 @@ class Usage {
     int fd_;
   };
 
-  // Opens or creates path; a file that is not one of ours is made one. Throws std::filesystem::filesystem_error.
+  // Opens or creates path; a file that is not one of ours is made one. Throws
+  // std::filesystem::filesystem_error.
   explicit Usage(std::string path);
 
   // Polls until the lock is held or give_up() says so. A blocking flock() could not be given up.
@@ -60,8 +63,8 @@ class Usage {
 
   // Adds n unless that would cross the capacity. Under the lock.
   bool reserve(std::uint64_t n, std::uint64_t capacity_nbytes);
-  void release(std::uint64_t n);               // under the lock
-  void set(std::uint64_t n);                   // under the exclusive lock
+  void release(std::uint64_t n);  // under the lock
+  void set(std::uint64_t n);      // under the exclusive lock
   std::uint64_t used_nbytes() const;
 
   // Without opening it for good; 0 when there is none.
