@@ -297,8 +297,7 @@ Engine::Engine(std::unique_ptr<Backend> backend, unsigned threads)
 
 Engine::~Engine() {
   if (forked()) {
-    // std::thread's destructor would end the process, and a lock may be held for ever: leave it all to the
-    // exit.
+    // std::thread's destructor would end the process, and a lock may be held for ever: leave it all to the exit.
     new std::shared_ptr<Core>(std::move(core_));
     return;
   }

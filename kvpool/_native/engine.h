@@ -1,20 +1,14 @@
-// Batches of keys and buffers, run by a fixed number of native threads; knows nothing of Python or of any
-// store.
+// Batches of keys and buffers, run by a fixed number of native threads; knows nothing of Python or of stores.
 //
 // Each thread owns one Lane, made by the Backend (a socket lane: one connection; a file lane: its own view of
-// the shared counter). The lane pulls Items from its Source, may have several of them in flight, and finishes
-// each.
+// the shared counter). The lane pulls Items from its Source, may have several in flight, and finishes each.
 //
 // Who owns what:
-//   Engine::Core::mutex  guards the queues, the deadlines, the completion descriptor and each Batch's
-//   `next_`,
-//                        `error_` and place in a queue. Nothing blocks under it (the eventfd is
-//                        non-blocking).
-//   results of a batch   each byte is written once, by whoever took the item (its lane; or stop(), for items
-//   that
-//                        no lane has taken), and read only after done().
-//   buffers              borrowed from the caller until done(): a batch is done when no lane touches them any
-//   more.
+// - Engine::Core::mutex guards the queues, the deadlines, the completion descriptor, and of each Batch `next_`,
+//   `error_` and its place in a queue. Nothing blocks under it (the eventfd is non-blocking).
+// - Results of a batch: each byte is written once, by whoever took the item (its lane; or stop(), for items
+//   that no lane has taken), and read only after done().
+// - Buffers are borrowed from the caller until done(): a batch is done when no lane touches them any more.
 #pragma once
 
 #include <array>
@@ -95,8 +89,7 @@ class Batch {
   std::condition_variable done_changed_;  // with Core::mutex
 };
 
-// One key of a batch, in the hands of one lane. Must be finished; one that is dropped is a fault, never a
-// hang.
+// One key of a batch, in the hands of one lane. It must be finished; dropped, it is a fault and never a hang.
 class Item {
  public:
   Item(std::shared_ptr<Batch> batch, std::size_t index) : batch_(std::move(batch)), index_(index) {}
@@ -138,8 +131,7 @@ class Lane {
   // Serves items until source.next() returns nothing. An exception is a fault of the items in flight; the
   // engine then calls run() again.
   virtual void run(Source& source) = 0;
-  // Called from other threads when items arrived or were stopped, for lanes that wait in a poll() of their
-  // own.
+  // Called from other threads when items arrived or were stopped, for lanes that wait in a poll() of their own.
   virtual void wake() noexcept {}
 };
 

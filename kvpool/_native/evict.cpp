@@ -54,8 +54,7 @@ struct Candidate {
   bool operator<(const Candidate& other) const { return used_at_ns < other.used_at_ns; }
 };
 
-// The oldest records that together are at least `wanted_nbytes`; bounded by what is to be deleted, not by the
-// tree.
+// The oldest records that together are at least `wanted_nbytes`; bounded by what is to be deleted, not by the tree.
 class Oldest {
  public:
   explicit Oldest(std::uint64_t wanted_nbytes) : wanted_nbytes_(wanted_nbytes) {}

@@ -1,5 +1,4 @@
-// The eviction pass: counts the tree, removes what dead writers left, and deletes the least recently used
-// records.
+// The eviction pass: counts the tree, removes what dead writers left, and deletes the least recently used records.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +15,7 @@ struct Evicted {
 };
 
 // Under the exclusive lock of `usage`. Afterwards the counter is the truth, and at most `target_nbytes`
-// unless give_up() said so or files could not be deleted. Temporary files of living writers are never
-// touched.
+// unless give_up() said so or files could not be deleted. Temporary files of living writers are never touched.
 Evicted run_pass(const std::string& root, Usage& usage, std::uint64_t target_nbytes,
                  const std::function<bool()>& give_up);
 

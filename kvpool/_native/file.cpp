@@ -242,8 +242,7 @@ class FileLane : public Lane {
   }
 
   // Unlinks a file and takes its bytes off the counter. If the lock is not to be had soon, a pass is under
-  // way: then the bytes stay counted until the next one, for too high a counter is safe and too low a one is
-  // not.
+  // way: then the bytes stay counted until the next one, for too high a counter is safe and too low a one is not.
   int remove(const std::string& path, std::uint64_t nbytes) {
     const auto until = Clock::now() + kGiveBackPatience;
     const auto held = usage_.lock(Usage::Hold::kShared, [&] { return Clock::now() >= until; });
@@ -427,8 +426,7 @@ class FileLane : public Lane {
     return item.stopped();
   }
 
-  // Finds out that the directory was removed (and perhaps made again by another process), and starts anew in
-  // it.
+  // Finds out that the directory was removed (and perhaps made again by another process), and starts anew in it.
   int refresh() {
     if (usage_.current()) return 0;
     try {

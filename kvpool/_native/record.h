@@ -1,5 +1,4 @@
-// A record: a 64-byte header in front of the payload. The header proves that these bytes are what the key
-// names.
+// A record: a 64-byte header in front of the payload. The header proves that these bytes are what the key names.
 #pragma once
 
 #include <array>

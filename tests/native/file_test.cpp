@@ -307,8 +307,7 @@ TEST(two_engines_share_a_directory_and_its_capacity) {
   std::atomic<bool> stop{false};
   std::atomic<unsigned> hits{0};
   std::thread auditor([&] {
-    // Walking is not atomic: a file that moves from blocks/ or tmp/ during the walk is seen twice at most per
-    // writer.
+    // Walking is not atomic: a file that moves from blocks/ or tmp/ during the walk is seen twice at most per writer.
     while (!stop) CHECK(tree_nbytes(root) <= kCapacity + 8 * (300'000 + 64));
   });
   std::vector<std::thread> workers;
