@@ -158,7 +158,6 @@ class FileLane : public Lane {
   }
 
   // ---- get
-  // ----------------------------------------------------------------------------------------------------
 
   Outcome get(const Item& item, const std::string& path) {
     const Descriptor file(open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
@@ -219,7 +218,6 @@ class FileLane : public Lane {
   }
 
   // ---- contains, delete
-  // ---------------------------------------------------------------------------------------
 
   Outcome contains(const std::string& path) const {
     struct stat info;
@@ -252,7 +250,6 @@ class FileLane : public Lane {
   }
 
   // ---- put
-  // ----------------------------------------------------------------------------------------------------
 
   Outcome put(const Item& item, const std::string& path) {
     const std::uint64_t nbytes = kRecordHeaderNbytes + item.buffer().size();
@@ -404,7 +401,6 @@ class FileLane : public Lane {
   }
 
   // ---- room
-  // ---------------------------------------------------------------------------------------------------
 
   // Under the exclusive lock.
   void pass(std::uint64_t target_nbytes, const GiveUp& give_up) {
@@ -446,7 +442,6 @@ class FileLane : public Lane {
   }
 
   // ---- small things
-  // -------------------------------------------------------------------------------------------
 
   std::string temporary_path() {
     return backend_.root_ + "/tmp/" + std::to_string(getpid()) + "." + std::to_string(index_) + "." +

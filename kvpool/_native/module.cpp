@@ -62,7 +62,6 @@ auto without_gil(Body body) {
 }
 
 // ---- hashing, records
-// ---------------------------------------------------------------------------------------------
 
 std::vector<std::byte> chain(HashAlgorithm algorithm, const nb::bytes& parent, nb::handle token_ids,
                              Py_ssize_t block_tokens, nb::handle extras) {
@@ -127,7 +126,6 @@ nb::object py_verify_record(std::string_view key_text, nb::handle header, nb::ha
 }
 
 // ---- engine
-// -------------------------------------------------------------------------------------------------------
 
 // The Python side of a batch. Its members are touched under the GIL only.
 class PyBatch {

@@ -109,11 +109,16 @@ def test_a_load_with_one_missing_block_fails_and_names_it(store: Store) -> None:
     engine.store(blocks(range(6), groups=1), tags=list(range(6)))
     run(engine)
     store.delete_many([key(4, 0)])
+    fill(caches, 9)
+    before = [layer.clone() for layer in caches[0]]
     engine.load("job", blocks(range(6), groups=1), timeout_s=5, max_s=20)
     (load,) = run(engine).loads
     assert not load.ok
     assert load.missing == [key(4, 0)]
     assert engine.slots_in_use == 0
+    assert all(torch.equal(layer, old) for layer, old in zip(caches[0], before, strict=True)), (
+        "nothing is copied"
+    )
 
 
 def test_a_key_already_there_is_not_sent_again(store: Store) -> None:
