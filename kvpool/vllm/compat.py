@@ -28,10 +28,10 @@ from vllm.v1.request import Request
 
 from kvpool.config import hash_seed
 from kvpool.errors import EngineRefused
+from kvpool.hashing import DEFAULT_SEED
 from kvpool.keys import Fact, GroupLayout, Layout
 from kvpool.vllm.plan import Group
 
-DEFAULT_HASH_SEED = "vllm-none-hash"  # vllm/v1/core/kv_cache_utils.py: DEFAULT_NONE_HASH_SEED
 EVENT_MEDIUM = "STORAGE"  # vllm/distributed/kv_events.py: MEDIUM_STORAGE
 EVENT_OWNER = "kvpool"
 
@@ -173,7 +173,7 @@ def engine_facts(
         "weights_dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization or ""),
         "hash_algorithm": algorithm,
-        "hash_seed": _digest(DEFAULT_HASH_SEED if seed is None else seed),
+        "hash_seed": _digest(DEFAULT_SEED if seed is None else seed),
         "hash_block_tokens": hash_block_tokens,
         "hash_tags": _hash_tags(),
         "tensor_parallel": parallel.tensor_parallel_size,
