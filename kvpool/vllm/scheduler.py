@@ -25,6 +25,7 @@ from kvpool.keys import Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, Transfer
 from kvpool.vllm import compat
+from kvpool.vllm.guard import Guard
 from kvpool.vllm.plan import (
     BlockRef,
     Group,
@@ -39,8 +40,10 @@ from kvpool.vllm.plan import (
 logger = init_logger("vllm.kvpool")
 
 FRESH_S = 10.0  # an answer of the existence check that is older is asked again before it is offered
+MIN_LOAD_S = 0.05  # what a load is given even when the existence check has used up the budget
 LOOKUP_GRACE_S = 0.25  # how long after its own deadline an existence batch may still be stopping
 MAX_PENDING_STORES = 1 << 16  # blocks; more are not sent to the workers
+NO_OFFER: tuple[int | None, bool] = (0, False)
 KEEP_STEPPING_S = 1.0  # how long an engine without requests steps on, so that stores end and are announced
 
 
@@ -95,6 +98,7 @@ class SchedulerHalf:
         self._namespace: Namespace | None = None  # from the workers' first step
         self._heard: dict[int, Namespace] = {}  # by rank
         self._broken = False
+        self._guard = Guard(self._break)
         self._requests: dict[str, _RequestState] = {}
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
@@ -108,33 +112,61 @@ class SchedulerHalf:
 
     def seen(self, request: Request) -> None:
         """A request has arrived: start its existence batch."""
+        self._guard.run(lambda: self._seen(request), None)
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """(tokens that the pool adds to ``local_tokens``, load is asynchronous); None: ask again later."""
+        return self._guard.run(lambda: self._matched_tokens(request, local_tokens), NO_OFFER)
+
+    def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """The engine has allocated blocks; load into them if it took the offer."""
+        no_blocks: list[BlockRef] = []
+        blocks = self._guard.run(lambda: self._blocks_to_load(request, tables, external_tokens), no_blocks)
+        if external_tokens:
+            # A plan without blocks is reported as failed by the workers, which is what ends the engine's wait.
+            state = self._state(request)
+            left_s = max(MIN_LOAD_S, self._config.budget_s - state.waited_s)
+            self._new_loads.append(LoadPlan(request.request_id, blocks, left_s))
+            state.loading = True
+            self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
+
+    def plan(self, output: SchedulerOutput) -> PoolMetadata:
+        """The step's loads and stores, each handed over once."""
+        step = PoolMetadata(
+            loads=self._new_loads, cancelled=self._cancelled, idle=not output.total_num_scheduled_tokens
+        )
+        self._new_loads, self._cancelled = [], []
+        if self._stores and not self._broken:
+            self._guard.run(lambda: self._plan_all_stores(output, step), None)
+        return step
+
+    def _seen(self, request: Request) -> None:
         state = self._state(request)
         if self._loads and not self._broken and self._max_tokens(request) > 0:
             self._ask(state)
 
-    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """(tokens that the pool adds to ``local_tokens``, load is asynchronous); None: ask again later."""
+    def _matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         state = self._state(request)
         state.offered = None
         max_tokens = self._max_tokens(request)
         if not self._loads or self._broken or state.refused or local_tokens >= max_tokens:
-            return 0, False
+            return NO_OFFER
         now = time.monotonic()
         if self._namespace is None:
-            return self._later(state, now) if self._may_wait(state, now) else (0, False)
+            return self._later(state, now) if self._may_wait(state, now) else NO_OFFER
         lookup = state.lookup
         if lookup is None or (lookup.present is not None and now - lookup.started > FRESH_S):
             lookup = self._ask(state)
         if lookup is None:
-            return 0, False
+            return NO_OFFER
         if lookup.present is None:
             if not lookup.transfer.done():
                 if now - lookup.started <= self._config.budget_s + LOOKUP_GRACE_S:
                     return self._later(state, now)
                 self._lookup_failed(state, "timeout")
-                return 0, False
+                return NO_OFFER
             if not self._answered(state, lookup):
-                return 0, False
+                return NO_OFFER
         if state.waiting_since is not None:
             state.waited_s, state.waiting_since = now - state.waiting_since, None
         assert lookup.present is not None
@@ -146,46 +178,35 @@ class SchedulerHalf:
             align_tokens=self._align_tokens,
         )
         if hit == local_tokens:
-            return 0, False
+            return NO_OFFER
         state.offered = (local_tokens, hit)
         return hit - local_tokens, True
 
-    def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """The engine has allocated blocks; load into them if it took the offer."""
+    def _blocks_to_load(
+        self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> list[BlockRef]:
         state = self._state(request)
         state.lookup = self._dropped(state.lookup)
         state.handed = None
         offered, state.offered = state.offered, None
-        if external_tokens == 0:
-            return
+        if external_tokens == 0 or offered is None:
+            return []
         blocks: list[BlockRef] = []
-        if offered is not None:
-            local_tokens = offered[0]
-            for index, group in enumerate(self._groups):
-                hashes = compat.group_hashes(request, self._hash_block_tokens, group.block_tokens)
-                needed = blocks_to_load(group, local_tokens, local_tokens + external_tokens)
-                # Block 0 stands where the engine keeps nothing (outside a window).
-                blocks += [BlockRef(hashes[i], index, tables[index][i]) for i in needed if tables[index][i]]
-        # A plan without blocks is reported as failed by the workers, which is what ends the engine's wait.
-        left_s = max(0.05, self._config.budget_s - state.waited_s)
-        self._new_loads.append(LoadPlan(request.request_id, blocks, left_s))
-        state.loading = True
-        self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
+        local_tokens, _ = offered
+        for index, group in enumerate(self._groups):
+            hashes = compat.group_hashes(request, self._hash_block_tokens, group.block_tokens)
+            needed = blocks_to_load(group, local_tokens, local_tokens + external_tokens)
+            # Block 0 stands where the engine keeps nothing (outside a window).
+            blocks += [BlockRef(hashes[i], index, tables[index][i]) for i in needed if tables[index][i]]
+        return blocks
 
-    def plan(self, output: SchedulerOutput) -> PoolMetadata:
-        """The step's loads and stores, each handed over once."""
-        step = PoolMetadata(
-            loads=self._new_loads, cancelled=self._cancelled, idle=not output.total_num_scheduled_tokens
-        )
-        self._new_loads, self._cancelled = [], []
-        if self._stores and not self._broken:
-            for request_id, computed_tokens in compat.scheduled_tokens(output):
-                state = self._requests.get(request_id)
-                if state is not None:
-                    self._plan_stores(state, output, computed_tokens, step)
+    def _plan_all_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
+        for request_id, computed_tokens in compat.scheduled_tokens(output):
+            state = self._requests.get(request_id)
+            if state is not None:
+                self._plan_stores(state, output, computed_tokens, step)
         if step.stores:
             self._last_store = time.monotonic()
-        return step
 
     def finished(self, request: Request) -> None:
         """A request has ended, or was aborted: nothing of it stays."""
@@ -199,8 +220,10 @@ class SchedulerHalf:
         self, report: PoolWorkerMetadata | None, finished_loads: Iterable[str], failed_loads: Iterable[str]
     ) -> None:
         """Take in what the workers report of a step."""
-        failed = set(failed_loads)
-        for request_id in {*finished_loads, *failed}:
+        self._guard.run(lambda: self._update(report, set(finished_loads), set(failed_loads)), None)
+
+    def _update(self, report: PoolWorkerMetadata | None, finished: set[str], failed: set[str]) -> None:
+        for request_id in finished | failed:
             if (state := self._requests.get(request_id)) is not None:
                 state.loading = False
                 state.refused |= request_id in failed

@@ -10,8 +10,7 @@ Threads: the worker's model thread only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from vllm.logger import init_logger
@@ -24,14 +23,13 @@ from kvpool.stores import Store, open_store
 from kvpool.stores.facts import announce_facts
 from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import Block
+from kvpool.vllm.guard import Guard
 from kvpool.vllm.plan import BlockRef, PoolMetadata, PoolWorkerMetadata
 
 logger = init_logger("vllm.kvpool")
 
 IDLE_WAIT_S = 0.002  # how long an empty step waits for a load in flight, instead of spinning
 DRAIN_S = 5.0  # how long a shutdown waits for stores in flight
-
-_T = TypeVar("_T")
 
 
 class WorkerHalf:
@@ -46,7 +44,7 @@ class WorkerHalf:
         self._submitted: PoolMetadata | None = None
         self._promised: dict[str, dict[str, tuple[bytes, int]]] = {}  # loads under way: key to (hash, group)
         self._failed: set[str] = set()  # loads that ended without a transfer
-        self._broken = False
+        self._guard = Guard(self._break)
         self.counters = Counters()
 
     @property
@@ -114,7 +112,7 @@ class WorkerHalf:
                 block.key: (ref.block_hash, ref.group) for block, ref in zip(blocks, plan.blocks, strict=True)
             }
             self._failed.discard(plan.request_id)
-            self._guarded(functools.partial(self._load, plan.request_id, blocks, plan.budget_s), None)
+            self._guard.run(functools.partial(self._load, plan.request_id, blocks, plan.budget_s), None)
         for request_id in step.cancelled:
             if self._engine is not None:
                 self._engine.cancel(request_id)
@@ -132,7 +130,7 @@ class WorkerHalf:
             self._count(self._report.dropped, tags)
             return
         blocks = self._blocks(stores)
-        self._guarded(lambda: self._engine.store(blocks, tags) if self._engine else None, None)
+        self._guard.run(lambda: self._engine.store(blocks, tags) if self._engine else None, None)
 
     def poll(self, idle: bool) -> tuple[set[str], set[str]]:
         """(loads that ended, those of them that failed) since the last call."""
@@ -140,7 +138,7 @@ class WorkerHalf:
         self._failed.clear()
         if self._engine is not None:
             engine = self._engine
-            finished = self._guarded(lambda: engine.poll(IDLE_WAIT_S if idle else 0.0), None)
+            finished = self._guard.run(lambda: engine.poll(IDLE_WAIT_S if idle else 0.0), None)
             if finished is not None:
                 for job, ok, missing in finished.loads:
                     ended.add(job)
@@ -180,15 +178,6 @@ class WorkerHalf:
     def _count(into: dict[int, int], tags: Sequence[int]) -> None:
         for tag in tags:
             into[tag] = into.get(tag, 0) + 1
-
-    def _guarded(self, call: Callable[[], _T], instead: _T) -> _T:
-        """Run ``call``; an exception of ours ends the pool on this rank, not the engine."""
-        try:
-            return call()
-        except Exception as error:
-            logger.exception("kvpool failed inside the worker")
-            self._break(f"{type(error).__name__}: {error}")
-            return instead
 
     def _break(self, reason: str) -> None:
         self._report.broken[self._rank] = reason

@@ -246,3 +246,21 @@ def test_an_offer_that_the_engine_did_not_take_loads_nothing(store: Store) -> No
     assert answer(scheduler, asked) > 0
     scheduler.allocated(asked, TABLE, 0)
     assert scheduler.plan(SchedulerOutput.make_empty()).loads == []
+
+
+def test_a_fault_of_ours_ends_the_pool_and_not_the_engine(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, asked, other = half(store), request("a"), request("b")
+    put(store, asked.block_hashes)
+    assert answer(scheduler, asked) == 96
+
+    def broken(*arguments: object) -> list[bytes]:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("kvpool.vllm.compat.group_hashes", broken)
+    scheduler.allocated(asked, TABLE, 96)
+    (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
+    assert load.blocks == [], "the engine waits for this load: it has to be told that it failed"
+    assert scheduler.matched_tokens(other, 0) == (0, False)
+    assert scheduler.plan(output(other, 100, TABLE)).stores == []

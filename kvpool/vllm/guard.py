@@ -1,0 +1,32 @@
+"""Keeps our own faults out of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.kvpool")
+
+_T = TypeVar("_T")
+
+
+class Guard:
+    """Runs calls of ours inside the engine; ``ended`` is told, once, the reason when one of them raises.
+
+    After start-up a fault of kvpool costs a recompute and never a request: the pool is switched off and the engine
+    goes on. Threads: the one of the half that owns it.
+    """
+
+    def __init__(self, ended: Callable[[str], None]) -> None:
+        self._ended = ended
+
+    def run(self, call: Callable[[], _T], instead: _T) -> _T:
+        """The result of ``call``, or ``instead`` when it raises."""
+        try:
+            return call()
+        except Exception as error:
+            logger.exception("kvpool failed inside the engine")
+            self._ended(f"{type(error).__name__}: {error}")
+            return instead

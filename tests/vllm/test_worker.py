@@ -1,0 +1,158 @@
+"""The worker half on a real file store: what it reports, and that nothing of ours raises into the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpool.config import PoolConfig
+from kvpool.keys import Namespace
+from kvpool.stores import open_store
+from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata
+from kvpool.vllm.worker import WorkerHalf
+from tests.conftest import eventually
+
+pytestmark = [pytest.mark.vllm]
+
+FACTS = {"model": "test", "tensor_parallel": 2}
+RANK = 1
+
+
+def hashed(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+@pytest.fixture
+def cache() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randint(-100, 100, (16, 4, 32, 8)).to(torch.float32)
+
+
+@pytest.fixture
+def worker(tmp_path: Path, cache: torch.Tensor) -> Iterator[WorkerHalf]:
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), rank=RANK)
+    worker.register([[cache]], FACTS)
+    yield worker
+    worker.close()
+
+
+def refs(*blocks: tuple[int, int]) -> list[BlockRef]:
+    """(hash number, block id) pairs of group 0."""
+    return [BlockRef(hashed(number), 0, block_id) for number, block_id in blocks]
+
+
+def finish(worker: WorkerHalf, count: int) -> tuple[set[str], set[str]]:
+    """Poll until ``count`` loads have ended."""
+    ended: set[str] = set()
+    failed: set[str] = set()
+
+    def over() -> bool:
+        now_ended, now_failed = worker.poll(idle=True)
+        assert not ended & now_ended, "a load is reported once"
+        ended.update(now_ended)
+        failed.update(now_failed)
+        return len(ended) >= count
+
+    assert eventually(over)
+    return ended, failed
+
+
+def stored(worker: WorkerHalf, *tags: int) -> None:
+    done: dict[int, int] = {}
+
+    def over() -> bool:
+        worker.poll(idle=True)
+        report = worker.take_report()
+        done.update(report.stored if report else {})
+        return set(done) >= set(tags)
+
+    assert eventually(over)
+
+
+def test_first_report_names_the_facts_of_this_rank(worker: WorkerHalf) -> None:
+    report = worker.take_report()
+    assert report is not None
+    assert report.facts == {RANK: FACTS}
+    assert report.broken == {}
+    assert worker.take_report() is None, "once"
+
+
+def test_blocks_go_and_come_back_under_this_ranks_keys(
+    worker: WorkerHalf, cache: torch.Tensor, tmp_path: Path
+) -> None:
+    worker.start_stores(PoolMetadata(stores=refs((1, 3), (2, 4)), tags=[10, 11]))
+    stored(worker, 10, 11)
+    with open_store(f"file://{tmp_path}/pool") as store:
+        namespace = Namespace("default", FACTS)
+        assert store.contains_many(namespace.keys([hashed(1), hashed(2)], 0, RANK)) == [True, True]
+        assert store.contains_many(namespace.keys([hashed(1)], 0, 0)) == [False]
+    step = PoolMetadata(loads=[LoadPlan("a", refs((1, 8), (2, 9)), 1.0)])
+    worker.start_loads(step)
+    worker.start_loads(step)  # polled again: not loaded again
+    assert finish(worker, 1) == ({"a"}, set())
+    assert torch.equal(cache[8], cache[3])
+    assert torch.equal(cache[9], cache[4])
+    assert worker.slots_in_use == 0
+
+
+def test_a_missing_block_fails_its_load_and_is_named(worker: WorkerHalf) -> None:
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    stored(worker, 10)
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8), (7, 9)), 1.0)]))
+    assert finish(worker, 1) == ({"a"}, {"a"})
+    report = worker.take_report()
+    assert report is not None
+    assert report.missing == {(hashed(7), 0)}
+
+
+def test_a_plan_without_blocks_is_reported_as_failed(worker: WorkerHalf) -> None:
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", [], 1.0)]))
+    assert finish(worker, 1) == ({"a"}, {"a"})
+
+
+def test_a_cancelled_load_is_still_reported(worker: WorkerHalf) -> None:
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs(*((n, 1 + n) for n in range(12))), 1.0)]))
+    worker.start_loads(PoolMetadata(cancelled=["a", "unknown"]))
+    assert finish(worker, 1) == ({"a"}, {"a"})
+    assert eventually(lambda: worker.poll(idle=False) == (set(), set()) and worker.slots_in_use == 0)
+
+
+def test_a_pool_that_cannot_be_opened_is_reported_and_its_loads_fail(
+    tmp_path: Path, cache: torch.Tensor
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/file"), rank=RANK)
+    worker.register([[cache]], FACTS)
+    report = worker.take_report()
+    assert report is not None
+    assert report.facts == {}
+    assert "not a file" in report.broken[RANK]
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)]))
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    assert finish(worker, 1) == ({"a"}, {"a"})
+    report = worker.take_report()
+    assert report is not None
+    assert report.dropped == {10: 1}
+    worker.close()
+
+
+def test_a_fault_of_ours_fails_the_loads_under_way_and_switches_the_pool_off(
+    worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    stored(worker, 10)
+
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("kvpool.transfer.device.BlockCopier.scatter", broken)
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)]))
+    assert finish(worker, 1) == ({"a"}, {"a"})
+    report = worker.take_report()
+    assert report is not None
+    assert "planted" in report.broken[RANK]
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((1, 8)), 1.0)]))
+    assert finish(worker, 1) == ({"b"}, {"b"})
