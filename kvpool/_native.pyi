@@ -92,6 +92,8 @@ class Engine:
         Gauge: queued (keys that no thread has taken).
         Files: damaged, damaged_<cause> with the causes of verify_record(), evicted, evicted_nbytes,
         eviction_passes; gauge: stored_nbytes (all processes together; never too low).
+        Servers: damaged and damaged_<cause> as well, evicted (0: the server does not tell), connections,
+        disconnections, failed_dials; gauge: up_connections.
         """
 
     def close(self, timeout_s: float) -> bool:
@@ -99,3 +101,20 @@ class Engine:
 
 # OSError with errno and file name when the directory cannot be made or used.
 def open_file_engine(root: str, capacity_nbytes: int, threads: int) -> Engine: ...
+
+class RespError(RuntimeError):
+    """A Redis or Valkey server refused at open, in its own words: ``host:6379: AUTH: WRONGPASS ...``."""
+
+# A Redis or Valkey server: give host and port, or unix_path; empty text for what is not used. Connects once and
+# checks, for at most 2 s an address, then keeps `connections` of its own. OSError when the server cannot be
+# reached, RespError when it refuses.
+def open_resp_engine(
+    host: str,
+    port: int,
+    unix_path: str,
+    user: str,
+    password: str,
+    database: int,
+    ttl_s: float,
+    connections: int,
+) -> Engine: ...

@@ -23,6 +23,10 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/file.cpp
   ${CMAKE_CURRENT_LIST_DIR}/hashing.cpp
   ${CMAKE_CURRENT_LIST_DIR}/record.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/resp.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/resp_dial.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/resp_parser.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/socket.cpp
   ${CMAKE_CURRENT_LIST_DIR}/usage.cpp)
 
 # One translation unit per instruction set; checksum.cpp picks one when the program starts.

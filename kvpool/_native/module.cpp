@@ -17,6 +17,7 @@
 #include "file.h"
 #include "hashing.h"
 #include "record.h"
+#include "resp.h"
 #include "tokens.h"
 
 namespace nb = nanobind;
@@ -27,6 +28,7 @@ namespace {
 
 constexpr double kMaxTimeout_s = 3600.0;
 constexpr unsigned kMaxThreads = 256;
+constexpr double kMaxTtl_s = 10 * 366 * 86400.0;
 
 Clock::duration to_duration(double timeout_s, bool may_be_zero) {
   if (!std::isfinite(timeout_s) || timeout_s > kMaxTimeout_s || timeout_s < 0 ||
@@ -303,6 +305,40 @@ PyEngine open_file_engine(const std::string& root, std::uint64_t capacity_nbytes
   throw nb::python_error();
 }
 
+PyEngine open_resp_engine(const std::string& host, int port, const std::string& unix_path,
+                          const std::string& user, const std::string& password, int database, double ttl_s,
+                          unsigned connections) {
+  if (unix_path.empty() == host.empty()) throw std::invalid_argument("give a host or a unix_path");
+  for (const std::string* text : {&host, &unix_path, &user, &password}) {
+    if (text->find('\0') != std::string::npos) throw std::invalid_argument("no setting may hold a zero byte");
+  }
+  if (!host.empty() && (port < 1 || port > 65535))
+    throw std::invalid_argument("port must be from 1 to 65535");
+  if (password.empty() && !user.empty()) throw std::invalid_argument("a user needs a password");
+  if (database < 0) throw std::invalid_argument("database must be at least 0");
+  if (!(ttl_s >= 0.001 && ttl_s <= kMaxTtl_s)) throw std::invalid_argument("ttl_s must be 0.001 to 10 years");
+  if (connections < 1 || connections > kMaxThreads)
+    throw std::invalid_argument("connections must be from 1 to 256");
+  RespSettings settings;
+  settings.endpoint = {host, static_cast<std::uint16_t>(port), unix_path};
+  settings.user = user;
+  settings.password = password;
+  settings.database = static_cast<unsigned>(database);
+  settings.ttl = std::chrono::milliseconds(static_cast<std::int64_t>(ttl_s * 1e3));
+  try {
+    return PyEngine(without_gil([&] {
+      return std::make_unique<Engine>(std::make_unique<RespBackend>(std::move(settings)), connections);
+    }));
+  } catch (const Unreachable& error) {
+    nb::object raised = nb::borrow(PyExc_OSError)(error.error_number(), error.what());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+  }
+  throw nb::python_error();
+}
+
 }  // namespace
 }  // namespace kvpool
 
@@ -346,4 +382,7 @@ NB_MODULE(_native, m) {
       .def("close", &PyEngine::close, "timeout_s"_a);
 
   m.def("open_file_engine", &open_file_engine, "root"_a, "capacity_nbytes"_a, "threads"_a);
+  nb::exception<RespError>(m, "RespError");
+  m.def("open_resp_engine", &open_resp_engine, "host"_a, "port"_a, "unix_path"_a, "user"_a, "password"_a,
+        "database"_a, "ttl_s"_a, "connections"_a);
 }

@@ -1,0 +1,166 @@
+#include "resp_dial.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <system_error>
+
+namespace kvpool {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kDialPatience = 2s;
+constexpr auto kAddressPatience = 1s;
+constexpr std::size_t kShownChars = 200;
+
+std::string words_of(int error_number) { return std::generic_category().message(error_number); }
+
+}  // namespace
+
+std::string RespSettings::shown(std::string_view words) const {
+  std::string line(words);
+  if (!password.empty()) {
+    for (std::size_t at = line.find(password); at != std::string::npos; at = line.find(password, at + 3)) {
+      line.replace(at, password.size(), "***");
+    }
+  }
+  if (line.size() > kShownChars) line.resize(kShownChars);
+  for (char& c : line) {
+    if (c < ' ' || c > '~') c = '?';
+  }
+  return line;
+}
+
+void append_command(std::string& to, std::initializer_list<std::string_view> words) {
+  to.append("*").append(std::to_string(words.size())).append("\r\n");
+  for (const std::string_view word : words) {
+    to.append("$").append(std::to_string(word.size())).append("\r\n").append(word).append("\r\n");
+  }
+}
+
+Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, Clock::time_point now)
+    : settings_(settings),
+      addresses_(addresses),
+      deadline_(now + kDialPatience),
+      address_deadline_(deadline_) {
+  if (!settings.password.empty()) {
+    asked_.emplace_back("AUTH");
+    if (settings.user.empty()) {
+      append_command(greeting_, {"AUTH", settings.password});
+    } else {
+      append_command(greeting_, {"AUTH", settings.user, settings.password});
+    }
+  }
+  if (settings.database != 0) {
+    asked_.emplace_back("SELECT");
+    append_command(greeting_, {"SELECT", std::to_string(settings.database)});
+  }
+  // A server that is stopped accepts connections all the same: only an answer proves that somebody is there.
+  asked_.emplace_back("PING");
+  append_command(greeting_, {"PING"});
+}
+
+short Dial::events() const {
+  const bool writes = phase_ == Phase::kConnecting || sent_ < greeting_.size();
+  return static_cast<short>(phase_ == Phase::kGreeting ? (writes ? POLLIN | POLLOUT : POLLIN) : POLLOUT);
+}
+
+Dial::State Dial::fail(int error_number, std::string words) {
+  fd_.reset();
+  error_number_ = error_number;
+  error_ = settings_.endpoint.name() + ": " + std::move(words);
+  return State::kFailed;
+}
+
+void Dial::begin_next(Clock::time_point now) {
+  error_number_ = 0;
+  fd_ = begin_connect(addresses_[next_address_++], error_number_);
+  phase_ = fd_ ? Phase::kConnecting : Phase::kNextAddress;
+  address_deadline_ = next_address_ < addresses_.size() ? now + kAddressPatience : deadline_;
+}
+
+Dial::State Dial::step(Clock::time_point now) {
+  for (;;) {
+    if (now >= deadline_) {
+      const char* words =
+          phase_ == Phase::kGreeting ? "the server does not answer" : "the connection timed out";
+      return fail(ETIMEDOUT, words);
+    }
+    switch (phase_) {
+      case Phase::kNextAddress:
+        if (next_address_ == addresses_.size()) return fail(error_number_, words_of(error_number_));
+        begin_next(now);
+        break;
+      case Phase::kConnecting: {
+        bool under_way = false;
+        if (connected(fd_.get(), under_way, error_number_)) {
+          phase_ = Phase::kGreeting;
+          break;
+        }
+        if (under_way && now < address_deadline_) return State::kUnderWay;
+        if (under_way) error_number_ = ETIMEDOUT;
+        fd_.reset();
+        phase_ = Phase::kNextAddress;
+        break;
+      }
+      case Phase::kGreeting:
+        return greet();
+    }
+  }
+}
+
+Dial::State Dial::greet() {
+  while (sent_ < greeting_.size()) {
+    const ssize_t n = send(fd_.get(), greeting_.data() + sent_, greeting_.size() - sent_, MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+    if (n < 0) return fail(errno, words_of(errno));
+    sent_ += static_cast<std::size_t>(n);
+  }
+  std::array<std::byte, 512> piece;
+  for (;;) {
+    const ssize_t n = recv(fd_.get(), piece.data(), piece.size(), 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return State::kUnderWay;
+    if (n < 0) return fail(errno, words_of(errno));
+    if (n == 0) return fail(ECONNRESET, "the server closed the connection");
+    std::span<const std::byte> input(piece.data(), static_cast<std::size_t>(n));
+    while (const auto token = parser_.next(input)) {
+      const std::string& command = asked_[answered_];
+      if (token->kind == RespKind::kError) {
+        // A user who may not ask PING is answered all the same.
+        const bool alive = command == "PING" && token->text.starts_with("NOPERM");
+        if (!alive) return fail(0, command + ": " + settings_.shown(token->text));
+      } else if (token->kind != RespKind::kSimple) {
+        return fail(EPROTO, "no Redis or Valkey server: it answers " + command + " with something else");
+      }
+      if (++answered_ == asked_.size()) {
+        return input.empty() ? State::kReady : fail(EPROTO, "the server sent more than it was asked for");
+      }
+    }
+  }
+}
+
+void probe(const RespSettings& settings, const std::vector<SocketAddress>& addresses) {
+  Dial dial(settings, addresses, Clock::now());
+  for (;;) {
+    switch (dial.step(Clock::now())) {
+      case Dial::State::kReady:
+        return;
+      case Dial::State::kFailed:
+        if (dial.error_number() == 0) throw RespError(dial.error());
+        throw Unreachable(dial.error_number(), dial.error());
+      case Dial::State::kUnderWay:
+        break;
+    }
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(dial.wake_at() - Clock::now());
+    pollfd asked{dial.fd(), dial.events(), 0};
+    poll(&asked, 1, static_cast<int>(std::clamp<long>(left.count(), 0, 10'000)));
+  }
+}
+
+}  // namespace kvpool
