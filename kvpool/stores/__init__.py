@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvpool.stores.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.stores.transfer import Transfer
-from kvpool.stores.url import StoreURL, check_threads
+from kvpool.stores.url import SERVER_SCHEMES, StoreURL, check_threads
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store"]
 
 
 def open_store(url: str, *, threads: int | None = None) -> Store:
-    """Open the store that ``url`` names: ``memory://`` or ``file:///dir``.
+    """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379``, ``valkey+unix:///socket`` or
+    ``memory://``.
 
-    ``threads``: native threads that move bytes, 1 to 64; None: what the URL says, or 2.
-    Blocking: a file store makes its directory and reads what is there. Close the store, or use ``with``.
+    ``threads``: native threads that move bytes, 1 to 64, each with a connection of its own to a server; None:
+    what the URL says, or 2.
+    Blocking: a file store makes its directory and reads what is there; a server is asked once whether it is
+    there, for a few seconds at most. Close the store, or use ``with``.
     Errors: ``ConfigError`` for a URL that is wrong, ``StoreUnavailable`` for a store that cannot be reached;
     each one line that says what to do.
     """
@@ -27,6 +32,10 @@ def open_store(url: str, *, threads: int | None = None) -> Store:
         from kvpool.stores.memory import MemoryStore
 
         return MemoryStore(parsed.capacity_nbytes)
+    if parsed.scheme in SERVER_SCHEMES:
+        from kvpool.stores.valkey import ValkeyStore
+
+        return ValkeyStore(parsed if threads is None else replace(parsed, threads=threads))
     assert parsed.scheme == "file", parsed.scheme
     from kvpool.stores.file import FileStore
 

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import unquote
 
 from kvpool.errors import ConfigError
 from kvpool.wording import format_nbytes, parse_nbytes, redact, unknown
 
-SCHEMES = ("file", "memory")
-LATER_SCHEMES = (
-    "redis", "rediss", "valkey", "valkey+cluster", "valkey+sentinel", "valkey+unix", "valkeys",
-)  # fmt: skip
+SERVER_SCHEMES = ("redis", "valkey", "valkey+unix")
+SCHEMES = ("file", "memory", *SERVER_SCHEMES)
+LATER_SCHEMES = ("rediss", "valkey+cluster", "valkey+sentinel", "valkeys")
+AVAILABLE = "file:///dir, valkey://host:6379, valkey+unix:///socket or memory://"
 MIN_CAPACITY_NBYTES = 1 << 20
 DEFAULT_FILE_CAPACITY_NBYTES = 10 << 30
 DEFAULT_MEMORY_CAPACITY_NBYTES = 1 << 30
 DEFAULT_THREADS = 2
 MAX_THREADS = 64
+DEFAULT_PORT = 6379
+DEFAULT_TTL_S = 86400
+MAX_TTL_S = 366 * 86400
+MAX_DATABASE = 65535
 MAX_URL_CHARS = 4096
 
 _URL = re.compile(
     r"(?P<scheme>[^:/?#]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?", re.DOTALL
 )
-_PARAMETERS = {"file": ("capacity", "threads"), "memory": ("capacity",)}
+_PARAMETERS = {
+    "file": ("capacity", "threads"),
+    "memory": ("capacity",),
+    "redis": ("connections", "ttl"),
+    "valkey": ("connections", "ttl"),
+    "valkey+unix": ("connections", "db", "ttl"),
+}
+_HOST = re.compile(
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?"
+)
+_DURATION = re.compile(r"([0-9]{1,9})([smhd]?)")
+_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True)
@@ -32,34 +47,43 @@ class StoreURL:
     """What a store URL says.
 
     ``path``: absolute directory of a file store, empty for memory. ``capacity_nbytes``: most that the store
-    keeps. ``threads``: native threads that move bytes (file), 1 to 64.
+    keeps, 0 where the server decides. ``threads``: native threads that move bytes, 1 to 64; each has a connection
+    of its own to a server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``.
+    ``password``: not in ``repr``. ``ttl_s``: how long a server keeps a value.
     """
 
     scheme: str
     path: str
     capacity_nbytes: int
     threads: int = DEFAULT_THREADS
+    host: str = ""
+    port: int = 0
+    user: str = ""
+    password: str = field(default="", repr=False)
+    database: int = 0
+    ttl_s: int = 0
 
     @classmethod
     def parse(cls, url: str) -> StoreURL:
-        """Read ``memory://[?capacity=1GiB]`` or ``file:///dir[?capacity=10GiB][&threads=2]``.
+        """Read ``memory://[?capacity=1GiB]``, ``file:///dir[?capacity=10GiB][&threads=2]``,
+        ``valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2]`` (or ``redis://``), or
+        ``valkey+unix://[[user]:password@]/socket[?db=0][&ttl=1d][&connections=2]``.
 
         Errors: ``ConfigError`` that says what to write instead, and never shows a password.
         """
         match = _URL.fullmatch(url) if isinstance(url, str) and len(url) <= MAX_URL_CHARS else None
         if match is None or not url.isprintable():
             raise ConfigError(
-                f"{_shown(url)} is not a store URL: write file:///dir or memory://; "
-                "percent-encode spaces, # and ? in a directory"
+                f"{_shown(url)} is not a store URL: write {AVAILABLE}; percent-encode spaces, # and ?"
             )
         scheme = match["scheme"]
         if scheme in LATER_SCHEMES:
-            raise ConfigError(
-                f"{redact(url)}: {scheme}:// is not available in this version; use file:///dir or memory://"
-            )
+            raise ConfigError(f"{redact(url)}: {scheme}:// is not available in this version; use {AVAILABLE}")
         if scheme not in SCHEMES:
             raise ConfigError(f"{redact(url)}: {unknown('store', scheme, SCHEMES + LATER_SCHEMES)}")
         query = _query(url, match["query"] or "", _PARAMETERS[scheme])
+        if scheme in SERVER_SCHEMES:
+            return _server(url, scheme, match["host"], match["path"], query)
         if scheme == "memory":
             if match["host"] or match["path"]:
                 raise ConfigError(
@@ -72,14 +96,9 @@ class StoreURL:
                 f"{redact(url)}: a directory is written file:///absolute/path, with three slashes; "
                 f"perhaps file://{wanted}"
             )
-        try:
-            path = unquote(match["path"], errors="strict")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{redact(url)}: a directory's name is UTF-8 text") from error
-        if "\0" in path:
-            raise ConfigError(f"{redact(url)}: a directory's name cannot hold a zero byte")
+        path = _decoded(url, "a directory's name", match["path"])
         capacity_nbytes = _capacity(url, query, DEFAULT_FILE_CAPACITY_NBYTES)
-        return cls(scheme, path, capacity_nbytes, _threads(url, query))
+        return cls(scheme, path, capacity_nbytes, _threads(url, query, "threads"))
 
 
 def check_threads(threads: int) -> int:
@@ -119,12 +138,63 @@ def _capacity(url: str, query: Mapping[str, str], default_nbytes: int) -> int:
     return capacity_nbytes
 
 
-def _threads(url: str, query: Mapping[str, str]) -> int:
-    if "threads" not in query:
-        return DEFAULT_THREADS
-    text = query["threads"]
-    if not (text.isascii() and text.isdigit() and len(text) <= 4):
-        raise ConfigError(
-            f"{redact(url)}: threads is a whole number from 1 to {MAX_THREADS}, not {text!r:.20}"
-        )
-    return check_threads(int(text))
+def _threads(url: str, query: Mapping[str, str], name: str) -> int:
+    return _whole(url, query, name, DEFAULT_THREADS, 1, MAX_THREADS)
+
+
+def _whole(url: str, query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    if name not in query:
+        return default
+    text = query[name]
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= most):
+        raise ConfigError(f"{redact(url)}: {name} is a whole number from {least} to {most}, not {text!r:.20}")
+    return int(text)
+
+
+def _decoded(url: str, what: str, text: str) -> str:
+    try:
+        decoded = unquote(text, errors="strict")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{redact(url)}: {what} is UTF-8 text") from error
+    if "\0" in decoded:
+        raise ConfigError(f"{redact(url)}: {what} cannot hold a zero byte")
+    return decoded
+
+
+def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str]) -> StoreURL:
+    if "@" in path:
+        raise ConfigError(f"{redact(url)}: percent-encode / @ and : in a password")
+    userinfo, at, host = host.rpartition("@")
+    user, _, password = userinfo.partition(":")
+    user, password = _decoded(url, "a user's name", user), _decoded(url, "a password", password)
+    if at and not password:
+        raise ConfigError(f"{redact(url)}: write user:password@ or :password@ before the host")
+    threads, ttl_s = _threads(url, query, "connections"), _ttl_s(url, query)
+    if scheme == "valkey+unix":
+        if host or not path.strip("/"):
+            raise ConfigError(
+                f"{redact(url)}: a socket is written {scheme}:///absolute/path, with three slashes"
+            )
+        path = _decoded(url, "a socket's path", path)
+        database = _whole(url, query, "db", 0, 0, MAX_DATABASE)
+        return StoreURL(scheme, path, 0, threads, "", 0, user, password, database, ttl_s)
+    match = _HOST.fullmatch(host)
+    port = int(match["port"] or DEFAULT_PORT) if match else 0
+    if match is None or not 1 <= port <= 65535:
+        raise ConfigError(f"{redact(url)}: write {scheme}://host:{DEFAULT_PORT}, with a port from 1 to 65535")
+    database = _whole(
+        url, {"a database": path[1:]} if path not in ("", "/") else {}, "a database", 0, 0, MAX_DATABASE
+    )
+    return StoreURL(
+        scheme, "", 0, threads, match["v6"] or match["name"], port, user, password, database, ttl_s
+    )
+
+
+def _ttl_s(url: str, query: Mapping[str, str]) -> int:
+    if "ttl" not in query:
+        return DEFAULT_TTL_S
+    match = _DURATION.fullmatch(query["ttl"])
+    ttl_s = int(match[1]) * _UNIT_S[match[2]] if match else 0
+    if not 1 <= ttl_s <= MAX_TTL_S:
+        raise ConfigError(f"{redact(url)}: ttl is a time such as 3600s, 12h or 7d, at most 366d")
+    return ttl_s

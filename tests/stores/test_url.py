@@ -20,6 +20,19 @@ GIB = 1 << 30
         ("file:///a?threads=1&capacity=500MB", StoreURL("file", "/a", 500_000_000, 1)),
         ("file:///a%20b%3F", StoreURL("file", "/a b?", 10 * GIB, 2)),
         ("file:///a@b:c", StoreURL("file", "/a@b:c", 10 * GIB, 2)),
+        ("valkey://h", StoreURL("valkey", "", 0, 2, "h", 6379, "", "", 0, 86400)),
+        ("redis://10.0.0.1:7/", StoreURL("redis", "", 0, 2, "10.0.0.1", 7, "", "", 0, 86400)),
+        ("valkey://[::1]:7/3", StoreURL("valkey", "", 0, 2, "::1", 7, "", "", 3, 86400)),
+        (
+            "valkey://u%40:p%2Fw%3A@h?ttl=2h&connections=4",
+            StoreURL("valkey", "", 0, 4, "h", 6379, "u@", "p/w:", 0, 7200),
+        ),
+        ("valkey://:p@h?ttl=1", StoreURL("valkey", "", 0, 2, "h", 6379, "", "p", 0, 1)),
+        (
+            "valkey+unix:///run/a%20b?db=2&ttl=366d",
+            StoreURL("valkey+unix", "/run/a b", 0, 2, "", 0, "", "", 2, 366 * 86400),
+        ),
+        ("valkey+unix://u:p@/run/s", StoreURL("valkey+unix", "/run/s", 0, 2, "", 0, "u", "p", 0, 86400)),
     ],
 )
 def test_parse(url: str, expected: StoreURL) -> None:
@@ -51,7 +64,24 @@ def test_parse(url: str, expected: StoreURL) -> None:
         ("file:///x?threads=two", "1 to 64"),
         ("file:///x%00y", "zero byte"),
         ("file:///x%ff", "UTF-8"),
-        ("/var/kv", "is not a store URL: write file:///dir or memory://"),
+        ("/var/kv", "is not a store URL: write file:///dir, valkey://host:6379, "),
+        ("valkey://", "write valkey://host:6379"),
+        ("valkey://h:0", "with a port from 1 to 65535"),
+        ("valkey://h:65536", "with a port from 1 to 65535"),
+        ("valkey://::1:6379", "write valkey://host:6379"),
+        ("redis://h h", "write redis://host:6379"),
+        ("valkey://h/x", "a database is a whole number"),
+        ("valkey://h/65536", "a database is a whole number from 0 to 65535"),
+        ("valkey://h?ttl=0", "ttl is a time such as 3600s, 12h or 7d"),
+        ("valkey://h?ttl=367d", "at most 366d"),
+        ("valkey://h?ttl=1w", "ttl is a time"),
+        ("valkey://h?connections=65", "connections is a whole number from 1 to 64"),
+        ("valkey://h?capacity=1GiB", 'unknown parameter "capacity"; known are connections, ttl'),
+        ("valkey://hunter2@h", "write user:password@ or :password@"),
+        ("valkey://u:hunter2/x@h", "percent-encode"),
+        ("valkey://u:hunter2%00@h", "cannot hold a zero byte"),
+        ("valkey+unix://", "with three slashes"),
+        ("valkey+unix://h/x", "with three slashes"),
         ("file:/x", "is not a store URL"),
         ("file:///x#y", "percent-encode"),
         ("file:///x\ny", "is not a store URL"),
@@ -64,6 +94,7 @@ def test_refuse(url: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_store(url)
     assert words in str(caught.value)
+    assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -72,7 +103,11 @@ def test_stores_to_come_are_named_and_hide_their_password(scheme: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_store(f"{scheme}://user:hunter/2@x@host:6379/0?password=hunter3")
     text = str(caught.value)
-    assert text.endswith(f"{scheme}:// is not available in this version; use file:///dir or memory://")
+    assert f"{scheme}:// is not available in this version; use file:///dir, valkey://host:6379, " in text
     assert "hunter" not in text
     assert "user" in text
     assert "host:6379" in text
+
+
+def test_a_password_is_not_shown() -> None:
+    assert "hunter2" not in repr(StoreURL.parse("valkey://u:hunter2@h"))

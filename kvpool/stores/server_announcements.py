@@ -1,0 +1,143 @@
+"""Leased documents on a Redis or Valkey server: one key each with a time to live, found through an index.
+
+For an announcement ``kvpool:t:x`` of tenant ``t``::
+
+    kvpool:t:x:announced   string   the document; the server drops it when its lease ends
+    kvpool:t::announced    zset     the tenant's announcements, by the server's time in ms at which their lease ends
+    kvpool:::announced     zset     the tenants that have an index, by the time in ms until which it is kept
+
+so the server is never asked to walk its keys, and one access rule for ``kvpool:t:*`` covers a tenant. A user who
+may not write the list of tenants is not in it: then only who asks for that tenant's prefix finds its documents.
+Keys of another form share one index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvpool.errors import StoreUnavailable
+from kvpool.stores.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S
+from kvpool.stores.url import StoreURL
+
+if TYPE_CHECKING:
+    import redis
+
+TIMEOUT_S = 2.0  # of each connection, request and reply
+MAX_TENANTS = 4096
+READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
+INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
+
+_TENANT = re.compile(r"kvpool:([^:]*):")
+_TENANTS = "kvpool:::announced"
+
+
+class ServerAnnouncements:
+    """The leased documents on one server. Any thread may call any method; nothing is kept between calls.
+
+    Blocking: each call makes a connection, for a few requests. Errors: ``StoreUnavailable``.
+    """
+
+    def __init__(self, url: StoreURL, name: str) -> None:
+        self._url, self._name = url, name
+
+    def put(self, key: str, document: bytes, lease_s: float) -> None:
+        """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
+        lease_ms = max(1, int(lease_s * 1e3))
+        tenant = _tenant(key)
+        index = _index(tenant)
+        with self._server("cannot keep an announcement") as server:
+            now_ms = _now_ms(server)
+            if server.zscore(index, key) is None and server.zcard(index) >= MAX_ANNOUNCEMENTS:
+                server.zremrangebyscore(index, "-inf", now_ms)
+                if server.zcard(index) >= MAX_ANNOUNCEMENTS:
+                    raise StoreUnavailable(
+                        f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already"
+                    )
+            # Together, so that no index entry is without its document, or the other way round.
+            with server.pipeline(transaction=True) as together:
+                together.set(f"{key}:announced", document, px=lease_ms)
+                together.zadd(index, {key: now_ms + lease_ms})
+                together.pexpire(index, INDEX_LEASE_MS)
+                together.execute()
+            self._register(server, tenant, now_ms)
+
+    def all(self, prefix: str) -> dict[str, bytes]:
+        """Documents under keys with ``prefix`` whose lease still runs; those that ran out leave the index."""
+        documents: dict[str, bytes] = {}
+        with self._server("cannot read announcements") as server:
+            match = _TENANT.match(prefix)
+            for tenant in [match[1]] if match else self._tenants(server):
+                index = _index(tenant)
+                # Atomic, and by the lease that stands now: one that was renewed just before stays.
+                server.zremrangebyscore(index, "-inf", _now_ms(server))
+                found = [_text(member) for member in server.zrange(index, 0, MAX_ANNOUNCEMENTS - 1)]
+                keys = [key for key in found if key.startswith(prefix)]
+                for start in range(0, len(keys), READ_AT_ONCE):
+                    part = keys[start : start + READ_AT_ONCE]
+                    values = server.mget([f"{key}:announced" for key in part])
+                    for key, value in zip(part, values, strict=True):
+                        if isinstance(value, bytes) and len(value) <= MAX_DOCUMENT_NBYTES:
+                            documents[key] = value
+        return dict(sorted(documents.items()))
+
+    def _tenants(self, server: redis.Redis) -> list[str]:
+        server.zremrangebyscore(_TENANTS, "-inf", _now_ms(server))
+        return [_text(member) for member in server.zrange(_TENANTS, 0, MAX_TENANTS - 1)]
+
+    def _register(self, server: redis.Redis, tenant: str, now_ms: int) -> None:
+        import redis
+
+        with contextlib.suppress(redis.exceptions.NoPermissionError):
+            server.zadd(_TENANTS, {tenant: now_ms + INDEX_LEASE_MS})
+            server.zremrangebyrank(_TENANTS, 0, -MAX_TENANTS - 1)
+            server.pexpire(_TENANTS, INDEX_LEASE_MS)
+
+    @contextlib.contextmanager
+    def _server(self, action: str) -> Iterator[redis.Redis]:
+        import redis  # a tenth of a second that only who announces has to wait for
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        url = self._url
+        server = redis.Redis(
+            host=url.host or "localhost",
+            port=url.port,
+            unix_socket_path=url.path or None,
+            username=url.user or None,
+            password=url.password or None,
+            db=url.database,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            single_connection_client=False,
+        )
+        try:
+            yield server
+        except redis.RedisError as error:
+            raise StoreUnavailable(f"{self._name}: {action}: {error}") from error
+        finally:
+            server.close()
+
+
+def _tenant(key: str) -> str:
+    match = _TENANT.match(key)
+    return match[1] if match else ""
+
+
+def _index(tenant: str) -> str:
+    # An empty tenant's index must not be the list of tenants.
+    return f"kvpool:{tenant}::announced" if tenant else "kvpool::untenanted:announced"
+
+
+def _now_ms(server: redis.Redis) -> int:
+    """The server's clock: the hosts' own need not agree."""
+    seconds, microseconds = server.time()
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def _text(member: object) -> str:
+    return member.decode("ascii", "replace") if isinstance(member, bytes) else str(member)
