@@ -23,7 +23,8 @@ std::string words_of(int error_number) { return std::generic_category().message(
 
 std::string RespSettings::shown(std::string_view words) const {
   std::string line(words);
-  if (!password.empty()) {
+  // Taking a shorter one out of a sentence would spell it.
+  if (password.size() >= 4) {
     for (std::size_t at = line.find(password); at != std::string::npos; at = line.find(password, at + 3)) {
       line.replace(at, password.size(), "***");
     }

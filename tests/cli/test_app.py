@@ -39,7 +39,7 @@ def refused(*arguments: str, **options: Any) -> str:
         (["demo", "--pool", "fiel:///x"], 'did you mean "file"?'),
         (["demo", "--pool", "file:///etc/passwd"], "choose a directory"),
         (["demo", "--pool", "file:///x?capacty=1GiB"], "capacity"),
-        (["demo", "--pool", "valkey://user:secret@host"], "not available in this version"),
+        (["demo", "--pool", "valkeys://user:secret@host"], "not available in this version"),
         (["bench", "store", "--pool", "file:///proc/nowhere"], "file:///proc/nowhere"),
         (["bench", "store", "--rounds", "0"], "--rounds"),
         (["bench", "nothing"], "nothing"),
