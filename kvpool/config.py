@@ -56,7 +56,11 @@ class PoolConfig(BaseModel):
         protected_namespaces=(), validate_default=True,
     )  # fmt: skip
 
-    pool: str = Field(min_length=1, max_length=4096, description="URL of the store, such as file:///dir")
+    pool: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="URL of the store, such as file:///dir or valkey://host:6379",
+    )
     tenant: str = Field("default", description="keys of different tenants never meet")
     model_id: str | None = Field(
         None,
@@ -84,7 +88,7 @@ class PoolConfig(BaseModel):
     def _pool_is_a_url(cls, pool: str) -> str:
         scheme, separator, _ = pool.partition("://")
         if not scheme or not separator:
-            raise ValueError("write a store URL such as file:///dir or memory://")
+            raise ValueError("write a store URL such as file:///dir or valkey://host:6379")
         return pool
 
     @field_validator("tenant")
@@ -173,7 +177,7 @@ def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str]) -> str:
     if error["type"] == "missing":
         return (
             f'setting "{name}" is missing: set "{name}" in kv_connector_extra_config '
-            f"or {ENVIRONMENT_PREFIX}{name.upper()} in the environment, for example to file:///dir"
+            f"or {ENVIRONMENT_PREFIX}{name.upper()} in the environment, for example to file:///dir or valkey://host:6379"
         )
     cause = error.get("ctx", {}).get("error")
     problem = str(cause) if cause is not None else error["msg"].removeprefix("Input ")

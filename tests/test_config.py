@@ -132,7 +132,7 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
         ({"pool": URL, 5: 1}, 'unknown setting "5"; known are '),
         ({}, 'setting "pool" is missing: set "pool" in kv_connector_extra_config or KVPOOL_POOL'),
         ({"pool": None}, 'setting "pool": should be a valid string'),
-        ({"pool": "/var/kv"}, 'setting "pool": write a store URL such as file:///dir or memory://'),
+        ({"pool": "/var/kv"}, 'setting "pool": write a store URL such as file:///dir or valkey://host:6379'),
         (
             {"pool": URL, "tenant": "a b"},
             "setting \"tenant\": tenant 'a b' is not allowed: use 1 to 64 letters",

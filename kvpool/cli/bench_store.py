@@ -1,6 +1,7 @@
 """``kvpool bench store``: puts and gets by value size, idle and beside a busy interpreter.
 
-The peer is a plain Python loop over files (``write``, ``readinto``), without checksums, in the same run. A busy
+The peer is a plain Python loop in the same run, without checksums: over files (``write``, ``readinto``), or, for
+a pool on a server, redis-py with one SET or GET a value, as plain strings, on the same server. A busy
 interpreter is a pure-Python thread that spins in this process, which is what a vLLM worker looks like to a
 thread in the background.
 """
@@ -15,9 +16,10 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.progress import Progress
@@ -25,7 +27,12 @@ from rich.table import Table
 
 from kvpool.keys import Namespace
 from kvpool.stores import Store, open_store
+from kvpool.stores.server_announcements import connect
+from kvpool.stores.url import SERVER_SCHEMES, StoreURL
 from kvpool.wording import format_nbytes, redact
+
+if TYPE_CHECKING:
+    import redis
 
 VALUE_NBYTES = (64 << 10, 512 << 10, 2 << 20, 4 << 20)
 BATCH_NBYTES = 64 << 20  # a batch is at most this many bytes, so that a run fits in a small machine's memory
@@ -45,33 +52,94 @@ class Cell:
     get_busy: float
 
 
+class _Peer(Protocol):
+    """What a Python program would do without kvpool; value ``i`` has a place of its own."""
+
+    name: str
+
+    def put(self, sources: Sequence[memoryview]) -> None: ...
+    def get(self, targets: Sequence[memoryview]) -> None: ...
+    def delete(self, count: int) -> None: ...
+
+
+class _PythonFiles:
+    name = "python files"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+
+    def put(self, sources: Sequence[memoryview]) -> None:
+        for index, source in enumerate(sources):
+            (self._folder / f"{index}").write_bytes(source)
+
+    def get(self, targets: Sequence[memoryview]) -> None:
+        for index, target in enumerate(targets):
+            with (self._folder / f"{index}").open("rb", buffering=0) as file:
+                assert file.readinto(target) == len(target)
+
+    def delete(self, count: int) -> None:
+        for index in range(count):
+            (self._folder / f"{index}").unlink()
+
+
+class _RedisPy:
+    name = "redis-py"
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def put(self, sources: Sequence[memoryview]) -> None:
+        for index, source in enumerate(sources):
+            self._client.set(f"kvpool:bench:peer:{index}", source, ex=3600)
+
+    def get(self, targets: Sequence[memoryview]) -> None:
+        for index, target in enumerate(targets):
+            value = self._client.get(f"kvpool:bench:peer:{index}")
+            assert isinstance(value, bytes), "a value was evicted under us"
+            target[:] = value
+
+    def delete(self, count: int) -> None:
+        self._client.unlink(*(f"kvpool:bench:peer:{index}" for index in range(count)))
+
+
+@contextlib.contextmanager
+def _peer(url: str, folder: Path) -> Iterator[_Peer]:
+    parsed = StoreURL.parse(url)
+    if parsed.scheme not in SERVER_SCHEMES:
+        yield _PythonFiles(folder / "peer")
+        return
+    with connect(parsed, timeout_s=TIMEOUT_S) as client:
+        yield _RedisPy(client)
+
+
 def run_bench_store(*, pool: str | None, rounds: int, batch: int, as_json: bool) -> None:
     """Measure, and print a table or JSON. Blocking, for about a minute. Errors: ``KVPoolError``."""
     folder = Path(tempfile.mkdtemp(prefix="kvpool-bench-", dir=_fast_folder()))
     try:
         url = pool or f"file://{folder}/pool?capacity=2GiB"
-        with open_store(url) as store, Progress(console=Console(stderr=True), transient=True) as progress:
+        with (
+            open_store(url) as store,
+            _peer(url, folder) as peer,
+            Progress(console=Console(stderr=True), transient=True) as progress,
+        ):
             task = progress.add_task("moving bytes", total=len(VALUE_NBYTES) * 2 * rounds)
             cells = []
             for value_nbytes in VALUE_NBYTES:
-                cells += _measure(
-                    store, folder / "peer", value_nbytes, batch, rounds, lambda: progress.advance(task)
-                )
+                cells += _measure(store, peer, value_nbytes, batch, rounds, lambda: progress.advance(task))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     _print(cells, url, rounds, as_json)
 
 
 def _measure(
-    store: Store, folder: Path, value_nbytes: int, most: int, rounds: int, tick: Callable[[], None]
+    store: Store, peer: _Peer, value_nbytes: int, most: int, rounds: int, tick: Callable[[], None]
 ) -> list[Cell]:
     count = max(1, min(most, BATCH_NBYTES // value_nbytes))
     namespace = Namespace("bench", {"bench": "store", "value_nbytes": value_nbytes})
     keys = namespace.keys([index.to_bytes(32, "big") for index in range(count)], 0, 0)
     sources = [memoryview(os.urandom(value_nbytes)) for _ in range(count)]
     targets = [memoryview(bytearray(value_nbytes)) for _ in range(count)]
-    folder.mkdir(exist_ok=True)
-    paths = [folder / f"{index}" for index in range(count)]
 
     def put() -> None:
         assert all(store.put_many(keys, sources, timeout_s=TIMEOUT_S)), "the pool is smaller than one batch"
@@ -79,17 +147,8 @@ def _measure(
     def get() -> None:
         assert all(store.get_many_into(keys, targets, timeout_s=TIMEOUT_S)), "a value was evicted under us"
 
-    def peer_put() -> None:
-        for path, source in zip(paths, sources, strict=True):
-            path.write_bytes(source)
-
-    def peer_get() -> None:
-        for path, target in zip(paths, targets, strict=True):
-            with path.open("rb", buffering=0) as file:
-                assert file.readinto(target) == value_nbytes
-
     works = {("kvpool", "put"): put, ("kvpool", "get"): get}
-    works |= {("python files", "put"): peer_put, ("python files", "get"): peer_get}
+    works |= {(peer.name, "put"): lambda: peer.put(sources), (peer.name, "get"): lambda: peer.get(targets)}
     times: dict[tuple[str, str, str], list[float]] = {}
     for mood in ("idle", "busy"):
         with _busy_interpreter() if mood == "busy" else contextlib.nullcontext():
@@ -101,7 +160,7 @@ def _measure(
                 tick()
     assert all(source == target for source, target in zip(sources, targets, strict=True))
     store.delete_many(keys)
-    shutil.rmtree(folder)
+    peer.delete(count)
     speed = {key: count * value_nbytes / statistics.median(values) / 1e9 for key, values in times.items()}
     return [
         Cell(
@@ -110,7 +169,7 @@ def _measure(
             count,
             *(speed[client, verb, mood] for verb in ("put", "get") for mood in ("idle", "busy")),
         )
-        for client in ("kvpool", "python files")
+        for client in ("kvpool", peer.name)
     ]
 
 

@@ -98,29 +98,32 @@ class ServerAnnouncements:
     @contextlib.contextmanager
     def _server(self, action: str) -> Iterator[redis.Redis]:
         import redis  # a tenth of a second that only who announces has to wait for
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
 
-        url = self._url
-        server = redis.Redis(
-            host=url.host or "localhost",
-            port=url.port,
-            unix_socket_path=url.path or None,
-            username=url.user or None,
-            password=url.password or None,
-            db=url.database,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            single_connection_client=False,
-        )
         try:
-            yield server
+            with connect(self._url, timeout_s=TIMEOUT_S) as server:
+                yield server
         except redis.RedisError as error:
             raise StoreUnavailable(f"{self._name}: {action}: {error}") from error
-        finally:
-            server.close()
+
+
+def connect(url: StoreURL, *, timeout_s: float) -> redis.Redis:
+    """A redis-py client for the server of ``url``: no retries, RESP2, ``timeout_s`` for each step. Close it."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    return redis.Redis(
+        host=url.host or "localhost",
+        port=url.port,
+        unix_socket_path=url.path or None,
+        username=url.user or None,
+        password=url.password or None,
+        db=url.database,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )
 
 
 def _tenant(key: str) -> str:

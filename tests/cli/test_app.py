@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.stores.servers import running
+
 
 def kvpool(*arguments: str, timeout_s: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the console script of this environment."""
@@ -108,3 +110,12 @@ def test_bench_store_measures_every_size(tmp_path: Path) -> None:
     assert list((tmp_path / "pool" / "blocks").glob("*/*/*/*")) == [], "the benchmark leaves no record behind"
     table = kvpool("bench", "store", "--pool", url, "--rounds", "1", "--batch", "1").stdout
     assert "python files" in table
+
+
+def test_bench_store_on_a_server_compares_with_redis_py(tmp_path: Path) -> None:
+    with running("valkey-server", tmp_path) as server:
+        ended = kvpool("bench", "store", "--pool", server.url, "--rounds", "1", "--batch", "2", "--json")
+        rows = json.loads(ended.stdout)["rows"]
+        assert {row["client"] for row in rows} == {"kvpool", "redis-py"}
+        assert all(row[name] > 0 for row in rows for name in ("put_idle", "put_busy", "get_idle", "get_busy"))
+        assert server.client.dbsize() == 0

@@ -10,15 +10,20 @@ from kvpool import open_store
 from kvpool.keys import Namespace
 from kvpool.stores.facts import LEASE_S, announce_facts
 from kvpool.stores.store import Store
+from tests.stores.servers import SERVERS, running
 
 OURS = {"model": "m", "kv_dtype": "bfloat16", "tp": 2, "prefix": True, "isa": "avx512"}
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", "file", *SERVERS])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    url = "memory://" if request.param == "memory" else f"file://{tmp_path}/pool"
-    with open_store(url) as store:
-        yield store
+    if request.param in SERVERS:
+        with running(request.param, tmp_path) as server, open_store(server.url) as store:
+            yield store
+    else:
+        url = "memory://" if request.param == "memory" else f"file://{tmp_path}/pool"
+        with open_store(url) as store:
+            yield store
 
 
 def test_alone_nothing_differs(store: Store) -> None:
