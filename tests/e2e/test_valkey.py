@@ -1,0 +1,81 @@
+"""Engines that share through a real server: exact hits, and a server that stops or dies in the middle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.cli.engine_process import EngineProcess
+from tests.conftest import eventually
+from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, engine_options, prompt, started
+from tests.stores.servers import Server, running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+PROMPTS = {name: prompt(40 + i, 2200) for i, name in enumerate(["hit", "stopped", "killed"])}
+BUDGET_S = 0.5
+# A stalled pool may delay a request by the budget; this much more is for a busy machine.
+MARGIN_S = 2.0
+
+
+@dataclass
+class Pair:
+    """Two engines on one server; ``cold`` is what the first one said when it computed."""
+
+    server: Server
+    second: EngineProcess
+    cold: dict[str, dict[str, Any]]
+    reference: dict[str, dict[str, Any]]
+
+    def ask(self, name: str) -> dict[str, Any]:
+        answer = self.second.generate(PROMPTS[name], GENERATED_TOKENS)
+        assert answer["tokens"] == self.reference[name]["tokens"]
+        return answer
+
+
+@pytest.fixture(scope="module")
+def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("valkey")
+    with running("valkey-server", folder) as server:
+        options = engine_options(llama, server.url, settings={"budget_s": BUDGET_S})
+        with started("first", folder, options) as first:
+            cold = {name: first.generate(tokens, GENERATED_TOKENS) for name, tokens in PROMPTS.items()}
+            again = {name: first.generate(tokens, GENERATED_TOKENS) for name, tokens in PROMPTS.items()}
+        with started("second", folder, options) as second:
+            yield Pair(server, second, cold, again)
+
+
+def test_second_engine_loads_from_the_server(pair: Pair) -> None:
+    answer = pair.ask("hit")
+    assert answer["pool_tokens"] == (len(PROMPTS["hit"]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_a_stopped_server_costs_a_recompute_and_the_budget(pair: Pair) -> None:
+    pair.server.stop()
+    try:
+        answer = pair.ask("stopped")
+    finally:
+        pair.server.go_on()
+    assert answer["pool_tokens"] == 0
+    assert answer["first_token_s"] < pair.cold["stopped"]["first_token_s"] + BUDGET_S + MARGIN_S
+
+
+@pytest.mark.allow_leaks("the server that is started again ends with the module")
+def test_a_killed_server_costs_a_recompute_and_comes_back(pair: Pair) -> None:
+    pair.server.kill()
+    answer = pair.ask("killed")
+    assert answer["pool_tokens"] == 0
+    assert answer["first_token_s"] < pair.cold["killed"]["first_token_s"] + BUDGET_S + MARGIN_S
+    pair.server.start()  # empty, as a cache is after a crash
+    seeds = itertools.count(900)
+
+    def stored() -> bool:
+        pair.second.generate(prompt(next(seeds), 3 * BLOCK_TOKENS), 2)
+        return bool(pair.server.client.dbsize())
+
+    assert eventually(stored, within_s=20), "what is computed goes to the pool again"
