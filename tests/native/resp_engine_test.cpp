@@ -395,11 +395,13 @@ TEST(resp_a_silent_server_costs_the_deadline_and_no_more) {
   Bytes target(1000);
   CHECK(run_one(*engine, Op::kGet, make_key(0), &target, 100ms) == Status::kTimedOut);
   CHECK(Clock::now() - begin < 1s);
+  CHECK(eventually([&] { return counter(*engine, "disconnections") == 1; }));
+  // The silent connection stays silent: another one has to take its place.
   armed = false;
-  gate.open();
   Bytes source = value;
   CHECK(eventually([&] { return run_one(*engine, Op::kPut, make_key(0), &source) == Status::kOk; }));
   CHECK(gets(*engine, make_key(0), value));
+  gate.open();
 }
 
 TEST(resp_a_server_that_is_gone_is_a_fault_at_once) {
