@@ -13,6 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no failed test.
+settings.register_profile("kvpool", deadline=None)
+settings.load_profile("kvpool")
 
 _SETTLE_S = 5.0
 # What a library opens once for a whole process, and keeps.
