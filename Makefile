@@ -41,7 +41,7 @@ help:
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each"
-	@echo "make bench     block hashes and the file store, each beside its peer"
+	@echo "make bench     block hashes, the file store and the prefix index, each beside its peer"
 	@echo "make proto     nothing yet: this version has no protos/"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
@@ -68,6 +68,7 @@ check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool bench hash
 	$(BIN)/kvpool bench store
+	$(BIN)/kvpool bench index
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) -m soak --durations=15 $(PYTEST)

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool.errors import ConfigError, EngineRefused, KVPoolError, StoreClosed, StoreUnavailable
+from kvpool.errors import (
+    ConfigError,
+    EngineRefused,
+    KVPoolError,
+    MalformedEvents,
+    StoreClosed,
+    StoreUnavailable,
+)
 
 if TYPE_CHECKING:
     from kvpool.hashing import BlockHasher
+    from kvpool.index import PrefixIndex
     from kvpool.keys import Layout, Namespace
     from kvpool.stores import Store, open_store
 
@@ -23,7 +31,9 @@ __all__ = [
     "EngineRefused",
     "KVPoolError",
     "Layout",
+    "MalformedEvents",
     "Namespace",
+    "PrefixIndex",
     "Store",
     "StoreClosed",
     "StoreUnavailable",
@@ -35,6 +45,7 @@ _HOME = {
     "BlockHasher": "kvpool.hashing",
     "Layout": "kvpool.keys",
     "Namespace": "kvpool.keys",
+    "PrefixIndex": "kvpool.index",
     "Store": "kvpool.stores",
     "open_store": "kvpool.stores",
 }

@@ -1,6 +1,7 @@
 """Types of the C++ core (``kvpool/_native/*.cpp``)."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from typing_extensions import Buffer
 
@@ -118,3 +119,36 @@ def open_resp_engine(
     ttl_s: float,
     connections: int,
 ) -> Engine: ...
+
+class MalformedEvents(ValueError):
+    """Raised by Table.apply; nothing was applied. Says what is wrong, at which byte."""
+
+class Matches:
+    """One row a (worker, rank). Columns are packed native u32."""
+
+    def __len__(self) -> int: ...
+    def workers(self) -> list[str]: ...
+    def dp_ranks(self) -> bytes: ...
+    def column(self, column: int) -> bytes:
+        """Leading blocks. 0 to 3: in the device, host, disk, pool tier; 4: in any of the first three; 5: in any."""
+
+class Table:
+    """kvpool/_native/table.h. Any thread; the GIL is released while the table is read or changed."""
+
+    # max_blocks: 1 to 2**32.
+    def __init__(self, max_blocks: int, reuse_reports: bool) -> None: ...
+
+    # The counts of Applied in table.h, in their order. dp_rank: where the batch names none. The bytes of payload
+    # must not change meanwhile. ValueError: no name of 1 to 256 bytes, or too many workers.
+    def apply(self, worker: str, payload: Buffer, dp_rank: int) -> tuple[int, ...]: ...
+
+    # hashes64: packed little-endian u64, at most 4,194,304 of them. Unknown workers are left out.
+    def match(self, hashes64: Buffer, workers: Sequence[str] | None) -> Matches: ...
+
+    # False: not known.
+    def remove_worker(self, worker: str) -> bool: ...
+
+    # tiers: bits 0 to 3 for device, host, disk, pool. dp_rank None: all ranks. False: no such rank.
+    def clear(self, worker: str, dp_rank: int | None, tiers: int) -> bool: ...
+    def workers(self) -> list[str]: ...
+    def stats(self) -> dict[str, Any]: ...

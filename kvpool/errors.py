@@ -21,3 +21,7 @@ class StoreUnavailable(KVPoolError):
 
 class StoreClosed(StoreUnavailable):
     """The store was closed by this process; no further call on it will succeed."""
+
+
+class MalformedEvents(KVPoolError, ValueError):
+    """A batch of KV events is not what an engine sends; nothing of it was applied. Names the byte."""

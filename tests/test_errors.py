@@ -23,9 +23,11 @@ def test_public_names() -> None:
     for name in kvpool.__all__:
         assert getattr(kvpool, name) is not None
         assert name in dir(kvpool)
-    assert {"BlockHasher", "Layout", "Namespace", "Store", "open_store", "KVPoolError"} <= set(kvpool.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'PrefixIndex'"):
-        kvpool.PrefixIndex  # type: ignore[attr-defined]  # noqa: B018
+    assert {"BlockHasher", "Layout", "Namespace", "PrefixIndex", "Store", "open_store", "KVPoolError"} <= set(
+        kvpool.__all__
+    )
+    with pytest.raises(AttributeError, match="no attribute 'IndexClient'"):
+        kvpool.IndexClient  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_import_is_light_and_quick() -> None:

@@ -19,14 +19,18 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/checksum.cpp
   ${CMAKE_CURRENT_LIST_DIR}/checksum_baseline.cpp
   ${CMAKE_CURRENT_LIST_DIR}/engine.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/events.cpp
   ${CMAKE_CURRENT_LIST_DIR}/evict.cpp
   ${CMAKE_CURRENT_LIST_DIR}/file.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/flatmap.cpp
   ${CMAKE_CURRENT_LIST_DIR}/hashing.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/holders.cpp
   ${CMAKE_CURRENT_LIST_DIR}/record.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_dial.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_parser.cpp
   ${CMAKE_CURRENT_LIST_DIR}/socket.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/table.cpp
   ${CMAKE_CURRENT_LIST_DIR}/usage.cpp)
 
 # One translation unit per instruction set; checksum.cpp picks one when the program starts.

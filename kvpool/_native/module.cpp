@@ -1,12 +1,14 @@
 // Python bindings, and nothing else.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 
 #include <cmath>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -14,10 +16,12 @@
 
 #include "buffers.h"
 #include "engine.h"
+#include "events.h"
 #include "file.h"
 #include "hashing.h"
 #include "record.h"
 #include "resp.h"
+#include "table.h"
 #include "tokens.h"
 
 namespace nb = nanobind;
@@ -339,6 +343,137 @@ PyEngine open_resp_engine(const std::string& host, int port, const std::string& 
   throw nb::python_error();
 }
 
+// ---- index
+
+constexpr std::size_t kMaxPromptBlocks = std::size_t{1} << 22;
+
+std::string_view utf8_view(nb::handle text, const char* what) {
+  Py_ssize_t nbytes = 0;
+  if (!PyUnicode_Check(text.ptr())) throw nb::type_error(what);
+  const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &nbytes);
+  if (data == nullptr) {
+    PyErr_Clear();
+    throw std::invalid_argument("a worker's name is not Unicode");
+  }
+  return {data, static_cast<std::size_t>(nbytes)};
+}
+
+nb::str to_str(std::string_view text) { return nb::str(text.data(), text.size()); }
+
+nb::tuple to_tuple(const Applied& applied) {
+  return nb::make_tuple(applied.stored, applied.copied, applied.repeated, applied.removed, applied.uncopied,
+                        applied.unknown, applied.refused, applied.partial, applied.cleared_events,
+                        applied.skipped_events);
+}
+
+nb::bytes packed(const std::vector<std::uint32_t>& column) {
+  return nb::bytes(column.data(), column.size() * sizeof(std::uint32_t));
+}
+
+class PyMatches {
+ public:
+  explicit PyMatches(Matches matches) : matches_(std::move(matches)) {}
+
+  std::size_t rows() const { return matches_.workers.size(); }
+  nb::list workers() const {
+    nb::list names;
+    for (const auto& name : matches_.workers) names.append(to_str(*name));
+    return names;
+  }
+  nb::bytes dp_ranks() const { return packed(matches_.dp_ranks); }
+  nb::bytes column(std::size_t column) const {
+    if (column >= kColumnCount) throw std::invalid_argument("there is no such column");
+    return packed(matches_.columns[column]);
+  }
+
+ private:
+  Matches matches_;
+};
+
+class PyTable {
+ public:
+  PyTable(std::size_t max_blocks, bool reuse_reports)
+      : table_(std::make_unique<Table>(max_blocks, reuse_reports)) {}
+  PyTable(const PyTable&) = delete;
+  PyTable& operator=(const PyTable&) = delete;
+  ~PyTable() {
+    without_gil([this] { table_.reset(); });
+  }
+
+  nb::tuple apply(nb::handle worker, nb::handle payload, std::uint32_t dp_rank) {
+    const std::string_view name = utf8_view(worker, "worker must be a str");
+    const Bytes bytes(payload);
+    try {
+      return to_tuple(without_gil([&] { return table_->apply(name, dp_rank, decode_events(bytes.get())); }));
+    } catch (const MalformedEvents&) {
+      ++malformed_batches_;  // under the GIL again
+      throw;
+    }
+  }
+
+  PyMatches match(nb::handle hashes64, nb::handle workers) const {
+    std::vector<std::string_view> names;
+    nb::object sequence;
+    if (!workers.is_none()) {
+      if (PyUnicode_Check(workers.ptr()))
+        throw nb::type_error("workers must be a sequence of str, not one str");
+      // A tuple of our own: the names must live for as long as the call.
+      sequence = nb::steal(PySequence_Tuple(workers.ptr()));
+      if (!sequence.is_valid()) throw nb::python_error();
+      for (nb::handle worker : nb::borrow<nb::tuple>(sequence)) {
+        names.push_back(utf8_view(worker, "workers must be a sequence of str"));
+      }
+    }
+    const Bytes bytes(hashes64);
+    if (bytes.get().size() % sizeof(std::uint64_t) != 0) {
+      throw std::invalid_argument("hashes64 is packed 64-bit integers: its length is a multiple of 8");
+    }
+    if (bytes.get().size() / sizeof(std::uint64_t) > kMaxPromptBlocks) {
+      throw std::invalid_argument("a prompt has at most 4194304 blocks");
+    }
+    return PyMatches(
+        without_gil([&] { return table_->match(bytes.get(), workers.is_none() ? nullptr : &names); }));
+  }
+
+  bool remove_worker(nb::handle worker) {
+    const std::string_view name = utf8_view(worker, "worker must be a str");
+    return without_gil([&] { return table_->remove_worker(name); });
+  }
+
+  bool clear(nb::handle worker, std::optional<std::uint32_t> dp_rank, unsigned tiers) {
+    const std::string_view name = utf8_view(worker, "worker must be a str");
+    if (tiers > kAllTiers) throw std::invalid_argument("tiers has one bit for each of four tiers");
+    return without_gil([&] { return table_->clear(name, dp_rank, static_cast<Tiers>(tiers)); });
+  }
+
+  nb::list workers() const {
+    const std::vector<std::string> names = without_gil([this] { return table_->workers(); });
+    nb::list list;
+    for (const std::string& name : names) list.append(to_str(name));
+    return list;
+  }
+
+  nb::dict stats() const {
+    const TableStats stats = without_gil([this] { return table_->stats(); });
+    nb::dict result;
+    result["applied"] = to_tuple(stats.applied);
+    result["batches"] = stats.batches;
+    result["malformed_batches"] = malformed_batches_;
+    result["blocks"] = stats.blocks;
+    result["holder_sets"] = stats.holder_sets;
+    result["workers"] = stats.workers;
+    result["holders"] = stats.holders;
+    result["copies"] = stats.copies;
+    result["unswept"] = stats.unswept;
+    result["nbytes"] = stats.nbytes;
+    return result;
+  }
+
+ private:
+  std::unique_ptr<Table> table_;
+  std::uint64_t malformed_batches_ = 0;
+};
+
 }  // namespace
 }  // namespace kvpool
 
@@ -380,6 +515,22 @@ NB_MODULE(_native, m) {
       .def("fileno", &PyEngine::fileno)
       .def("counters", &PyEngine::counters)
       .def("close", &PyEngine::close, "timeout_s"_a);
+
+  nb::exception<MalformedEvents>(m, "MalformedEvents", PyExc_ValueError);
+  nb::class_<PyMatches>(m, "Matches")
+      .def("__len__", &PyMatches::rows)
+      .def("workers", &PyMatches::workers)
+      .def("dp_ranks", &PyMatches::dp_ranks)
+      .def("column", &PyMatches::column, "column"_a);
+  // .none(): our own errors say more than nanobind's.
+  nb::class_<PyTable>(m, "Table")
+      .def(nb::init<std::size_t, bool>(), "max_blocks"_a, "reuse_reports"_a)
+      .def("apply", &PyTable::apply, "worker"_a.none(), "payload"_a.none(), "dp_rank"_a)
+      .def("match", &PyTable::match, "hashes64"_a.none(), "workers"_a.none())
+      .def("remove_worker", &PyTable::remove_worker, "worker"_a.none())
+      .def("clear", &PyTable::clear, "worker"_a.none(), "dp_rank"_a.none(), "tiers"_a)
+      .def("workers", &PyTable::workers)
+      .def("stats", &PyTable::stats);
 
   m.def("open_file_engine", &open_file_engine, "root"_a, "capacity_nbytes"_a, "threads"_a);
   nb::exception<RespError>(m, "RespError");

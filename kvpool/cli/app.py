@@ -151,3 +151,25 @@ def bench_store(
     from kvpool.cli.bench_store import run_bench_store
 
     run_bench_store(pool=pool, rounds=rounds, batch=batch, as_json=as_json)
+
+
+@bench.command("index")
+def bench_index(
+    blocks: Annotated[
+        int,
+        typer.Option(
+            min=8192, max=1 << 26, help="Distinct blocks in the table; rounded to prompts of 8,192."
+        ),
+    ] = 1_000_000,
+    workers: Annotated[
+        list[int] | None, typer.Option(min=1, max=4096, help="Workers; give it again for another table.")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Rounds of asking all prompts; the median counts.")
+    ] = 20,
+    as_json: Json = False,
+) -> None:
+    """Ingest, lookup and memory of the prefix index, beside a plain Python dictionary."""
+    from kvpool.cli.bench_index import run_bench_index
+
+    run_bench_index(blocks=blocks, workers=workers or [1, 8, 64, 256], rounds=rounds, as_json=as_json)

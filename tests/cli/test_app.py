@@ -44,6 +44,8 @@ def refused(*arguments: str, **options: Any) -> str:
         (["demo", "--pool", "valkeys://user:secret@host"], "not available in this version"),
         (["bench", "store", "--pool", "file:///proc/nowhere"], "file:///proc/nowhere"),
         (["bench", "store", "--rounds", "0"], "--rounds"),
+        (["bench", "index", "--blocks", "10"], "--blocks"),
+        (["bench", "index", "--workers", "0"], "--workers"),
         (["bench", "nothing"], "nothing"),
         (["demo", "--colour"], "--colour"),
     ],
@@ -119,3 +121,13 @@ def test_bench_store_on_a_server_compares_with_redis_py(tmp_path: Path) -> None:
         assert {row["client"] for row in rows} == {"kvpool", "redis-py"}
         assert all(row[name] > 0 for row in rows for name in ("put_idle", "put_busy", "get_idle", "get_busy"))
         assert server.client.dbsize() == 0
+
+
+def test_bench_index_agrees_with_a_dictionary() -> None:
+    arguments = ["bench", "index", "--blocks", "16384", "--rounds", "1", "--workers", "3", "--workers", "70"]
+    report = json.loads(kvpool(*arguments, "--json").stdout)
+    shapes = [(row["shape"], row["workers"], row["blocks"]) for row in report["rows"]]
+    assert shapes == [("sessions", 3, 16384), ("sessions", 70, 16384), ("everybody", 8, 16384)]
+    figures = [name for name in report["rows"][0] if name != "shape"]
+    assert all(row[name] > 0 for row in report["rows"] for name in figures)
+    assert "dict" in kvpool(*arguments).stdout

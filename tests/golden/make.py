@@ -1,9 +1,10 @@
 """Make the golden vectors beside this file: what an implementation in any language must compute.
 
-    python -m tests.golden.make [hashes|records|namespaces]...
+    python -m tests.golden.make [hashes|records|namespaces|events]...
 
 Nothing here uses kvpool. ``hashes.json`` is computed by vLLM's own functions, ``records.json`` by struct and
-the xxhash package, ``namespaces.json`` by json and hashlib; the tests compare kvpool with all three.
+the xxhash package, ``namespaces.json`` by json and hashlib. The payloads in ``events.json`` are packed by vLLM's
+own event classes; what an index must answer after them is written down here. The tests compare kvpool with all.
 """
 
 from __future__ import annotations
@@ -134,8 +135,86 @@ def make_namespaces() -> list[dict[str, Any]]:
     return namespaces
 
 
+# What is told to an index, batch by batch, by one worker; then questions: a prompt, and its rows
+# [rank, device, host, disk, pool, local, any] (see docs/index.md).
+def event_cases() -> list[dict[str, Any]]:
+    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    whole = bytes(range(32))
+    low = int.from_bytes(whole[-8:], "big")
+
+    def stored(
+        hashes: list[Any], parent: Any = None, medium: str | None = "GPU", **more: Any
+    ) -> dict[str, Any]:
+        event = {"block_hashes": hashes, "parent_block_hash": parent, "token_ids": [7] * (16 * len(hashes))}
+        event |= {"block_size": 16, "lora_id": None, "lora_name": None, "medium": medium}
+        return {"type": "BlockStored", **event, **more}
+
+    def removed(hashes: list[Any], medium: str | None = "GPU", **more: Any) -> dict[str, Any]:
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, **more}
+
+    cleared = {"type": "AllBlocksCleared"}
+    tokenless = {"token_ids": [], "block_size": 0}
+    pool = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "kvpool"}
+    return [
+        {"name": "one prompt", "batches": [([stored([1, 2, 3], **full)], 0)], "blocks": 3,
+         "questions": [([1, 2, 3, 4], [[0, 3, 0, 0, 0, 3, 3]]), ([2, 3], [[0, 2, 0, 0, 0, 2, 2]]), ([4], [])]},
+        {"name": "hashes as bytes", "batches": [([stored([whole, b"\xff" * 8])], 0)], "blocks": 2,
+         "questions": [([low, (1 << 64) - 1], [[0, 2, 0, 0, 0, 2, 2]])]},
+        {"name": "two ranks", "batches": [([stored([1, 2])], 0), ([stored([1])], 5)], "blocks": 2,
+         "questions": [([1, 2], [[0, 2, 0, 0, 0, 2, 2], [5, 1, 0, 0, 0, 1, 1]])]},
+        {"name": "a copy, and one removal", "blocks": 2, "questions": [([1, 2], [[0, 2, 0, 0, 0, 2, 2]])],
+         "batches": [([stored([1, 2]), stored([2], 1)], 0), ([removed([2])], 0)]},
+        {"name": "reused blocks reported, and one removal", "blocks": 1,
+         "questions": [([1, 2], [[0, 1, 0, 0, 0, 1, 1]])],
+         "batches": [([stored([1, 2]), stored([1, 2])], 0), ([removed([2])], 0)]},
+        {"name": "a middle block removed and stored again", "blocks": 3,
+         "questions": [([1, 2, 3], [[0, 3, 0, 0, 0, 3, 3]])],
+         "batches": [([stored([1, 2, 3]), removed([2])], 0), ([stored([2], 1)], 0)]},
+        {"name": "no tokens, on the host", "blocks": 3, "questions": [([1, 2, 3], [[0, 1, 0, 0, 0, 3, 3]])],
+         "batches": [([stored([1]), stored([2, 3], medium="CPU", **tokenless)], 0)]},
+        {"name": "the pool outlives a clear", "blocks": 2, "questions": [([1, 2], [[0, 0, 0, 0, 2, 0, 2]])],
+         "batches": [([stored([1, 2]), stored([1, 2], **pool), cleared], 0)]},
+        {"name": "the pool counts no copies", "blocks": 0, "questions": [([1], [])],
+         "batches": [([stored([1], **pool), stored([1], **pool), removed([1], **pool)], 0)]},
+        {"name": "two groups that need everything", "blocks": 3,
+         "questions": [([1, 2, 3], [[0, 2, 0, 0, 0, 2, 2]])],
+         "batches": [([stored([1, 2, 3], **full), stored([1, 2], **full | {"group_idx": 1})], 0)]},
+        {"name": "a window is not indexed", "blocks": 3, "questions": [([1, 2, 3], [[0, 3, 0, 0, 0, 3, 3]])],
+         "batches": [([stored([1, 2, 3], **full), stored(
+             [3], group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=16)], 0)]},
+    ]  # fmt: skip
+
+
+def make_events() -> list[dict[str, Any]]:
+    import msgspec
+    from vllm.distributed import kv_events
+
+    def pack(events: list[dict[str, Any]], dp_rank: int) -> str:
+        made = [
+            getattr(kv_events, event["type"])(**{k: v for k, v in event.items() if k != "type"})
+            for event in events
+        ]
+        sent = kv_events.KVEventBatch(ts=1.5, events=made, data_parallel_rank=dp_rank)
+        return msgspec.msgpack.encode(sent).hex()
+
+    rows = []
+    for case in event_cases():
+        questions = [
+            {"hashes64": struct.pack(f"<{len(prompt)}Q", *prompt).hex(), "rows": answers}
+            for prompt, answers in case["questions"]
+        ]
+        rows.append(case | {"questions": questions, "payloads": [pack(*batch) for batch in case["batches"]]})
+        del rows[-1]["batches"]
+    return rows
+
+
 def main(names: list[str]) -> None:
-    makers = {"hashes": make_hashes, "records": make_records, "namespaces": make_namespaces}
+    makers = {
+        "hashes": make_hashes,
+        "records": make_records,
+        "namespaces": make_namespaces,
+        "events": make_events,
+    }
     for name in names or makers:
         rows = ",\n".join(json.dumps(row, ensure_ascii=True) for row in makers[name]())
         (HERE / f"{name}.json").write_text(f"[\n{rows}\n]\n")

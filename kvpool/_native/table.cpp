@@ -1,0 +1,466 @@
+#include "table.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+
+namespace kvpool {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "hashes arrive as packed little-endian integers");
+
+// Cache lines on their way while one block is looked at: enough to hide a miss of the last cache.
+constexpr std::size_t kAhead = 16;
+
+// One segment is swept for so many hashes of a batch, and one more for the batch.
+constexpr std::size_t kHashesPerSweep = 1024;
+
+constexpr std::array<Tiers, kColumnCount> kColumnTiers = {
+    tiers_of(Tier::kDevice), tiers_of(Tier::kHost), tiers_of(Tier::kDisk),
+    tiers_of(Tier::kPool),   kLocalTiers,           kAllTiers,
+};
+
+// Bit c: a block that is in these tiers counts for column c.
+using Columns = std::uint8_t;
+constexpr std::array<Columns, kAllTiers + 1> kColumnsOf = [] {
+  std::array<Columns, kAllTiers + 1> columns{};
+  for (unsigned tiers = 0; tiers <= kAllTiers; ++tiers) {
+    for (unsigned column = 0; column < kColumnCount; ++column) {
+      if ((tiers & kColumnTiers[column]) != 0)
+        columns[tiers] = static_cast<Columns>(columns[tiers] | 1U << column);
+    }
+  }
+  return columns;
+}();
+
+using Counts = std::array<std::uint32_t, kColumnCount>;
+
+// A seat while a prompt is walked along.
+struct Runner {
+  SeatId seat;
+  Columns running;  // columns whose run has not ended
+  std::uint32_t result;
+};
+
+struct Result {
+  std::uint32_t rank;
+  Counts blocks;
+};
+
+std::uint64_t load(std::span<const std::byte> hashes, std::size_t index) {
+  std::uint64_t hash;
+  std::memcpy(&hash, hashes.data() + index * sizeof hash, sizeof hash);
+  return hash;
+}
+
+std::uint64_t random_seed() {
+  std::random_device device;
+  return std::uint64_t{device()} << 32 | device();
+}
+
+template <typename Thing>
+std::uint32_t take_place(std::vector<Thing>& things, std::vector<std::uint32_t>& free) {
+  if (!free.empty()) {
+    const std::uint32_t place = free.back();
+    free.pop_back();
+    return place;
+  }
+  things.emplace_back();
+  free.reserve(things.capacity());  // so that giving back never needs memory
+  return static_cast<std::uint32_t>(things.size() - 1);
+}
+
+}  // namespace
+
+Table::Table(std::size_t max_blocks, bool reuse_reports)
+    : max_blocks_(max_blocks), reuse_reports_(reuse_reports), blocks_(random_seed()), sets_(random_seed()) {
+  if (max_blocks < 1 || max_blocks > kMaxBlocks) {
+    throw std::invalid_argument("max_blocks must be from 1 to 4294967296");
+  }
+}
+
+std::shared_lock<std::shared_mutex> Table::read() const {
+  const std::lock_guard turn(turn_);
+  return std::shared_lock(lock_);
+}
+
+std::unique_lock<std::shared_mutex> Table::write() {
+  const std::lock_guard turn(turn_);
+  return std::unique_lock(lock_);
+}
+
+Applied& Applied::operator+=(const Applied& other) {
+  stored += other.stored;
+  copied += other.copied;
+  repeated += other.repeated;
+  removed += other.removed;
+  uncopied += other.uncopied;
+  unknown += other.unknown;
+  refused += other.refused;
+  partial += other.partial;
+  cleared_events += other.cleared_events;
+  skipped_events += other.skipped_events;
+  return *this;
+}
+
+// ---- who
+
+std::uint32_t Table::worker_of(std::string_view name) {
+  if (name.empty() || name.size() > kMaxWorkerNbytes) {
+    throw std::invalid_argument("a worker's name has 1 to 256 bytes");
+  }
+  const auto known = worker_by_name_.find(name);
+  if (known != worker_by_name_.end()) return known->second;
+  if (worker_by_name_.size() >= kMaxWorkers) throw std::invalid_argument("there are 65536 workers already");
+  auto text = std::make_shared<const std::string>(name);
+  const std::uint32_t worker = take_place(workers_, free_workers_);
+  workers_[worker].name = std::move(text);
+  worker_by_name_.emplace(name, worker);
+  return worker;
+}
+
+std::optional<std::uint32_t> Table::rank_of(std::uint32_t worker, std::uint32_t dp_rank) {
+  for (const std::uint32_t rank : workers_[worker].ranks) {
+    if (ranks_[rank].dp_rank == dp_rank) return rank;
+  }
+  if (workers_[worker].ranks.size() >= kMaxRanks) return std::nullopt;
+  workers_[worker].ranks.reserve(workers_[worker].ranks.size() + 1);
+  const std::uint32_t rank = take_place(ranks_, free_ranks_);
+  ranks_[rank] = {worker, dp_rank, {}, 0};
+  workers_[worker].ranks.push_back(rank);
+  return rank;
+}
+
+std::optional<SeatId> Table::known_seat(std::uint32_t worker, std::uint32_t dp_rank,
+                                        std::uint32_t group) const {
+  for (const std::uint32_t rank : workers_[worker].ranks) {
+    if (ranks_[rank].dp_rank != dp_rank) continue;
+    for (const SeatId seat : ranks_[rank].seats) {
+      if (seats_[seat].group == group) return seat;
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<SeatId> Table::seat_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group) {
+  if (const auto known = known_seat(worker, dp_rank, group)) return known;
+  const std::optional<std::uint32_t> rank = rank_of(worker, dp_rank);
+  if (!rank) return std::nullopt;
+  if (ranks_[*rank].seats.size() >= kMaxGroups) return std::nullopt;
+  if (seats_.size() >= kMaxSeats && free_seats_.empty()) return std::nullopt;
+  ranks_[*rank].seats.reserve(ranks_[*rank].seats.size() + 1);
+  const SeatId seat = take_place(seats_, free_seats_);
+  seats_[seat] = Seat{};
+  seats_[seat].rank = *rank;
+  seats_[seat].group = group;
+  seats_[seat].in_use = true;
+  ranks_[*rank].seats.push_back(seat);
+  ++ranks_[*rank].whole_seats;
+  return seat;
+}
+
+void Table::learn_reach(SeatId seat, Reach reach) {
+  const bool whole = reach != Reach::kPart;
+  if (reach == Reach::kUnsaid || seats_[seat].whole == whole) return;
+  seats_[seat].whole = whole;
+  Rank& rank = ranks_[seats_[seat].rank];
+  rank.whole_seats = whole ? rank.whole_seats + 1 : rank.whole_seats - 1;
+  if (whole) return;
+  std::vector<Tiers> gone(seats_.size());
+  gone[seat] = kAllTiers;
+  drop(gone);
+}
+
+// ---- writing
+
+Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch) {
+  const auto held = write();
+  Applied applied;
+  applied.skipped_events = batch.skipped_events;
+  const std::uint32_t by = worker_of(worker);
+  const std::uint32_t dp_rank = batch.dp_rank.value_or(default_rank);
+  for (const Event& event : batch.events) {
+    const auto hashes = std::span(batch.hashes).subspan(event.begin, event.count);
+    if (event.kind == Event::Kind::kCleared) {
+      ++applied.cleared_events;
+      // What vLLM clears is the engine's own memory; the pool outlives it.
+      if (const auto rank = rank_of(by, dp_rank)) drop(std::span(&*rank, 1), kLocalTiers);
+      continue;
+    }
+    if (event.kind == Event::Kind::kRemoved) {
+      // A removal does not say what its group needs, so it must not be what makes the group known.
+      const auto seat = known_seat(by, dp_rank, event.group);
+      if (seat && !seats_[*seat].whole) {
+        applied.partial += hashes.size();
+      } else if (seat) {
+        remove(*seat, event, hashes, applied);
+      } else {
+        applied.unknown += hashes.size();
+      }
+    } else if (const auto seat = seat_of(by, dp_rank, event.group)) {
+      learn_reach(*seat, event.reach);
+      if (seats_[*seat].whole) {
+        store(*seat, event, hashes, applied);
+      } else {
+        applied.partial += hashes.size();
+      }
+    } else {
+      applied.refused += hashes.size();
+    }
+  }
+  sweep(1 + batch.hashes.size() / kHashesPerSweep);
+  total_ += applied;
+  ++batches_;
+  return applied;
+}
+
+void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied) {
+  const bool counts_copies = event.tier == Tier::kDevice && !(reuse_reports_ && event.root);
+  for (std::size_t i = 0; i < hashes.size(); ++i) {
+    if (i + kAhead < hashes.size()) blocks_.prefetch(hashes[i + kAhead]);
+    std::uint32_t* set =
+        blocks_.size() < max_blocks_ ? blocks_.insert(hashes[i], kNobody).first : blocks_.find(hashes[i]);
+    if (set == nullptr) {
+      ++applied.refused;
+      continue;
+    }
+    const SetId to = sets_.with(*set, seat, event.tier);
+    if (to == *set) {
+      if (!counts_copies) {
+        ++applied.repeated;
+        continue;
+      }
+      std::unique_ptr<FlatMap>& more = seats_[seat].more_copies;
+      if (!more) more = std::make_unique<FlatMap>(random_seed());
+      const auto [copies, is_new] = more->insert(hashes[i], 1);
+      if (copies != nullptr && !is_new && *copies != ~std::uint32_t{0}) ++*copies;
+      ++applied.copied;
+      continue;
+    }
+    if (sets_[*set].empty()) ++held_;
+    sets_.move(*set, to);
+    *set = to;
+    ++seats_[seat].blocks[static_cast<std::size_t>(event.tier)];
+    ++applied.stored;
+  }
+}
+
+void Table::remove(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied) {
+  FlatMap* const more = event.tier == Tier::kDevice ? seats_[seat].more_copies.get() : nullptr;
+  for (std::size_t i = 0; i < hashes.size(); ++i) {
+    if (i + kAhead < hashes.size()) blocks_.prefetch(hashes[i + kAhead]);
+    std::uint32_t* set = blocks_.find(hashes[i]);
+    const SetId to = set == nullptr ? kNobody : sets_.without(*set, seat, event.tier);
+    if (set == nullptr || to == *set) {
+      ++applied.unknown;
+      continue;
+    }
+    if (more != nullptr && more->size() != 0) {
+      if (std::uint32_t* copies = more->find(hashes[i])) {
+        if (--*copies == 0) more->erase(hashes[i]);
+        ++applied.uncopied;
+        continue;
+      }
+    }
+    sets_.move(*set, to);
+    *set = to;
+    if (to == kNobody) {
+      blocks_.erase(hashes[i]);
+      --held_;
+    }
+    --seats_[seat].blocks[static_cast<std::size_t>(event.tier)];
+    ++applied.removed;
+  }
+}
+
+void Table::drop(std::span<const std::uint32_t> ranks, Tiers tiers) {
+  std::vector<Tiers> gone(seats_.size());
+  for (const std::uint32_t rank : ranks) {
+    for (const SeatId seat : ranks_[rank].seats) gone[seat] = tiers;
+  }
+  drop(gone);
+}
+
+// `gone`: by seat.
+void Table::drop(std::span<const Tiers> gone) {
+  bool anything = false;
+  for (SeatId seat = 0; seat < gone.size(); ++seat) {
+    for (unsigned tier = 0; tier < kTierCount; ++tier) {
+      anything = anything || ((gone[seat] >> tier & 1U) != 0 && seats_[seat].blocks[tier] != 0);
+    }
+  }
+  // Walking over all sets for nothing is what a publisher of empty clears would make us do.
+  if (!anything) return;
+  held_ -= sets_.drop(gone);
+  for (SeatId seat = 0; seat < gone.size(); ++seat) {
+    for (unsigned tier = 0; tier < kTierCount; ++tier) {
+      if ((gone[seat] >> tier & 1U) != 0) seats_[seat].blocks[tier] = 0;
+    }
+    if ((gone[seat] & tiers_of(Tier::kDevice)) != 0) seats_[seat].more_copies.reset();
+  }
+}
+
+bool Table::clear(std::string_view worker, std::optional<std::uint32_t> dp_rank, Tiers tiers) {
+  const auto held = write();
+  const auto known = worker_by_name_.find(worker);
+  if (known == worker_by_name_.end()) return false;
+  std::vector<std::uint32_t> ranks;
+  for (const std::uint32_t rank : workers_[known->second].ranks) {
+    if (!dp_rank || ranks_[rank].dp_rank == *dp_rank) ranks.push_back(rank);
+  }
+  drop(ranks, tiers);
+  return !ranks.empty();
+}
+
+bool Table::remove_worker(std::string_view worker) {
+  const auto held = write();
+  const auto known = worker_by_name_.find(worker);
+  if (known == worker_by_name_.end()) return false;
+  const std::uint32_t place = known->second;
+  drop(workers_[place].ranks, kAllTiers);
+  // From here on nothing needs memory. The numbers may be given to others: no set names them any more.
+  for (const std::uint32_t rank : workers_[place].ranks) {
+    for (const SeatId seat : ranks_[rank].seats) {
+      seats_[seat] = Seat{};
+      free_seats_.push_back(seat);
+    }
+    ranks_[rank] = Rank{};
+    free_ranks_.push_back(rank);
+  }
+  workers_[place] = Worker{};
+  free_workers_.push_back(place);
+  worker_by_name_.erase(known);
+  return true;
+}
+
+// Takes the places of blocks that nobody holds any more, a few at a time.
+void Table::sweep(std::size_t segments) {
+  for (std::size_t i = 0; i < segments && blocks_.size() > held_; ++i) {
+    blocks_.sweep_segment(sweep_cursor_, [this](SetId set) {
+      if (!sets_[set].empty()) return false;
+      sets_.move(set, kNobody);
+      return true;
+    });
+  }
+}
+
+// ---- reading
+
+Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers) const {
+  const std::size_t count = hashes.size() / sizeof(std::uint64_t);
+  Matches matches;
+  if (count == 0) return matches;
+  std::vector<Runner> runners;
+  std::vector<Result> results;
+  const auto held = read();
+
+  std::vector<bool> wanted;
+  if (workers != nullptr) {
+    wanted.resize(workers_.size());
+    for (const std::string_view name : *workers) {
+      const auto known = worker_by_name_.find(name);
+      if (known != worker_by_name_.end()) wanted[known->second] = true;
+    }
+  }
+
+  std::array<FlatMap::Place, kAhead> places;
+  for (std::size_t i = 0; i < std::min(count, kAhead); ++i) places[i] = blocks_.prefetch(load(hashes, i));
+  const auto set_of = [&](std::size_t index) {
+    FlatMap::Place& place = places[index % kAhead];
+    const std::uint32_t* set = blocks_.find(place, load(hashes, index));
+    if (index + kAhead < count) place = blocks_.prefetch(load(hashes, index + kAhead));
+    return set == nullptr ? kNobody : *set;
+  };
+
+  SetId last = set_of(0);
+  for (const Holding holding : sets_[last]) {
+    const Seat& seat = seats_[holding.seat()];
+    if (!seat.whole || (workers != nullptr && !wanted[ranks_[seat.rank].worker])) continue;
+    runners.push_back(
+        {holding.seat(), kColumnsOf[holding.tiers()], static_cast<std::uint32_t>(results.size())});
+    results.push_back({seat.rank, {}});
+  }
+
+  std::size_t reached = 1;
+  for (; reached < count && !runners.empty(); ++reached) {
+    const SetId set = set_of(reached);
+    if (set == last) continue;
+    last = set;
+    // Both are sorted by seat: whoever still runs and is not in the set, or not in the right tiers, stops here.
+    const auto holdings = sets_[set];
+    auto holding = holdings.begin();
+    std::size_t kept = 0;
+    for (Runner runner : runners) {
+      while (holding != holdings.end() && holding->seat() < runner.seat) ++holding;
+      const bool there = holding != holdings.end() && holding->seat() == runner.seat;
+      const unsigned running = runner.running & (there ? kColumnsOf[holding->tiers()] : 0U);
+      for (unsigned ended = runner.running & ~running; ended != 0; ended &= ended - 1) {
+        results[runner.result].blocks[static_cast<std::size_t>(std::countr_zero(ended))] =
+            static_cast<std::uint32_t>(reached);
+      }
+      runner.running = static_cast<Columns>(running);
+      if (running != 0) runners[kept++] = runner;
+    }
+    runners.resize(kept);
+  }
+  for (const Runner& runner : runners) {
+    for (unsigned running = runner.running; running != 0; running &= running - 1) {
+      results[runner.result].blocks[static_cast<std::size_t>(std::countr_zero(running))] =
+          static_cast<std::uint32_t>(count);
+    }
+  }
+
+  // A rank can use what all of its groups hold that need the whole prefix.
+  const auto by_rank = [](const Result& a, const Result& b) { return a.rank < b.rank; };
+  if (!std::ranges::is_sorted(results, by_rank)) std::ranges::sort(results, by_rank);
+  for (std::size_t begin = 0, end = 0; begin < results.size(); begin = end) {
+    const Rank& rank = ranks_[results[begin].rank];
+    Counts blocks = results[begin].blocks;
+    for (end = begin + 1; end < results.size() && results[end].rank == results[begin].rank; ++end) {
+      for (std::size_t column = 0; column < kColumnCount; ++column) {
+        blocks[column] = std::min(blocks[column], results[end].blocks[column]);
+      }
+    }
+    const std::size_t any = static_cast<std::size_t>(Column::kAny);
+    if (end - begin < rank.whole_seats || blocks[any] == 0) continue;
+    matches.workers.push_back(workers_[rank.worker].name);
+    matches.dp_ranks.push_back(rank.dp_rank);
+    for (std::size_t column = 0; column < kColumnCount; ++column) {
+      matches.columns[column].push_back(blocks[column]);
+    }
+  }
+  return matches;
+}
+
+std::vector<std::string> Table::workers() const {
+  const auto held = read();
+  std::vector<std::string> names;
+  names.reserve(worker_by_name_.size());
+  for (const auto& [name, worker] : worker_by_name_) names.push_back(name);
+  return names;
+}
+
+TableStats Table::stats() const {
+  const auto held = read();
+  TableStats stats;
+  stats.applied = total_;
+  stats.batches = batches_;
+  stats.blocks = held_;
+  stats.holder_sets = sets_.size();
+  stats.workers = worker_by_name_.size();
+  stats.unswept = blocks_.size() - held_;
+  stats.nbytes = sizeof *this - sizeof blocks_ - sizeof sets_ + blocks_.nbytes() + sets_.nbytes() +
+                 workers_.capacity() * sizeof(Worker) + ranks_.capacity() * sizeof(Rank) +
+                 seats_.capacity() * sizeof(Seat);
+  for (const Seat& seat : seats_) {
+    if (seat.in_use) ++stats.holders;
+    if (!seat.more_copies) continue;
+    stats.copies += seat.more_copies->size();
+    stats.nbytes += seat.more_copies->nbytes();
+  }
+  return stats;
+}
+
+}  // namespace kvpool

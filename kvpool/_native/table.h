@@ -1,0 +1,160 @@
+// The prefix index: which worker holds which block, by the engine's own 64-bit block hash, and how far a prompt's
+// leading blocks reach with each of them.
+//
+// It never asks for a block's parent or its tokens, so holes, refills and events without tokens are all the same.
+//
+// How copies are counted (docs/decisions/0016-no-copies-from-the-root.md): on the device tier a stored event adds
+// one physical copy of each of its blocks and a removed event takes one away, but a stored event from the root of
+// a prompt adds none of a block that is held: it may be a report of reused blocks. So no block is ever counted
+// more often than the engine has it. On the other tiers a block is there or is not.
+//
+// Groups that need only a part of the prefix (sliding windows) are not indexed: nothing is answered about them, and
+// what engines report of them is not always true.
+//
+// Any thread may call anything. One lock: apply(), clear() and remove_worker() hold it alone, match() shares it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "events.h"
+#include "flatmap.h"
+#include "holders.h"
+
+namespace kvpool {
+
+// What happened to block hashes, one by one; events where it says so.
+struct Applied {
+  std::uint64_t stored = 0;    // new at this holder
+  std::uint64_t copied = 0;    // one more physical copy of what it holds
+  std::uint64_t repeated = 0;  // told again: nothing changed
+  std::uint64_t removed = 0;   // gone from this holder
+  std::uint64_t uncopied = 0;  // one physical copy less, others are left
+  std::uint64_t unknown = 0;   // removed, but this holder did not have it
+  std::uint64_t refused = 0;   // stored, but the table is full
+  std::uint64_t partial = 0;   // of a group that needs only a part of the prefix: not indexed
+  std::uint64_t cleared_events = 0;
+  std::uint64_t skipped_events = 0;  // of an unknown type or in an unknown medium
+
+  Applied& operator+=(const Applied& other);
+};
+
+// Leading blocks of a prompt, counted for each of these: every tier by itself, then unions of tiers, in which
+// each block may be in another one.
+enum class Column : std::uint8_t { kDevice, kHost, kDisk, kPool, kLocal, kAny };
+inline constexpr std::size_t kColumnCount = 6;
+
+struct Matches {
+  std::vector<std::shared_ptr<const std::string>> workers;  // by row
+  std::vector<std::uint32_t> dp_ranks;
+  std::array<std::vector<std::uint32_t>, kColumnCount> columns;
+};
+
+struct TableStats {
+  Applied applied;  // by all batches
+  std::uint64_t batches = 0;
+  std::uint64_t blocks = 0;       // held by somebody
+  std::uint64_t holder_sets = 0;  // different sets of holders in use
+  std::uint64_t workers = 0;
+  std::uint64_t holders = 0;  // (worker, rank, group)s
+  std::uint64_t copies = 0;   // blocks at a holder that has more than one physical copy
+  std::uint64_t unswept = 0;  // places of blocks that nobody holds any more
+  std::uint64_t nbytes = 0;
+};
+
+class Table {
+ public:
+  static constexpr std::size_t kMaxBlocks = std::size_t{1} << 32;
+  static constexpr std::size_t kMaxWorkerNbytes = 256;
+
+  // Blocks beyond max_blocks are refused, and counted. Without reuse_reports, events from the root add copies like
+  // all others, which is exact as long as no engine reports reused blocks.
+  Table(std::size_t max_blocks, bool reuse_reports);
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+
+  // All of the batch, in its order; a match() sees all of it or nothing. default_rank: where the batch names none.
+  Applied apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch);
+
+  // Rows: the ranks (of `workers` only, if given) that hold the first block in some tier, in no particular order.
+  Matches match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers) const;
+
+  // False: not known.
+  bool remove_worker(std::string_view worker);
+  bool clear(std::string_view worker, std::optional<std::uint32_t> dp_rank, Tiers tiers);
+
+  std::vector<std::string> workers() const;
+  TableStats stats() const;
+
+ private:
+  static constexpr std::size_t kMaxRanks = 1024;  // of a worker
+  static constexpr std::size_t kMaxGroups = 256;  // of a rank
+  static constexpr std::size_t kMaxWorkers = 65536;
+
+  struct Seat {
+    std::uint32_t rank = 0;
+    std::uint32_t group = 0;
+    bool in_use = false;
+    bool whole = true;  // needs every block of the prefix
+    std::array<std::uint64_t, kTierCount> blocks{};
+    std::unique_ptr<FlatMap>
+        more_copies;  // on the device, beyond the first: number by block; null: none so far
+  };
+  struct Rank {
+    std::uint32_t worker = 0;
+    std::uint32_t dp_rank = 0;
+    std::vector<SeatId> seats;
+    std::size_t whole_seats = 0;
+  };
+  struct Worker {
+    std::shared_ptr<const std::string> name;
+    std::vector<std::uint32_t> ranks;
+  };
+
+  // Waits in turn with everybody else: the bare shared lock lets readers starve a writer.
+  std::shared_lock<std::shared_mutex> read() const;
+  std::unique_lock<std::shared_mutex> write();
+
+  std::uint32_t worker_of(std::string_view name);
+  std::optional<std::uint32_t> rank_of(std::uint32_t worker, std::uint32_t dp_rank);
+  std::optional<SeatId> known_seat(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group) const;
+  std::optional<SeatId> seat_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group);
+  void learn_reach(SeatId seat, Reach reach);
+
+  void store(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied);
+  void remove(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied);
+  void drop(std::span<const std::uint32_t> ranks, Tiers tiers);
+  void drop(std::span<const Tiers> gone);
+  void sweep(std::size_t segments);
+
+  const std::size_t max_blocks_;
+  const bool reuse_reports_;
+
+  mutable std::mutex turn_;
+  mutable std::shared_mutex lock_;  // guards everything below
+
+  std::map<std::string, std::uint32_t, std::less<>> worker_by_name_;
+  std::vector<Worker> workers_;
+  std::vector<Rank> ranks_;
+  std::vector<Seat> seats_;
+  std::vector<std::uint32_t> free_workers_, free_ranks_, free_seats_;
+
+  FlatMap blocks_;  // block hash -> set of holders
+  HolderSets sets_;
+  std::size_t held_ = 0;  // blocks with a holder; the others wait to be swept
+  std::uint64_t sweep_cursor_ = 0;
+  Applied total_;
+  std::uint64_t batches_ = 0;
+};
+
+}  // namespace kvpool

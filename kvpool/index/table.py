@@ -1,0 +1,237 @@
+"""``PrefixIndex``: KV events in, leading blocks per worker and tier out.
+
+The table and the decoding are native (``kvpool/_native/table.h``, ``events.h``); here are types and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from kvpool import _native
+from kvpool.errors import ConfigError, MalformedEvents
+from kvpool.wording import unknown
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Tier = Literal["device", "host", "disk", "pool"]
+TIERS: tuple[Tier, ...] = ("device", "host", "disk", "pool")  # as in kvpool/_native/holders.h
+
+DEFAULT_MAX_BLOCKS = 1 << 27  # 134 million: 2 to 4 GB
+MAX_BLOCKS = 1 << 32
+MAX_DP_RANK = 65535
+
+_LOCAL, _ANY = len(TIERS), len(TIERS) + 1
+
+
+class Applied(NamedTuple):
+    """What one batch changed, or all of them: block hashes, and events where the name says so."""
+
+    stored: int  # new at this holder
+    copied: int  # one more physical copy of what it holds
+    repeated: int  # told again: nothing changed
+    removed: int  # gone from this holder
+    uncopied: int  # one physical copy less, others are left
+    unknown: int  # removed, but this holder did not have it
+    refused: int  # stored, but the index is full
+    partial: int  # of a KV-cache group that needs only a part of the prefix, such as a window: not indexed
+    cleared_events: int
+    skipped_events: int  # of an unknown type or in an unknown medium
+
+
+class Match(NamedTuple):
+    """How many leading blocks of a prompt one rank of one worker can use; 0 where it holds not even the first.
+
+    ``local_blocks``: each block in any tier of the worker itself, device, host or disk. ``any_blocks``: each
+    block there or in the pool. A prompt that goes on in another tier counts on in these two only.
+    """
+
+    worker: str
+    dp_rank: int
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    pool_blocks: int
+    local_blocks: int
+    any_blocks: int
+
+
+class Matches:
+    """The answer of ``PrefixIndex.match``, in columns: row i of each belongs to ``workers[i]``.
+
+    Only ranks that hold the first block in some tier have a row; rows are in no particular order. A number
+    column is a read-only ``memoryview`` of native 32-bit unsigned integers, one a row. Iterating gives a
+    ``Match`` a row. Immutable; it does not follow the index.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(self, native: _native.Matches) -> None:
+        self._native = native
+
+    def __len__(self) -> int:
+        return len(self._native)
+
+    @property
+    def workers(self) -> list[str]:
+        """Names; a worker with several data-parallel ranks stands in several rows."""
+        return self._native.workers()
+
+    @property
+    def dp_ranks(self) -> memoryview:
+        """Data-parallel ranks."""
+        return memoryview(self._native.dp_ranks()).cast("I")
+
+    @property
+    def device_blocks(self) -> memoryview:
+        """Leading blocks in accelerator memory (what the engine calls GPU)."""
+        return self._column(TIERS.index("device"))
+
+    @property
+    def host_blocks(self) -> memoryview:
+        """Leading blocks in the worker's main memory."""
+        return self._column(TIERS.index("host"))
+
+    @property
+    def disk_blocks(self) -> memoryview:
+        """Leading blocks on the worker's disk."""
+        return self._column(TIERS.index("disk"))
+
+    @property
+    def pool_blocks(self) -> memoryview:
+        """Leading blocks in storage that this worker announced: what it could load from the pool."""
+        return self._column(TIERS.index("pool"))
+
+    @property
+    def local_blocks(self) -> memoryview:
+        """Leading blocks in any tier of the worker itself: device, host or disk, block by block."""
+        return self._column(_LOCAL)
+
+    @property
+    def any_blocks(self) -> memoryview:
+        """Leading blocks in any tier, the pool among them, block by block."""
+        return self._column(_ANY)
+
+    def __iter__(self) -> Iterator[Match]:
+        columns = [self._column(column).tolist() for column in range(_ANY + 1)]
+        return map(Match._make, zip(self.workers, self.dp_ranks.tolist(), *columns, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Matches({list(self)!r})"
+
+    def _column(self, column: int) -> memoryview:
+        return memoryview(self._native.column(column)).cast("I")
+
+
+class PrefixIndex:
+    """Which workers hold which blocks, from their KV events; exact as of the last batch applied.
+
+    One index is **one partition**: the workers in it must share model, tenant, hash algorithm, hash seed and
+    hash block size, since a block is known by its 64-bit hash alone. Keep one index for each partition.
+
+    ``max_blocks``: distinct blocks, 1 to 2**32. What is stored beyond it is refused and counted, never evicted:
+    an index that forgets credits too little, and engines do not tell twice. A block costs 17 to 30 bytes where
+    prompts share prefixes. ``reuse_reports``: some requests may run with vLLM's ``kv_cache_report_mode`` set to
+    ``full``; ``docs/index.md`` says what that costs. False, where none does, counts copies exactly.
+
+    Any thread may call anything; calls do not hold the interpreter's lock while they work. A match waits for a
+    batch that is being applied, and sees all of it or nothing. Nothing blocks on I/O.
+    """
+
+    __slots__ = ("_table",)
+
+    def __init__(self, *, max_blocks: int = DEFAULT_MAX_BLOCKS, reuse_reports: bool = True) -> None:
+        if type(max_blocks) is not int or not 1 <= max_blocks <= MAX_BLOCKS:
+            raise ConfigError(f"max_blocks is a whole number from 1 to {MAX_BLOCKS}, not {max_blocks!r}")
+        if type(reuse_reports) is not bool:
+            raise ConfigError(f"reuse_reports is True or False, not {reuse_reports!r}")
+        self._table = _native.Table(max_blocks, reuse_reports)
+
+    def apply(self, worker: str, payload: Buffer, *, dp_rank: int = 0) -> Applied:
+        """Apply one batch of events: the last frame of a message of vLLM's publisher, as it came.
+
+        ``worker``: its name, 1 to 256 bytes of UTF-8; a new one is added. ``payload``: msgpack
+        ``[timestamp, [events], data-parallel rank]``, at most 64 MiB, a million events and four million
+        hashes. ``dp_rank``: the rank where the payload names none.
+        Errors: ``MalformedEvents``, and then nothing of the batch was applied; ``ConfigError`` for the rest.
+        """
+        _check_rank(dp_rank)
+        try:
+            return Applied._make(self._table.apply(worker, payload, dp_rank))
+        except _native.MalformedEvents as error:
+            raise MalformedEvents(f"a batch of KV events is malformed: {error}") from error
+        except (ValueError, TypeError, BufferError) as error:
+            raise ConfigError(str(error)) from error
+
+    def match(self, hashes64: Buffer, *, workers: Sequence[str] | None = None) -> Matches:
+        """How many leading blocks of a prompt each worker can use, by tier.
+
+        ``hashes64``: what ``BlockHasher.hashes64`` returns: one little-endian u64 a block, at most 4,194,304.
+        ``workers``: only these, known or not; None: all. A worker without a row holds nothing of the prompt.
+        Of a model with several KV-cache groups, counts what all groups hold that need the whole prefix;
+        sliding windows are not indexed. Errors: ``ConfigError``.
+        """
+        try:
+            return Matches(self._table.match(hashes64, workers))
+        except (ValueError, TypeError, BufferError) as error:
+            raise ConfigError(str(error)) from error
+
+    def remove_worker(self, worker: str) -> bool:
+        """Forget a worker and all it holds, at once; False if it is not known.
+
+        Takes time with the number of different sets of holders, not of blocks. Errors: ``ConfigError``.
+        """
+        try:
+            return self._table.remove_worker(worker)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+
+    def clear(self, worker: str, *, dp_rank: int | None = None, tier: Tier | None = None) -> bool:
+        """Forget what a worker holds, but not the worker: of one rank or all, in one tier or all.
+
+        False if there is no such rank. Errors: ``ConfigError``.
+        """
+        if dp_rank is not None:
+            _check_rank(dp_rank)
+        if tier is not None and tier not in TIERS:
+            raise ConfigError(unknown("tier", str(tier), TIERS))
+        tiers = (1 << len(TIERS)) - 1 if tier is None else 1 << TIERS.index(tier)
+        try:
+            return self._table.clear(worker, dp_rank, tiers)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+
+    def workers(self) -> list[str]:
+        """The names of all workers that were added and not removed, sorted."""
+        return self._table.workers()
+
+    def __len__(self) -> int:
+        """Distinct blocks that somebody holds."""
+        return int(self._table.stats()["blocks"])
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Bytes that the table takes, free places included. It does not shrink when blocks go."""
+        return int(self._table.stats()["nbytes"])
+
+    def counters(self) -> dict[str, int]:
+        """Totals of all batches, under the names of ``Applied``, with ``batches`` and ``malformed_batches``.
+
+        Gauges: ``blocks``, ``workers``, ``holders`` (rank and KV-cache group), ``holder_sets`` (different
+        ones), ``copied_blocks`` (with more than one physical copy at a holder), ``unswept_blocks`` (places of
+        blocks that nobody holds any more, taken back a few with each batch), ``memory_nbytes``.
+        """
+        stats = self._table.stats()
+        names = {"copies": "copied_blocks", "unswept": "unswept_blocks", "nbytes": "memory_nbytes"}
+        totals = Applied._make(stats.pop("applied"))._asdict()
+        return totals | {names.get(name, name): value for name, value in stats.items()}
+
+    def __repr__(self) -> str:
+        stats = self._table.stats()
+        return f"<PrefixIndex of {stats['blocks']} blocks at {stats['workers']} workers>"
+
+
+def _check_rank(dp_rank: int) -> None:
+    if type(dp_rank) is not int or not 0 <= dp_rank <= MAX_DP_RANK:
+        raise ConfigError(f"dp_rank is a whole number from 0 to {MAX_DP_RANK}, not {dp_rank!r}")

@@ -1,0 +1,175 @@
+"""The index against vLLM's own event classes and its own block pool."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvpool import PrefixIndex
+from tests.index.wire import batch, cleared, packed64, removed, stored
+
+pytestmark = pytest.mark.vllm
+
+
+def _encode(events: list[Any], dp_rank: int | None = None) -> bytes:
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    return msgspec.msgpack.encode(KVEventBatch(ts=1.5, events=events, data_parallel_rank=dp_rank))
+
+
+def test_our_batches_are_the_bytes_that_vllm_sends() -> None:
+    from vllm.distributed import kv_events
+
+    told = [
+        stored([1, (1 << 64) - 1], parent=7, token_ids=[1, 70_000], lora_id=3, lora_name="l", session_id="s"),
+        stored([b"x" * 32], medium=None, group_idx=2, kv_cache_spec_kind="sliding_window", block_size=0),
+        stored([], kv_cache_spec_sliding_window=128, extra_keys=[None], locality="LOCAL", ownership="o"),
+        removed([1, b"y" * 16], medium="CPU", group_idx=0, locality="REMOTE", ownership="kvpool"),
+        removed([], medium=None),
+        cleared(),
+    ]
+    made = [
+        getattr(kv_events, event["type"])(**{k: v for k, v in event.items() if k != "type"}) for event in told
+    ]
+    assert batch(*told) == _encode(made)
+    assert batch(*told, dp_rank=3) == _encode(made, 3)
+
+
+def test_the_golden_batches_are_what_vllm_packs_today() -> None:
+    from tests.golden.make import make_events
+    from tests.index.test_table import GOLDEN
+
+    assert make_events() == GOLDEN
+
+
+def test_the_pools_events_are_of_the_pool_tier() -> None:
+    """What kvpool's own connector publishes."""
+    from types import SimpleNamespace
+
+    from kvpool.vllm.compat import removed_event, stored_event
+
+    request: Any = SimpleNamespace(
+        lora_request=None, all_token_ids=list(range(64)), mm_features=[], cache_salt=None, prompt_embeds=None
+    )
+    hashes = [bytes([i]) * 32 for i in range(2)]
+    numbers = [int.from_bytes(block_hash[-8:], "big") for block_hash in hashes]
+    index = PrefixIndex()
+    told = [stored_event(request, 0, 32, i, hashes) for i in range(2)]
+    assert index.apply("w", _encode(told)).stored == 2
+    assert list(index.match(packed64(numbers)).pool_blocks) == [2]
+    assert index.apply("w", _encode([removed_event(hashes[1], 0)])).removed == 1
+    assert list(index.match(packed64(numbers)).pool_blocks) == [1]
+
+
+class _Engine:
+    """vLLM's own block pool and block hashes under random requests; and what it really holds."""
+
+    BLOCK = 4
+
+    def __init__(self, chance: random.Random, *, report_mode: str) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+
+        self.chance, self.report_mode = chance, report_mode
+        self.pool = BlockPool(60, True, self.BLOCK, enable_kv_cache_events=True)
+        self.running: list[list[Any]] = []
+        self.known: set[int] = set()
+
+    def step(self) -> bytes:
+        what = self.chance.random()
+        if what < 0.6:
+            self._start()
+        elif what < 0.9 and self.running:
+            self.pool.free_blocks(reversed(self.running.pop(self.chance.randrange(len(self.running)))))
+        elif what < 0.97:
+            self.pool.evict_blocks(set(self.chance.sample(range(1, 60), 3)))
+        elif not self.running:
+            self.pool.reset_prefix_cache()
+        return _encode(self.pool.take_events(), 0)
+
+    def _start(self) -> None:
+        """A request: reuses the cached prefix, or, as after an asynchronous load, only a part of it or none."""
+        from tests.vllm_oracle import request_hashes
+
+        root = self.chance.randrange(4)
+        tokens = [root] * (self.BLOCK * self.chance.randrange(1, 9))
+        if self.chance.random() < 0.3:
+            tokens[self.chance.randrange(len(tokens))] = 9
+        hashes: Any = request_hashes(
+            tokens,
+            block_tokens=self.BLOCK,
+            algorithm="sha256_cbor",
+            lora=None,
+            cache_salt=None,
+            multimodal=(),
+        )
+        self.known.update(int.from_bytes(block_hash[-8:], "big") for block_hash in hashes)
+        reused: list[Any] = []
+        for block_hash in hashes[:-1]:
+            found = self.pool.get_cached_block(block_hash, [0])
+            if not found:
+                break
+            reused += found
+        if self.chance.random() < 0.3:
+            del reused[self.chance.randrange(len(reused) + 1) :]
+        if len(hashes) - len(reused) > self.pool.get_num_free_blocks() - len(reused):
+            return
+        from types import SimpleNamespace
+
+        request: Any = SimpleNamespace(
+            block_hashes=hashes, all_token_ids=tokens, lora_request=None, session_id=None, mm_features=[],
+            cache_salt=None, prompt_embeds=None,
+        )  # fmt: skip
+        if self.report_mode == "full":
+            self.pool.emit_cached_block_events(request, len(reused), self.BLOCK, 0)
+        self.pool.touch(reused)
+        blocks = reused + self.pool.get_new_blocks(len(hashes) - len(reused))
+        self.pool.cache_full_blocks(request, blocks, len(reused), len(hashes), self.BLOCK, 0)
+        self.running.append(blocks)
+
+    def holds(self) -> set[int]:
+        from vllm.v1.core.kv_cache_utils import get_block_hash
+
+        cache = self.pool.cached_block_hash_to_block._cache
+        return {int.from_bytes(get_block_hash(key)[-8:], "big") for key in cache}
+
+
+def _held(index: PrefixIndex, known: set[int]) -> set[int]:
+    return {block for block in known if len(index.match(packed64([block])))}
+
+
+@pytest.fixture(autouse=True)
+def _none_hash() -> None:
+    from tests.vllm_oracle import init_none_hash
+
+    init_none_hash("sha256_cbor", None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_index_knows_what_the_engines_pool_holds(seed: int) -> None:
+    """Exactly, where no request asks for reports of reused blocks: copies, evictions and resets among it."""
+    engine = _Engine(random.Random(seed), report_mode="incremental")
+    index = PrefixIndex(reuse_reports=False)
+    copied = 0
+    for _ in range(400):
+        copied += index.apply("w", engine.step()).copied
+        assert _held(index, engine.known) == engine.holds()
+    assert copied > 20, "a test without copies proves nothing"
+
+
+@pytest.mark.parametrize("report_mode", ["incremental", "full"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_index_never_credits_more_than_the_pool_holds(seed: int, report_mode: str) -> None:
+    """Whatever the report mode; what it credits too little is little."""
+    engine = _Engine(random.Random(seed), report_mode=report_mode)
+    index = PrefixIndex()
+    repeated = missed = held = 0
+    for _ in range(400):
+        repeated += index.apply("w", engine.step()).repeated
+        credited, truth = _held(index, engine.known), engine.holds()
+        assert credited <= truth
+        missed, held = missed + len(truth - credited), held + len(truth)
+    assert repeated > 10
+    assert missed < 0.25 * held

@@ -1,0 +1,411 @@
+"""PrefixIndex: named cases, a differential test against a plain model, batches that are damaged."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpool
+from kvpool import BlockHasher, ConfigError, MalformedEvents, PrefixIndex
+from kvpool.index import Match
+from tests.index.model import Model
+from tests.index.wire import Hash, batch, cleared, packed64, removed, stored
+
+GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "events.json").read_text())
+
+
+def device_blocks(index: PrefixIndex, prompt: list[int], worker: str = "w") -> int:
+    return max(
+        (row.device_blocks for row in index.match(packed64(prompt)) if row.worker == worker), default=0
+    )
+
+
+# ---- what another index is known to get wrong (four blocks of 16 tokens, as it was reported)
+
+
+def test_a_duplicate_store_survives_one_remove() -> None:
+    index = PrefixIndex()
+    index.apply("w", batch(stored([1, 2, 3, 4])))
+    index.apply("w", batch(stored([4], parent=3)))  # the last block of a cached prompt, computed again
+    index.apply("w", batch(removed([4])))
+    assert device_blocks(index, [1, 2, 3, 4]) == 4
+    index.apply("w", batch(removed([4])))
+    assert device_blocks(index, [1, 2, 3, 4]) == 3
+
+
+def test_an_event_without_tokens_counts() -> None:
+    index = PrefixIndex()
+    index.apply("w", batch(stored([1, 2]), stored([3], medium="CPU", block_size=0, group_idx=0)))
+    (row,) = index.match(packed64([1, 2, 3]))
+    assert row == Match("w", 0, 2, 0, 0, 0, 3, 3)
+
+
+def test_a_middle_block_may_go_and_come_back() -> None:
+    index = PrefixIndex()
+    prompt = list(range(1, 9))
+    index.apply("w", batch(stored(prompt)))
+    index.apply("w", batch(removed([4])))
+    assert device_blocks(index, prompt) == 3
+    index.apply("w", batch(stored([4], parent=3)))
+    assert device_blocks(index, prompt) == 8
+
+
+def test_reports_of_reused_blocks_do_not_add_up() -> None:
+    index = PrefixIndex()
+    index.apply("w", batch(stored([1, 2, 3], group_idx=0, kv_cache_spec_kind="full_attention")))
+    for _ in range(5):
+        report = stored([1, 2], group_idx=0, kv_cache_spec_kind="full_attention", session_id="s")
+        assert index.apply("w", batch(report)).repeated == 2
+    assert index.apply("w", batch(removed([2, 1], group_idx=0))).removed == 2
+    assert len(index.match(packed64([1]))) == 0
+
+
+def test_a_window_is_not_indexed() -> None:
+    """In report mode full vLLM names blocks of a window that are gone, and never removes them."""
+    index = PrefixIndex()
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 32}
+    index.apply("w", batch(stored([1, 2, 3], group_idx=0, kv_cache_spec_kind="full_attention")))
+    assert index.apply("w", batch(stored([2, 3], parent=1, **window))).partial == 2
+    assert index.apply("w", batch(removed([2], group_idx=1))).partial == 1
+    assert device_blocks(index, [1, 2, 3]) == 3
+    index.apply("w", batch(removed([1, 2, 3], group_idx=0)))
+    assert len(index) == 0
+
+
+def test_a_pool_block_told_twice_is_gone_with_one_removal() -> None:
+    index = PrefixIndex()
+    for _ in range(2):
+        index.apply("w", batch(stored([1], medium="STORAGE", ownership="kvpool", locality="REMOTE")))
+    index.apply("w", batch(removed([1], medium="STORAGE", ownership="kvpool", locality="REMOTE")))
+    assert len(index) == 0
+
+
+def test_a_cleared_engine_keeps_its_pool() -> None:
+    index = PrefixIndex()
+    index.apply("w", batch(stored([1, 2]), stored([1], medium="STORAGE"), stored([2], medium="CPU")))
+    index.apply("w", batch(stored([1, 2]), dp_rank=1))
+    assert index.apply("w", batch(cleared(), dp_rank=0)).cleared_events == 1
+    assert set(index.match(packed64([1, 2]))) == {
+        Match("w", 0, 0, 0, 0, 1, 0, 1),
+        Match("w", 1, 2, 0, 0, 0, 2, 2),
+    }
+
+
+def test_the_hashes_of_a_prompt_find_its_blocks() -> None:
+    hasher = BlockHasher(16)
+    tokens = list(range(1000))
+    index = PrefixIndex()
+    index.apply("whole", batch(stored(hasher.hashes(tokens), token_ids=tokens)))
+    index.apply("number", batch(stored([int.from_bytes(h[-8:], "big") for h in hasher.hashes(tokens)[:7]])))
+    assert {row.worker: row.device_blocks for row in index.match(hasher.hashes64(tokens))} == {
+        "whole": 62,
+        "number": 7,
+    }
+
+
+# ---- the answer
+
+
+def test_the_answer_is_columns() -> None:
+    index = PrefixIndex()
+    index.apply("a", batch(stored([1, 2, 3])))
+    index.apply("b", batch(stored([1], medium="STORAGE"), dp_rank=3))
+    matches = index.match(packed64([1, 2]))
+    assert len(matches) == 2
+    order = [matches.workers.index("a"), matches.workers.index("b")]
+    columns = (matches.dp_ranks, matches.device_blocks, matches.host_blocks, matches.disk_blocks)
+    columns += (matches.pool_blocks, matches.local_blocks, matches.any_blocks)
+    assert [[column[row] for row in order] for column in columns] == [
+        [0, 3], [2, 0], [0, 0], [0, 0], [0, 1], [2, 0], [2, 1],
+    ]  # fmt: skip
+    assert all(column.readonly and column.format == "I" and len(column) == 2 for column in columns)
+    index.remove_worker("a")
+    assert len(matches) == 2, "an answer does not follow the index"
+    assert "Match(worker='a', dp_rank=0, device_blocks=2" in repr(matches)
+    nothing = index.match(b"")
+    assert list(nothing) == list(nothing.any_blocks) == nothing.workers == []
+
+
+def test_an_empty_list_of_workers_is_nobody() -> None:
+    index = PrefixIndex()
+    index.apply("a", batch(stored([1])))
+    assert len(index.match(packed64([1]), workers=[])) == 0
+    assert index.match(packed64([1]), workers=("a", "unknown")).workers == ["a"]
+
+
+def test_counters_say_what_happened() -> None:
+    index = PrefixIndex(max_blocks=3)
+    applied = index.apply(
+        "w", batch(stored([1, 2, 3, 4]), stored([1], parent=9), removed([8]), {"type": "X"})
+    )
+    assert applied == (3, 1, 0, 0, 0, 1, 1, 0, 0, 1)
+    with pytest.raises(MalformedEvents):
+        index.apply("w", b"\x90")
+    counters = index.counters()
+    assert applied._asdict().items() <= counters.items()
+    assert counters["batches"] == counters["malformed_batches"] == 1
+    assert counters["blocks"] == len(index) == 3
+    assert counters["copied_blocks"] == counters["workers"] == counters["holders"] == 1
+    assert counters["memory_nbytes"] == index.memory_nbytes > 0
+    assert index.workers() == ["w"]
+    assert repr(index) == "<PrefixIndex of 3 blocks at 1 workers>"
+
+
+def test_it_is_public_and_light() -> None:
+    assert kvpool.PrefixIndex is PrefixIndex
+    assert issubclass(kvpool.MalformedEvents, kvpool.KVPoolError)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda i: i.apply("", batch()), "1 to 256 bytes"),
+        (lambda i: i.apply("x" * 257, batch()), "1 to 256 bytes"),
+        (lambda i: i.apply("\ud800", batch()), "not Unicode"),
+        (lambda i: i.apply(7, batch()), "worker must be a str"),
+        (lambda i: i.apply("w", "text"), "bytes-like"),
+        (lambda i: i.apply("w", batch(), dp_rank=-1), "dp_rank"),
+        (lambda i: i.apply("w", batch(), dp_rank=True), "dp_rank"),
+        (lambda i: i.apply("w", batch(), dp_rank=1 << 16), "dp_rank"),
+        (lambda i: i.match(b"1234567"), "multiple of 8"),
+        (lambda i: i.match([1, 2]), "bytes-like"),
+        (lambda i: i.match(b"", workers="w"), "not one str"),
+        (lambda i: i.match(b"", workers=[1]), "sequence of str"),
+        (lambda i: i.match(b"", workers=3), "iterable"),
+        (lambda i: i.match(bytes(8 * ((1 << 22) + 1))), "at most"),
+        (lambda i: i.remove_worker(None), "worker must be a str"),
+        (lambda i: i.clear("w", tier="devise"), 'did you mean "device"'),
+        (lambda i: i.clear("w", dp_rank=1.0), "dp_rank"),
+        (lambda i: i.clear(b"w"), "worker must be a str"),
+        (lambda i: PrefixIndex(max_blocks=0), "max_blocks"),
+        (lambda i: PrefixIndex(max_blocks=(1 << 32) + 1), "max_blocks"),
+        (lambda i: PrefixIndex(reuse_reports=1), "reuse_reports"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_one_clear_line(call: Any, says: str) -> None:
+    index = PrefixIndex()
+    with pytest.raises(ConfigError, match=says) as raised:
+        call(index)
+    assert "\n" not in str(raised.value)
+    assert len(index) == 0
+
+
+# ---- against the model
+
+HASHES = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 1 << 32, (1 << 63) + 1, (1 << 64) - 1])
+WORKERS = st.sampled_from(["a", "b", "c"])
+RANKS = st.sampled_from([0, 0, 0, 1])
+
+
+@st.composite
+def wire_hashes(draw: st.DrawFn) -> list[Hash]:
+    as_bytes = draw(st.booleans())
+    blocks = draw(st.lists(HASHES, max_size=6))
+    if not as_bytes:
+        return list(blocks)
+    return [draw(st.sampled_from([b"", b"x" * 24])) + block.to_bytes(8, "big") for block in blocks]
+
+
+@st.composite
+def events(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(["stored"] * 5 + ["removed"] * 4 + ["cleared"]))
+    if kind == "cleared":
+        return cleared()
+    fields: dict[str, Any] = {"medium": draw(st.sampled_from(["GPU", "GPU", None, "CPU", "DISK", "STORAGE"]))}
+    fields["group_idx"] = draw(st.sampled_from([None, 0, 0, 0, 1]))
+    if kind == "removed":
+        return removed(draw(wire_hashes()), **fields)
+    fields["kv_cache_spec_kind"] = draw(
+        st.sampled_from([None, None, "full_attention", "sliding_window", "new_kind"])
+    )
+    fields["parent"] = draw(st.sampled_from([None, 5, b"y" * 32]))
+    fields["token_ids"] = draw(st.lists(st.integers(0, (1 << 32) - 1), max_size=4))
+    fields["extra_keys"] = draw(st.sampled_from([None, [None, ["adapter", ["image", 3]]]]))
+    return stored(draw(wire_hashes()), **fields)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Any, ...]:
+    what = draw(st.sampled_from(["apply"] * 10 + ["remove", "clear"]))
+    worker = draw(WORKERS)
+    if what == "remove":
+        return what, worker
+    if what == "clear":
+        tier = draw(st.sampled_from([None, "device", "host", "disk", "pool"]))
+        return what, worker, draw(st.sampled_from([None, 0, 1])), tier
+    return what, worker, draw(st.lists(events(), max_size=4)), draw(RANKS), draw(st.booleans())
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    plan=st.lists(steps(), max_size=25),
+    prompts=st.lists(st.lists(HASHES, max_size=8), min_size=3, max_size=6),
+    reuse_reports=st.booleans(),
+    only=st.sampled_from([None, ["a"], ["b", "nobody"]]),
+)
+def test_it_does_what_a_plain_model_does(
+    plan: list[tuple[Any, ...]], prompts: list[list[int]], reuse_reports: bool, only: list[str] | None
+) -> None:
+    index, model = PrefixIndex(reuse_reports=reuse_reports), Model(reuse_reports=reuse_reports)
+    for what, worker, *rest in plan:
+        if what == "remove":
+            assert index.remove_worker(worker) == (worker in model.workers)
+            model.remove_worker(worker)
+        elif what == "clear":
+            rank, tier = rest
+            index.clear(worker, dp_rank=rank, tier=tier)
+            model.clear(worker, rank, ("device", "host", "disk", "pool") if tier is None else (tier,))
+        else:
+            told, rank, in_payload = rest
+            payload = batch(*told, dp_rank=rank if in_payload else None)
+            index.apply(worker, payload, dp_rank=0 if in_payload else rank)
+            model.apply(worker, rank, told)
+        assert len(index) == model.blocks()
+        assert index.workers() == sorted(model.workers)
+        for prompt in prompts:
+            assert sorted(index.match(packed64(prompt), workers=only)) == sorted(model.match(prompt, only))
+
+
+# ---- damage
+
+
+def _state(index: PrefixIndex) -> tuple[Any, ...]:
+    counters = index.counters()
+    del counters["malformed_batches"]
+    return counters, sorted(index.match(packed64([1, 2, 3]))), index.workers()
+
+
+DAMAGED = batch(
+    removed([1]),
+    stored([7, b"z" * 32], parent=6, token_ids=[1, 300, 70_000], extra_keys=[["a", 1], None], group_idx=1),
+    cleared(),
+    dp_rank=2,
+)
+
+
+def test_a_batch_cut_anywhere_changes_nothing() -> None:
+    index = PrefixIndex()
+    index.apply("w", batch(stored([1, 2, 3])))
+    before = _state(index)
+    for nbytes in range(len(DAMAGED)):
+        with pytest.raises(MalformedEvents, match="at byte"):
+            index.apply("new", DAMAGED[:nbytes])
+        assert _state(index) == before
+    with pytest.raises(MalformedEvents):
+        index.apply("new", DAMAGED + b"\xc0")
+    assert _state(index) == before
+    assert index.counters()["malformed_batches"] == len(DAMAGED) + 1
+    index.apply("w", DAMAGED)
+    assert _state(index) != before
+
+
+@settings(max_examples=500, deadline=None)
+@given(noise=st.binary(max_size=200), flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255))))
+def test_noise_is_refused_or_applied_whole(noise: bytes, flips: list[tuple[int, int]]) -> None:
+    index = PrefixIndex()
+    index.apply("w", batch(stored([1, 2, 3])))
+    flipped = bytearray(DAMAGED)
+    for position, value in flips:
+        flipped[position % len(flipped)] = value
+    for payload in (noise, b"\x92\x00" + noise, bytes(flipped)):
+        before = _state(index)
+        try:
+            index.apply("w", payload)
+        except MalformedEvents:
+            assert _state(index) == before
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+        max_leaves=12,
+    )
+)  # fmt: skip
+def test_fields_that_are_not_ours_may_hold_anything(value: Any) -> None:
+    index = PrefixIndex()
+    event = stored([1]) | {"added_in_some_later_version": value}
+    payload: bytes = msgpack.packb([value, [event], None, value])
+    assert index.apply("w", payload).stored == 1
+
+
+def test_a_changing_payload_is_no_payload() -> None:
+    index = PrefixIndex()
+    payload = bytearray(batch(stored([1])))
+    assert index.apply("w", payload).stored == 1
+    assert index.apply("w", memoryview(payload)).repeated == 1
+    payload.clear()  # not held any longer
+
+
+# ---- golden batches
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=lambda row: row["name"])
+def test_golden_batches(row: dict[str, Any]) -> None:
+    index = PrefixIndex()
+    for payload in row["payloads"]:
+        index.apply("w", bytes.fromhex(payload))
+    assert len(index) == row["blocks"]
+    for question in row["questions"]:
+        answers = [list(answer[1:]) for answer in index.match(bytes.fromhex(question["hashes64"]))]
+        assert sorted(answers) == question["rows"]
+
+
+# ---- threads
+
+
+def test_readers_see_whole_batches() -> None:
+    """A writer that replaces one prompt by another in one batch; nobody may see half of either."""
+    index = PrefixIndex()
+    blocks = list(range(1, 257))
+    fill, empty = batch(stored(blocks, parent=9)), batch(removed(blocks[::-1]))
+    question = packed64(blocks)
+    done = threading.Event()
+    seen: list[set[int]] = []
+
+    def read() -> None:
+        mine: set[int] = set()
+        while not done.is_set():
+            mine.update(index.match(question).device_blocks)
+        seen.append(mine)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for reader in readers:
+            reader.start()
+        for _ in range(1500):
+            index.apply("w", fill)
+            index.apply("w", empty)
+    finally:
+        done.set()
+        for reader in readers:
+            reader.join()
+        sys.setswitchinterval(interval)
+    assert set().union(*seen) <= {256}
+    assert len(index) == 0
+
+
+def test_a_worker_that_is_removed_leaves_the_others_alone() -> None:
+    chance = random.Random(3)
+    index = PrefixIndex()
+    prompts = [[chance.getrandbits(64) for _ in range(64)] for _ in range(50)]
+    for number in range(40):
+        for prompt in chance.sample(prompts, 20):
+            index.apply(f"w{number}", batch(stored(prompt, parent=1)))
+    gone = {f"w{number}" for number in range(0, 40, 2)}
+    before = [{row for row in index.match(packed64(prompt)) if row.worker not in gone} for prompt in prompts]
+    for worker in gone:
+        assert index.remove_worker(worker)
+    assert [set(index.match(packed64(prompt))) for prompt in prompts] == before
