@@ -7,6 +7,7 @@ SHA-256 and XXH3-128, and canonical CBOR: ``hash_block_tokens`` and ``generate_b
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -202,6 +203,11 @@ def _checked_items(multimodal: Sequence[Multimodal]) -> list[Multimodal]:
             )
         items.append((identifier, offset, length))
     return items
+
+
+def seed_id(seed: str | None) -> str:
+    """What names a seed without telling it: 16 hex digits. ``seed``: as for ``BlockHasher``; it may be a secret."""
+    return hashlib.sha256(_text("seed", DEFAULT_SEED if seed is None else seed).encode()).hexdigest()[:16]
 
 
 def _lora_key(lora: tuple[str, str]) -> tuple[str, str, str]:

@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 
 from kvpool.config import hash_seed
 from kvpool.errors import EngineRefused
-from kvpool.hashing import DEFAULT_SEED
+from kvpool.hashing import seed_id
 from kvpool.keys import Fact, GroupLayout, Layout
 from kvpool.vllm.plan import Group
 
@@ -160,7 +160,6 @@ def engine_facts(
     """Every fact that changes what a block's hash or its bytes mean; the same on every rank of one engine."""
     model, parallel, caching = config.model_config, config.parallel_config, config.cache_config
     algorithm = caching.prefix_caching_hash_algo
-    seed = hash_seed()
     _, hash_block_tokens = block_sizes(config, cache)
     kv_dtype = str(caching.cache_dtype)
     if kv_dtype == "auto":
@@ -173,7 +172,7 @@ def engine_facts(
         "weights_dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization or ""),
         "hash_algorithm": algorithm,
-        "hash_seed": _digest(DEFAULT_SEED if seed is None else seed),
+        "hash_seed": seed_id(hash_seed()),
         "hash_block_tokens": hash_block_tokens,
         "hash_tags": _hash_tags(),
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -187,7 +186,7 @@ def engine_facts(
 
 
 def _digest(value: object) -> str:
-    """A short fingerprint: the seed may be a secret, and the model's configuration is long."""
+    """A short fingerprint of what is long."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
