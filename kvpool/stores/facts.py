@@ -24,48 +24,55 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
     """
     record = {"version": _VERSION, "model": model, "facts": dict(namespace.facts)}
     store.announce(namespace.facts_key, msgpack.packb(record), lease_s=LEASE_S)
-    sentences: list[str] = []
-    for key, document in store.announcements(tenant_prefix(namespace.tenant)).items():
-        parsed = parse_facts_key(key)
-        if parsed is None or parsed[1] == namespace.hex:
-            continue
-        other = _other(namespace.tenant, document, model)
-        if other is not None and other.hex == parsed[1]:
-            sentences.append(_sentence(model, namespace, other))
-    return sentences
+    return [
+        f'namespace {other.hex[:8]} of model "{model}" holds blocks that this worker cannot share: '
+        + describe_differences(namespace, other)
+        for other in announced_namespaces(store, namespace.tenant).get(model, ())
+        if other != namespace
+    ]
 
 
-def _other(tenant: str, document: bytes, model: str) -> Namespace | None:
-    """The namespace that a facts record of this model describes; None when it is no such record."""
+def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]]:
+    """The namespaces of ``tenant`` that the pool has facts of, by model and then by fingerprint.
+
+    Blocking, for a few small reads. Errors: ``StoreUnavailable``. Records that cannot be read are passed over.
+    """
+    found: dict[str, list[Namespace]] = {}
+    for key, document in store.announcements(tenant_prefix(tenant)).items():
+        parsed, described = parse_facts_key(key), _described(tenant, document)
+        if parsed is not None and described is not None and described[1].hex == parsed[1]:
+            found.setdefault(described[0], []).append(described[1])
+    return found
+
+
+def describe_differences(here: Namespace, there: Namespace) -> str:
+    """Which facts keep two namespaces apart, in words."""
+    return "; ".join(_difference(*one) for one in differing_facts(here.facts, there.facts))
+
+
+def _described(tenant: str, document: bytes) -> tuple[str, Namespace] | None:
+    """(model, namespace) that a facts record describes; None when it is no such record."""
     try:
         record: Any = msgpack.unpackb(document, max_map_len=MAX_FACTS, max_array_len=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException):
         return None
-    if not isinstance(record, dict) or record.get("version") != _VERSION or record.get("model") != model:
+    if not isinstance(record, dict) or record.get("version") != _VERSION:
         return None
-    facts = record.get("facts")
-    if not isinstance(facts, dict):
+    model, facts = record.get("model"), record.get("facts")
+    if not isinstance(model, str) or not isinstance(facts, dict):
         return None
     try:
-        return Namespace(tenant, facts)
+        return model, Namespace(tenant, facts)
     except ConfigError:
         return None
 
 
-def _sentence(model: str, ours: Namespace, theirs: Namespace) -> str:
-    differences = [_difference(*difference) for difference in differing_facts(ours.facts, theirs.facts)]
-    return (
-        f'namespace {theirs.hex[:8]} of model "{model}" holds blocks that this worker cannot share: '
-        + "; ".join(differences)
-    )
-
-
-def _difference(name: str, ours: Fact | None, theirs: Fact | None) -> str:
-    if theirs is None:
-        return f"{name} is {_shown(ours)} here and absent there"
-    if ours is None:
-        return f"{name} is absent here and {_shown(theirs)} there"
-    return f"{name} is {_shown(ours)} here and {_shown(theirs)} there"
+def _difference(name: str, here: Fact | None, there: Fact | None) -> str:
+    if there is None:
+        return f"{name} is {_shown(here)} here and absent there"
+    if here is None:
+        return f"{name} is absent here and {_shown(there)} there"
+    return f"{name} is {_shown(here)} here and {_shown(there)} there"
 
 
 def _shown(fact: Fact | None) -> str:
