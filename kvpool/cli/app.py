@@ -121,6 +121,27 @@ def _pairs(option: str, given: list[str] | None) -> dict[str, Any]:
     return pairs
 
 
+@app.command()
+def doctor(
+    pool: Annotated[str | None, typer.Option(help="URL of the store to examine.")] = None,
+    index: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of the index to examine.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Whose part of the pool.")] = "default",
+    as_json: Json = False,
+) -> None:
+    """Say what keeps a pool, its workers or an index from working, and what to change.
+
+    Exits with 1 when there is a problem. Writes one small block and takes it away again.
+    """
+    if pool is None and index is None:
+        raise ConfigError("name what to examine: --pool URL, --index HOST:PORT, or both")
+    from kvpool.cli.doctor import run_doctor
+
+    if not run_doctor(pool=pool, index=index, tenant=tenant, as_json=as_json):
+        raise typer.Exit(EXIT_FAILED)
+
+
 @bench.command("hash")
 def bench_hash(
     tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the prompt.")] = 131072,
