@@ -1,0 +1,272 @@
+"""``EventFeed``: subscribes to the KV events of workers and hands each batch on, in order, once.
+
+The protocol is that of vLLM's ZMQ publisher (``vllm/distributed/kv_events.py``): a PUB socket sends ``[topic,
+number as 8 bytes big-endian, payload]``; a ROUTER socket answers ``[b"", number]`` with ``[b"", topic, number,
+payload]`` for each batch that it keeps from that number on, and ends with number -1.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvpool.errors import ConfigError
+from kvpool.index.sequence import Sequence
+from kvpool.index.worker import EventSink, Publisher, Worker
+
+PROBE_S = 2.0  # an idle publisher is asked that often whether there is anything later
+ANSWER_S = 2.0  # how long a replay may bring nothing
+MAX_BACKOFF_S = 10.0
+CLOSE_S = 5.0
+TURN = 256  # batches of one socket in a row
+HIGH_WATER = 100_000  # batches that wait in a socket, as in the publisher's own
+MAX_FRAME_NBYTES = 64 << 20
+MAX_PUBLISHERS = 65_536
+END = (1 << 64) - 1  # -1
+
+_SCHEMES = ("tcp://", "ipc://")
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return ``endpoint`` if one can connect to it. Errors: ``ConfigError`` that says how to write one."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    good = endpoint.startswith(_SCHEMES) and len(endpoint) <= 512 and endpoint.isprintable()
+    if good and endpoint.startswith("tcp://"):
+        good = host not in ("", "*", "0.0.0.0", "[::]")  # noqa: S104
+        good = good and port.isdigit() and 0 < int(port) < 65536
+    if not good:
+        raise ConfigError(
+            f"{endpoint!r:.80} is no address of events: write tcp://HOST:PORT with the host's own name"
+        )
+    return endpoint
+
+
+@dataclass(eq=False)
+class _Link:
+    """The sockets of one publisher."""
+
+    publisher: Publisher
+    sequence: Sequence
+    events: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    replay: zmq.Socket[bytes] | None = None
+    asked: bool = False
+    answer_by: float = 0.0
+    ask_at: float = 0.0  # not before
+    backoff_s: float = 0.25
+    probe_at: float = 0.0
+
+
+@dataclass
+class _Followed:
+    worker: Worker
+    links: list[_Link] = field(default_factory=list)
+
+
+class EventFeed:
+    """Follows the publishers of workers and tells ``sink`` what they say, from one thread of its own.
+
+    ``follow``, ``unfollow`` and ``close`` may be called by any thread; they return before the sockets are made or
+    gone. Nothing of a worker is told any more once its ``unfollow`` has been carried out.
+    """
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._orders: deque[Callable[[], None]] = deque()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._followed: dict[str, _Followed] = {}
+        self._by_socket: dict[zmq.Socket[bytes], tuple[_Link, str]] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._woken, zmq.POLLIN)
+        self.ignored_messages = 0  # that are no batch
+        self._thread = threading.Thread(target=self._run, name="kvpool-feed", daemon=True)
+        self._thread.start()
+
+    def follow(self, worker: Worker) -> None:
+        """Subscribe to all publishers of a worker; one with the same id that is followed already is left first.
+
+        Errors: ``ConfigError`` for an address that one cannot connect to.
+        """
+        for publisher in worker.publishers:
+            check_endpoint(publisher.events)
+            if publisher.replay:
+                check_endpoint(publisher.replay)
+        self._order(lambda: self._follow(worker))
+
+    def unfollow(self, worker_id: str) -> None:
+        """Leave a worker; nothing happens if it is not followed."""
+        self._order(lambda: self._unfollow(worker_id))
+
+    def close(self) -> None:
+        """Leave all and end the thread. Blocking, for at most ``CLOSE_S`` seconds; again does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        self._order(lambda: None)
+        self._thread.join(CLOSE_S)
+        assert not self._thread.is_alive(), "the feed's thread is stuck"
+        os.close(self._woken)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        os.eventfd_write(self._woken, 1)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            for worker_id in list(self._followed):
+                self._unfollow(worker_id)
+            self._context.destroy(linger=0)
+
+    def _turn(self) -> None:
+        ready = dict(self._poller.poll(max(0, int((self._next_at() - time.monotonic()) * 1e3) + 1)))
+        if self._woken in ready:
+            os.eventfd_read(self._woken)
+        while self._orders:
+            self._orders.popleft()()
+        for one in ready:
+            if (known := self._by_socket.get(one)) is not None:
+                link, kind = known
+                if kind == "replay":
+                    self._read_replay(link)
+                else:
+                    # A lost connection shows in the monitor before anything that comes over the next one.
+                    self._read_monitor(link)
+                    self._read_events(link)
+        now = time.monotonic()
+        for followed in self._followed.values():
+            for link in followed.links:
+                self._keep_asking(link, now)
+
+    def _next_at(self) -> float:
+        at = time.monotonic() + PROBE_S
+        for followed in self._followed.values():
+            for link in followed.links:
+                if link.asked:
+                    at = min(at, link.answer_by)
+                else:
+                    at = min(at, link.probe_at if link.sequence.is_live else link.ask_at)
+        return at
+
+    def _follow(self, worker: Worker) -> None:
+        self._unfollow(worker.id)
+        followed = self._followed[worker.id] = _Followed(worker)
+        for publisher in worker.publishers:
+            sequence = Sequence(self._sink, worker.id, publisher.dp_rank, can_replay=bool(publisher.replay))
+            events = self._socket(zmq.SUB)
+            monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            events.subscribe(b"")
+            events.connect(publisher.events)
+            link = _Link(publisher, sequence, events, monitor)
+            followed.links.append(link)
+            for one in (events, monitor):
+                self._by_socket[one] = (link, "events")
+                self._poller.register(one, zmq.POLLIN)
+            # Batches that are published before the subscription stands are in the replay, or are a gap.
+
+    def _unfollow(self, worker_id: str) -> None:
+        followed = self._followed.pop(worker_id, None)
+        for link in followed.links if followed is not None else ():
+            self._close_replay(link)
+            link.events.disable_monitor()
+            for one in (link.events, link.monitor):
+                self._poller.unregister(one)
+                del self._by_socket[one]
+                one.close(linger=0)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        one = self._context.socket(kind)
+        one.set_hwm(HIGH_WATER)
+        one.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+        one.setsockopt(zmq.LINGER, 0)
+        one.setsockopt(zmq.IPV6, 1)
+        one.setsockopt(zmq.RECONNECT_IVL, 100)
+        one.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        return one
+
+    def _read_monitor(self, link: _Link) -> None:
+        lost = False
+        while link.monitor.poll(0):
+            lost |= recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"] == zmq.EVENT_DISCONNECTED
+        if lost:
+            while link.events.poll(0):  # of the life that may have ended; a replay brings what is still true
+                link.events.recv_multipart(zmq.NOBLOCK)
+            link.sequence.disconnected()
+
+    def _read_events(self, link: _Link) -> None:
+        for _ in range(TURN):
+            try:
+                frames = link.events.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            link.probe_at = time.monotonic() + PROBE_S
+            if len(frames) == 3 and len(frames[1]) == 8:
+                link.sequence.live(int.from_bytes(frames[1], "big"), frames[2])
+            else:
+                self.ignored_messages += 1
+
+    def _read_replay(self, link: _Link) -> None:
+        for _ in range(TURN):
+            if link.replay is None:
+                return
+            try:
+                frames = link.replay.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            now = time.monotonic()
+            if len(frames) != 5 and len(frames) != 4:
+                self.ignored_messages += 1
+            elif len(frames[-2]) == 8 and link.asked:
+                link.answer_by = now + ANSWER_S
+                number = int.from_bytes(frames[-2], "big")
+                if number == END:
+                    link.asked, link.backoff_s = False, 0.25
+                    link.probe_at, link.ask_at = now + PROBE_S, now
+                    link.sequence.replay_ended()
+                else:
+                    link.sequence.replayed(number, frames[-1])
+
+    def _keep_asking(self, link: _Link, now: float) -> None:
+        """Ask for a replay when one is due; give one up that brings nothing."""
+        if link.asked:
+            if now >= link.answer_by:
+                self._close_replay(link)  # a late answer must not be taken for that of the next question
+                link.ask_at, link.backoff_s = now + link.backoff_s, min(2 * link.backoff_s, MAX_BACKOFF_S)
+                link.sequence.replay_failed(f"no answer from {link.publisher.replay}")
+            return
+        if link.sequence.is_live and now >= link.probe_at:
+            link.probe_at = now + PROBE_S
+            link.sequence.check()
+        if link.sequence.is_live or link.sequence.wanted is None or now < link.ask_at:
+            return
+        if link.replay is None:
+            link.replay = self._socket(zmq.DEALER)
+            link.replay.connect(link.publisher.replay)
+            self._by_socket[link.replay] = (link, "replay")
+            self._poller.register(link.replay, zmq.POLLIN)
+        link.asked, link.answer_by = True, now + ANSWER_S
+        try:
+            link.replay.send_multipart([b"", link.sequence.wanted.to_bytes(8, "big")], zmq.NOBLOCK)
+        except zmq.Again:
+            link.answer_by = now
+
+    def _close_replay(self, link: _Link) -> None:
+        link.asked = False
+        if link.replay is not None:
+            self._poller.unregister(link.replay)
+            del self._by_socket[link.replay]
+            link.replay.close(linger=0)
+            link.replay = None

@@ -1,0 +1,224 @@
+"""One publisher's batches in order, each once: what to apply, when to ask for a replay, when nothing is sure.
+
+vLLM numbers its batches from 0 at every start, keeps the last 10,000 of them and sends those again on request
+(``vllm/distributed/kv_events.py``). A number alone does not tell a restart from what was heard before. So every
+replay is asked from the last batch that was applied, and that batch has to come back byte by byte: batches carry
+the time at which they were made, so no two are alike.
+
+Nothing here reads a socket or a clock; ``EventFeed`` does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from enum import Enum
+
+from kvpool.errors import MalformedEvents
+from kvpool.index.worker import EventSink
+
+KEPT_BY_PUBLISHER = 10_000  # batches
+REMEMBERED = 1 << 14  # batches of which a hash is kept, to know one that comes twice
+MAX_WAITING = 1 << 14  # batches that came while a replay is under way
+MAX_WAITING_NBYTES = 64 << 20
+MAX_ROUNDS = 8  # replays in a row that bring nothing new
+
+
+class _State(Enum):
+    LIVE = "live"
+    # A replay is under way, or is to be asked for:
+    JOINING = "joining"  # nothing is known yet
+    CHECKING = "checking"  # whether what is known is still true
+    CLOSING = "closing"  # a gap
+
+
+class Sequence:
+    """The order of one rank's batches. One thread.
+
+    ``can_replay``: the publisher has a replay endpoint. Whoever reads its sockets calls the methods below;
+    ``wanted`` is the number from which a replay is to be asked, or None. A replay that was asked for is followed
+    by ``replayed`` for each batch and ``replay_ended``, or by ``replay_failed``.
+    """
+
+    def __init__(self, sink: EventSink, worker_id: str, dp_rank: int, *, can_replay: bool) -> None:
+        self._sink, self._worker_id, self._dp_rank = sink, worker_id, dp_rank
+        self._can_replay = can_replay
+        self._last: int | None = None  # applied
+        self._hashes = array("q", bytes(8 * REMEMBERED))  # of batch N at N % REMEMBERED; 0: not known
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting_nbytes = 0
+        self._state = _State.JOINING if can_replay else _State.LIVE
+        self._verified = False  # within a replay: the last batch applied has come back as it was
+        self._broken = (
+            False  # within a replay: it has a gap itself, or is not of this publisher's present life
+        )
+        self._outdated = False  # within a replay: it may be of a life that has ended since
+        self._rounds = 0
+        self.wanted: int | None = 0 if can_replay else None
+
+    # What comes by itself.
+
+    def live(self, sequence: int, payload: bytes) -> None:
+        """A batch as it is published."""
+        if self._state is not _State.LIVE:
+            self._wait(sequence, payload)
+        elif self._last is None:
+            self._apply(sequence, payload)
+            self._sink.mark(self._worker_id, self._dp_rank, stale=False)
+        elif sequence == self._last + 1:
+            self._apply(sequence, payload)
+        elif sequence > self._last:
+            self._gap(sequence, payload)
+        elif not self._is_known(sequence, payload):
+            self._started_anew()
+            if not self._can_replay:
+                self._apply(sequence, payload)
+
+    def disconnected(self) -> None:
+        """The connection was lost: what comes next may be of another life of the publisher.
+
+        What has come before and was not yet handed over must be thrown away first.
+        """
+        self._drop_waiting()
+        if self._can_replay:
+            if self._state is _State.LIVE:
+                self._ask(_State.CHECKING)
+            else:
+                self._outdated = True
+        elif self._last is not None:
+            self._last = None
+            self._reset("its connection was lost, and it has no replay endpoint to ask what was missed")
+
+    def check(self) -> None:
+        """Ask whether there is anything later than what was applied."""
+        if self._can_replay and self._state is _State.LIVE:
+            self._ask(_State.CHECKING)
+
+    # What a replay brings.
+
+    def replayed(self, sequence: int, payload: bytes) -> None:
+        """A batch of the replay that was asked for."""
+        if self._broken:
+            return
+        if self._last is None:
+            self._apply(sequence, payload)
+            self._verified = True
+        elif not self._verified:
+            if sequence == self._last and self._is_known(sequence, payload):
+                self._verified = True
+            elif sequence > self._last:
+                # The publisher keeps the newest batches without a hole: it has dropped the one that we know.
+                self._reset("more batches were missed than its publisher keeps")
+                self._apply(sequence, payload)
+                self._verified = True
+            else:
+                self._broken = True
+        elif sequence == self._last + 1:
+            self._apply(sequence, payload)
+        elif not self._is_known(sequence, payload):
+            self._broken = (
+                sequence > self._last
+            )  # some were dropped on the way; at the end they are asked for
+
+    def replay_ended(self) -> None:
+        """The replay is over."""
+        if self._outdated:
+            self._ask(self._state)
+            return
+        if self._last is not None and not self._verified:
+            self._started_anew()
+            return
+        if not self._broken:
+            self._apply_waiting()
+        if self._broken:
+            self._ask_again()
+            return
+        if self._state is _State.CLOSING:
+            self._sink.gap(self._worker_id, self._dp_rank, closed=True)
+        self._state, self._rounds, self.wanted = _State.LIVE, 0, None
+        self._sink.heard(self._worker_id, self._dp_rank)
+        self._sink.mark(self._worker_id, self._dp_rank, stale=False)
+
+    def replay_failed(self, problem: str) -> None:
+        """No answer came, for the reason given: ask again."""
+        self._sink.mark(self._worker_id, self._dp_rank, stale=True, problem=problem)
+        self._ask(self._state)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether nothing is being asked."""
+        return self._state is _State.LIVE
+
+    # How it goes on.
+
+    def _gap(self, sequence: int, payload: bytes) -> None:
+        assert self._last is not None
+        missing = f"{sequence - self._last - 1} batches were missed"
+        self._sink.gap(self._worker_id, self._dp_rank, closed=False)
+        if self._can_replay:
+            self._sink.mark(self._worker_id, self._dp_rank, stale=True, problem=missing)
+            self._ask(_State.CLOSING)
+            self._wait(sequence, payload)
+        else:
+            self._reset(f"{missing}, and it has no replay endpoint")
+            self._apply(sequence, payload)
+
+    def _started_anew(self) -> None:
+        """What is known is of a life of the publisher that has ended; the next replay brings all of the new one."""
+        self._last = None
+        self._hashes = array("q", bytes(8 * REMEMBERED))
+        self._drop_waiting()
+        self._reset("its publisher was started anew")
+        if self._can_replay:
+            self._ask(_State.JOINING)
+
+    def _ask(self, state: _State) -> None:
+        self._state, self._verified, self._broken, self._outdated = state, False, False, False
+        self.wanted = 0 if self._last is None else self._last
+
+    def _ask_again(self) -> None:
+        """A replay has left something open."""
+        self._rounds += 1
+        if self._rounds > MAX_ROUNDS:
+            self._rounds = 0
+            self._last = None
+            self._reset(f"{MAX_ROUNDS} replays in a row were not whole")
+        state = _State.CLOSING if self._last is not None else _State.JOINING
+        self._ask(state)
+
+    def _wait(self, sequence: int, payload: bytes) -> None:
+        """Keep a batch until the replay is over; what does not fit is a gap then."""
+        if len(self._waiting) < MAX_WAITING and self._waiting_nbytes + len(payload) <= MAX_WAITING_NBYTES:
+            self._waiting.append((sequence, payload))
+            self._waiting_nbytes += len(payload)
+
+    def _drop_waiting(self) -> None:
+        self._waiting, self._waiting_nbytes = deque(), 0
+
+    def _apply_waiting(self) -> None:
+        waiting = self._waiting
+        self._drop_waiting()
+        for sequence, payload in waiting:
+            if self._last is None or sequence == self._last + 1:
+                self._apply(sequence, payload)
+            elif not self._is_known(sequence, payload):
+                self._broken = True  # a gap behind the replay, or another life: the next replay tells
+                return
+
+    def _apply(self, sequence: int, payload: bytes) -> None:
+        self._last = sequence
+        self._rounds = 0
+        self._hashes[sequence % REMEMBERED] = hash(payload) or 1
+        try:
+            self._sink.apply(self._worker_id, self._dp_rank, sequence, payload)
+        except MalformedEvents as error:
+            self._reset(f"batch {sequence}: {error}")
+
+    def _is_known(self, sequence: int, payload: bytes) -> bool:
+        """Whether this very batch was applied before."""
+        assert self._last is not None
+        near = self._last - REMEMBERED < sequence <= self._last
+        return near and self._hashes[sequence % REMEMBERED] == (hash(payload) or 1)
+
+    def _reset(self, problem: str) -> None:
+        self._sink.reset(self._worker_id, self._dp_rank, problem)
