@@ -138,9 +138,10 @@ class Table:
     # max_blocks: 1 to 2**32.
     def __init__(self, max_blocks: int, reuse_reports: bool) -> None: ...
 
-    # The counts of Applied in table.h, in their order. dp_rank: where the batch names none. The bytes of payload
-    # must not change meanwhile. ValueError: no name of 1 to 256 bytes, or too many workers.
-    def apply(self, worker: str, payload: Buffer, dp_rank: int) -> tuple[int, ...]: ...
+    # The counts of Applied in table.h, in their order. dp_rank: where the batch names none. pool: who holds what
+    # the batch says of the pool; None: the worker. The bytes of payload must not change meanwhile. ValueError: no
+    # name of 1 to 256 bytes, or too many workers.
+    def apply(self, worker: str, payload: Buffer, dp_rank: int, pool: str | None) -> tuple[int, ...]: ...
 
     # hashes64: packed little-endian u64, at most 4,194,304 of them. Unknown workers are left out.
     def match(self, hashes64: Buffer, workers: Sequence[str] | None) -> Matches: ...

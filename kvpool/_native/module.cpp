@@ -400,11 +400,14 @@ class PyTable {
     without_gil([this] { table_.reset(); });
   }
 
-  nb::tuple apply(nb::handle worker, nb::handle payload, std::uint32_t dp_rank) {
+  nb::tuple apply(nb::handle worker, nb::handle payload, std::uint32_t dp_rank, nb::handle pool) {
     const std::string_view name = utf8_view(worker, "worker must be a str");
+    std::optional<std::string_view> pool_name;
+    if (!pool.is_none()) pool_name = utf8_view(pool, "pool must be a str or None");
     const Bytes bytes(payload);
     try {
-      return to_tuple(without_gil([&] { return table_->apply(name, dp_rank, decode_events(bytes.get())); }));
+      return to_tuple(
+          without_gil([&] { return table_->apply(name, dp_rank, decode_events(bytes.get()), pool_name); }));
     } catch (const MalformedEvents&) {
       ++malformed_batches_;  // under the GIL again
       throw;
@@ -525,7 +528,7 @@ NB_MODULE(_native, m) {
   // .none(): our own errors say more than nanobind's.
   nb::class_<PyTable>(m, "Table")
       .def(nb::init<std::size_t, bool>(), "max_blocks"_a, "reuse_reports"_a)
-      .def("apply", &PyTable::apply, "worker"_a.none(), "payload"_a.none(), "dp_rank"_a)
+      .def("apply", &PyTable::apply, "worker"_a.none(), "payload"_a.none(), "dp_rank"_a, "pool"_a.none())
       .def("match", &PyTable::match, "hashes64"_a.none(), "workers"_a.none())
       .def("remove_worker", &PyTable::remove_worker, "worker"_a.none())
       .def("clear", &PyTable::clear, "worker"_a.none(), "dp_rank"_a.none(), "tiers"_a)

@@ -175,20 +175,24 @@ void Table::learn_reach(SeatId seat, Reach reach) {
 
 // ---- writing
 
-Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch) {
+Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch,
+                     std::optional<std::string_view> pool) {
   const auto held = write();
   Applied applied;
   applied.skipped_events = batch.skipped_events;
-  const std::uint32_t by = worker_of(worker);
-  const std::uint32_t dp_rank = batch.dp_rank.value_or(default_rank);
+  const std::uint32_t publisher = worker_of(worker);
+  const std::uint32_t its_rank = batch.dp_rank.value_or(default_rank);
   for (const Event& event : batch.events) {
     const auto hashes = std::span(batch.hashes).subspan(event.begin, event.count);
     if (event.kind == Event::Kind::kCleared) {
       ++applied.cleared_events;
       // What vLLM clears is the engine's own memory; the pool outlives it.
-      if (const auto rank = rank_of(by, dp_rank)) drop(std::span(&*rank, 1), kLocalTiers);
+      if (const auto rank = rank_of(publisher, its_rank)) drop(std::span(&*rank, 1), kLocalTiers);
       continue;
     }
+    const bool elsewhere = pool && event.tier == Tier::kPool;
+    const std::uint32_t by = elsewhere ? worker_of(*pool) : publisher;
+    const std::uint32_t dp_rank = elsewhere ? 0 : its_rank;
     if (event.kind == Event::Kind::kRemoved) {
       // A removal does not say what its group needs, so it must not be what makes the group known.
       const auto seat = known_seat(by, dp_rank, event.group);

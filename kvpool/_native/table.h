@@ -84,7 +84,9 @@ class Table {
   Table& operator=(const Table&) = delete;
 
   // All of the batch, in its order; a match() sees all of it or nothing. default_rank: where the batch names none.
-  Applied apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch);
+  // pool: who holds what the batch says of the pool tier, as its rank 0; none: the worker itself.
+  Applied apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch,
+                std::optional<std::string_view> pool = std::nullopt);
 
   // Rows: the ranks (of `workers` only, if given) that hold the first block in some tier, in no particular order.
   Matches match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers) const;

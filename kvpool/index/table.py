@@ -148,17 +148,18 @@ class PrefixIndex:
             raise ConfigError(f"reuse_reports is True or False, not {reuse_reports!r}")
         self._table = _native.Table(max_blocks, reuse_reports)
 
-    def apply(self, worker: str, payload: Buffer, *, dp_rank: int = 0) -> Applied:
+    def apply(self, worker: str, payload: Buffer, *, dp_rank: int = 0, pool: str | None = None) -> Applied:
         """Apply one batch of events: the last frame of a message of vLLM's publisher, as it came.
 
         ``worker``: its name, 1 to 256 bytes of UTF-8; a new one is added. ``payload``: msgpack
         ``[timestamp, [events], data-parallel rank]``, at most 64 MiB, a million events and four million
-        hashes. ``dp_rank``: the rank where the payload names none.
+        hashes. ``dp_rank``: the rank where the payload names none. ``pool``: who holds what the batch says of
+        the pool, as a worker of that name with rank 0, for workers that share one; None: the worker itself.
         Errors: ``MalformedEvents``, and then nothing of the batch was applied; ``ConfigError`` for the rest.
         """
         _check_rank(dp_rank)
         try:
-            return Applied._make(self._table.apply(worker, payload, dp_rank))
+            return Applied._make(self._table.apply(worker, payload, dp_rank, pool))
         except _native.MalformedEvents as error:
             raise MalformedEvents(f"a batch of KV events is malformed: {error}") from error
         except (ValueError, TypeError, BufferError) as error:

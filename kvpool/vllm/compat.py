@@ -254,9 +254,10 @@ def group_hashes(request: Request, hash_block_tokens: int, block_tokens: int) ->
 
 
 def stored_event(
-    request: Request, group: int, block_tokens: int, index: int, hashes: Sequence[bytes]
+    request: Request, group_index: int, group: Group, index: int, hashes: Sequence[bytes]
 ) -> BlockStored:
     """The KV event that says: block ``index`` of ``request`` is in the pool now."""
+    block_tokens = group.block_tokens
     start = index * block_tokens
     lora = request.lora_request
     fields: dict[str, Any] = {
@@ -267,7 +268,9 @@ def stored_event(
         "lora_id": lora.adapter_id if lora else None,
         "lora_name": lora.name if lora else None,
         "medium": EVENT_MEDIUM,
-        "group_idx": group,
+        "group_idx": group_index,
+        "kv_cache_spec_kind": "full_attention" if group.window is None else "sliding_window",
+        "kv_cache_spec_sliding_window": group.window,
         "extra_keys": _event_extra_keys(request, start, start + block_tokens),
     }
     return BlockStored(**_known(BlockStored, fields))

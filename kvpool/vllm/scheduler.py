@@ -362,8 +362,8 @@ class SchedulerHalf:
             return
         event = None
         if self._events_wanted:
-            tokens = self._groups[block.group].block_tokens
-            event = compat.stored_event(request, block.group, tokens, index, hashes)
+            group = self._groups[block.group]
+            event = compat.stored_event(request, block.group, group, index, hashes)
         tag, self._next_tag = self._next_tag, self._next_tag + 1
         self._pending[tag] = _PendingStore(self._ranks, True, event)
         step.stores.append(block)

@@ -50,6 +50,7 @@ def test_the_pools_events_are_of_the_pool_tier() -> None:
     from types import SimpleNamespace
 
     from kvpool.vllm.compat import removed_event, stored_event
+    from kvpool.vllm.plan import Group
 
     request: Any = SimpleNamespace(
         lora_request=None, all_token_ids=list(range(64)), mm_features=[], cache_salt=None, prompt_embeds=None
@@ -57,7 +58,7 @@ def test_the_pools_events_are_of_the_pool_tier() -> None:
     hashes = [bytes([i]) * 32 for i in range(2)]
     numbers = [int.from_bytes(block_hash[-8:], "big") for block_hash in hashes]
     index = PrefixIndex()
-    told = [stored_event(request, 0, 32, i, hashes) for i in range(2)]
+    told = [stored_event(request, 0, Group(32), i, hashes) for i in range(2)]
     assert index.apply("w", _encode(told)).stored == 2
     assert list(index.match(packed64(numbers)).pool_blocks) == [2]
     assert index.apply("w", _encode([removed_event(hashes[1], 0)])).removed == 1

@@ -89,6 +89,29 @@ def test_a_pool_block_told_twice_is_gone_with_one_removal() -> None:
     assert len(index) == 0
 
 
+def test_workers_that_share_a_pool_tell_one_holder() -> None:
+    index = PrefixIndex()
+    told = batch(stored([1, 2]), stored([1, 2, 3], medium="STORAGE", group_idx=1), stored([1], medium="CPU"))
+    index.apply("a", told, dp_rank=5, pool="the pool")
+    index.apply("b", batch(stored([1, 2, 3], medium="STORAGE"), dp_rank=4), pool="the pool")
+    rows = {(row.worker, row.dp_rank): row for row in index.match(packed64([1, 2, 3]))}
+    assert set(rows) == {("a", 5), ("the pool", 0)}
+    assert (rows["a", 5].device_blocks, rows["a", 5].local_blocks, rows["a", 5].pool_blocks) == (2, 2, 0)
+    assert rows["the pool", 0].pool_blocks == 3, "both groups hold all three"
+    index.apply("b", batch(removed([2], medium="STORAGE"), cleared()), pool="the pool")
+    rows = {(row.worker, row.dp_rank): row for row in index.match(packed64([1, 2, 3]))}
+    assert rows["the pool", 0].pool_blocks == 1, "a miss that any worker tells ends it for all"
+    assert rows["a", 5].device_blocks == 2
+    index.apply("c", batch(cleared()), pool="another pool")
+    assert "another pool" not in index.workers()
+    index.remove_worker("a")
+    assert index.workers() == ["b", "c", "the pool"]
+    with pytest.raises(ConfigError, match="1 to 256 bytes"):
+        index.apply("a", batch(stored([1], medium="STORAGE")), pool="")
+    with pytest.raises(ConfigError, match="pool must be a str"):
+        index.apply("a", batch(stored([1])), pool=3)  # type: ignore[arg-type]
+
+
 def test_a_cleared_engine_keeps_its_pool() -> None:
     index = PrefixIndex()
     index.apply("w", batch(stored([1, 2]), stored([1], medium="STORAGE"), stored([2], medium="CPU")))
