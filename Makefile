@@ -29,6 +29,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
 VENV := .venv
 BIN := $(VENV)/bin
 SERVERS := .cache/servers
+PROTO_TOOLS := .cache/proto
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h)
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
@@ -42,7 +43,7 @@ help:
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each"
 	@echo "make bench     block hashes, the file store and the prefix index, each beside its peer"
-	@echo "make proto     nothing yet: this version has no protos/"
+	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
 	@echo "Installed where missing: g++, libssl-dev, libxxhash-dev (all targets but proto and clean), libnuma1 (vLLM):"
@@ -55,7 +56,7 @@ help:
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool demo
 
-test: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
+test: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
 	$(RUN_PYTEST) -m "not soak" --durations=15 $(PYTEST)
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
@@ -77,8 +78,8 @@ sanitize: $(VENV)/.stamp-cmake
 	$(call sanitized,asan,address$(comma)undefined)
 	$(call sanitized,tsan,thread)
 
-proto:
-	@echo "there is nothing to generate: this version has no protos/"
+proto: $(PROTO_TOOLS)/.stamp
+	scripts/proto $(BIN)/python $(PROTO_TOOLS) .
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
@@ -118,6 +119,15 @@ $(VENV)/.stamp-vllm: scripts/install-vllm | $(VENV)/.stamp-core
 
 $(SERVERS)/.stamp: scripts/servers
 	@scripts/servers $(SERVERS)
+	@touch $@
+
+# Apart from .venv: the generator wants protobuf 6, and vLLM brings 7. The versions beside it are the lowest that
+# the extra "index" takes, and a test runs the generated code on them, too.
+$(PROTO_TOOLS)/.stamp: scripts/proto | $(VENV)/.stamp-venv
+	@echo "fetching the generator of kvpool/v1"
+	@rm -rf $(PROTO_TOOLS)
+	@$(BIN)/python -m pip install -qq --no-warn-conflicts --target $(PROTO_TOOLS) \
+	  grpcio-tools==1.75.1 grpcio==1.75.1 protobuf==6.31.1
 	@touch $@
 
 $(VENV)/.stamp-cmake: | $(VENV)/.stamp-venv

@@ -1,0 +1,89 @@
+"""The generated code: as the pinned generator makes it, and good under the protobuf of either major version."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from kvpool.v1 import index_pb2
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / ".cache" / "proto"
+GENERATED = ("index_pb2.py", "index_pb2.pyi", "index_pb2_grpc.py")
+
+ROUND_TRIP = """
+import sys
+import google.protobuf, grpc
+from kvpool.v1 import index_pb2, index_pb2_grpc
+sent = index_pb2.LookupRequest(
+    scope=index_pb2.Scope(model="m", multimodal=[index_pb2.MultimodalItem(identifier="i", offset=3, length=4)]),
+    block_hashes=bytes(range(16)), workers=["a"])
+assert index_pb2.LookupRequest.FromString(sent.SerializeToString()) == sent
+assert sent.WhichOneof("prompt") == "block_hashes"
+assert index_pb2_grpc.IndexServiceServicer.Lookup and not hasattr(index_pb2_grpc.IndexServiceServicer, "Route")
+print(google.protobuf.__version__, grpc.__version__, sent.SerializeToString().hex())
+"""
+
+
+def tools() -> Path:
+    assert (TOOLS / ".stamp").exists(), "the generator is missing: run make .cache/proto/.stamp"
+    return TOOLS
+
+
+def round_trip(python_path: str) -> tuple[str, str, str]:
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ROUND_TRIP],
+        env={**os.environ, "PYTHONPATH": python_path}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    protobuf, grpc, sent = ended.stdout.split()
+    return protobuf, grpc, sent
+
+
+def test_the_generated_code_is_not_stale(tmp_path: Path) -> None:
+    made = subprocess.run(
+        [ROOT / "scripts" / "proto", sys.executable, tools(), tmp_path],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert sorted(path.name for path in (tmp_path / "kvpool" / "v1").iterdir()) == sorted(GENERATED)
+    for name in GENERATED:
+        here = (ROOT / "kvpool" / "v1" / name).read_text()
+        assert here == (tmp_path / "kvpool" / "v1" / name).read_text(), f"{name} is stale: run make proto"
+
+
+def test_it_runs_on_the_lowest_versions_and_on_those_installed() -> None:
+    lowest = round_trip(str(tools()))
+    assert lowest[:2] == ("6.31.1", "1.75.1")
+    installed = round_trip("")
+    assert installed[:2] == (version("protobuf"), version("grpcio"))
+    assert lowest[2] == installed[2]
+
+
+def test_the_lowest_versions_are_those_of_the_extra() -> None:
+    extra = (ROOT / "pyproject.toml").read_text().split("index = [", 1)[1].split("]", 1)[0]
+    assert '"grpcio>=1.75.1"' in extra
+    assert '"protobuf>=6.31.1"' in extra
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("Scope", {"model": 1, "tenant": 2, "lora_name": 3, "lora_path": 4, "cache_salt": 5, "multimodal": 6}),
+        ("LookupRequest", {"scope": 1, "block_hashes": 2, "token_ids": 3, "workers": 5}),
+        (
+            "LookupResponse",
+            {
+                "worker": 1, "dp_rank": 2, "address": 3, "block_tokens": 4, "prompt_blocks": 5, "device_blocks": 6,
+                "local_blocks": 7, "pool_blocks": 8, "sequence": 9, "staleness_ms": 10, "stale": 11,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_field_numbers_stay(message: str, fields: dict[str, int]) -> None:
+    assert {f.name: f.number for f in index_pb2.DESCRIPTOR.message_types_by_name[message].fields} == fields
