@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from kvpool.errors import (
     ConfigError,
     EngineRefused,
+    IndexUnavailable,
     KVPoolError,
     MalformedEvents,
     StoreClosed,
     StoreUnavailable,
+    UnknownModel,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __all__ = [
     "BlockHasher",
     "ConfigError",
     "EngineRefused",
+    "IndexUnavailable",
     "KVPoolError",
     "Layout",
     "MalformedEvents",
@@ -37,6 +40,7 @@ __all__ = [
     "Store",
     "StoreClosed",
     "StoreUnavailable",
+    "UnknownModel",
     "__version__",
     "open_store",
 ]

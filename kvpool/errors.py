@@ -25,3 +25,11 @@ class StoreClosed(StoreUnavailable):
 
 class MalformedEvents(KVPoolError, ValueError):
     """A batch of KV events is not what an engine sends; nothing of it was applied. Names the byte."""
+
+
+class IndexUnavailable(KVPoolError):
+    """The index could not answer in time or at all; a router goes on without it. Says which and what to do."""
+
+
+class UnknownModel(KVPoolError, LookupError):
+    """The index knows no worker of this model and tenant, or cannot hash tokens as any of them does."""

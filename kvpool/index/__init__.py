@@ -1,10 +1,24 @@
 """The prefix index: which worker holds which blocks, and how far a prompt reaches with each of them.
 
-In this version it lives in one process: feed it the payloads of the engines' KV events, ask it about prompts.
+``PrefixIndex`` is one partition of it, in one process. ``kvpool index`` serves a fleet's, ``IndexClient`` asks it.
 """
 
 from __future__ import annotations
 
+from kvpool.index.answer import Lookup, PublisherStatus, Row, WorkerStatus
 from kvpool.index.table import Applied, Match, Matches, PrefixIndex, Tier
+from kvpool.index.worker import Publisher, Worker
 
-__all__ = ["Applied", "Match", "Matches", "PrefixIndex", "Tier"]
+__all__ = [
+    "Applied",
+    "Lookup",
+    "Match",
+    "Matches",
+    "PrefixIndex",
+    "Publisher",
+    "PublisherStatus",
+    "Row",
+    "Tier",
+    "Worker",
+    "WorkerStatus",
+]

@@ -1,0 +1,100 @@
+"""What the index answers: ``Lookup`` of a prompt, ``WorkerStatus`` of those that it follows.
+
+Everything here is immutable; nothing blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from kvpool.index.worker import Worker
+
+
+class Row(NamedTuple):
+    """What one data-parallel rank of one worker holds of a prompt; see ``Lookup``."""
+
+    worker: str
+    dp_rank: int
+    address: str
+    block_tokens: int
+    prompt_blocks: int
+    device_blocks: int
+    local_blocks: int
+    pool_blocks: int
+    sequence: int
+    staleness_ms: int
+    stale: bool
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """How many leading blocks of a prompt each worker holds, in columns: row i of each belongs to ``workers[i]``.
+
+    Every candidate rank has a row, by name and rank, with zeros where it holds nothing. Iterating gives a ``Row``
+    a row. ``len`` is the number of rows.
+
+    ``addresses``: where each serves requests; empty: not known. ``block_tokens``: tokens of a block that is hashed.
+    ``prompt_blocks``: full blocks of the prompt. ``device_blocks``: in accelerator memory. ``local_blocks``: in any
+    tier of that worker. ``pool_blocks``: what it could load from the pool. ``sequences``: device and local blocks
+    are exactly those of this event batch of that rank; 0 also before the first. ``staleness_ms``: since the index
+    last knew that there was no later batch. ``stale``: not to be trusted now, so device and local blocks are 0.
+    """
+
+    workers: tuple[str, ...] = ()
+    dp_ranks: tuple[int, ...] = ()
+    addresses: tuple[str, ...] = ()
+    block_tokens: tuple[int, ...] = ()
+    prompt_blocks: tuple[int, ...] = ()
+    device_blocks: tuple[int, ...] = ()
+    local_blocks: tuple[int, ...] = ()
+    pool_blocks: tuple[int, ...] = ()
+    sequences: tuple[int, ...] = ()
+    staleness_ms: tuple[int, ...] = ()
+    stale: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, rows: list[Row]) -> Lookup:
+        """The columns of ``rows``."""
+        return cls(*zip(*rows, strict=True)) if rows else cls()
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(Row._make, zip(*(getattr(self, field.name) for field in fields(self)), strict=True))
+
+
+@dataclass(frozen=True)
+class PublisherStatus:
+    """How well one rank is followed.
+
+    ``sequence``: of the last batch applied, 0 also before the first. ``batches``: applied. ``gaps``: times that
+    batches were missing. ``replays``: gaps that a replay closed. ``resets``: times that all it held was forgotten.
+    ``staleness_ms``, ``stale``: as in ``Lookup``. ``problem``: one line; empty: none.
+    """
+
+    dp_rank: int
+    sequence: int = 0
+    batches: int = 0
+    gaps: int = 0
+    replays: int = 0
+    resets: int = 0
+    staleness_ms: int = 0
+    stale: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker that the index follows.
+
+    ``source``: who named it: ``pool`` (it announces itself there), ``flag`` (of ``kvpool index``) or ``call``
+    (``RegisterWorker``). ``lease_left_ms``: until it is forgotten unless named again; 0: it has no lease.
+    """
+
+    worker: Worker
+    source: str
+    lease_left_ms: int
+    publishers: tuple[PublisherStatus, ...]

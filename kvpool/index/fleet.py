@@ -1,0 +1,670 @@
+"""``Fleet``: the workers that an index follows, what each of them holds, and what is answered about a prompt.
+
+A partition is a ``PrefixIndex`` for workers that share tenant, model, hash algorithm, seed and block size. In it a
+holder is one rank of one start of a worker (``rank/N``, with a number that is never given again), or the pool of one
+namespace (``pool/NAMESPACE``). So nothing that is said late about an earlier start can be taken for a later one's,
+and no name of a worker can be taken for a pool.
+
+**A row is true as of its sequence**: the blocks credited are those after exactly that batch. Whoever changes what a
+rank holds makes its ``version`` odd, changes, and makes it even. A lookup reads the versions, asks the table, reads the
+sequences, and reads the versions again; for a rank whose version moved or was odd it asks once more, under the
+rank's lock.
+
+Threads: any may call anything, and nothing here does I/O but a line to the log. ``_lock`` guards ``_entries``,
+``_ranks``, ``_models``, ``_next_holder``, ``_departed`` and ``_Partition``; readers of ``_ranks`` and ``_models`` see
+whole values without it. ``_Rank.lock`` guards the rank's holder in the table and the rank's fields; it is taken after
+``_lock``, never before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from kvpool.errors import ConfigError, KVPoolError, UnknownModel
+from kvpool.hashing import BlockHasher, Multimodal, len_tokens, seed_id
+from kvpool.index.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_worker
+from kvpool.index.answer import Lookup, PublisherStatus, Row, WorkerStatus
+from kvpool.index.table import DEFAULT_MAX_BLOCKS, Matches, PrefixIndex
+from kvpool.index.worker import DEFAULT_TENANT, Publisher, Worker
+from kvpool.tenant import check_tenant
+from kvpool.wording import nearest, unknown
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Source = Literal["pool", "flag", "call"]
+SOURCES: tuple[Source, ...] = ("pool", "flag", "call")
+Added = Literal["new", "renewed", "replaced", "kept"]
+
+MAX_MODELS = 1024  # (tenant, model) pairs; those without workers make room
+MAX_PARTITIONS = 1024  # of a fleet
+MAX_WORKERS = 16384
+MAX_RANKS = 32768  # of all workers; a table has room for 65,536 holders
+MAX_NAMESPACES = 1024  # of a partition
+MAX_PROMPT_BLOCKS = 1 << 22
+MAX_PROMPT_TOKENS = 1 << 22
+MAX_MULTIMODAL = 65536
+MAX_LEASE_S = 86400.0
+MAX_PROBLEM_CHARS = 300
+MAX_STALENESS_MS = (1 << 32) - 1
+MOST_NAMED = 10  # of the known models, in an error
+
+assert MAX_RANKS + MAX_NAMESPACES <= 65536
+assert MAX_PUBLISHERS <= MAX_RANKS
+
+logger = logging.getLogger("kvpool.index")
+
+
+class Totals(NamedTuple):
+    """Since the fleet was made, of all workers that there were, and what is there now."""
+
+    workers: int
+    ranks: int
+    stale_ranks: int
+    blocks: int
+    memory_nbytes: int
+    batches: int
+    gaps: int
+    replays: int
+    resets: int
+    malformed_batches: int
+    refused_blocks: int
+
+
+class _Key(NamedTuple):
+    """What workers must share to be in one partition."""
+
+    tenant: str
+    model: str
+    hash_algorithm: str
+    hash_seed_id: str
+    block_tokens: int
+
+
+class _Partition:
+    def __init__(self, key: _Key, max_blocks: int, seed: str | None) -> None:
+        self.key = key
+        self.index = PrefixIndex(max_blocks=max_blocks)
+        self.members: tuple[_Rank, ...] = ()  # by name and rank
+        self.namespaces: Counter[str] = Counter()  # workers of each; 0: only the pool has it
+        self.hasher: BlockHasher | None = None
+        self.no_hasher = ""  # why
+        if key.hash_seed_id != seed_id(seed):
+            self.no_hasher = "hash with another seed than the index: start it with their PYTHONHASHSEED"
+        else:
+            try:
+                self.hasher = BlockHasher(key.block_tokens, key.hash_algorithm, seed)
+            except ConfigError:  # the one case that check_worker leaves: xxhash_cbor without a seed
+                self.no_hasher = f"hash with {key.hash_algorithm}: start the index with their PYTHONHASHSEED"
+
+
+class _Rank:
+    """One rank of one start of a worker."""
+
+    __slots__ = (
+        "added_at_s", "batches", "gaps", "gone", "heard_at_s", "holder", "index", "lock", "malformed", "marked",
+        "pool", "problem", "publisher", "replays", "resets", "sequence", "version", "worker",
+    )  # fmt: skip
+
+    def __init__(
+        self, worker: Worker, publisher: Publisher, index: PrefixIndex, holder: str, now_s: float
+    ) -> None:
+        self.worker = worker
+        self.publisher = publisher
+        self.index = index
+        self.holder = holder
+        self.pool = _pool(worker.namespace)
+        self.lock = threading.Lock()
+        self.version = 0  # odd: a change is under way
+        self.sequence = 0
+        self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
+        self.added_at_s = now_s
+        self.heard_at_s: float | None = None  # when the index last knew that there was no later batch
+        self.marked = False  # stale, says the feed
+        self.problem = ""
+        self.gone = False
+
+    @property
+    def stale(self) -> bool:
+        return self.marked or self.heard_at_s is None
+
+    def staleness_ms(self, now_s: float) -> int:
+        since_s = self.added_at_s if self.heard_at_s is None else self.heard_at_s
+        return max(0, min(MAX_STALENESS_MS, int((now_s - since_s) * 1000)))
+
+    def status(self, now_s: float) -> PublisherStatus:
+        return PublisherStatus(
+            dp_rank=self.publisher.dp_rank,
+            sequence=self.sequence,
+            batches=self.batches,
+            gaps=self.gaps,
+            replays=self.replays,
+            resets=self.resets,
+            staleness_ms=self.staleness_ms(now_s),
+            stale=self.stale,
+            problem=self.problem or ("" if self.heard_at_s is not None else "not heard from yet"),
+        )
+
+
+class _Entry:
+    """One worker: ``ranks`` are of its present start."""
+
+    __slots__ = ("expires_at_s", "partition", "ranks", "source", "worker")
+
+    def __init__(
+        self,
+        worker: Worker,
+        source: Source,
+        expires_at_s: float | None,
+        partition: _Partition,
+        ranks: tuple[_Rank, ...],
+    ) -> None:
+        self.worker = worker
+        self.source = source
+        self.expires_at_s = expires_at_s
+        self.partition = partition
+        self.ranks = ranks
+
+
+class Fleet:
+    """The workers of an index; an ``EventSink`` for whoever follows their events.
+
+    ``max_blocks``: of each partition, see ``PrefixIndex``. ``seed``: what ``PYTHONHASHSEED`` is for the engines whose
+    prompts come as tokens; None: not set. ``clock``: seconds that only go up.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_blocks: int = DEFAULT_MAX_BLOCKS,
+        seed: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        PrefixIndex(max_blocks=max_blocks)  # judges it
+        self._max_blocks = max_blocks
+        self._seed = seed
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._ranks: dict[tuple[str, int], _Rank] = {}
+        self._models: dict[tuple[str, str], tuple[_Partition, ...]] = {}  # (): known, nobody is there now
+        self._next_holder = 0
+        self._departed: Counter[str] = Counter()
+
+    @property
+    def seed_id(self) -> str:
+        """``kvpool.hashing.seed_id`` of the seed: what a worker hashes with that names none."""
+        return seed_id(self._seed)
+
+    # ---- who
+
+    def add(self, worker: Worker, source: Source, lease_s: float | None = None) -> Added:
+        """Follow a worker, for ``lease_s`` seconds or until it is removed.
+
+        A worker of this id that is the same start (same partition, publishers and incarnation) has its lease, source,
+        address and namespace renewed: ``renewed``. Any other of this id is forgotten at once with all it held:
+        ``replaced``. What a flag or a call has named is not touched by what the pool announces: ``kept``.
+        Errors: ``ConfigError`` that names the field; ``KVPoolError`` when a limit is reached.
+        """
+        check_worker(worker)
+        assert source in SOURCES
+        if lease_s is not None and not 0 < lease_s <= MAX_LEASE_S:
+            raise ConfigError(
+                f"worker {worker.name}: a lease is more than 0 and at most {MAX_LEASE_S:g} seconds, not {lease_s:g}"
+            )
+        with self._lock:
+            now_s = self._clock()
+            expires_at_s = None if lease_s is None else now_s + lease_s
+            known = self._entries.get(worker.id)
+            if known is not None and source == "pool" and known.source != "pool":
+                return "kept"
+            if known is not None and _same_start(known.worker, worker):
+                self._renew(known, worker)
+                known.source, known.expires_at_s = source, expires_at_s
+                return "renewed"
+            self._make_room(worker, known)
+            if known is not None:
+                self._forget(known)
+            self._enter(worker, source, expires_at_s, now_s)
+        ranks = f"{len(worker.publishers)} ranks" if len(worker.publishers) > 1 else "1 rank"
+        if known is None:
+            logger.info('worker %s joins: model "%s", %s, by %s', worker.id, worker.model, ranks, source)
+            return "new"
+        logger.info("worker %s starts again: what it held is forgotten; %s, by %s", worker.id, ranks, source)
+        return "replaced"
+
+    def remove(self, worker_id: str, source: Source | None = None) -> bool:
+        """Forget a worker and all it holds, but for the pool's blocks; False if it is not known.
+
+        ``source``: only if this is who named it last.
+        """
+        with self._lock:
+            entry = self._entries.get(worker_id)
+            if entry is None or source not in (None, entry.source):
+                return False
+            self._forget(entry)
+        logger.info("worker %s is gone", worker_id)
+        return True
+
+    def expire(self) -> list[str]:
+        """Forget the workers whose lease has ended; their ids."""
+        with self._lock:
+            now_s = self._clock()
+            ended = [
+                entry
+                for entry in self._entries.values()
+                if entry.expires_at_s is not None and entry.expires_at_s <= now_s
+            ]
+            for entry in ended:
+                self._forget(entry)
+        for entry in ended:
+            logger.info("worker %s is gone: its lease has ended", entry.worker.id)
+        return [entry.worker.id for entry in ended]
+
+    def workers(self, *, tenant: str | None = None, model: str | None = None) -> list[WorkerStatus]:
+        """How each worker is followed, by tenant and name. ``tenant``, ``model``: only these; None: all."""
+        with self._lock:
+            now_s = self._clock()
+            entries = [
+                entry
+                for entry in self._entries.values()
+                if tenant in (None, entry.worker.tenant) and model in (None, entry.worker.model)
+            ]
+            found = [
+                WorkerStatus(
+                    worker=entry.worker,
+                    source=entry.source,
+                    # 1 at least: 0 says that there is no lease
+                    lease_left_ms=0
+                    if entry.expires_at_s is None
+                    else max(1, int((entry.expires_at_s - now_s) * 1000)),
+                    publishers=tuple(rank.status(now_s) for rank in entry.ranks),
+                )
+                for entry in entries
+            ]
+        return sorted(found, key=lambda status: (status.worker.tenant, status.worker.name))
+
+    def totals(self) -> Totals:
+        """What a metrics page shows."""
+        with self._lock:
+            ranks = list(self._ranks.values())
+            partitions = [partition for several in self._models.values() for partition in several]
+            departed = Counter(self._departed)
+            workers = len(self._entries)
+        counters = [partition.index.counters() for partition in partitions]
+        return Totals(
+            workers=workers,
+            ranks=len(ranks),
+            stale_ranks=sum(rank.stale for rank in ranks),
+            blocks=sum(counter["blocks"] for counter in counters),
+            memory_nbytes=sum(counter["memory_nbytes"] for counter in counters),
+            batches=departed["batches"] + sum(rank.batches for rank in ranks),
+            gaps=departed["gaps"] + sum(rank.gaps for rank in ranks),
+            replays=departed["replays"] + sum(rank.replays for rank in ranks),
+            resets=departed["resets"] + sum(rank.resets for rank in ranks),
+            malformed_batches=departed["malformed"] + sum(rank.malformed for rank in ranks),
+            refused_blocks=departed["refused"] + sum(counter["refused"] for counter in counters),
+        )
+
+    def forget_pool(self) -> None:
+        """The pool was emptied, or is another one: forget what it held, of all namespaces."""
+        with self._lock:
+            for partitions in self._models.values():
+                for partition in partitions:
+                    for namespace in partition.namespaces:
+                        partition.index.remove_worker(_pool(namespace))
+        logger.info("the pool was emptied: what it held is forgotten")
+
+    # ---- what they say (EventSink)
+
+    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
+        """One batch of a rank. Errors: ``MalformedEvents``, and then nothing of it was applied."""
+        rank = self._ranks.get((worker_id, dp_rank))
+        if rank is None:
+            return
+        with rank.lock:
+            if rank.gone:
+                return
+            pool: dict[str, Any] = {"pool": rank.pool} if rank.pool else {}
+            rank.version += 1
+            try:
+                rank.index.apply(rank.holder, payload, dp_rank=dp_rank, **pool)
+                rank.sequence = sequence
+                rank.batches += 1
+                rank.heard_at_s = self._clock()
+            except BaseException:
+                rank.malformed += 1
+                raise
+            finally:
+                rank.version += 1
+
+    def heard(self, worker_id: str, dp_rank: int) -> None:
+        """The rank has just said that there is no later batch than the last one applied."""
+        rank = self._ranks.get((worker_id, dp_rank))
+        if rank is not None:
+            rank.heard_at_s = self._clock()
+
+    def reset(self, worker_id: str, dp_rank: int, problem: str) -> None:
+        """Forget what a rank holds, but for the pool's blocks."""
+        rank = self._ranks.get((worker_id, dp_rank))
+        if rank is None:
+            return
+        with rank.lock:
+            if rank.gone:
+                return
+            rank.version += 1
+            rank.index.clear(rank.holder)
+            rank.sequence = 0
+            rank.resets += 1
+            rank.problem = _one_line(problem)
+            rank.version += 1
+        logger.info("worker %s rank %d: what it held is forgotten: %s", worker_id, dp_rank, rank.problem)
+
+    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
+        """From now on a rank is not to be trusted, for the reason given; or is again."""
+        rank = self._ranks.get((worker_id, dp_rank))
+        if rank is None:
+            return
+        with rank.lock:
+            changed = rank.marked != stale
+            rank.version += 1
+            rank.marked = stale
+            rank.problem = _one_line(problem)
+            rank.version += 1
+        if changed and stale:
+            logger.info("worker %s rank %d is stale: %s", worker_id, dp_rank, rank.problem)
+        elif changed:
+            logger.info("worker %s rank %d is followed again", worker_id, dp_rank)
+
+    def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
+        """Batches were found missing; or a replay has brought those that were."""
+        rank = self._ranks.get((worker_id, dp_rank))
+        if rank is None:
+            return
+        with rank.lock:
+            if closed:
+                rank.replays += 1
+            else:
+                rank.gaps += 1
+
+    # ---- what is asked
+
+    def lookup(
+        self,
+        model: str,
+        *,
+        token_ids: Sequence[int] | Buffer | None = None,
+        hashes64: Buffer | None = None,
+        tenant: str = DEFAULT_TENANT,
+        lora: tuple[str, str] | None = None,
+        cache_salt: str | None = None,
+        multimodal: Sequence[Multimodal] = (),
+        workers: Sequence[str] | None = None,
+    ) -> Lookup:
+        """How many leading blocks of a prompt each worker of the model holds: a row for every candidate rank.
+
+        Give ``token_ids``, or what ``BlockHasher.hashes64`` makes of them; the other arguments enter the hash of
+        tokens and are those of ``BlockHasher``. ``workers``: candidates by name; those that are not known have no row;
+        None: all. Tokens are hashed once for each block size and hash scheme among the workers, with the seed of this
+        fleet; workers that hash with another seed have no row.
+        Errors: ``ConfigError``; ``UnknownModel`` for a model or tenant that no worker has named, and when no worker's
+        hashes can be computed.
+        """
+        partitions = self._partitions(tenant, model)
+        hashes = _prompt(token_ids, hashes64)
+        if len(multimodal) > MAX_MULTIMODAL:
+            raise ConfigError(
+                f"a prompt has at most {MAX_MULTIMODAL} multimodal items, not {len(multimodal)}"
+            )
+        if workers is not None and len(workers) > MAX_WORKERS:
+            raise ConfigError(f"at most {MAX_WORKERS} candidates can be asked about, not {len(workers)}")
+        candidates = None if workers is None else frozenset(workers)
+        rows: list[Row] = []
+        answered = False
+        for partition in partitions:
+            if hashes is None:
+                if partition.hasher is None:
+                    continue
+                assert token_ids is not None
+                of_tokens = partition.hasher.hashes64(
+                    token_ids, lora=lora, cache_salt=cache_salt, multimodal=multimodal
+                )
+                rows += self._rows(partition, of_tokens, candidates)
+            else:
+                rows += self._rows(partition, hashes, candidates)
+            answered = True
+        if partitions and not answered:
+            raise UnknownModel(
+                f'the workers of model "{model}" {partitions[0].no_hasher}, or send block hashes instead of tokens'
+            )
+        if len(partitions) > 1:
+            rows.sort(key=lambda row: (row.worker, row.dp_rank))
+        return Lookup.of(rows)
+
+    def _partitions(self, tenant: str, model: str) -> tuple[_Partition, ...]:
+        check_tenant(tenant)
+        if not isinstance(model, str) or not model or len(model) > MAX_TEXT_NBYTES:
+            raise ConfigError(f"name the model, with at most {MAX_TEXT_NBYTES} characters")
+        partitions = self._models.get((tenant, model))
+        if partitions is not None:
+            return partitions
+        with self._lock:
+            known = list(self._models)
+        if not known:
+            raise UnknownModel(f'unknown model "{model}": no worker has joined this index yet')
+        models = [name for owner, name in known if owner == tenant]
+        if not models:
+            raise UnknownModel(_unknown("tenant", tenant, {owner for owner, _ in known}))
+        raise UnknownModel(_unknown("model", model, models))
+
+    def _rows(self, partition: _Partition, hashes: Buffer, candidates: frozenset[str] | None) -> list[Row]:
+        ranks: Sequence[_Rank] = partition.members
+        holders = None
+        if candidates is not None:
+            ranks = [rank for rank in ranks if rank.worker.name in candidates]
+            holders = [rank.holder for rank in ranks] + list({rank.pool for rank in ranks if rank.pool})
+        if not ranks:
+            return []
+        versions = [rank.version for rank in ranks]
+        matches = partition.index.match(hashes, workers=holders)
+        found = _credits(matches)
+        pools = dict(zip(matches.workers, matches.pool_blocks, strict=True))  # "" is nobody's name
+        prompt_blocks = memoryview(hashes).nbytes // 8
+        now_s = self._clock()
+        rows = []
+        for rank, version in zip(ranks, versions, strict=True):
+            device, local = found.get(rank.holder, (0, 0))
+            sequence, stale, staleness_ms = rank.sequence, rank.stale, rank.staleness_ms(now_s)
+            if version & 1 or rank.version != version:
+                with rank.lock:
+                    again = _credits(rank.index.match(hashes, workers=[rank.holder]))
+                    device, local = again.get(rank.holder, (0, 0))
+                    sequence, stale = rank.sequence, rank.stale or rank.gone
+                    staleness_ms = rank.staleness_ms(now_s)
+            worker = rank.worker
+            rows.append(
+                Row(
+                    worker=worker.name,
+                    dp_rank=rank.publisher.dp_rank,
+                    address=worker.address,
+                    block_tokens=worker.block_tokens,
+                    prompt_blocks=prompt_blocks,
+                    device_blocks=0 if stale else device,
+                    local_blocks=0 if stale else local,
+                    pool_blocks=pools.get(rank.pool, 0),
+                    sequence=sequence,
+                    staleness_ms=staleness_ms,
+                    stale=stale,
+                )
+            )
+        return rows
+
+    # ---- under _lock
+
+    def _renew(self, entry: _Entry, worker: Worker) -> None:
+        if entry.worker.namespace != worker.namespace:
+            self._enter_namespace(entry.partition, worker.namespace)
+            self._leave_namespace(entry.partition, entry.worker.namespace)
+        entry.worker = worker
+        for rank in entry.ranks:
+            with rank.lock:
+                rank.worker, rank.pool = worker, _pool(worker.namespace)
+
+    def _make_room(self, worker: Worker, known: _Entry | None) -> None:
+        """Check every limit before anything is changed; what no worker uses any more makes room."""
+        ranks = len(self._ranks) - (len(known.ranks) if known else 0) + len(worker.publishers)
+        if known is None and len(self._entries) >= MAX_WORKERS:
+            raise KVPoolError(
+                f"this index follows {MAX_WORKERS} workers already: remove one, or start another"
+            )
+        if ranks > MAX_RANKS:
+            raise KVPoolError(f"this index would follow more than {MAX_RANKS} ranks: start another")
+        for attempt in range(2):
+            partitions = self._models.get((worker.tenant, worker.model))
+            if (partitions is not None or len(self._models) < MAX_MODELS) and (
+                _find(partitions, worker) is not None or sum(map(len, self._models.values())) < MAX_PARTITIONS
+            ):
+                return
+            if attempt == 0:
+                self._drop_unused()
+        raise KVPoolError(
+            f"this index follows {MAX_MODELS} models, or {MAX_PARTITIONS} hash schemes and block sizes of them, "
+            "already: start another"
+        )
+
+    def _drop_unused(self) -> None:
+        for name, partitions in list(self._models.items()):
+            used = tuple(partition for partition in partitions if partition.members)
+            for partition in partitions:
+                if not partition.members:
+                    self._departed["refused"] += partition.index.counters()["refused"]
+            if used:
+                self._models[name] = used
+            else:
+                del self._models[name]
+
+    def _enter(self, worker: Worker, source: Source, expires_at_s: float | None, now_s: float) -> None:
+        name = (worker.tenant, worker.model)
+        partitions = self._models.get(name, ())
+        partition = _find(partitions, worker)
+        if partition is None:
+            partition = _Partition(_key(worker), self._max_blocks, self._seed)
+            self._models[name] = (*partitions, partition)
+        self._enter_namespace(partition, worker.namespace)
+        ranks = []
+        for publisher in worker.publishers:
+            holder = f"rank/{self._next_holder}"
+            self._next_holder += 1
+            ranks.append(_Rank(worker, publisher, partition.index, holder, now_s))
+            self._ranks[worker.id, publisher.dp_rank] = ranks[-1]
+        partition.members = tuple(
+            sorted((*partition.members, *ranks), key=lambda rank: (rank.worker.name, rank.publisher.dp_rank))
+        )
+        self._entries[worker.id] = _Entry(worker, source, expires_at_s, partition, tuple(ranks))
+
+    def _forget(self, entry: _Entry) -> None:
+        partition = entry.partition
+        del self._entries[entry.worker.id]
+        partition.members = tuple(rank for rank in partition.members if rank not in entry.ranks)
+        for rank in entry.ranks:
+            del self._ranks[entry.worker.id, rank.publisher.dp_rank]
+            with rank.lock:
+                rank.version += 1
+                rank.gone = True
+                rank.index.remove_worker(rank.holder)
+                rank.version += 1
+            for name in ("batches", "gaps", "replays", "resets", "malformed"):
+                self._departed[name] += getattr(rank, name)
+        self._leave_namespace(partition, entry.worker.namespace)
+        if not partition.members and not len(partition.index):
+            # The model stays known; a table's memory does not shrink, so it goes.
+            name_of = (partition.key.tenant, partition.key.model)
+            self._models[name_of] = tuple(other for other in self._models[name_of] if other is not partition)
+            self._departed["refused"] += partition.index.counters()["refused"]
+
+    def _enter_namespace(self, partition: _Partition, namespace: str) -> None:
+        if not namespace:
+            return
+        if namespace not in partition.namespaces and len(partition.namespaces) >= MAX_NAMESPACES:
+            for unused in [other for other, workers in partition.namespaces.items() if not workers]:
+                partition.index.remove_worker(_pool(unused))
+                del partition.namespaces[unused]
+            if len(partition.namespaces) >= MAX_NAMESPACES:
+                raise KVPoolError(f"workers of one model name more than {MAX_NAMESPACES} namespaces")
+        partition.namespaces[namespace] += 1
+
+    def _leave_namespace(self, partition: _Partition, namespace: str) -> None:
+        if namespace:
+            partition.namespaces[namespace] -= 1
+
+
+def _key(worker: Worker) -> _Key:
+    return _Key(worker.tenant, worker.model, worker.hash_algorithm, worker.hash_seed_id, worker.block_tokens)
+
+
+def _find(partitions: Iterable[_Partition] | None, worker: Worker) -> _Partition | None:
+    key = _key(worker)
+    return next((partition for partition in partitions or () if partition.key == key), None)
+
+
+def _same_start(known: Worker, worker: Worker) -> bool:
+    return (_key(known), known.publishers, known.incarnation) == (
+        _key(worker),
+        worker.publishers,
+        worker.incarnation,
+    )
+
+
+def _pool(namespace: str) -> str:
+    """Who holds the pool's blocks of a namespace; in a table of one tenant."""
+    return f"pool/{namespace}" if namespace else ""
+
+
+def _prompt(token_ids: Sequence[int] | Buffer | None, hashes64: Buffer | None) -> memoryview | None:
+    """The hashes; None when tokens are given. Errors: ``ConfigError``."""
+    if (token_ids is None) == (hashes64 is None):
+        raise ConfigError("give a prompt as token_ids or as hashes64, and not as both")
+    if token_ids is not None:
+        count = len_tokens(token_ids)
+        if not 1 <= count <= MAX_PROMPT_TOKENS:
+            raise ConfigError(f"a prompt has 1 to {MAX_PROMPT_TOKENS} tokens, not {count}")
+        return None
+    assert hashes64 is not None
+    try:
+        hashes = memoryview(hashes64).cast("B")
+    except TypeError as error:
+        raise ConfigError(f"hashes64 is a contiguous buffer: {error}") from error
+    if hashes.nbytes % 8:
+        raise ConfigError(f"block hashes are packed u64s, 8 bytes each; {hashes.nbytes} bytes are not")
+    if not 1 <= hashes.nbytes // 8 <= MAX_PROMPT_BLOCKS:
+        raise ConfigError(f"a prompt has 1 to {MAX_PROMPT_BLOCKS} blocks, not {hashes.nbytes // 8}")
+    return hashes
+
+
+def _credits(matches: Matches) -> dict[str, tuple[int, int]]:
+    """(device, local) leading blocks by holder. A rank whose batches name several ranks gets what all have."""
+    found: dict[str, tuple[int, int]] = {}
+    for holder, device, local in zip(
+        matches.workers, matches.device_blocks, matches.local_blocks, strict=True
+    ):
+        if holder in found:
+            device, local = min(device, found[holder][0]), min(local, found[holder][1])
+        found[holder] = (device, local)
+    return found
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    if len(names) <= MOST_NAMED or nearest(name, names) is not None:
+        return unknown(kind, name, names)
+    return f'unknown {kind} "{name}"; {len(names)} are known, among them {", ".join(names[:MOST_NAMED])}'
+
+
+def _one_line(problem: str) -> str:
+    line = " ".join(problem.split())
+    return line if len(line) <= MAX_PROBLEM_CHARS else line[: MAX_PROBLEM_CHARS - 1] + "\u2026"
