@@ -49,9 +49,8 @@ class Sequence:
         self._waiting_nbytes = 0
         self._state = _State.JOINING if can_replay else _State.LIVE
         self._verified = False  # within a replay: the last batch applied has come back as it was
-        self._broken = (
-            False  # within a replay: it has a gap itself, or is not of this publisher's present life
-        )
+        # Within a replay: it has a gap itself, or is not of this publisher's present life.
+        self._broken = False
         self._outdated = False  # within a replay: it may be of a life that has ended since
         self._rounds = 0
         self.wanted: int | None = 0 if can_replay else None
@@ -62,12 +61,12 @@ class Sequence:
         """A batch as it is published."""
         if self._state is not _State.LIVE:
             self._wait(sequence, payload)
-        elif self._last is None:
+        elif self._last is None and not self._can_replay:
             self._apply(sequence, payload)
             self._sink.mark(self._worker_id, self._dp_rank, stale=False)
-        elif sequence == self._last + 1:
+        elif sequence == self._next:
             self._apply(sequence, payload)
-        elif sequence > self._last:
+        elif sequence > self._next:
             self._gap(sequence, payload)
         elif not self._is_known(sequence, payload):
             self._started_anew()
@@ -113,12 +112,10 @@ class Sequence:
                 self._verified = True
             else:
                 self._broken = True
-        elif sequence == self._last + 1:
+        elif sequence == self._next:
             self._apply(sequence, payload)
-        elif not self._is_known(sequence, payload):
-            self._broken = (
-                sequence > self._last
-            )  # some were dropped on the way; at the end they are asked for
+        elif sequence > self._next:
+            self._broken = True  # some were dropped on the way: they are asked for at the end
 
     def replay_ended(self) -> None:
         """The replay is over."""
@@ -145,6 +142,11 @@ class Sequence:
         self._ask(self._state)
 
     @property
+    def _next(self) -> int:
+        """The number that the next batch should have: a publisher that has told nothing yet begins with 0."""
+        return 0 if self._last is None else self._last + 1
+
+    @property
     def is_live(self) -> bool:
         """Whether nothing is being asked."""
         return self._state is _State.LIVE
@@ -152,8 +154,7 @@ class Sequence:
     # How it goes on.
 
     def _gap(self, sequence: int, payload: bytes) -> None:
-        assert self._last is not None
-        missing = f"{sequence - self._last - 1} batches were missed"
+        missing = f"{sequence - self._next} batches were missed"
         self._sink.gap(self._worker_id, self._dp_rank, closed=False)
         if self._can_replay:
             self._sink.mark(self._worker_id, self._dp_rank, stale=True, problem=missing)
@@ -199,7 +200,7 @@ class Sequence:
         waiting = self._waiting
         self._drop_waiting()
         for sequence, payload in waiting:
-            if self._last is None or sequence == self._last + 1:
+            if sequence == self._next:
                 self._apply(sequence, payload)
             elif not self._is_known(sequence, payload):
                 self._broken = True  # a gap behind the replay, or another life: the next replay tells
@@ -216,7 +217,8 @@ class Sequence:
 
     def _is_known(self, sequence: int, payload: bytes) -> bool:
         """Whether this very batch was applied before."""
-        assert self._last is not None
+        if self._last is None:
+            return False
         near = self._last - REMEMBERED < sequence <= self._last
         return near and self._hashes[sequence % REMEMBERED] == (hash(payload) or 1)
 

@@ -174,6 +174,26 @@ def test_a_batch_of_the_old_life_never_follows_the_new_one() -> None:
     assert heard.applied == [batch(n, 1) for n in range(5)]
 
 
+def test_what_waits_when_the_connection_is_lost_is_of_the_old_life() -> None:
+    heard = Heard()
+    one = sequence(heard)
+    one.live(1, batch(1))
+    one.disconnected()
+    one.replay_failed("no answer")
+    replay(one, range(1), life=1)
+    assert heard.applied == [batch(0, 1)]
+
+
+def test_the_first_batch_may_be_the_one_that_is_lost() -> None:
+    heard = Heard()
+    one = joined(heard, 0)
+    one.live(1, batch(1))
+    assert heard.applied == []
+    assert (heard.stale, one.wanted) == (True, 0)
+    replay(one, range(2))
+    assert heard.numbers == [0, 1]
+
+
 def test_a_disconnection_during_a_replay_is_checked_again() -> None:
     heard = Heard()
     one = joined(heard, 3)
@@ -343,4 +363,4 @@ class Publishing(RuleBasedStateMachine):
 
 
 TestPublishing = Publishing.TestCase
-TestPublishing.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestPublishing.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
