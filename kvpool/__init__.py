@@ -21,36 +21,46 @@ from kvpool.errors import (
 
 if TYPE_CHECKING:
     from kvpool.hashing import BlockHasher
-    from kvpool.index import PrefixIndex
+    from kvpool.index import PrefixIndex, Publisher, Worker
+    from kvpool.index.async_client import AsyncIndexClient
+    from kvpool.index.client import IndexClient
     from kvpool.keys import Layout, Namespace
     from kvpool.stores import Store, open_store
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncIndexClient",
     "BlockHasher",
     "ConfigError",
     "EngineRefused",
+    "IndexClient",
     "IndexUnavailable",
     "KVPoolError",
     "Layout",
     "MalformedEvents",
     "Namespace",
     "PrefixIndex",
+    "Publisher",
     "Store",
     "StoreClosed",
     "StoreUnavailable",
     "UnknownModel",
+    "Worker",
     "__version__",
     "open_store",
 ]
 
 _HOME = {
+    "AsyncIndexClient": "kvpool.index.async_client",
     "BlockHasher": "kvpool.hashing",
+    "IndexClient": "kvpool.index.client",
     "Layout": "kvpool.keys",
     "Namespace": "kvpool.keys",
     "PrefixIndex": "kvpool.index",
+    "Publisher": "kvpool.index",
     "Store": "kvpool.stores",
+    "Worker": "kvpool.index",
     "open_store": "kvpool.stores",
 }
 
@@ -62,7 +72,12 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'kvpool' has no attribute {name!r}")
     import importlib
 
-    value: object = getattr(importlib.import_module(home), name)
+    from kvpool.wording import missing_extra
+
+    try:
+        value: object = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) from error
     globals()[name] = value
     return value
 

@@ -22,12 +22,19 @@ UNIT_NBYTES = {
 }
 MAX_NBYTES = (1 << 63) - 1
 
+# Extra of kvpool -> what it brings, by the names that are imported.
+_EXTRAS = {
+    "index": {"google", "grpc", "grpc_health", "grpc_reflection", "prometheus_client", "zmq"},
+    "torch": {"torch"},
+}
+
 _SIZE = re.compile(r"([0-9]{1,19}) ?([A-Za-z]*)")
 # The part of a URL that may hold credentials reaches to the last "@": a password can hold "/" or "@" itself.
 _USERINFO = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]*://)(.*)@", re.DOTALL)
 _SECRET_PARAMETER = re.compile(
     r"([?&;](?:[^=&;?]*(?:pass|secret|token|auth|cred)[^=&;?]*)=)[^&;#]*", re.IGNORECASE
 )
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 _NO_CREDENTIALS = ("file:///", "memory://")
 
 
@@ -71,6 +78,23 @@ def format_nbytes(nbytes: int) -> str:
         if nbytes and nbytes % UNIT_NBYTES[unit] == 0:
             return f"{nbytes // UNIT_NBYTES[unit]}{unit}"
     return str(nbytes)
+
+
+def missing_extra(error: ModuleNotFoundError) -> Exception:
+    """What to raise instead: one line with the extra of kvpool that brings the package; else ``error`` itself."""
+    package = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+    if extra is None:
+        return error
+    return ConfigError(f"the package {package} is not installed: pip install 'kvpool[{extra}]'")
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``; port 0 is one. Errors: ``ConfigError``."""
+    match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
+    if match is None or int(match["port"]) > 65535:
+        raise ConfigError(f"{text!r:.80} is not an address: write HOST:PORT, such as 127.0.0.1:50051")
+    return match["host"], int(match["port"])
 
 
 def redact(url: str) -> str:

@@ -26,8 +26,8 @@ def test_public_names() -> None:
     assert {"BlockHasher", "Layout", "Namespace", "PrefixIndex", "Store", "open_store", "KVPoolError"} <= set(
         kvpool.__all__
     )
-    with pytest.raises(AttributeError, match="no attribute 'IndexClient'"):
-        kvpool.IndexClient  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'RouterClient'"):
+        kvpool.RouterClient  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_import_is_light_and_quick() -> None:

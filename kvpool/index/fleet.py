@@ -238,6 +238,15 @@ class Fleet:
         logger.info("worker %s starts again: what it held is forgotten; %s, by %s", worker.id, ranks, source)
         return "replaced"
 
+    def replaces(self, worker: Worker, source: Source) -> bool:
+        """Whether ``add`` would forget another start of this worker. Errors: ``ConfigError``, as ``add``."""
+        check_worker(worker)
+        with self._lock:
+            known = self._entries.get(worker.id)
+            if known is None or (source == "pool" and known.source != "pool"):
+                return False
+            return not _same_start(known.worker, worker)
+
     def remove(self, worker_id: str, source: Source | None = None) -> bool:
         """Forget a worker and all it holds, but for the pool's blocks; False if it is not known.
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvpool.hashing import seed_id
 from kvpool.index import Publisher, Worker
+from kvpool.index.fleet import Fleet
+from kvpool.index.roster import Roster
+from kvpool.index.service import IndexServer
 
 
 class Clock:
@@ -28,3 +35,53 @@ def a_worker(name: str = "w", *, ranks: int = 1, port: int = 5557, **fields: Any
         "address": f"http://{name}:8000",
     }  # fmt: skip
     return Worker(name=name, **{**known, **fields})
+
+
+class Served:
+    """An index that listens in a thread of its own."""
+
+    def __init__(self, fleet: Fleet, feed: Any, observer: Any) -> None:
+        self.fleet = fleet
+        self.roster = Roster(fleet, feed)
+        self.target = ""
+        self._observer = observer
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._ready.wait(30)
+        if self._failure is not None:
+            self._thread.join(30)
+            raise self._failure
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    async def _serve(self) -> None:
+        self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
+        server = IndexServer(self.roster, observer=self._observer)
+        try:
+            self.target = f"127.0.0.1:{await server.start(self.target or '127.0.0.1:0')}"
+            self._ready.set()
+            await self._done.wait()
+        except BaseException as error:
+            self._failure = error
+            self._ready.set()
+        finally:
+            await server.stop()
+
+
+@contextmanager
+def serving(fleet: Fleet | None = None, *, feed: Any = None, observer: Any = None) -> Iterator[Served]:
+    """An index on a free port, until the end of the block."""
+    served = Served(fleet or Fleet(), feed, observer)
+    try:
+        served.start()
+        yield served
+    finally:
+        served.stop()

@@ -1,0 +1,98 @@
+"""``AsyncIndexClient``: asks an index, from one event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from kvpool.hashing import Multimodal
+from kvpool.index import channel, codec
+from kvpool.index.answer import Lookup, WorkerStatus
+from kvpool.index.codec import Answer, Call
+from kvpool.index.worker import DEFAULT_TENANT, Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class AsyncIndexClient:
+    """``IndexClient`` for one event loop: made, used and closed in it. Same arguments, answers and errors."""
+
+    def __init__(self, target: str, timeout_s: float = channel.DEFAULT_TIMEOUT_S) -> None:
+        self._target = channel.check_target(target)
+        self._timeout_s = channel.check_timeout_s(timeout_s)
+        self._channel = grpc.aio.insecure_channel(target, options=channel.OPTIONS)
+        self._calls = channel.open_calls(self._channel)
+        self._closed = False
+
+    async def lookup(
+        self,
+        model: str,
+        *,
+        token_ids: Sequence[int] | Buffer | None = None,
+        hashes64: Buffer | None = None,
+        tenant: str = DEFAULT_TENANT,
+        lora: tuple[str, str] | None = None,
+        cache_salt: str | None = None,
+        multimodal: Sequence[Multimodal] = (),
+        workers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Lookup:
+        """As ``IndexClient.lookup``."""
+        call = codec.lookup_call(
+            model, token_ids=token_ids, hashes64=hashes64, tenant=tenant, lora=lora, cache_salt=cache_salt,
+            multimodal=multimodal, workers=workers,
+        )  # fmt: skip
+        return await self._answer(call, timeout_s)
+
+    async def workers(
+        self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
+    ) -> list[WorkerStatus]:
+        """As ``IndexClient.workers``."""
+        return await self._answer(codec.workers_call(tenant, model), timeout_s)
+
+    async def register(
+        self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None
+    ) -> bool:
+        """As ``IndexClient.register``."""
+        return await self._answer(codec.register_call(worker, lease_s), timeout_s)
+
+    async def remove(
+        self, name: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None
+    ) -> bool:
+        """As ``IndexClient.remove``."""
+        return await self._answer(codec.remove_call(name, tenant), timeout_s)
+
+    async def close(self) -> None:
+        """End the connection, and calls under way with it. May be called again."""
+        self._closed = True
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncIndexClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncIndexClient({self._target!r})"
+
+    async def _answer(self, call: Call[Answer], timeout_s: float | None) -> Answer:
+        limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
+        if self._closed:
+            raise channel.closed(self._target)
+        try:
+            reply = await self._calls[call.method](call.request, timeout=limit_s)
+        except grpc.RpcError as error:
+            if self._closed:
+                raise channel.closed(self._target) from error
+            raise channel.error_of(self._target, limit_s, error) from error
+        except grpc.aio.UsageError as error:  # closed by another task, just now
+            raise channel.closed(self._target) from error
+        return channel.read(self._target, call, reply)

@@ -1,0 +1,97 @@
+"""What both clients share: how a channel to an index is set up, and what its errors mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError, UnknownModel
+from kvpool.index import codec
+from kvpool.index.codec import Answer, Call
+from kvpool.wording import parse_address
+
+DEFAULT_TIMEOUT_S = 1.0
+MAX_TIMEOUT_S = 3600.0
+MAX_DETAIL_CHARS = 300
+
+OPTIONS = (
+    ("grpc.max_send_message_length", codec.MAX_REQUEST_NBYTES),
+    ("grpc.max_receive_message_length", codec.MAX_REPLY_NBYTES),
+    ("grpc.enable_http_proxy", 0),  # http_proxy in the environment is not meant for an index next door
+    # An index that comes back is found again within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+def check_target(target: str) -> str:
+    """Return ``HOST:PORT`` if an index can be there. Errors: ``ConfigError``."""
+    _, port = parse_address(target)
+    if port == 0:
+        raise ConfigError(f"{target}: port 0 is for listening; write the port that kvpool index has printed")
+    return target
+
+
+def check_timeout_s(timeout_s: float) -> float:
+    """Return ``timeout_s`` if a call can have it. Errors: ``ConfigError``."""
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 < timeout_s <= MAX_TIMEOUT_S
+    ):
+        raise ConfigError(
+            f"timeout_s is more than 0 and at most {MAX_TIMEOUT_S:g} seconds, not {timeout_s!r:.40}"
+        )
+    return timeout_s
+
+
+def open_calls(channel: Any) -> dict[str, Any]:
+    """What calls each method of the index, by its name; of either kind of channel."""
+    return {
+        name: channel.unary_unary(
+            f"/{codec.SERVICE}/{name}", request_serializer=lambda request: request.SerializeToString()
+        )
+        for name in codec.REPLIES
+    }
+
+
+def read(target: str, call: Call[Answer], reply: bytes) -> Answer:
+    """What the reply says. Errors: ``IndexUnavailable`` when it is no such reply."""
+    try:
+        return call.decode(reply)
+    except (DecodeError, ValueError) as error:
+        raise IndexUnavailable(
+            f"what {target} replied to {call.method} is no reply of a kvpool index of this version: {error}"
+        ) from error
+
+
+def closed(target: str) -> KVPoolError:
+    """What a client says that was closed."""
+    return IndexUnavailable(f"this client of the index at {target} was closed")
+
+
+def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError:
+    """The error of ours for one of gRPC's."""
+    code: Any = error.code()
+    detail = " ".join((error.details() or "").split())[:MAX_DETAIL_CHARS]
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return ConfigError(detail)
+    if code is grpc.StatusCode.NOT_FOUND:
+        return UnknownModel(detail)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return IndexUnavailable(
+            f"the index at {target} did not answer within {timeout_s:g} s: it is busy or stuck, or something else "
+            "listens there; raise timeout_s, or go on without it"
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return IndexUnavailable(f"what listens on {target} is no kvpool index: {detail}")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        if "http1" in detail or "HTTP" in detail or "SETTINGS" in detail:
+            return IndexUnavailable(f"what listens on {target} does not speak gRPC: it is no kvpool index")
+        return IndexUnavailable(
+            f"no index answers on {target}; start one with: kvpool index --listen {target} ({detail})"
+        )
+    return IndexUnavailable(f"the index at {target} failed ({code.name}): {detail}")

@@ -1,0 +1,112 @@
+"""``IndexClient``: asks an index, from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvpool.hashing import Multimodal
+from kvpool.index import channel, codec
+from kvpool.index.answer import Lookup, WorkerStatus
+from kvpool.index.codec import Answer, Call
+from kvpool.index.worker import DEFAULT_TENANT, Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class IndexClient:
+    """A connection to the index at ``HOST:PORT``; it is made with the first call, and again when it was lost.
+
+    ``timeout_s``: the deadline of a call that names none. Any thread may call anything; a call blocks its thread until
+    the answer or the deadline. ``with`` closes it.
+
+    Errors, of every call: ``ConfigError`` for a wrong argument, ``UnknownModel``, and ``IndexUnavailable`` when no
+    index answers in time. A router takes the last as "nothing is known" and goes on.
+    """
+
+    def __init__(self, target: str, timeout_s: float = channel.DEFAULT_TIMEOUT_S) -> None:
+        self._target = channel.check_target(target)
+        self._timeout_s = channel.check_timeout_s(timeout_s)
+        self._channel = grpc.insecure_channel(target, options=channel.OPTIONS)
+        self._calls = channel.open_calls(self._channel)
+        self._closed = False
+
+    def lookup(
+        self,
+        model: str,
+        *,
+        token_ids: Sequence[int] | Buffer | None = None,
+        hashes64: Buffer | None = None,
+        tenant: str = DEFAULT_TENANT,
+        lora: tuple[str, str] | None = None,
+        cache_salt: str | None = None,
+        multimodal: Sequence[Multimodal] = (),
+        workers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Lookup:
+        """How many leading blocks of a prompt each worker of ``model`` holds: a row for every candidate rank.
+
+        Give the prompt as ``token_ids`` (ints from 0 to 2**32 - 1, or a buffer of ints) and the index hashes them for
+        each kind of worker; or as ``hashes64``, what ``BlockHasher.hashes64`` returns, and these are asked everywhere.
+        ``lora``, ``cache_salt`` and ``multimodal`` enter the hash of tokens, as in ``BlockHasher``. ``workers``:
+        candidates by name, those that are not known have no row; None: all.
+        """
+        call = codec.lookup_call(
+            model, token_ids=token_ids, hashes64=hashes64, tenant=tenant, lora=lora, cache_salt=cache_salt,
+            multimodal=multimodal, workers=workers,
+        )  # fmt: skip
+        return self._answer(call, timeout_s)
+
+    def workers(
+        self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
+    ) -> list[WorkerStatus]:
+        """Whom the index follows, by tenant and name, and how well. ``tenant``, ``model``: only these; None: all."""
+        return self._answer(codec.workers_call(tenant, model), timeout_s)
+
+    def register(
+        self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None
+    ) -> bool:
+        """Have the index follow a worker that does not announce itself, for ``lease_s`` seconds or until removed.
+
+        To be called again before the lease ends. An empty ``hash_seed_id`` is that of the index. True when another
+        start of this worker was followed, and is forgotten.
+        """
+        return self._answer(codec.register_call(worker, lease_s), timeout_s)
+
+    def remove(self, name: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None) -> bool:
+        """Forget a worker and all it holds, until it announces itself again; False if it is not known."""
+        return self._answer(codec.remove_call(name, tenant), timeout_s)
+
+    def close(self) -> None:
+        """End the connection, and calls under way with it. May be called again."""
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> IndexClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"IndexClient({self._target!r})"
+
+    def _answer(self, call: Call[Answer], timeout_s: float | None) -> Answer:
+        limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
+        if self._closed:
+            raise channel.closed(self._target)
+        try:
+            reply = self._calls[call.method](call.request, timeout=limit_s)
+        except grpc.RpcError as error:
+            if self._closed:
+                raise channel.closed(self._target) from error
+            raise channel.error_of(self._target, limit_s, error) from error
+        except ValueError as error:  # closed by another thread, just now
+            raise channel.closed(self._target) from error
+        return channel.read(self._target, call, reply)

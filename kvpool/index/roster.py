@@ -1,0 +1,81 @@
+"""``Roster``: who is in the fleet, and that exactly those are followed.
+
+Flags, calls, the pool and leases that end all come here, each on a thread of its own. ``_lock`` is held for the whole
+of each change, so that the fleet and the feed see changes in one order. The feed lets go of a start before the fleet
+knows of the next one: so a late batch of the first is never taken for one of the second.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from kvpool.errors import KVPoolError
+from kvpool.index.fleet import Added, Fleet, Source
+from kvpool.index.worker import Worker
+
+
+class Feed(Protocol):
+    """Who subscribes to workers' events and tells the fleet, as an ``EventSink``, what they say.
+
+    When ``unfollow`` has returned, nothing more is said of that start of the worker; it may wait for a batch that is
+    being applied, and for nothing else.
+    """
+
+    def follow(self, worker: Worker) -> None: ...
+
+    def unfollow(self, worker_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Roster:
+    """Adds workers to ``fleet`` and removes them, and has ``feed`` follow those that are there.
+
+    ``feed``: None where events come some other way. Any thread may call any method.
+    """
+
+    def __init__(self, fleet: Fleet, feed: Feed | None = None) -> None:
+        self.fleet = fleet
+        self._feed = feed
+        self._lock = threading.Lock()
+
+    def add(self, worker: Worker, source: Source, lease_s: float | None = None) -> Added:
+        """``Fleet.add``; a new start is followed from now on, and no longer the one before it."""
+        with self._lock:
+            if self._feed is None:
+                return self.fleet.add(worker, source, lease_s)
+            replaces = self.fleet.replaces(worker, source)
+            if replaces:
+                self._feed.unfollow(worker.id)
+            try:
+                added = self.fleet.add(worker, source, lease_s)
+            except KVPoolError:
+                if replaces:  # nobody follows it any more
+                    self.fleet.remove(worker.id)
+                raise
+            if added in ("new", "replaced"):
+                self._feed.follow(worker)
+            return added
+
+    def remove(self, worker_id: str, source: Source | None = None) -> bool:
+        """``Fleet.remove``."""
+        with self._lock:
+            removed = self.fleet.remove(worker_id, source)
+            if removed and self._feed is not None:
+                self._feed.unfollow(worker_id)
+            return removed
+
+    def expire(self) -> list[str]:
+        """``Fleet.expire``."""
+        with self._lock:
+            ended = self.fleet.expire()
+            for worker_id in ended:
+                if self._feed is not None:
+                    self._feed.unfollow(worker_id)
+            return ended
+
+    def close(self) -> None:
+        """Stop following anybody."""
+        if self._feed is not None:
+            self._feed.close()

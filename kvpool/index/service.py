@@ -1,0 +1,231 @@
+"""``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
+
+The handlers run in one event loop. What takes long is done in ``_threads``: prompts above ``INLINE_NBYTES``, and
+changes of the roster. The native table does not hold the interpreter's lock while it works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvpool.errors import ConfigError, KVPoolError, UnknownModel
+from kvpool.index import codec
+from kvpool.index.admission import check_name
+from kvpool.index.roster import Roster
+from kvpool.index.worker import DEFAULT_TENANT
+from kvpool.tenant import check_tenant
+from kvpool.v1 import index_pb2 as pb
+from kvpool.wording import parse_address
+
+INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
+THREADS = 4
+MAX_CALLS = 256  # at a time; more are refused
+TICK_S = 0.25  # how late the end of a lease may be noticed
+STOP_TIMEOUT_S = 5.0
+
+Value = TypeVar("Value")
+
+logger = logging.getLogger("kvpool.index")
+
+_MALFORMED = object()
+_CODES: tuple[tuple[type[KVPoolError], grpc.StatusCode], ...] = (
+    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownModel, grpc.StatusCode.NOT_FOUND),
+    (KVPoolError, grpc.StatusCode.RESOURCE_EXHAUSTED),  # a limit of the fleet
+)
+
+
+class Observer(Protocol):
+    """Who is told of each lookup that was answered."""
+
+    def looked_up(self, seconds: float, result: str) -> None:
+        """``result``: ``answered``, ``wrong`` (the request), ``unknown`` (the model) or ``failed``."""
+
+
+class IndexServer:
+    """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait`` or anything else, ``stop``.
+
+    ``observer`` is told of each lookup, in any thread.
+    """
+
+    def __init__(self, roster: Roster, *, observer: Observer | None = None) -> None:
+        self._roster = roster
+        self._observer = observer
+        self._server: grpc.aio.Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._health = health.aio.HealthServicer()
+        self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
+
+    async def start(self, listen: str) -> int:
+        """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
+        _check_free(listen)
+        # so_reuseport off: two indexes on one port would each get half of the calls
+        options = [
+            ("grpc.max_receive_message_length", codec.MAX_REQUEST_NBYTES),
+            ("grpc.max_send_message_length", codec.MAX_REPLY_NBYTES),
+            ("grpc.so_reuseport", 0),
+        ]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(codec.SERVICE, self._handlers()),)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (codec.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        try:
+            bound = server.add_insecure_port(listen)
+        except RuntimeError as error:
+            await server.stop(None)
+            raise ConfigError(f"cannot listen on {listen}: {error}") from error
+        self._server = server
+        await server.start()
+        self._ticker = asyncio.create_task(self._tick())
+        for name in ("", codec.SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return int(bound)
+
+    async def wait(self) -> None:
+        """Until the server has been stopped, or lost its ticker to an error, which is raised."""
+        assert self._ticker is not None
+        await self._ticker
+
+    async def stop(self) -> None:
+        """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""
+        await self._health.enter_graceful_shutdown()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(STOP_TIMEOUT_S)
+        self._threads.shutdown()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self._in_thread(self._roster.expire)
+
+    # ---- calls
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        methods: dict[str, tuple[Any, Any]] = {
+            "Lookup": (pb.LookupRequest, self._lookup),
+            "RegisterWorker": (pb.RegisterWorkerRequest, self._register),
+            "RemoveWorker": (pb.RemoveWorkerRequest, self._remove),
+            "ListWorkers": (pb.ListWorkersRequest, self._list),
+        }
+        return {
+            name: grpc.unary_unary_rpc_method_handler(
+                _answering(name, method),
+                request_deserializer=_reader(message),
+                response_serializer=codec.REPLIES[name].SerializeToString,
+            )
+            for name, (message, method) in methods.items()
+        }
+
+    async def _lookup(self, request: Any) -> Any:
+        started_s = time.perf_counter()
+        result = "failed"
+        try:
+            question = codec.decode_question(request)
+
+            def answer() -> Any:
+                return codec.encode_lookup(self._roster.fleet.lookup(question.model, **question.options))
+
+            reply = answer() if question.nbytes <= INLINE_NBYTES else await self._in_thread(answer)
+            result = "answered"
+            return reply
+        except UnknownModel:
+            result = "unknown"
+            raise
+        except ConfigError:
+            result = "wrong"
+            raise
+        finally:
+            if self._observer is not None:
+                self._observer.looked_up(time.perf_counter() - started_s, result)
+
+    async def _register(self, request: Any) -> Any:
+        if not request.HasField("worker"):
+            raise ConfigError("a RegisterWorkerRequest holds a worker")
+        worker = codec.decode_worker(request.worker, self._roster.fleet.seed_id)
+        lease_s = request.lease_ms / 1000 if request.lease_ms else None
+        added = await self._in_thread(lambda: self._roster.add(worker, "call", lease_s))
+        return pb.RegisterWorkerResponse(replaced=added == "replaced")
+
+    async def _remove(self, request: Any) -> Any:
+        tenant = check_tenant(request.tenant or DEFAULT_TENANT)
+        worker_id = f"{tenant}/{check_name(request.name)}"
+        removed = await self._in_thread(lambda: self._roster.remove(worker_id))
+        return pb.RemoveWorkerResponse(removed=removed)
+
+    async def _list(self, request: Any) -> Any:
+        fleet = self._roster.fleet
+        return await self._in_thread(
+            lambda: codec.encode_workers(
+                fleet.workers(tenant=request.tenant or None, model=request.model or None)
+            )
+        )
+
+    async def _in_thread(self, work: Callable[[], Value]) -> Value:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _check_free(listen: str) -> None:
+    """Errors: ``ConfigError`` when nobody can listen there: gRPC prints lines of its own then, and says less."""
+    host, port = parse_address(listen)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[0][4])
+            probe.listen()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {listen}: {error.strerror}; choose another address, or {host}:0 for any free port"
+        ) from error
+
+
+def _reader(message: Any) -> Callable[[bytes], Any]:
+    """Bytes that are no such message are the caller's fault, not ours as gRPC would have it."""
+
+    def read(raw: bytes) -> Any:
+        try:
+            return message.FromString(raw)
+        except DecodeError:
+            return _MALFORMED
+
+    return read
+
+
+def _answering(
+    name: str, method: Callable[[Any], Awaitable[Any]]
+) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
+    """The handler of one call: errors of ours become a status code and one line."""
+
+    async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            if request is _MALFORMED:
+                raise ConfigError(f"the request is not a {codec.SERVICE.rpartition('.')[0]}.{name}Request")
+            return await method(request)
+        except KVPoolError as error:
+            code = next(code for kind, code in _CODES if isinstance(error, kind))
+            text = str(error)
+        except Exception:
+            logger.exception("a call of %s failed", name)
+            code, text = grpc.StatusCode.INTERNAL, "the index failed to answer; its log says why"
+        return await context.abort(code, text)
+
+    return answer
