@@ -48,7 +48,7 @@ class Announcements:
     def put(self, key: str, document: bytes, lease_s: float) -> None:
         """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
         self._directory.mkdir(mode=0o770, parents=True, exist_ok=True)
-        path = self._directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+        path = self._path(key)
         if not path.exists() and self._count() >= MAX_ANNOUNCEMENTS:
             self.all("")  # removes what has run out
             if self._count() >= MAX_ANNOUNCEMENTS:
@@ -64,6 +64,13 @@ class Announcements:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+    def remove(self, key: str) -> bool:
+        """End what is under ``key``; whether its lease still ran."""
+        path = self._path(key)
+        found = _read(path)
+        path.unlink(missing_ok=True)
+        return found is not None and found.expires_unix_s > time.time()
 
     def all(self, prefix: str) -> dict[str, bytes]:
         """Documents under keys with ``prefix`` whose lease still runs; those that ran out are removed."""
@@ -81,6 +88,9 @@ class Announcements:
             elif found.key.startswith(prefix):
                 documents[found.key] = found.document
         return dict(sorted(documents.items()))
+
+    def _path(self, key: str) -> Path:
+        return self._directory / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def _paths(self) -> list[Path]:
         try:

@@ -40,6 +40,10 @@ class FileStore(NativeStore):
         with _mapped(self._name, "cannot keep an announcement"):
             self._announced.put(key, document, lease_s)
 
+    def _withdraw(self, key: str) -> bool:
+        with _mapped(self._name, "cannot withdraw an announcement"):
+            return self._announced.remove(key)
+
     def _announcements(self, prefix: str) -> dict[str, bytes]:
         with _mapped(self._name, "cannot read announcements"):
             return self._announced.all(prefix)

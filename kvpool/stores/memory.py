@@ -157,6 +157,11 @@ class MemoryStore(Store):
                 raise StoreUnavailable(f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already")
             self._announced[key] = (document, now_s + lease_s)
 
+    def _withdraw(self, key: str) -> bool:
+        with self._lock:
+            self._end_leases(time.monotonic())
+            return self._announced.pop(key, None) is not None
+
     def _announcements(self, prefix: str) -> dict[str, bytes]:
         with self._lock:
             self._end_leases(time.monotonic())

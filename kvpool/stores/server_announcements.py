@@ -64,6 +64,15 @@ class ServerAnnouncements:
                 together.execute()
             self._register(server, tenant, now_ms)
 
+    def remove(self, key: str) -> bool:
+        """End what is under ``key``; whether its lease still ran."""
+        action = "cannot withdraw an announcement"
+        with self._server(action) as server, server.pipeline(transaction=True) as together:
+            together.delete(f"{key}:announced")
+            together.zrem(_index(_tenant(key)), key)
+            documents, entries = together.execute()
+        return bool(documents and entries)
+
     def all(self, prefix: str) -> dict[str, bytes]:
         """Documents under keys with ``prefix`` whose lease still runs; those that ran out leave the index."""
         documents: dict[str, bytes] = {}

@@ -122,12 +122,7 @@ class Store(ABC):
         Blocking, for one small write. Errors: ``ConfigError``; ``StoreUnavailable`` when it cannot be kept.
         """
         self._check_open()
-        if not isinstance(key, str) or not key.isascii() or not key.isprintable():
-            raise ConfigError(f"announcement key {key!r:.80} is not printable ASCII")
-        if not 1 <= len(key) <= MAX_ANNOUNCEMENT_KEY_CHARS:
-            raise ConfigError(
-                f"an announcement's key has 1 to {MAX_ANNOUNCEMENT_KEY_CHARS} characters, not {len(key)}"
-            )
+        _check_announcement_key(key)
         if not isinstance(document, bytes) or not 1 <= len(document) <= MAX_DOCUMENT_NBYTES:
             raise ConfigError(f"an announcement is bytes, 1 to {MAX_DOCUMENT_NBYTES} of them")
         if isinstance(lease_s, bool) or not isinstance(lease_s, (int, float)) or not math.isfinite(lease_s):
@@ -135,6 +130,15 @@ class Store(ABC):
         if not 0 < lease_s <= MAX_LEASE_S:
             raise ConfigError(f"lease_s is above 0 and at most {MAX_LEASE_S:g} seconds, not {lease_s}")
         self._announce(key, document, float(lease_s))
+
+    def withdraw(self, key: str) -> bool:
+        """End an announcement before its lease does; False if there was none under ``key``.
+
+        Blocking, for one small write. Errors: ``ConfigError``; ``StoreUnavailable``, and then the lease ends it.
+        """
+        self._check_open()
+        _check_announcement_key(key)
+        return self._withdraw(key)
 
     def announcements(self, prefix: str = "") -> dict[str, bytes]:
         """The documents under keys that start with ``prefix`` whose lease still runs, sorted by key.
@@ -190,6 +194,9 @@ class Store(ABC):
     def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...
 
     @abstractmethod
+    def _withdraw(self, key: str) -> bool: ...
+
+    @abstractmethod
     def _announcements(self, prefix: str) -> dict[str, bytes]: ...
 
     @abstractmethod
@@ -224,6 +231,15 @@ class Store(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosed(f"{self._name}: the store is closed")
+
+
+def _check_announcement_key(key: object) -> None:
+    if not isinstance(key, str) or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"announcement key {key!r:.80} is not printable ASCII")
+    if not 1 <= len(key) <= MAX_ANNOUNCEMENT_KEY_CHARS:
+        raise ConfigError(
+            f"an announcement's key has 1 to {MAX_ANNOUNCEMENT_KEY_CHARS} characters, not {len(key)}"
+        )
 
 
 def _finish(transfer: Transfer) -> list[bool]:

@@ -48,6 +48,9 @@ class ValkeyStore(NativeStore):
     def _announce(self, key: str, document: bytes, lease_s: float) -> None:
         self._announced.put(key, document, lease_s)
 
+    def _withdraw(self, key: str) -> bool:
+        return self._announced.remove(key)
+
     def _announcements(self, prefix: str) -> dict[str, bytes]:
         return self._announced.all(prefix)
 

@@ -392,6 +392,23 @@ class StoreConformance:
         store.announce("kvpool:t:goes", b"3", lease_s=600)
         assert store.announcements("kvpool:t:goes") == {"kvpool:t:goes": b"3"}
 
+    def test_an_announcement_is_withdrawn(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in ("memory", "announcements", "server_announcements"):
+            monkeypatch.setattr(f"kvpool.stores.{module}.MAX_ANNOUNCEMENTS", 2)
+        assert store.withdraw("kvpool:t:a") is False
+        store.announce("kvpool:t:a", b"1", lease_s=600)
+        store.announce("kvpool:t:b", b"2", lease_s=600)
+        assert store.withdraw("kvpool:t:a") is True
+        assert store.announcements("kvpool:t:") == {"kvpool:t:b": b"2"}
+        assert store.withdraw("kvpool:t:a") is False
+        store.announce("kvpool:t:c", b"3", lease_s=600)  # its place is free
+        store.announce("kvpool:t:b", b"4", lease_s=0.02)
+        assert eventually(lambda: list(store.announcements("kvpool:t:")) == ["kvpool:t:c"])
+        assert store.withdraw("kvpool:t:b") is False
+        for wrong in ("", "k" * 513, "sp\n", 3):
+            with pytest.raises(ConfigError):
+                store.withdraw(wrong)  # type: ignore[arg-type]
+
     def test_an_announcement_has_limits(self, store: Store) -> None:
         store.announce("k" * 512, bytes(MAX_DOCUMENT_NBYTES), lease_s=1e6)
         for name, document, lease_s in [
@@ -454,6 +471,7 @@ class StoreConformance:
             lambda: store.submit_get([key(1)], [bytearray(1)]),
             lambda: store.submit_contains([key(1)]),
             lambda: store.announce("k", b"x", lease_s=1),
+            lambda: store.withdraw("k"),
             lambda: store.announcements(""),
             store.counters,
             store.fileno,
