@@ -17,41 +17,29 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvpool.errors import ConfigError
+from kvpool.errors import KVPoolError
 from kvpool.index.sequence import Sequence
 from kvpool.index.worker import EventSink, Publisher, Worker
 
 PROBE_S = 2.0  # an idle publisher is asked that often whether there is anything later
 ANSWER_S = 2.0  # how long a replay may bring nothing
 MAX_BACKOFF_S = 10.0
-CLOSE_S = 5.0
+STUCK_S = 5.0
 TURN = 256  # batches of one socket in a row
 HIGH_WATER = 100_000  # batches that wait in a socket, as in the publisher's own
 MAX_FRAME_NBYTES = 64 << 20
-MAX_PUBLISHERS = 65_536
 END = (1 << 64) - 1  # -1
 
-_SCHEMES = ("tcp://", "ipc://")
 
-
-def check_endpoint(endpoint: str) -> str:
-    """Return ``endpoint`` if one can connect to it. Errors: ``ConfigError`` that says how to write one."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    good = endpoint.startswith(_SCHEMES) and len(endpoint) <= 512 and endpoint.isprintable()
-    if good and endpoint.startswith("tcp://"):
-        good = host not in ("", "*", "0.0.0.0", "[::]")  # noqa: S104
-        good = good and port.isdigit() and 0 < int(port) < 65536
-    if not good:
-        raise ConfigError(
-            f"{endpoint!r:.80} is no address of events: write tcp://HOST:PORT with the host's own name"
-        )
-    return endpoint
+class FeedStuck(KVPoolError):
+    """The feed's own thread does not go on: a fault of ours."""
 
 
 @dataclass(eq=False)
 class _Link:
     """The sockets of one publisher."""
 
+    worker_id: str
     publisher: Publisher
     sequence: Sequence
     events: zmq.Socket[bytes]
@@ -73,8 +61,8 @@ class _Followed:
 class EventFeed:
     """Follows the publishers of workers and tells ``sink`` what they say, from one thread of its own.
 
-    ``follow``, ``unfollow`` and ``close`` may be called by any thread; they return before the sockets are made or
-    gone. Nothing of a worker is told any more once its ``unfollow`` has been carried out.
+    Any thread but the feed's own may call the methods. When ``unfollow`` or ``close`` has returned, nothing more is
+    told of that worker, or of any.
     """
 
     def __init__(self, sink: EventSink) -> None:
@@ -92,29 +80,42 @@ class EventFeed:
         self._thread.start()
 
     def follow(self, worker: Worker) -> None:
-        """Subscribe to all publishers of a worker; one with the same id that is followed already is left first.
+        """Subscribe to all publishers of a worker (one that ``check_worker`` has passed); returns at once.
 
-        Errors: ``ConfigError`` for an address that one cannot connect to.
+        One with the same id that is followed already is left first.
         """
-        for publisher in worker.publishers:
-            check_endpoint(publisher.events)
-            if publisher.replay:
-                check_endpoint(publisher.replay)
         self._order(lambda: self._follow(worker))
 
     def unfollow(self, worker_id: str) -> None:
-        """Leave a worker; nothing happens if it is not followed."""
-        self._order(lambda: self._unfollow(worker_id))
+        """Leave a worker; nothing happens if it is not followed.
+
+        Blocking, while a batch is applied. Errors: ``FeedStuck`` when the feed does not come to it.
+        """
+        done = threading.Event()
+
+        def leave() -> None:
+            self._unfollow(worker_id)
+            done.set()
+
+        self._order(leave)
+        if not done.wait(STUCK_S):
+            raise FeedStuck(f"the feed's thread has not answered for {STUCK_S:g} s")
 
     def close(self) -> None:
-        """Leave all and end the thread. Blocking, for at most ``CLOSE_S`` seconds; again does nothing."""
+        """Leave all and end the thread; again does nothing. Blocking and errors: as ``unfollow``."""
         if self._closing:
             return
         self._closing = True
         self._order(lambda: None)
-        self._thread.join(CLOSE_S)
-        assert not self._thread.is_alive(), "the feed's thread is stuck"
+        self._thread.join(STUCK_S)
+        if self._thread.is_alive():
+            raise FeedStuck(f"the feed's thread has not ended within {STUCK_S:g} s")
         os.close(self._woken)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs: without it nothing that is known stays true."""
+        return self._thread.is_alive()
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
@@ -169,8 +170,8 @@ class EventFeed:
             events = self._socket(zmq.SUB)
             monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             events.subscribe(b"")
-            events.connect(publisher.events)
-            link = _Link(publisher, sequence, events, monitor)
+            self._connect(events, publisher.events, worker.id, publisher.dp_rank)
+            link = _Link(worker.id, publisher, sequence, events, monitor)
             followed.links.append(link)
             for one in (events, monitor):
                 self._by_socket[one] = (link, "events")
@@ -196,6 +197,13 @@ class EventFeed:
         one.setsockopt(zmq.RECONNECT_IVL, 100)
         one.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         return one
+
+    def _connect(self, one: zmq.Socket[bytes], endpoint: str, worker_id: str, dp_rank: int) -> None:
+        try:
+            one.connect(endpoint)
+        except zmq.ZMQError as error:
+            problem = f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}"
+            self._sink.mark(worker_id, dp_rank, stale=True, problem=problem)
 
     def _read_monitor(self, link: _Link) -> None:
         lost = False
@@ -254,7 +262,7 @@ class EventFeed:
             return
         if link.replay is None:
             link.replay = self._socket(zmq.DEALER)
-            link.replay.connect(link.publisher.replay)
+            self._connect(link.replay, link.publisher.replay, link.worker_id, link.publisher.dp_rank)
             self._by_socket[link.replay] = (link, "replay")
             self._poller.register(link.replay, zmq.POLLIN)
         link.asked, link.answer_by = True, now + ANSWER_S

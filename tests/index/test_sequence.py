@@ -47,6 +47,7 @@ class Heard:
 
     def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
         assert bool(problem) == stale
+        self.marked = (worker_id, problem)
         self.stale = stale
 
     def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
