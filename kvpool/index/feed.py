@@ -7,6 +7,7 @@ payload]`` for each batch that it keeps from that number on, and ends with numbe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -26,7 +27,8 @@ ANSWER_S = 2.0  # how long a replay may bring nothing
 MAX_BACKOFF_S = 10.0
 STUCK_S = 5.0
 TURN = 256  # batches of one socket in a row
-HIGH_WATER = 100_000  # batches that wait in a socket, as in the publisher's own
+TURN_NBYTES = 4 << 20
+HIGH_WATER = 10_000  # batches that wait in a socket
 MAX_FRAME_NBYTES = 64 << 20
 END = (1 << 64) - 1  # -1
 
@@ -144,8 +146,6 @@ class EventFeed:
                 if kind == "replay":
                     self._read_replay(link)
                 else:
-                    # A lost connection shows in the monitor before anything that comes over the next one.
-                    self._read_monitor(link)
                     self._read_events(link)
         now = time.monotonic()
         for followed in self._followed.values():
@@ -205,26 +205,39 @@ class EventFeed:
             problem = f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}"
             self._sink.mark(worker_id, dp_rank, stale=True, problem=problem)
 
-    def _read_monitor(self, link: _Link) -> None:
-        lost = False
-        while link.monitor.poll(0):
-            lost |= recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"] == zmq.EVENT_DISCONNECTED
-        if lost:
-            while link.events.poll(0):  # of the life that may have ended; a replay brings what is still true
-                link.events.recv_multipart(zmq.NOBLOCK)
-            link.sequence.disconnected()
-
     def _read_events(self, link: _Link) -> None:
-        for _ in range(TURN):
-            try:
-                frames = link.events.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        """Hand on what has come, unless the connection was lost meanwhile.
+
+        The monitor tells of a lost connection before anything can come over the next one. So it is asked after
+        the batches were taken and before any of them is believed.
+        """
+        taken: list[list[bytes]] = []
+        nbytes = 0
+        with contextlib.suppress(zmq.Again):
+            while len(taken) < TURN and nbytes < TURN_NBYTES:
+                taken.append(link.events.recv_multipart(zmq.NOBLOCK))
+                nbytes += sum(map(len, taken[-1]))
+        if int(link.monitor.get(zmq.EVENTS)) & zmq.POLLIN and self._was_lost(link):
+            with contextlib.suppress(zmq.Again):
+                for _ in range(HIGH_WATER):  # a replay brings what is still true of it
+                    link.events.recv_multipart(zmq.NOBLOCK)
+            link.sequence.disconnected()
+            return
+        if taken:
             link.probe_at = time.monotonic() + PROBE_S
+        for frames in taken:
             if len(frames) == 3 and len(frames[1]) == 8:
                 link.sequence.live(int.from_bytes(frames[1], "big"), frames[2])
             else:
                 self.ignored_messages += 1
+
+    @staticmethod
+    def _was_lost(link: _Link) -> bool:
+        lost = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                lost |= recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"] == zmq.EVENT_DISCONNECTED
+        return lost
 
     def _read_replay(self, link: _Link) -> None:
         for _ in range(TURN):
