@@ -39,6 +39,9 @@ _KEY = re.compile(
     rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}):((?:[0-9a-f]{{2}}){{8,64}}):({_INDEX_PATTERN}):({_INDEX_PATTERN})"
 )
 _FACTS_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}):facts")
+_ANY_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):")
+_WORKER_NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,128}")
+_WORKER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):worker:({_INDEX_PATTERN}):({_WORKER_NAME.pattern})")
 
 
 class BlockKey(NamedTuple):
@@ -74,6 +77,42 @@ def parse_facts_key(key: str) -> tuple[str, str] | None:
     """(tenant, namespace hex) of the key under which a namespace keeps its facts; None for any other key."""
     match = _FACTS_KEY.fullmatch(key)
     return (match[1], match[2]) if match else None
+
+
+def check_worker_name(name: str) -> str:
+    """Return ``name`` if a worker of that name can be announced. Errors: ``ConfigError`` that says what is allowed."""
+    if not isinstance(name, str) or _WORKER_NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"worker name {name!r:.80} is not allowed: use 1 to 128 letters, digits and any of . _ : [ ] -"
+        )
+    return name
+
+
+def worker_key(tenant: str, name: str, dp_rank: int) -> str:
+    """Under which one data-parallel rank of a worker announces itself: ``kvpool:TENANT:worker:RANK:NAME``.
+
+    Errors: ``ConfigError``.
+    """
+    return f"{workers_prefix(tenant)}{_index('dp_rank', dp_rank)}:{check_worker_name(name)}"
+
+
+def workers_prefix(tenant: str) -> str:
+    """What every key of ``worker_key`` starts with."""
+    return tenant_prefix(tenant) + "worker:"
+
+
+def parse_worker_key(key: str) -> tuple[str, str, int] | None:
+    """(tenant, name, data-parallel rank) of what ``worker_key`` spells; None for any other key."""
+    match = _WORKER_KEY.fullmatch(key)
+    if match is None or int(match[2]) > MAX_INDEX:
+        return None
+    return match[1], match[3], int(match[2])
+
+
+def parse_tenant(key: str) -> str | None:
+    """The tenant whose key this is; None if it is no key of ours."""
+    match = _ANY_KEY.match(key)
+    return match[1] if match else None
 
 
 @dataclass(frozen=True, eq=False)

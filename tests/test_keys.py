@@ -18,7 +18,11 @@ from kvpool.keys import (
     differing_facts,
     parse_facts_key,
     parse_key,
+    parse_tenant,
+    parse_worker_key,
     tenant_prefix,
+    worker_key,
+    workers_prefix,
 )
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parent / "golden" / "namespaces.json").read_text())
@@ -98,6 +102,26 @@ def test_a_bad_group_or_rank(index: Any) -> None:
         namespace.key(bytes(32), index, 0)
     with pytest.raises(ConfigError, match="rank is a whole number from 0 to 65535"):
         namespace.keys([bytes(32)], 0, index)
+
+
+def test_a_worker_has_a_key_for_each_rank() -> None:
+    key = worker_key("team_a", "[fd00::7]:5557", 65535)
+    assert key == "kvpool:team_a:worker:65535:[fd00::7]:5557"
+    assert key.startswith(workers_prefix("team_a"))
+    assert parse_worker_key(key) == ("team_a", "[fd00::7]:5557", 65535)
+    assert parse_tenant(key) == "team_a"
+    assert parse_worker_key(Namespace("t", FACTS).facts_key) is None
+    assert parse_worker_key("kvpool:t:worker:65536:w") is None
+    assert parse_tenant("kvpool::x") is None
+    for tenant, name, rank in (
+        ("a:b", "w", 0),
+        ("t", "", 0),
+        ("t", "a b", 0),
+        ("t", "w" * 129, 0),
+        ("t", "w", -1),
+    ):
+        with pytest.raises(ConfigError):
+            worker_key(tenant, name, rank)
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 65])

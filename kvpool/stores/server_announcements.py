@@ -92,6 +92,16 @@ class ServerAnnouncements:
                             documents[key] = value
         return dict(sorted(documents.items()))
 
+    def run_id(self) -> str:
+        """What the server calls its present run; empty where it may not be asked."""
+        import redis
+
+        with self._server("cannot ask for its run_id") as server:
+            try:
+                return str(server.info("server").get("run_id", ""))
+            except redis.exceptions.ResponseError:  # also without the permission
+                return ""
+
     def _tenants(self, server: redis.Redis) -> list[str]:
         server.zremrangebyscore(_TENANTS, "-inf", _now_ms(server))
         return [_text(member) for member in server.zrange(_TENANTS, 0, MAX_TENANTS - 1)]

@@ -149,6 +149,14 @@ class Store(ABC):
         self._check_open()
         return self._announcements(prefix)
 
+    def life(self) -> str:
+        """Another text after each start of the server behind the store; empty where there is none, or it does not say.
+
+        Blocking, for one small read. Errors: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._life()
+
     # ------------------------------------------------------------------ the rest
 
     @abstractmethod
@@ -198,6 +206,9 @@ class Store(ABC):
 
     @abstractmethod
     def _announcements(self, prefix: str) -> dict[str, bytes]: ...
+
+    def _life(self) -> str:
+        return ""
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -51,6 +51,9 @@ class ValkeyStore(NativeStore):
     def _withdraw(self, key: str) -> bool:
         return self._announced.remove(key)
 
+    def _life(self) -> str:
+        return self._announced.run_id()
+
     def _announcements(self, prefix: str) -> dict[str, bytes]:
         return self._announced.all(prefix)
 
