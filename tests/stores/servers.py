@@ -23,6 +23,14 @@ from tests.conftest import eventually
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "servers" / "bin"
 SERVERS = ("redis-server", "valkey-server")
+CLIENTS = ("native",)
+
+
+def with_client(url: str, client: str) -> str:
+    """``url``, opened by this one of ``CLIENTS``."""
+    if client == "native":
+        return url
+    return f"{url}{'&' if '?' in url else '?'}client={client}"
 
 
 def find(name: str) -> str:
@@ -83,7 +91,7 @@ class Server:
         assert self._process.poll() is None, (self.folder / "log").read_text()[-2000:]
         try:
             return bool(self.client.ping())
-        except redis.exceptions.AuthenticationError:
+        except (redis.exceptions.AuthenticationError, redis.exceptions.BusyLoadingError):
             return True
         except redis.RedisError:
             return False
