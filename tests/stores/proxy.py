@@ -1,0 +1,181 @@
+"""A TCP proxy between a store and its server, which harms a connection at a given byte."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+TRANSCRIPT_NBYTES = 1 << 20
+_PIECE_NBYTES = 64 << 10
+_DIAL_TIMEOUT_S = 10.0
+_JOIN_TIMEOUT_S = 10.0
+
+
+class Way(Enum):
+    """The way of a byte: what the store asks, or what the server answers."""
+
+    ASKED = 0
+    ANSWERED = 1
+
+
+class Harm(Enum):
+    """What befalls a connection."""
+
+    CLOSE = 0  # both sides see its end, after what was passed on
+    RESET = 1  # both sides see an error; what they have not read yet is lost
+    SILENCE = 2  # it stands, and nothing more goes that way
+
+
+class Proxy:
+    """Passes bytes between clients and the server on ``port`` of this machine, over one connection each.
+
+    It counts the bytes that it passed each way, on all connections together.
+    One thread accepts; each connection has a thread each way. ``_lock`` guards ``_passed_nbytes``, ``_passed``,
+    ``_armed``, ``_harmed``, ``_sockets``, ``_threads`` and ``_closing``; under it no socket is read or written.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._server = ("127.0.0.1", port)
+        self._lock = threading.Lock()
+        self._passed_nbytes = dict.fromkeys(Way, 0)
+        self._passed = {way: bytearray() for way in Way}
+        self._armed: tuple[Way, int, Harm] | None = None
+        self._harmed = 0
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._acceptor = threading.Thread(target=self._accept)
+        self._acceptor.start()
+
+    def arm(self, way: Way, nbytes: int, harm: Harm) -> None:
+        """Once ``nbytes`` more have passed ``way``, harm the connection that carried the last; then no other."""
+        with self._lock:
+            self._armed = (way, self._passed_nbytes[way] + nbytes, harm)
+
+    @property
+    def harmed(self) -> int:
+        """How many connections were harmed."""
+        with self._lock:
+            return self._harmed
+
+    def passed(self, way: Way) -> bytes:
+        """What passed first, up to ``TRANSCRIPT_NBYTES``."""
+        with self._lock:
+            return bytes(self._passed[way])
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+        with contextlib.suppress(OSError):  # wakes accept(), which close() does not
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join(_JOIN_TIMEOUT_S)
+        self._listener.close()
+        with self._lock:
+            for end in self._sockets:
+                _hang_up(end)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(_JOIN_TIMEOUT_S)
+            assert not thread.is_alive(), "a thread of the proxy is stuck"
+
+    # ------------------------------------------------------------------ its threads
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(self._server, _DIAL_TIMEOUT_S)
+            except OSError:
+                client.close()
+                continue
+            for end in (client, server):
+                end.settimeout(None)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._begin(client, server)
+
+    def _begin(self, client: socket.socket, server: socket.socket) -> None:
+        left = threading.Semaphore(1)
+        ways = {Way.ASKED: (client, server), Way.ANSWERED: (server, client)}
+        threads = [
+            threading.Thread(target=self._carry, args=(way, source, target, left))
+            for way, (source, target) in ways.items()
+        ]
+        with self._lock:
+            self._sockets |= {client, server}
+            self._threads = [thread for thread in self._threads if thread.is_alive()] + threads
+            if self._closing:
+                _hang_up(client)
+                _hang_up(server)
+            # Under the lock, so that nobody finds one here that has not begun, and takes it for one that ended.
+            for thread in threads:
+                thread.start()
+
+    def _carry(
+        self, way: Way, source: socket.socket, target: socket.socket, left: threading.Semaphore
+    ) -> None:
+        harm: Harm | None = None
+        with contextlib.suppress(OSError):
+            while piece := source.recv(_PIECE_NBYTES):
+                if harm is Harm.SILENCE:
+                    continue
+                due, harm = self._due(way, piece)
+                target.sendall(due)
+                if harm in (Harm.CLOSE, Harm.RESET):
+                    break
+        for end in (source, target):
+            if harm is Harm.RESET:
+                _reset(end)
+            else:
+                _hang_up(end)
+        # A socket is closed by the last thread that uses it: its number must not be another's by then.
+        if not left.acquire(blocking=False):
+            with self._lock:
+                self._sockets -= {source, target}
+            source.close()
+            target.close()
+
+    def _due(self, way: Way, piece: bytes) -> tuple[bytes, Harm | None]:
+        """What of ``piece`` is still to be passed on, and the harm to be done then."""
+        with self._lock:
+            harm = None
+            if self._armed is not None and self._armed[0] is way:
+                left = self._armed[1] - self._passed_nbytes[way]
+                if left <= len(piece):
+                    piece, harm = piece[:left], self._armed[2]
+                    self._armed = None
+                    self._harmed += 1
+            self._passed_nbytes[way] += len(piece)
+            self._passed[way] += piece[: TRANSCRIPT_NBYTES - len(self._passed[way])]
+            return piece, harm
+
+
+def _hang_up(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _reset(end: socket.socket) -> None:
+    """Its close will be a reset; until then who reads from it here wakes up, and the other side sees nothing."""
+    with contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        end.shutdown(socket.SHUT_RD)
+
+
+@contextmanager
+def proxied(port: int) -> Iterator[Proxy]:
+    """A proxy in front of ``port``, until the end of the block."""
+    proxy = Proxy(port)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
