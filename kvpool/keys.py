@@ -27,6 +27,7 @@ from kvpool.tenant import TENANT_PATTERN, check_tenant
 BlockHash = NewType("BlockHash", bytes)
 Fact = str | int | bool
 
+KEY_PREFIX = "kvpool:"  # what every key starts with
 FINGERPRINT_NBYTES = 16
 MIN_HASH_NBYTES = 8
 MAX_HASH_NBYTES = 64
@@ -68,9 +69,33 @@ def parse_key(key: str) -> BlockKey:
     return BlockKey(match[1], bytes.fromhex(match[2]), BlockHash(bytes.fromhex(match[3])), group, rank)
 
 
+def found_key(tenant: str, namespace: str, block_hash: str, group: str, rank: str) -> str | None:
+    """The key of parts that were found as text; None when they are not those of a block's key."""
+    key = f"{KEY_PREFIX}{tenant}:{namespace}:{block_hash}:{group}:{rank}"
+    return key if is_key(key) else None
+
+
+def is_key(key: str) -> bool:
+    """Whether ``key`` is spelled as one block's key is."""
+    match = _KEY.fullmatch(key)
+    return match is not None and int(match[4]) <= MAX_INDEX and int(match[5]) <= MAX_INDEX
+
+
 def tenant_prefix(tenant: str) -> str:
     """What every key of ``tenant`` starts with."""
-    return f"kvpool:{check_tenant(tenant)}:"
+    return f"{KEY_PREFIX}{check_tenant(tenant)}:"
+
+
+def namespace_prefix(tenant: str, namespace: str) -> str:
+    """What every key of a tenant's namespace starts with; ``namespace``: its 32 hex digits."""
+    return f"{tenant_prefix(tenant)}{namespace}:"
+
+
+def tenant_of(key: str) -> str:
+    """Whose a key or announcement is; empty for one that names no tenant."""
+    start, _, rest = key.partition(":")
+    tenant, colon, _ = rest.partition(":")
+    return tenant if f"{start}:" == KEY_PREFIX and colon else ""
 
 
 def parse_facts_key(key: str) -> tuple[str, str] | None:

@@ -142,6 +142,26 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command()
+def purge(
+    pool: Annotated[str, typer.Option(help="URL of the store to delete from.")],
+    tenant: Annotated[str | None, typer.Option(help="Delete all that this tenant has.")] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(metavar="HEX", help="Delete this namespace; 8 digits do, 32 are all of them."),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="Delete all blocks of all tenants.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete blocks and announcements of a tenant, of a namespace, or all; says what, and asks first."""
+    from kvpool.cli.purge import run_purge
+
+    run_purge(pool=pool, tenant=tenant, namespace=namespace, everything=everything, yes=yes, as_json=as_json)
+
+
 @bench.command("hash")
 def bench_hash(
     tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the prompt.")] = 131072,

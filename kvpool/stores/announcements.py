@@ -92,6 +92,17 @@ class Announcements:
     def _path(self, key: str) -> Path:
         return self._directory / hashlib.sha256(key.encode()).hexdigest()[:32]
 
+    def remove_all(self, prefix: str) -> int:
+        """Delete the documents under keys with ``prefix``; how many there were."""
+        removed = 0
+        for path in self._paths():
+            found = _read(path)
+            if found is not None and found.key.startswith(prefix):
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+                    removed += 1
+        return removed
+
     def _paths(self) -> list[Path]:
         try:
             return sorted(self._directory.iterdir())

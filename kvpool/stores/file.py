@@ -6,13 +6,17 @@ The native engine owns the records and its threads; ``Announcements`` owns the l
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.keys import KEY_PREFIX, found_key
 from kvpool.stores.announcements import Announcements
 from kvpool.stores.native import NativeStore
+from kvpool.stores.store import SCAN_KEYS, StoredBlock
 
 _ADVICE = {
     PermissionError: "give this user write access or choose another directory",
@@ -34,6 +38,7 @@ class FileStore(NativeStore):
         name = f"file://{path}"
         with _mapped(name, "cannot write", opening=True):
             super().__init__(name, _native.open_file_engine(path, capacity_nbytes, threads))
+        self._blocks = Path(path) / "blocks"
         self._announced = Announcements(Path(path) / "announcements")
 
     def _announce(self, key: str, document: bytes, lease_s: float) -> None:
@@ -47,6 +52,59 @@ class FileStore(NativeStore):
     def _announcements(self, prefix: str) -> dict[str, bytes]:
         with _mapped(self._name, "cannot read announcements"):
             return self._announced.all(prefix)
+
+    def _withdraw_all(self, prefix: str) -> int:
+        with _mapped(self._name, "cannot take announcements back"):
+            return self._announced.remove_all(prefix)
+
+    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
+        found: list[StoredBlock] = []
+        for block in _blocks(self._name, self._blocks, prefix):
+            found.append(block)
+            if len(found) == SCAN_KEYS:
+                yield found
+                found = []
+        if found:
+            yield found
+
+
+def _blocks(name: str, root: Path, prefix: str) -> Iterator[StoredBlock]:
+    """The records below ``root``, where each lies in blocks/{tenant}/{namespace}/{hash[:3]}/{hash}.{group}.{rank}."""
+    for tenant in _entries(name, root):
+        if not _overlap(f"{KEY_PREFIX}{tenant}:", prefix):
+            continue
+        for namespace in _entries(name, root / tenant):
+            if not _overlap(f"{KEY_PREFIX}{tenant}:{namespace}:", prefix):
+                continue
+            for start in _entries(name, root / tenant / namespace):
+                folder = root / tenant / namespace / start
+                for file in _entries(name, folder):
+                    parts = file.split(".")
+                    key = found_key(tenant, namespace, *parts) if len(parts) == 3 else None
+                    if key is None or not key.startswith(prefix) or file[:3] != start:
+                        continue
+                    nbytes = _record_nbytes(name, folder / file)
+                    if nbytes is not None:
+                        yield StoredBlock(key, nbytes)
+
+
+def _record_nbytes(name: str, path: Path) -> int | None:
+    """None when it is gone, or a folder, which no store takes for a record."""
+    with _mapped(name, "cannot read a block's size"), contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        return None if stat.S_ISDIR(status.st_mode) else status.st_size
+    return None
+
+
+def _overlap(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
+
+
+def _entries(name: str, folder: Path) -> list[str]:
+    """What lies in ``folder``; nothing when it is gone, or is none."""
+    with _mapped(name, "cannot read a folder"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder)  # noqa: PTH208
+    return []
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvpool import _native
 from kvpool.errors import StoreUnavailable
 from kvpool.keys import parse_key
-from kvpool.stores.store import MAX_ANNOUNCEMENTS, Store
+from kvpool.stores.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, Store, StoredBlock
 from kvpool.wording import format_nbytes
 
 # The names that the file store uses, too. Nothing here faults, is cancelled or times out.
@@ -166,6 +166,23 @@ class MemoryStore(Store):
         with self._lock:
             self._end_leases(time.monotonic())
             return {key: self._announced[key][0] for key in sorted(self._announced) if key.startswith(prefix)}
+
+    def _withdraw_all(self, prefix: str) -> int:
+        with self._lock:
+            keys = [key for key in self._announced if key.startswith(prefix)]
+            for key in keys:
+                del self._announced[key]
+        return len(keys)
+
+    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
+        with self._lock:
+            found = [
+                StoredBlock(key, len(record))
+                for key, record in self._records.items()
+                if key.startswith(prefix)
+            ]
+        for start in range(0, len(found), SCAN_KEYS):
+            yield found[start : start + SCAN_KEYS]
 
     def _end_leases(self, now_s: float) -> None:
         """Forget the documents whose lease has run out; the caller holds the lock."""

@@ -14,12 +14,12 @@ Keys of another form share one index.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvpool.errors import StoreUnavailable
-from kvpool.stores.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S
+from kvpool.keys import tenant_of
+from kvpool.stores.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S, SCAN_KEYS
 from kvpool.stores.url import StoreURL
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ MAX_TENANTS = 4096
 READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
 INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
 
-_TENANT = re.compile(r"kvpool:([^:]*):")
 _TENANTS = "kvpool:::announced"
 
 
@@ -46,7 +45,7 @@ class ServerAnnouncements:
     def put(self, key: str, document: bytes, lease_s: float) -> None:
         """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
         lease_ms = max(1, int(lease_s * 1e3))
-        tenant = _tenant(key)
+        tenant = tenant_of(key)
         index = _index(tenant)
         with self._server("cannot keep an announcement") as server:
             now_ms = _now_ms(server)
@@ -69,7 +68,7 @@ class ServerAnnouncements:
         action = "cannot withdraw an announcement"
         with self._server(action) as server, server.pipeline(transaction=True) as together:
             together.delete(f"{key}:announced")
-            together.zrem(_index(_tenant(key)), key)
+            together.zrem(_index(tenant_of(key)), key)
             documents, entries = together.execute()
         return bool(documents and entries)
 
@@ -77,13 +76,11 @@ class ServerAnnouncements:
         """Documents under keys with ``prefix`` whose lease still runs; those that ran out leave the index."""
         documents: dict[str, bytes] = {}
         with self._server("cannot read announcements") as server:
-            match = _TENANT.match(prefix)
-            for tenant in [match[1]] if match else self._tenants(server):
+            for tenant in self._tenants(server, prefix):
                 index = _index(tenant)
                 # Atomic, and by the lease that stands now: one that was renewed just before stays.
                 server.zremrangebyscore(index, "-inf", _now_ms(server))
-                found = [_text(member) for member in server.zrange(index, 0, MAX_ANNOUNCEMENTS - 1)]
-                keys = [key for key in found if key.startswith(prefix)]
+                keys = _announced(server, index, prefix)
                 for start in range(0, len(keys), READ_AT_ONCE):
                     part = keys[start : start + READ_AT_ONCE]
                     values = server.mget([f"{key}:announced" for key in part])
@@ -102,7 +99,32 @@ class ServerAnnouncements:
             except redis.exceptions.ResponseError:  # also without the permission
                 return ""
 
-    def _tenants(self, server: redis.Redis) -> list[str]:
+    def remove_all(self, prefix: str) -> int:
+        """Delete the documents under keys with ``prefix``; how many there were.
+
+        A prefix that names no tenant walks the server's keys for the tenants that are in no list.
+        """
+        removed = 0
+        with self._server("cannot take announcements back") as server:
+            tenants = set(self._tenants(server, prefix))
+            if not tenant_of(prefix):
+                tenants |= _unlisted(server)
+            for tenant in sorted(tenants):
+                index = _index(tenant)
+                keys = _announced(server, index, prefix)
+                for start in range(0, len(keys), READ_AT_ONCE):
+                    part = keys[start : start + READ_AT_ONCE]
+                    with server.pipeline(transaction=True) as together:
+                        together.unlink(*(f"{key}:announced" for key in part))
+                        together.zrem(index, *part)
+                        removed += together.execute()[0]
+                self._unregister(server, tenant, index)
+        return removed
+
+    def _tenants(self, server: redis.Redis, prefix: str) -> list[str]:
+        """The one whose keys start with ``prefix``, or all in the list."""
+        if tenant_of(prefix):
+            return [tenant_of(prefix)]
         server.zremrangebyscore(_TENANTS, "-inf", _now_ms(server))
         return [_text(member) for member in server.zrange(_TENANTS, 0, MAX_TENANTS - 1)]
 
@@ -113,6 +135,20 @@ class ServerAnnouncements:
             server.zadd(_TENANTS, {tenant: now_ms + INDEX_LEASE_MS})
             server.zremrangebyrank(_TENANTS, 0, -MAX_TENANTS - 1)
             server.pexpire(_TENANTS, INDEX_LEASE_MS)
+
+    def _unregister(self, server: redis.Redis, tenant: str, index: str) -> None:
+        """Take a tenant without announcements off the list, unless one is announced just now."""
+        import redis
+
+        with (
+            contextlib.suppress(redis.exceptions.NoPermissionError, redis.exceptions.WatchError),
+            server.pipeline(transaction=True) as together,
+        ):
+            together.watch(index)  # type: ignore[no-untyped-call]
+            if together.zcard(index) == 0:
+                together.multi()
+                together.zrem(_TENANTS, tenant)
+                together.execute()
 
     @contextlib.contextmanager
     def _server(self, action: str) -> Iterator[redis.Redis]:
@@ -145,14 +181,20 @@ def connect(url: StoreURL, *, timeout_s: float) -> redis.Redis:
     )
 
 
-def _tenant(key: str) -> str:
-    match = _TENANT.match(key)
-    return match[1] if match else ""
-
-
 def _index(tenant: str) -> str:
     # An empty tenant's index must not be the list of tenants.
     return f"kvpool:{tenant}::announced" if tenant else "kvpool::untenanted:announced"
+
+
+def _unlisted(server: redis.Redis) -> set[str]:
+    """The tenants that have an index, whether they are in the list or not."""
+    found = server.scan_iter(match=_index("*"), count=SCAN_KEYS)
+    return {tenant_of(_text(name)) for name in found if name != _TENANTS.encode()}
+
+
+def _announced(server: redis.Redis, index: str, prefix: str) -> list[str]:
+    found = [_text(member) for member in server.zrange(index, 0, MAX_ANNOUNCEMENTS - 1)]
+    return [key for key in found if key.startswith(prefix)]
 
 
 def _now_ms(server: redis.Redis) -> int:

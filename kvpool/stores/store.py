@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreClosed
+from kvpool.keys import KEY_PREFIX
 from kvpool.stores.buffers import Destination, copy_back, destination, source
 from kvpool.stores.transfer import Batch, Transfer, check_timeout
 
@@ -23,8 +24,16 @@ MAX_DOCUMENT_NBYTES = 64 << 10
 MAX_ANNOUNCEMENTS = 4096
 MAX_ANNOUNCEMENT_KEY_CHARS = 512
 MAX_LEASE_S = 366 * 86400.0
+SCAN_KEYS = 1000  # about so many at a time
 
 _Store = TypeVar("_Store", bound="Store")
+
+
+class StoredBlock(NamedTuple):
+    """One block that lies in a store."""
+
+    key: str
+    nbytes: int  # of its record: 64 more than the payload
 
 
 class Store(ABC):
@@ -157,6 +166,28 @@ class Store(ABC):
         self._check_open()
         return self._life()
 
+    def withdraw_all(self, prefix: str) -> int:
+        """Take back the documents under keys that start with ``prefix``, whoever announced them; how many.
+
+        Who announces again, is heard again. Blocking, for one small write a document.
+        Errors: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._withdraw_all(prefix)
+
+    # ------------------------------------------------------------------ what is there
+
+    def scan(self, prefix: str = KEY_PREFIX) -> Iterator[list[StoredBlock]]:
+        """The blocks under keys that start with ``prefix``, about a thousand at a time, in no order.
+
+        What is put or deleted meanwhile may be among them or not; a block may come twice, a block that stays
+        comes at least once. Deleting what was given is no harm. A look, not a use: it keeps nothing from
+        being evicted. For maintenance: it walks the whole pool.
+        Blocking at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._scan(prefix)
+
     # ------------------------------------------------------------------ the rest
 
     @abstractmethod
@@ -209,6 +240,12 @@ class Store(ABC):
 
     def _life(self) -> str:
         return ""
+
+    @abstractmethod
+    def _withdraw_all(self, prefix: str) -> int: ...
+
+    @abstractmethod
+    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]: ...
 
     @abstractmethod
     def _close(self) -> None: ...

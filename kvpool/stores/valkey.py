@@ -6,10 +6,14 @@ The native engine owns the connections over which values go; leased documents go
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores.native import NativeStore
 from kvpool.stores.server_announcements import ServerAnnouncements
+from kvpool.stores.server_scan import scan_server
+from kvpool.stores.store import StoredBlock
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL
 
 # How a server words that it will never let us in as we are.
@@ -43,6 +47,7 @@ class ValkeyStore(NativeStore):
                 f"{name}: cannot connect: {error.strerror or error}; check that the server runs there"
             ) from error
         super().__init__(name, engine)
+        self._url = url
         self._announced = ServerAnnouncements(url, name)
 
     def _announce(self, key: str, document: bytes, lease_s: float) -> None:
@@ -56,6 +61,12 @@ class ValkeyStore(NativeStore):
 
     def _announcements(self, prefix: str) -> dict[str, bytes]:
         return self._announced.all(prefix)
+
+    def _withdraw_all(self, prefix: str) -> int:
+        return self._announced.remove_all(prefix)
+
+    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
+        return scan_server(self._url, self._name, prefix)
 
 
 def _name(url: StoreURL) -> str:

@@ -1,0 +1,217 @@
+"""``kvpool purge``: delete what a tenant, a namespace or everyone keeps in a pool, and say first what that is.
+
+It looks, asks, and looks again to delete, so that the keys of a pool are never all held at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.keys import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
+from kvpool.stores import Store, StoreURL, open_store
+from kvpool.stores.facts import announced_namespaces
+from kvpool.stores.file import FileStore
+from kvpool.wording import MAX_NBYTES, redact, unknown
+
+DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
+MAX_SHOWN = 20
+
+_DIGITS = re.compile(r"[0-9a-f]{8,32}")  # logs and the doctor write the first 8
+
+
+@dataclass
+class Part:
+    """What one namespace has in the pool. ``model``: as its facts say; empty where the pool has none."""
+
+    tenant: str
+    namespace: str
+    model: str = ""
+    blocks: int = 0
+    nbytes: int = 0  # of records
+
+
+@dataclass
+class Plan:
+    """What would go: all under ``prefixes``."""
+
+    prefixes: tuple[str, ...]
+    parts: list[Part]
+    announcements: int  # those that are found without walking through the pool
+
+    @property
+    def blocks(self) -> int:
+        return sum(part.blocks for part in self.parts)
+
+    def __str__(self) -> str:
+        nbytes = sum(part.nbytes for part in self.parts)
+        return (
+            f"{_counted(self.blocks, 'block')} ({_size(nbytes)}) in {_counted(len(self.parts), 'namespace')}, "
+            f"and {_counted(self.announcements, 'announcement')}"
+        )
+
+
+def run_purge(
+    *, pool: str, tenant: str | None, namespace: str | None, everything: bool, yes: bool, as_json: bool
+) -> None:
+    """Look, ask, delete; prints a table, or JSON once it is done.
+
+    Blocking, for two walks through the pool. Errors: ``ConfigError`` for what is not there, and where nobody can
+    be asked; ``StoreUnavailable``; ``typer.Abort`` when the answer is no.
+    """
+    if everything == (tenant is not None or namespace is not None):
+        raise ConfigError(
+            "say what to delete: --tenant T, --namespace HEX (of one --tenant T), or --everything"
+        )
+    if namespace is not None and not _DIGITS.fullmatch(namespace):
+        raise ConfigError(f'--namespace "{namespace}": write 8 to 32 lowercase hex digits')
+    within = KEY_PREFIX if tenant is None else tenant_prefix(tenant)
+    shown = Console(stderr=as_json)
+    with _advised(), _open(pool) as store:
+        parts, announced = _survey(store, within)
+        plan = _plan(within, parts, announced, namespace)
+        if not plan.parts and not plan.announcements and not everything:
+            raise ConfigError(f"{redact(pool)}: {_not_there(store, tenant, namespace, parts)}")
+        if not yes and not sys.stdin.isatty():
+            raise ConfigError(
+                f"{redact(pool)}: would delete {plan}; nobody can be asked here: add --yes to do it"
+            )
+        if not (yes and as_json):
+            _print(plan, redact(pool), shown)
+        if not yes:
+            typer.confirm("Delete this?", abort=True, err=as_json)
+        blocks, announcements = _delete(store, plan)
+    if as_json:
+        report = {"pool": redact(pool), "namespaces": [asdict(part) for part in plan.parts]}
+        print(json.dumps(report | {"deleted_blocks": blocks, "deleted_announcements": announcements}))
+    else:
+        shown.print(
+            f"Deleted {_counted(blocks, 'block')} and {_counted(announcements, 'announcement')}.",
+            highlight=False,
+        )
+
+
+def _open(pool: str) -> Store:
+    url = StoreURL.parse(pool)
+    if url.scheme != "file":
+        return open_store(pool)
+    if not Path(url.path).is_dir():
+        raise ConfigError(f"{pool}: there is no such directory")
+    # Opened with the capacity of this URL, it could begin by evicting what nobody asked to delete.
+    return FileStore(url.path, MAX_NBYTES, url.threads)
+
+
+def _survey(store: Store, within: str) -> tuple[list[Part], set[str]]:
+    """What lies under the prefix ``within``: namespaces, some with facts and no block; keys of announcements."""
+    found: dict[tuple[str, str], Part] = {}
+    announced = set(store.announcements(within))
+    with _progress() as progress:
+        task = progress.add_task("looking", total=None)
+        for batch in store.scan(within):
+            for key, nbytes in batch:
+                tenant, fingerprint, *_ = parse_key(key)
+                name = (tenant, fingerprint.hex())
+                part = found.setdefault(name, Part(*name))
+                part.blocks += 1
+                part.nbytes += nbytes
+            progress.advance(task, len(batch))
+    for tenant in {part.tenant for part in found.values()} | set(filter(None, map(tenant_of, announced))):
+        announced |= store.announcements(tenant_prefix(tenant)).keys()  # not every tenant is listed
+        for model, namespaces in announced_namespaces(store, tenant).items():
+            for namespace in namespaces:
+                found.setdefault((tenant, namespace.hex), Part(tenant, namespace.hex)).model = model
+    return [found[name] for name in sorted(found)], announced
+
+
+def _plan(within: str, parts: list[Part], announced: set[str], namespace: str | None) -> Plan:
+    prefixes: tuple[str, ...] = (within,)
+    if namespace is not None:
+        parts = [part for part in parts if part.namespace.startswith(namespace)]
+        if len({part.namespace for part in parts}) > 1:
+            several = _several([part.namespace for part in parts])
+            raise ConfigError(f'--namespace "{namespace}" begins several: {several}; write more digits')
+        prefixes = tuple(namespace_prefix(part.tenant, part.namespace) for part in parts)
+    return Plan(prefixes, parts, sum(key.startswith(prefixes) for key in announced))
+
+
+def _not_there(store: Store, tenant: str | None, namespace: str | None, parts: list[Part]) -> str:
+    if namespace is not None and parts:
+        there = _several([part.namespace[:8] for part in parts])
+        return f'no namespace begins with "{namespace}"; there are {there}'
+    everyones, announced = _survey(store, KEY_PREFIX)
+    tenants = {part.tenant for part in everyones} | set(filter(None, map(tenant_of, announced)))
+    if not tenants:
+        return "it is empty"
+    if tenant is None or tenant in tenants:
+        return "there are announcements, and no namespace"
+    return f"{unknown('tenant', tenant, ())}{_several(sorted(tenants))}"
+
+
+def _delete(store: Store, plan: Plan) -> tuple[int, int]:
+    """(blocks, announcements) that went. Announcements last: who is interrupted can still see what is left."""
+    blocks = 0
+    with _progress() as progress:
+        task = progress.add_task("deleting", total=plan.blocks)
+        for prefix in plan.prefixes:
+            for batch in store.scan(prefix):
+                blocks += store.delete_many([block.key for block in batch], timeout_s=DELETE_TIMEOUT_S)
+                progress.update(task, completed=blocks)
+    return blocks, sum(store.withdraw_all(prefix) for prefix in plan.prefixes)
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Say where the rule is that lets a user purge, when a server names a command or key that it may not use."""
+    try:
+        yield
+    except StoreUnavailable as error:
+        if "NOPERM" not in str(error) and type(error.__cause__).__name__ != "NoPermissionError":
+            raise
+        raise StoreUnavailable(
+            f"{error}; docs/stores.md says what a user must be allowed for a purge"
+        ) from error
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def _print(plan: Plan, pool: str, console: Console) -> None:
+    table = Table(title=f"{pool}: to be deleted")
+    for name in ("tenant", "namespace", "model", "blocks", "size"):
+        table.add_column(name, justify="right" if name in ("blocks", "size") else "left", overflow="fold")
+    for part in plan.parts[:MAX_SHOWN]:
+        table.add_row(part.tenant, part.namespace, part.model, f"{part.blocks:,}", _size(part.nbytes))
+    if len(plan.parts) > MAX_SHOWN:
+        table.add_row("", f"{len(plan.parts) - MAX_SHOWN:,} more")
+    if plan.parts:
+        console.print(table)
+    console.print(f"In all: {plan}.", highlight=False)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _several(names: list[str]) -> str:
+    distinct = sorted(set(names))
+    more = f" and {len(distinct) - MAX_SHOWN} more" if len(distinct) > MAX_SHOWN else ""
+    return ", ".join(distinct[:MAX_SHOWN]) + more
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:,.1f} MiB"
