@@ -8,6 +8,7 @@ that
 from __future__ import annotations
 
 import importlib
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from pydantic_core import ErrorDetails
 from kvpool.errors import ConfigError
 from kvpool.tenant import check_tenant
 from kvpool.wording import nearest, parse_nbytes, redact, unknown
+from kvpool.worker_name import check_worker_name
 
 __all__ = ["PoolConfig", "hash_seed", "redact"]
 
@@ -30,6 +32,7 @@ CONFIG_VARIABLE = "KVPOOL_CONFIG"
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 MAX_CONFIG_FILE_NBYTES = 1 << 20
 _TYPO_LIKENESS = 0.8  # KVPOOL_PORT, which Kubernetes sets for a service named kvpool, is 0.5 of KVPOOL_POOL
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
 
 _Model = TypeVar("_Model", bound="PoolConfig")
@@ -82,6 +85,17 @@ class PoolConfig(BaseModel):
     threads: int | None = Field(
         None, ge=1, le=64, description="native threads that move bytes; unset: what the URL says, or 2"
     )
+    advertise_host: str | None = Field(
+        None,
+        description="host by which indexes and routers reach this worker; unset: the one that faces the pool",
+    )
+    http_port: int = Field(8000, ge=1, le=65535, description="port of the engine's own HTTP server")
+    worker: str | None = Field(
+        None, description="name of this worker in the index; unset: host and port of its events"
+    )
+    lease_s: float = Field(
+        10.0, ge=3, le=3600, description="how long after its end a worker that was killed is still announced"
+    )
 
     @field_validator("pool")
     @classmethod
@@ -95,6 +109,18 @@ class PoolConfig(BaseModel):
     @classmethod
     def _tenant_fits_a_key(cls, tenant: str) -> str:
         return check_tenant(tenant)
+
+    @field_validator("advertise_host")
+    @classmethod
+    def _host_fits_an_address(cls, host: str | None) -> str | None:
+        if host is not None and not _is_reachable(host):
+            raise ValueError("write the host name or IP address by which others reach this worker")
+        return host
+
+    @field_validator("worker")
+    @classmethod
+    def _worker_fits_a_key(cls, worker: str | None) -> str | None:
+        return worker if worker is None else check_worker_name(worker)
 
     def __repr_args__(self) -> Any:
         for name, value in super().__repr_args__():
@@ -139,6 +165,14 @@ class PoolConfig(BaseModel):
 def hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
     """The seed of vLLM's block hashes: ``PYTHONHASHSEED`` as text, or None when it is not set."""
     return (os.environ if environ is None else environ).get(HASH_SEED_VARIABLE)
+
+
+def _is_reachable(host: str) -> bool:
+    """Whether ``host`` can be an address of one host: a name, or an IP address but the one that means all."""
+    try:
+        return not ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return _HOST_NAME.fullmatch(host) is not None
 
 
 def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:

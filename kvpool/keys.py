@@ -23,6 +23,7 @@ from typing import NamedTuple, NewType
 
 from kvpool.errors import ConfigError
 from kvpool.tenant import TENANT_PATTERN, check_tenant
+from kvpool.worker_name import WORKER_NAME_PATTERN, check_worker_name
 
 BlockHash = NewType("BlockHash", bytes)
 Fact = str | int | bool
@@ -41,8 +42,7 @@ _KEY = re.compile(
 )
 _FACTS_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}):facts")
 _ANY_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):")
-_WORKER_NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,128}")
-_WORKER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):worker:({_INDEX_PATTERN}):({_WORKER_NAME.pattern})")
+_WORKER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):worker:({_INDEX_PATTERN}):({WORKER_NAME_PATTERN})")
 
 
 class BlockKey(NamedTuple):
@@ -102,15 +102,6 @@ def parse_facts_key(key: str) -> tuple[str, str] | None:
     """(tenant, namespace hex) of the key under which a namespace keeps its facts; None for any other key."""
     match = _FACTS_KEY.fullmatch(key)
     return (match[1], match[2]) if match else None
-
-
-def check_worker_name(name: str) -> str:
-    """Return ``name`` if a worker of that name can be announced. Errors: ``ConfigError`` that says what is allowed."""
-    if not isinstance(name, str) or _WORKER_NAME.fullmatch(name) is None:
-        raise ConfigError(
-            f"worker name {name!r:.80} is not allowed: use 1 to 128 letters, digits and any of . _ : [ ] -"
-        )
-    return name
 
 
 def worker_key(tenant: str, name: str, dp_rank: int) -> str:

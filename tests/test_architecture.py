@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground up; a module may import from its own floor and from those below it.
 FLOORS = (
     {"_native", "v1"},  # built and generated
-    {"config", "errors", "metrics", "tenant", "wording"},
+    {"config", "errors", "metrics", "tenant", "wording", "worker_name"},
     {"hashing", "record", "keys"},
     {"stores"},
     {"transfer", "index"},

@@ -27,6 +27,10 @@ def test_defaults() -> None:
         "staging_nbytes": 256 << 20,
         "max_store_nbytes_per_s": 0,
         "threads": None,
+        "advertise_host": None,
+        "http_port": 8000,
+        "worker": None,
+        "lease_s": 10.0,
     }
 
 
@@ -34,6 +38,7 @@ def test_every_field_from_the_dict() -> None:
     given = {
         "pool": "memory://", "tenant": "team_a", "model_id": "m", "budget_s": 60, "max_load_s": 1.5,
         "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
+        "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
     }  # fmt: skip
     config = load(given)
     assert config.model_dump() == {**given, "staging_nbytes": 1 << 30}
@@ -48,16 +53,20 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_BUDGET_S": "0.25",
             "KVPOOL_MAX_LOAD_S": "3", "KVPOOL_STAGING_NBYTES": "64 MiB",
             "KVPOOL_MAX_STORE_NBYTES_PER_S": "1000000",
-            "KVPOOL_THREADS": "4", "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
+            "KVPOOL_ADVERTISE_HOST": "10.0.0.7", "KVPOOL_HTTP_PORT": "8001", "KVPOOL_WORKER": "w",
+            "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4",
+            "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
         },
     )  # fmt: skip
     assert config.model_dump() == {
         "pool": "memory://", "tenant": "7", "model_id": "8", "budget_s": 0.25, "max_load_s": 3.0,
         "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
+        "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
     }  # fmt: skip
     assert {f"KVPOOL_{name.upper()}" for name in PoolConfig.model_fields} <= {
         "KVPOOL_POOL", "KVPOOL_TENANT", "KVPOOL_MODEL_ID", "KVPOOL_BUDGET_S", "KVPOOL_MAX_LOAD_S",
-        "KVPOOL_STAGING_NBYTES", "KVPOOL_MAX_STORE_NBYTES_PER_S", "KVPOOL_THREADS",
+        "KVPOOL_STAGING_NBYTES", "KVPOOL_MAX_STORE_NBYTES_PER_S", "KVPOOL_THREADS", "KVPOOL_ADVERTISE_HOST",
+        "KVPOOL_HTTP_PORT", "KVPOOL_WORKER", "KVPOOL_LEASE_S",
     }  # fmt: skip
 
 
@@ -128,7 +137,7 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ({"pol": URL}, 'unknown setting "pol"; did you mean "pool"?'),
         ({"pool": URL, "Tenant": "x"}, 'unknown setting "Tenant"; did you mean "tenant"?'),
-        ({"pool": URL, "zzzz": 1}, 'unknown setting "zzzz"; known are budget_s, max_load_s, '),
+        ({"pool": URL, "zzzz": 1}, 'unknown setting "zzzz"; known are advertise_host, budget_s, '),
         ({"pool": URL, 5: 1}, 'unknown setting "5"; known are '),
         ({}, 'setting "pool" is missing: set "pool" in kv_connector_extra_config or KVPOOL_POOL'),
         ({"pool": None}, 'setting "pool": should be a valid string'),
@@ -137,6 +146,20 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
             {"pool": URL, "tenant": "a b"},
             "setting \"tenant\": tenant 'a b' is not allowed: use 1 to 64 letters",
         ),
+        (
+            {"pool": URL, "worker": "a b"},
+            "setting \"worker\": worker name 'a b' is not allowed: use 1 to 128",
+        ),
+        (
+            {"pool": URL, "advertise_host": "::"},
+            'setting "advertise_host": write the host name or IP address',
+        ),
+        (
+            {"pool": URL, "advertise_host": "a:b"},
+            'setting "advertise_host": write the host name or IP address',
+        ),
+        ({"pool": URL, "http_port": 0}, 'setting "http_port": should be greater than or equal to 1, got 0'),
+        ({"pool": URL, "lease_s": 2}, 'setting "lease_s": should be greater than or equal to 3, got 2'),
         ({"pool": URL, "model_id": ""}, 'setting "model_id": String should have at least 1 character'),
         ({"pool": URL, "budget_s": "1"}, "setting \"budget_s\": should be a valid number, got '1'"),
         ({"pool": URL, "budget_s": 0}, 'setting "budget_s": should be greater than 0, got 0'),

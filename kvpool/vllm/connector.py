@@ -5,6 +5,7 @@ Interface: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (``KVConnect
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.stores import open_store
 from kvpool.vllm import compat
+from kvpool.vllm.announcement import describe
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from kvpool.vllm.stats import PoolPromMetrics, PoolStats
@@ -107,7 +109,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         except ConfigError as error:
             self._worker.refuse(str(error))
             return
-        self._worker.register(layers, facts)
+        self._worker.register(
+            layers, facts, functools.partial(describe, self._vllm_config, cache, self._config)
+        )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:

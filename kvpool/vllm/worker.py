@@ -10,19 +10,22 @@ Threads: the worker's model thread only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError
+from kvpool.index.registry import Announcer
 from kvpool.keys import Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, open_store
 from kvpool.stores.facts import announce_facts
 from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import Block
+from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.guard import Guard
 from kvpool.vllm.plan import BlockRef, PoolMetadata, PoolWorkerMetadata
 
@@ -40,6 +43,7 @@ class WorkerHalf:
         self._store: Store | None = None
         self._engine: TransferEngine | None = None
         self._namespace: Namespace | None = None
+        self._announcer: Announcer | None = None
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
         self._promised: dict[str, dict[str, tuple[bytes, int]]] = {}  # loads under way: key to (hash, group)
@@ -52,9 +56,15 @@ class WorkerHalf:
         """Staging slots that are not free."""
         return self._engine.slots_in_use if self._engine else 0
 
-    def register(self, layers: Sequence[Sequence[torch.Tensor]], facts: dict[str, Fact]) -> None:
+    def register(
+        self,
+        layers: Sequence[Sequence[torch.Tensor]],
+        facts: dict[str, Fact],
+        describe: Callable[[str], Announcement] | None = None,
+    ) -> None:
         """Take the KV cache of this rank, by group and layer, and open the pool.
 
+        ``describe``: what the engine says of itself to indexes, given its namespace; None: nothing.
         Blocking, for at most the store's own deadline. A pool that cannot be opened is reported to the scheduler.
         """
         try:
@@ -73,6 +83,8 @@ class WorkerHalf:
         self._report.facts[self._rank] = facts
         if self._rank == 0:
             self._announce(str(facts["model"]))
+            if describe is not None:
+                self._announce_worker(describe)
 
     def refuse(self, reason: str) -> None:
         """Do without a pool, for ``reason``; the scheduler hears of it."""
@@ -96,6 +108,36 @@ class WorkerHalf:
             self._store,
             self._config.budget_s,
             self._engine.staging.slots if self._engine else 0,
+        )
+
+    def _announce_worker(self, describe: Callable[[str], Announcement]) -> None:
+        """Tell indexes of this worker from now on. What keeps it from that costs a line in the log, no more."""
+        assert self._store is not None
+        assert self._namespace is not None
+        try:
+            announced = describe(self._namespace.hex)
+            for problem in announced.problems:
+                logger.log(logging.INFO if announced.events_off else logging.WARNING, "kvpool: %s", problem)
+            worker = announced.worker
+            if worker is None:
+                return
+            self._announcer = Announcer(
+                self._store,
+                worker,
+                lease_s=self._config.lease_s,
+                say=lambda text: logger.warning("kvpool: %s", text),
+            )
+        except Exception as error:  # the engine starts all the same
+            logger.warning("kvpool could not announce this worker: %s: %s", type(error).__name__, error)
+            return
+        (publisher,) = worker.publishers
+        logger.info(
+            "kvpool: announced as worker %s at %s, rank %d, events %s, replay %s",
+            worker.id,
+            worker.address,
+            publisher.dp_rank,
+            publisher.events,
+            publisher.replay or "none",
         )
 
     def start_loads(self, step: PoolMetadata) -> None:
@@ -159,6 +201,9 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Let stores in flight end, within a few seconds, and release everything."""
+        if self._announcer is not None:
+            self._announcer.close()
+            self._announcer = None
         if self._engine is not None:
             self._engine.drain(DRAIN_S)
             self._engine.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -183,6 +185,13 @@ def test_ranks_of_different_engines_are_told_apart() -> None:
     (problem,) = problems
     assert "rank 4 is left out" in problem
     assert "block_tokens is 16 and 32, model is 'm' and 'n'" in problem
+
+
+def test_an_engine_that_announces_itself_loads_neither_grpc_nor_zmq() -> None:
+    program = (
+        "import sys, kvpool.index.registry; sys.exit(bool({'grpc', 'zmq', 'torch'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
 # ---------------------------------------------------------------- in a pool

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from kvpool.config import PoolConfig
+from kvpool.index.worker import Publisher, Worker
+from kvpool.index.worker_record import unpack_worker
 from kvpool.keys import Namespace
 from kvpool.stores import open_store
+from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata
 from kvpool.vllm.worker import WorkerHalf
 from tests.conftest import eventually
@@ -36,6 +39,47 @@ def worker(tmp_path: Path, cache: torch.Tensor) -> Iterator[WorkerHalf]:
     worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), rank=RANK)
     worker.register([[cache]], FACTS)
     yield worker
+    worker.close()
+
+
+def described(namespace: str) -> Announcement:
+    publisher = Publisher(0, "tcp://127.0.0.1:1")
+    return Announcement(
+        Worker("w", "m", 16, "0" * 16, (publisher,), incarnation="one", namespace=namespace), ("a problem",)
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_announces_the_worker_until_it_is_closed(
+    tmp_path: Path, cache: torch.Tensor, rank: int
+) -> None:
+    url = f"file://{tmp_path}/pool"
+    worker = WorkerHalf(PoolConfig(pool=url), rank=rank)
+    worker.register([[cache]], FACTS, described)
+    with open_store(url) as store:
+        if rank == 0:
+            key = "kvpool:default:worker:0:w"
+            assert eventually(lambda: key in store.announcements("kvpool:default:worker:"))
+            announced = unpack_worker(key, store.announcements(key)[key])
+            assert announced is not None
+            assert (announced.worker.namespace, announced.lease_s) == (Namespace("default", FACTS).hex, 10.0)
+        worker.close()
+        assert store.announcements("kvpool:default:worker:") == {}
+
+
+@pytest.mark.parametrize("announcement", [Announcement(None, ("a problem",), events_off=True), None])
+def test_a_worker_that_cannot_be_announced_works_all_the_same(
+    tmp_path: Path, cache: torch.Tensor, announcement: Announcement | None
+) -> None:
+    def describe(namespace: str) -> Announcement:
+        if announcement is None:
+            raise ZeroDivisionError("planted")
+        return announcement
+
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), rank=0)
+    worker.register([[cache]], FACTS, describe)
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    stored(worker, 10)
     worker.close()
 
 

@@ -1,0 +1,157 @@
+"""What an engine says of itself to the indexes: who it is, and where it publishes its KV events.
+
+Everything here is read from vLLM's configuration (``KVEventsConfig``, ``ZmqEventPublisher``) and from our settings;
+only ``local_host`` asks the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import secrets
+import socket
+from typing import NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import ZmqEventPublisher
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvpool.config import PoolConfig, hash_seed
+from kvpool.hashing import seed_id
+from kvpool.index.worker import Publisher, Worker
+from kvpool.stores import StoreURL
+from kvpool.vllm import compat
+
+LOOPBACK = "127.0.0.1"
+_TCP = re.compile(r"tcp://(.+):([0-9]{1,5})")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_SEEN_BY_NONE = "indexes and routers will not see this worker (the pool works all the same)"
+
+
+class Announcement(NamedTuple):
+    """``worker``: to be announced; None: it cannot be. ``problems``: what keeps it from being followed as it could be.
+
+    ``events_off``: what is wrong is only that nobody has switched events on.
+    """
+
+    worker: Worker | None
+    problems: tuple[str, ...] = ()
+    events_off: bool = False
+
+
+def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, namespace: str) -> Announcement:
+    """What this rank announces. ``namespace``: 32 hex digits."""
+    events = config.kv_events_config
+    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
+        wanted = (
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+        )
+        return Announcement(None, (f"{_SEEN_BY_NONE}: add --kv-events-config '{wanted}'",), events_off=True)
+    host = settings.advertise_host or local_host(settings.pool)
+    dp_rank = _dp_rank(config)
+    try:
+        published = ZmqEventPublisher.offset_endpoint_port(events.endpoint, dp_rank)
+        replayed = ZmqEventPublisher.offset_endpoint_port(events.replay_endpoint, dp_rank)
+    except ValueError as error:  # the engine does not take it either
+        return Announcement(None, (f"{_SEEN_BY_NONE}: --kv-events-config: {error}",))
+    assert published is not None
+    if not _listens(published):
+        return Announcement(
+            None,
+            (
+                f"{_SEEN_BY_NONE}: with the endpoint {events.endpoint} vLLM does not listen for subscribers but "
+                "connects to one; write tcp://*:PORT",
+            ),
+        )
+    address = _reachable(published, host)
+    if address is None:
+        return Announcement(
+            None,
+            (
+                f"{_SEEN_BY_NONE}: nobody can know where the endpoint {events.endpoint} is; write tcp://*:PORT, "
+                "with a port of its own for each engine of a host",
+            ),
+        )
+    problems = []
+    replay = _reachable(replayed, host) if replayed else None
+    if replay is None:
+        what = f"the replay endpoint {replayed} is nowhere to be found" if replayed else "there is none"
+        problems.append(
+            "an index that misses an event of this worker must forget all that it holds, for it cannot ask again: "
+            f'{what}; add "replay_endpoint":"tcp://*:PORT" to --kv-events-config'
+        )
+    served = config.model_config.served_model_name
+    _, hash_block_tokens = compat.block_sizes(config, cache)
+    worker = Worker(
+        name=settings.worker or _name(config, host, events.endpoint, published),
+        model=served[0] if isinstance(served, list) else served or config.model_config.model,
+        block_tokens=hash_block_tokens,
+        hash_seed_id=seed_id(hash_seed()),
+        publishers=(Publisher(dp_rank, address, replay or ""),),
+        tenant=settings.tenant,
+        hash_algorithm=config.cache_config.prefix_caching_hash_algo,
+        address=f"http://{_bracketed(host)}:{settings.http_port}",
+        incarnation=secrets.token_hex(8),
+        namespace=namespace,
+    )
+    return Announcement(worker, tuple(problems))
+
+
+def local_host(pool: str) -> str:
+    """This host's own address on the way to the pool's server; the loopback's where there is none. Sends nothing."""
+    url = StoreURL.parse(pool)
+    if not url.host:
+        return LOOPBACK
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(url.host, url.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def _dp_rank(config: VllmConfig) -> int:
+    """The rank whose number vLLM adds to the ports (``EventPublisherFactory.create`` in its scheduler)."""
+    parallel = config.parallel_config
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
+def _listens(endpoint: str) -> bool:
+    """``ZmqEventPublisher._is_bind_endpoint``: it connects to all others."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def _name(config: VllmConfig, host: str, endpoint: str, published: str) -> str:
+    """HOST:PORT of the events. No two engines of a host can have one port, while their other settings may be alike.
+
+    Ranks behind one HTTP address are one worker, so the port is that of rank 0; where each rank has an HTTP address
+    of its own, it is a worker of its own.
+    """
+    own = getattr(config.parallel_config, "data_parallel_external_lb", False)
+    where = (published if own else endpoint).removeprefix("ipc://")
+    match = _TCP.fullmatch(where)
+    return f"{_bracketed(host)}:{match[2] if match else _NOT_IN_A_NAME.sub('-', where).strip('-')[-60:]}"
+
+
+def _reachable(endpoint: str, host: str) -> str | None:
+    """Where others find what listens on ``endpoint``; None where nobody can tell."""
+    if endpoint.startswith("ipc://"):
+        return endpoint
+    match = _TCP.fullmatch(endpoint)
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        return None
+    return f"tcp://{_bracketed(_one_address(match[1]) or host)}:{match[2]}"
+
+
+def _one_address(listens: str) -> str | None:
+    """The one address on which something listens; None: on several, or on an interface by name."""
+    try:
+        address = ipaddress.ip_address(listens.strip("[]"))
+    except ValueError:
+        return None
+    return None if address.is_unspecified else str(address)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

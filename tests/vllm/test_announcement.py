@@ -1,0 +1,154 @@
+"""What an engine says of itself, from real configurations of vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.config import PoolConfig, hash_seed
+from kvpool.hashing import seed_id
+from kvpool.index.admission import check_worker
+from kvpool.index.worker import Publisher
+from kvpool.index.worker_record import pack_worker
+
+pytestmark = [pytest.mark.vllm]
+
+NAMESPACE = "cd" * 16
+EVENTS = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}
+
+
+@pytest.fixture(scope="module")
+def base(engine_config: Any) -> Any:
+    return engine_config(served_model_name=["tiny", "second"])
+
+
+def described(base: Any, monkeypatch: pytest.MonkeyPatch, events: dict[str, Any] | None, **more: Any) -> Any:
+    from vllm.config.kv_events import KVEventsConfig
+
+    from kvpool.vllm import announcement
+
+    settings = PoolConfig(pool=more.pop("pool", "file:///unused"), **more.pop("settings", {}))
+    monkeypatch.setattr(base, "kv_events_config", None if events is None else KVEventsConfig(**events))
+    for name, value in more.items():
+        monkeypatch.setattr(base.parallel_config, name, value)
+    monkeypatch.setattr(announcement.compat, "block_sizes", lambda config, cache: (256, 128))
+    return announcement.describe(base, SimpleNamespace(), settings, NAMESPACE)
+
+
+def test_what_is_announced(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = described(base, monkeypatch, EVENTS, settings={"tenant": "t", "advertise_host": "10.0.0.7"})
+    assert told.problems == ()
+    worker = told.worker
+    assert worker.id == "t/10.0.0.7:5557"
+    assert (worker.model, worker.block_tokens, worker.hash_algorithm) == ("tiny", 128, "sha256_cbor")
+    assert (worker.hash_seed_id, worker.namespace) == (seed_id(hash_seed()), NAMESPACE)
+    assert worker.address == "http://10.0.0.7:8000"
+    assert worker.publishers == (Publisher(0, "tcp://10.0.0.7:5557", "tcp://10.0.0.7:5657"),)
+    assert pack_worker(worker, 10.0)
+    again = described(base, monkeypatch, EVENTS, settings={"tenant": "t", "advertise_host": "10.0.0.7"})
+    assert again.worker.incarnation != worker.incarnation
+
+
+def test_settings_name_the_worker_and_its_address(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"advertise_host": "fd00::7", "http_port": 8001, "worker": "blue"}
+    worker = described(base, monkeypatch, EVENTS, settings=settings).worker
+    assert (worker.name, worker.address) == ("blue", "http://[fd00::7]:8001")
+    assert worker.publishers == (Publisher(0, "tcp://[fd00::7]:5557", "tcp://[fd00::7]:5657"),)
+    check_worker(worker)
+
+
+def test_the_host_is_the_one_that_faces_the_pool(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpool.vllm.announcement import local_host
+
+    assert described(base, monkeypatch, EVENTS).worker.name == "127.0.0.1:5557"
+    assert (
+        described(base, monkeypatch, EVENTS, pool="valkey://127.0.0.1:6379").worker.name == "127.0.0.1:5557"
+    )
+    assert local_host("valkey://localhost:1") in ("127.0.0.1", "::1")
+    assert local_host("valkey://name.invalid:1") == "127.0.0.1"
+    assert local_host("valkey+unix:///socket") == "127.0.0.1"
+
+
+def test_a_data_parallel_rank_has_the_ports_that_vllm_gives_it(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = described(base, monkeypatch, EVENTS, data_parallel_index=2).worker
+    assert one.publishers == (Publisher(2, "tcp://127.0.0.1:5559", "tcp://127.0.0.1:5659"),)
+    assert one.name == "127.0.0.1:5557", "one worker with the other ranks"
+    own = described(base, monkeypatch, EVENTS, data_parallel_index=2, data_parallel_external_lb=True).worker
+    assert own.name == "127.0.0.1:5559", "each rank has an HTTP address of its own"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "events", "name"),
+    [
+        ("tcp://[::]:5557", "tcp://host:5557", "host:5557"),
+        ("tcp://[fd00::1]:5557", "tcp://[fd00::1]:5557", "host:5557"),
+        ("ipc:///run/kv/events-1", "ipc:///run/kv/events-1", "host:run-kv-events-1"),
+    ],
+)
+def test_where_an_endpoint_is_found(
+    base: Any, monkeypatch: pytest.MonkeyPatch, endpoint: str, events: str, name: str
+) -> None:
+    told = described(base, monkeypatch, {**EVENTS, "endpoint": endpoint}, settings={"advertise_host": "host"})
+    assert (told.worker.publishers[0].events, told.worker.name) == (events, name)
+    assert pack_worker(told.worker, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("replay", "found"),
+    [
+        ("tcp://0.0.0.0:5657", "tcp://host:5657"),
+        ("tcp://127.0.0.1:5657", "tcp://127.0.0.1:5657"),
+        ("tcp://eth0:5657", "tcp://host:5657"),
+    ],
+)
+def test_a_replay_endpoint_always_listens(
+    base: Any, monkeypatch: pytest.MonkeyPatch, replay: str, found: str
+) -> None:
+    told = described(
+        base, monkeypatch, {**EVENTS, "replay_endpoint": replay}, settings={"advertise_host": "host"}
+    )
+    assert (told.worker.publishers[0].replay, told.problems) == (found, ())
+
+
+@pytest.mark.parametrize("replay", [None, "tcp://*:0", "inproc://x"])
+def test_without_a_replay_endpoint_it_is_announced_and_said(
+    base: Any, monkeypatch: pytest.MonkeyPatch, replay: str | None
+) -> None:
+    told = described(base, monkeypatch, {**EVENTS, "replay_endpoint": replay})
+    assert told.worker.publishers == (Publisher(0, "tcp://127.0.0.1:5557"),)
+    assert 'add "replay_endpoint":"tcp://*:PORT"' in told.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("events", "problem"),
+    [
+        (None, "add --kv-events-config"),
+        ({"enable_kv_cache_events": False}, "add --kv-events-config"),
+        ({**EVENTS, "publisher": "null"}, "add --kv-events-config"),
+        ({**EVENTS, "endpoint": "tcp://127.0.0.1:5557"}, "connects to one; write tcp://*:PORT"),
+        ({**EVENTS, "endpoint": "tcp://0.0.0.0:5557"}, "connects to one; write tcp://*:PORT"),
+        ({**EVENTS, "endpoint": "tcp://*:0"}, "nobody can know where the endpoint tcp://*:0 is"),
+        ({**EVENTS, "endpoint": "inproc://x"}, "nobody can know where the endpoint inproc://x is"),
+    ],
+)
+def test_what_no_index_could_follow_is_not_announced(
+    base: Any, monkeypatch: pytest.MonkeyPatch, events: dict[str, Any] | None, problem: str
+) -> None:
+    told = described(base, monkeypatch, events)
+    assert told.worker is None
+    (sentence,) = told.problems
+    assert sentence.startswith("indexes and routers will not see this worker (the pool works all the same): ")
+    assert problem in sentence
+    assert told.events_off == ("add --kv-events-config" in problem)
+
+
+def test_an_endpoint_that_the_engine_refuses_is_its_own_matter(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = described(base, monkeypatch, {**EVENTS, "endpoint": "ipc:///x"}, data_parallel_index=1)
+    assert told.worker is None
+    assert "Invalid endpoint" in told.problems[0]
