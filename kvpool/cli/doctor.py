@@ -18,12 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpool.cli.finding import Finding, note, ok, problem
+from kvpool.cli.fleet_check import announced_workers, index_findings, worker_findings
 from kvpool.cli.server_settings import server_findings
 from kvpool.errors import KVPoolError, StoreUnavailable
+from kvpool.index.worker import Worker
 from kvpool.keys import Namespace
 from kvpool.stores import Store, StoreURL, open_store
 from kvpool.stores.facts import announced_namespaces, describe_differences
 from kvpool.stores.url import SERVER_SCHEMES
+from kvpool.tenant import check_tenant
 from kvpool.wording import format_nbytes
 
 TRIAL_NBYTES = 64 << 10
@@ -38,8 +41,13 @@ def run_doctor(*, pool: str | None, index: str | None, tenant: str, as_json: boo
     Blocking, for some seconds. Errors: ``ConfigError`` for a URL or tenant that is none.
     """
     findings: list[Finding] = []
+    announced: list[Worker] | None = None
     if pool is not None:
-        findings += _pool(StoreURL.parse(pool), pool, tenant)
+        examined = _Pool(StoreURL.parse(pool), pool, check_tenant(tenant))
+        findings += examined.findings()
+        announced = examined.workers
+    if index is not None:
+        findings += index_findings(index, announced, tenant)
     good = all(finding.level != "problem" for finding in findings)
     if as_json:
         print(json.dumps({"ok": good, "findings": [finding._asdict() for finding in findings]}))
@@ -48,22 +56,34 @@ def run_doctor(*, pool: str | None, index: str | None, tenant: str, as_json: boo
     return good
 
 
-def _pool(url: StoreURL, text: str, tenant: str) -> Iterator[Finding]:
-    try:
-        store = open_store(text)
-    except KVPoolError as error:
-        yield problem("pool", str(error), "nothing can be shared before this works")
-        return
-    with store:
-        yield _trial(store, tenant)
-        if url.scheme in SERVER_SCHEMES:
-            yield from server_findings(url)
-        elif url.scheme == "file":
-            yield from _directory(url)
+class _Pool:
+    """``workers``: those that announce themselves, once ``findings`` has been read; None: not known."""
+
+    def __init__(self, url: StoreURL, text: str, tenant: str) -> None:
+        self._url, self._text, self._tenant = url, text, tenant
+        self.workers: list[Worker] | None = None
+
+    def findings(self) -> Iterator[Finding]:
         try:
-            yield from _namespaces(store, tenant)
-        except StoreUnavailable as error:
-            yield problem("pool", f"announcements cannot be read: {error}", _ACL.format(tenant=tenant))
+            store = open_store(self._text)
+        except KVPoolError as error:
+            yield problem("pool", str(error), "nothing can be shared before this works")
+            return
+        with store:
+            yield _trial(store, self._tenant)
+            if self._url.scheme in SERVER_SCHEMES:
+                yield from server_findings(self._url)
+            elif self._url.scheme == "file":
+                yield from _directory(self._url)
+            try:
+                yield from _namespaces(store, self._tenant)
+                self.workers, problems = announced_workers(store, self._tenant)
+            except StoreUnavailable as error:
+                yield problem(
+                    "pool", f"announcements cannot be read: {error}", _ACL.format(tenant=self._tenant)
+                )
+                return
+        yield from worker_findings(self.workers, problems, self._tenant)
 
 
 _ACL = "allow this user all commands on kvpool:{tenant}:* (docs/stores.md has the rule)"

@@ -14,6 +14,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,15 @@ def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> di
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"pool": pool, **(settings or {})},
     }
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports that nobody uses now; another process may take one before you do."""
+    with contextlib.ExitStack() as open_sockets:
+        sockets = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

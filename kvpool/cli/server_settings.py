@@ -151,7 +151,7 @@ def _judged(settings: dict[str, str]) -> Iterator[Finding]:
     if settings.get("appendonly") == "yes" or settings.get("save"):
         yield note(
             ABOUT,
-            "it persists to disk: a cache is written twice for nothing, and a fork of it takes memory",
+            "appendonly or save is on: a cache is written to disk for nothing, and a fork of it takes memory",
             'CONFIG SET save "" and CONFIG SET appendonly no',
         )
     if settings.get("lazyfree-lazy-eviction") == "no":

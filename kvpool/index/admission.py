@@ -51,8 +51,10 @@ def check_worker(worker: Worker) -> Worker:
         raise ConfigError(f"{who}: hash_seed_id is 16 hex digits, not {worker.hash_seed_id!r:.40}")
     if worker.namespace and _NAMESPACE.fullmatch(worker.namespace) is None:
         raise ConfigError(f"{who}: namespace is 32 hex digits or nothing, not {worker.namespace!r:.60}")
-    if len(worker.publishers) > MAX_PUBLISHERS:  # one for each rank; none where its events are switched off
-        raise ConfigError(f"{who} has {len(worker.publishers)} publishers; the most are {MAX_PUBLISHERS}")
+    if not 1 <= len(worker.publishers) <= MAX_PUBLISHERS:
+        raise ConfigError(
+            f"{who} has {len(worker.publishers)} publishers: name 1 to {MAX_PUBLISHERS}, one for each rank"
+        )
     for publisher in worker.publishers:
         _check_publisher(who, publisher)
     if len({publisher.dp_rank for publisher in worker.publishers}) != len(worker.publishers):
@@ -64,7 +66,8 @@ def _check_publisher(who: str, publisher: Publisher) -> None:
     rank = publisher.dp_rank
     if type(rank) is not int or not 0 <= rank <= MAX_DP_RANK:
         raise ConfigError(f"{who}: dp_rank is a whole number from 0 to {MAX_DP_RANK}, not {rank!r:.40}")
-    _endpoint(f"{who}: events", publisher.events)
+    if publisher.events or publisher.replay:  # both are empty where its events are switched off
+        _endpoint(f"{who}: events", publisher.events)
     if publisher.replay:
         _endpoint(f"{who}: replay", publisher.replay)
 

@@ -166,6 +166,9 @@ class EventFeed:
         self._unfollow(worker.id)
         followed = self._followed[worker.id] = _Followed(worker)
         for publisher in worker.publishers:
+            if not publisher.events:
+                self._sink.mark(worker.id, publisher.dp_rank, stale=True, problem="it publishes no KV events")
+                continue
             sequence = Sequence(self._sink, worker.id, publisher.dp_rank, can_replay=bool(publisher.replay))
             events = self._socket(zmq.SUB)
             monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -16,7 +16,8 @@ DEFAULT_ALGORITHM = "sha256_cbor"
 class Publisher:
     """Where one data-parallel rank publishes its KV events (``vllm/distributed/kv_events.py``).
 
-    ``events``: ``tcp://HOST:PORT`` of its PUB socket. ``replay``: of its ROUTER socket; empty: it has none.
+    ``events``: ``tcp://HOST:PORT`` of its PUB socket; empty: its events are switched off. ``replay``: of its ROUTER
+    socket; empty: it has none.
     """
 
     dp_rank: int

@@ -26,76 +26,88 @@ from kvpool.vllm import compat
 LOOPBACK = "127.0.0.1"
 _TCP = re.compile(r"tcp://(.+):([0-9]{1,5})")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_SEEN_BY_NONE = "indexes and routers will not see this worker (the pool works all the same)"
+_SEEN_BY_NONE = "indexes and routers will not see what this worker holds (the pool works all the same)"
 
 
 class Announcement(NamedTuple):
-    """``worker``: to be announced; None: it cannot be. ``problems``: what keeps it from being followed as it could be.
+    """``worker``: with one publisher, of this rank. ``problems``: what keeps it from being followed as it could be.
 
     ``events_off``: what is wrong is only that nobody has switched events on.
     """
 
-    worker: Worker | None
+    worker: Worker
     problems: tuple[str, ...] = ()
     events_off: bool = False
 
 
 def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, namespace: str) -> Announcement:
     """What this rank announces. ``namespace``: 32 hex digits."""
-    events = config.kv_events_config
-    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
-        wanted = (
-            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
-        )
-        return Announcement(None, (f"{_SEEN_BY_NONE}: add --kv-events-config '{wanted}'",), events_off=True)
     host = settings.advertise_host or local_host(settings.pool)
     dp_rank = _dp_rank(config)
-    try:
-        published = ZmqEventPublisher.offset_endpoint_port(events.endpoint, dp_rank)
-        replayed = ZmqEventPublisher.offset_endpoint_port(events.replay_endpoint, dp_rank)
-    except ValueError as error:  # the engine does not take it either
-        return Announcement(None, (f"{_SEEN_BY_NONE}: --kv-events-config: {error}",))
-    assert published is not None
-    if not _listens(published):
-        return Announcement(
-            None,
-            (
-                f"{_SEEN_BY_NONE}: with the endpoint {events.endpoint} vLLM does not listen for subscribers but "
-                "connects to one; write tcp://*:PORT",
-            ),
-        )
-    address = _reachable(published, host)
-    if address is None:
-        return Announcement(
-            None,
-            (
-                f"{_SEEN_BY_NONE}: nobody can know where the endpoint {events.endpoint} is; write tcp://*:PORT, "
-                "with a port of its own for each engine of a host",
-            ),
-        )
-    problems = []
-    replay = _reachable(replayed, host) if replayed else None
-    if replay is None:
-        what = f"the replay endpoint {replayed} is nowhere to be found" if replayed else "there is none"
-        problems.append(
-            "an index that misses an event of this worker must forget all that it holds, for it cannot ask again: "
-            f'{what}; add "replay_endpoint":"tcp://*:PORT" to --kv-events-config'
-        )
+    where = _where(config, host, dp_rank)
     served = config.model_config.served_model_name
     _, hash_block_tokens = compat.block_sizes(config, cache)
     worker = Worker(
-        name=settings.worker or _name(config, host, events.endpoint, published),
+        name=settings.worker or where.name or f"{_bracketed(host)}:{settings.http_port}",
         model=served[0] if isinstance(served, list) else served or config.model_config.model,
         block_tokens=hash_block_tokens,
         hash_seed_id=seed_id(hash_seed()),
-        publishers=(Publisher(dp_rank, address, replay or ""),),
+        publishers=(Publisher(dp_rank, where.events, where.replay),),
         tenant=settings.tenant,
         hash_algorithm=config.cache_config.prefix_caching_hash_algo,
         address=f"http://{_bracketed(host)}:{settings.http_port}",
         incarnation=secrets.token_hex(8),
         namespace=namespace,
     )
-    return Announcement(worker, tuple(problems))
+    return Announcement(worker, where.problems, where.events_off)
+
+
+class _Where(NamedTuple):
+    """Where this rank's events are found, and what the worker is called after that; empty: nowhere."""
+
+    name: str = ""
+    events: str = ""
+    replay: str = ""
+    problems: tuple[str, ...] = ()
+    events_off: bool = False
+
+
+def _where(config: VllmConfig, host: str, dp_rank: int) -> _Where:
+    events = config.kv_events_config
+    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
+        wanted = (
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+        )
+        return _Where(problems=(f"{_SEEN_BY_NONE}: add --kv-events-config '{wanted}'",), events_off=True)
+    try:
+        published = ZmqEventPublisher.offset_endpoint_port(events.endpoint, dp_rank)
+        replayed = ZmqEventPublisher.offset_endpoint_port(events.replay_endpoint, dp_rank)
+    except ValueError as error:  # the engine does not take it either
+        return _Where(problems=(f"{_SEEN_BY_NONE}: --kv-events-config: {error}",))
+    assert published is not None
+    if not _listens(published):
+        problem = (
+            f"{_SEEN_BY_NONE}: with the endpoint {events.endpoint} vLLM does not listen for subscribers but "
+            "connects to one; write tcp://*:PORT"
+        )
+        return _Where(problems=(problem,))
+    address = _reachable(published, host)
+    if address is None:
+        problem = (
+            f"{_SEEN_BY_NONE}: nobody can know where the endpoint {events.endpoint} is; write tcp://*:PORT, "
+            "with a port of its own for each engine of a host"
+        )
+        return _Where(problems=(problem,))
+    name = _name(config, host, events.endpoint, published)
+    replay = _reachable(replayed, host) if replayed else None
+    if replay is not None:
+        return _Where(name, address, replay)
+    what = f"the replay endpoint {replayed} is nowhere to be found" if replayed else "there is none"
+    problem = (
+        "an index that misses an event of this worker must forget all that it holds, for it cannot ask again: "
+        f'{what}; add "replay_endpoint":"tcp://*:PORT" to --kv-events-config'
+    )
+    return _Where(name, address, problems=(problem,))
 
 
 def local_host(pool: str) -> str:

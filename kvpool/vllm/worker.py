@@ -119,8 +119,6 @@ class WorkerHalf:
             for problem in announced.problems:
                 logger.log(logging.INFO if announced.events_off else logging.WARNING, "kvpool: %s", problem)
             worker = announced.worker
-            if worker is None:
-                return
             self._announcer = Announcer(
                 self._store,
                 worker,
@@ -136,7 +134,7 @@ class WorkerHalf:
             worker.id,
             worker.address,
             publisher.dp_rank,
-            publisher.events,
+            publisher.events or "none",
             publisher.replay or "none",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,16 @@ from typing import Any
 
 import pytest
 
-from kvpool import Namespace, open_store
+from kvpool import IndexClient, Namespace, open_store
+from kvpool.cli.engine_process import free_ports
+from kvpool.cli.index_process import IndexProcess
+from kvpool.hashing import seed_id
+from kvpool.index.registry import Announcer
+from kvpool.index.worker import Publisher, Worker
 from kvpool.stores.facts import announce_facts
 from tests.cli.test_app import kvpool, refused
+from tests.conftest import eventually
+from tests.index.publisher import misbehaving
 from tests.stores.servers import Server, running
 
 GOOD = (
@@ -40,7 +48,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
 def test_a_well_kept_server_has_nothing_to_change(server: Server) -> None:
     code, findings = examined("--pool", server.url)
     assert code == 0
-    assert {one["level"] for one in findings} == {"ok"}, findings
+    assert {one["level"] for one in findings if one["about"] != "workers"} == {"ok"}, findings
     assert server.client.dbsize() == 0, "the block that was tried is gone again"
 
 
@@ -48,25 +56,21 @@ def test_a_well_kept_server_has_nothing_to_change(server: Server) -> None:
     ("setting", "value", "level", "says"),
     [
         ("maxmemory", "0", "problem", "maxmemory is 0"),
-        ("maxmemory-policy", "noeviction", "problem", "maxmemory-policy noeviction"),
+        ("maxmemory-policy", "noeviction", "problem", "maxmemory-policy is noeviction"),
         ("maxmemory-policy", "volatile-ttl", "note", "maxmemory-policy is volatile-ttl"),
         ("client-output-buffer-limit", "normal 0 0 0", "note", "client-output-buffer-limit"),
         ("maxmemory-clients", "0", "note", "maxmemory-clients"),
         ("notify-keyspace-events", "", "note", "notify-keyspace-events"),
-        ("appendonly", "yes", "note", "persists to disk"),
+        ("appendonly", "yes", "note", "appendonly"),
         ("lazyfree-lazy-eviction", "no", "note", "lazyfree-lazy-eviction"),
     ],
 )
 def test_each_setting_is_judged(server: Server, setting: str, value: str, level: str, says: str) -> None:
     server.client.config_set(setting, value)
     code, findings = examined("--pool", server.url)
-    assert says.replace("maxmemory-policy noeviction", "maxmemory-policy is noeviction") in sentences(
-        findings, level
-    )
+    assert says in sentences(findings, level)
     assert code == (1 if level == "problem" else 0)
-    others = {
-        one["level"] for one in findings if setting not in one["says"] and "persists" not in one["says"]
-    }
+    others = {one["level"] for one in findings if one["about"] != "workers" and setting not in one["says"]}
     assert others == {"ok"}
 
 
@@ -163,3 +167,103 @@ def test_wrong_use_is_one_clear_line() -> None:
     assert "--pool URL" in refused("doctor")
     assert "three slashes" in refused("doctor", "--pool", "file://x")
     assert "tenant" in refused("doctor", "--pool", "memory://", "--tenant", "a:b")
+
+
+def worker(name: str, publisher: Publisher, **more: Any) -> Worker:
+    fields: dict[str, Any] = {"model": "m", "block_tokens": 16, "hash_seed_id": seed_id(None)}
+    return Worker(name=name, publishers=(publisher,), incarnation=name, **{**fields, **more})
+
+
+@contextlib.contextmanager
+def announced(url: str, *workers: Worker) -> Iterator[None]:
+    """These announce themselves in the pool for as long as the block runs."""
+    with open_store(url) as store, contextlib.ExitStack() as announcers:
+        for one in workers:
+            announcers.callback(Announcer(store, one).close)
+        assert eventually(lambda: len(store.announcements("kvpool:default:worker:")) == len(workers))
+        yield
+
+
+def test_a_pool_without_workers_says_so(tmp_path: Path) -> None:
+    _, findings = examined("--pool", f"file://{tmp_path}/pool")
+    assert "none of tenant default announces itself" in sentences(findings, "note")
+
+
+def test_workers_in_the_pool_are_judged(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    with misbehaving() as good, misbehaving(replay=False) as no_replay:
+        silent = Publisher(0, f"tcp://127.0.0.1:{free_ports(1)[0]}", "tcp://127.0.0.1:1")
+        with announced(
+            url,
+            worker("good", good.publisher),
+            worker("no-replay", no_replay.publisher),
+            worker("silent", silent),
+            worker("coarse", good.publisher, block_tokens=32),
+        ):
+            code, findings = examined("--pool", url)
+    assert code == 1
+    assert "worker good of model m: blocks of 16 tokens, sha256_cbor" in sentences(findings, "ok")
+    assert "worker no-replay has no replay endpoint" in sentences(findings, "note")
+    problems = sentences(findings, "problem")
+    assert "worker silent announces its events at" in problems
+    assert "advertise_host" in problems
+    assert "hash in different ways" in problems
+    assert "the same block size" in problems
+
+
+def test_a_worker_without_events_is_named(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    with announced(url, worker("mute", Publisher(0, ""))):
+        code, findings = examined("--pool", url)
+    assert code == 1
+    problems = sentences(findings, "problem")
+    assert "worker mute publishes no KV events" in problems
+    assert "--kv-events-config" in problems
+
+
+def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    with (
+        misbehaving() as good,
+        IndexProcess(tmp_path, url) as index,
+        IndexClient(index.address) as client,
+        announced(url, worker("good", good.publisher)),
+    ):
+        assert eventually(
+            lambda: any(not p.stale for w in client.workers() for p in w.publishers), within_s=20
+        )
+        code, findings = examined("--pool", url, "--index", index.address)
+        assert code == 0, findings
+        assert "it follows 1 workers with 1 ranks" in sentences(findings, "ok")
+        client.register(worker("lost", Publisher(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"), model="n"))
+        client.register(worker("salted", good.publisher, model="s", hash_seed_id="0" * 16))
+        code, findings = examined("--index", index.address)
+    assert code == 1
+    problems = sentences(findings, "problem")
+    assert "rank 0 of worker lost is stale" in problems
+    assert "PYTHONHASHSEED" in problems
+
+
+def test_a_worker_that_the_index_does_not_know_is_named(tmp_path: Path) -> None:
+    here, elsewhere = f"file://{tmp_path}/pool", f"file://{tmp_path}/other"
+    with (
+        misbehaving() as good,
+        IndexProcess(tmp_path, elsewhere) as index,
+        announced(here, worker("good", good.publisher)),
+    ):
+        code, findings = examined("--pool", here, "--index", index.address)
+    assert code == 1
+    assert "worker good of tenant default is in the pool and not in the index" in sentences(
+        findings, "problem"
+    )
+    assert "it knows no worker" in sentences(findings, "note")
+
+
+def test_an_index_that_is_none_is_a_problem_in_one_sentence(server: Server) -> None:
+    code, findings = examined("--index", "127.0.0.1:1")
+    assert code == 1
+    assert len(findings) == 1
+    code, findings = examined("--index", f"127.0.0.1:{server.port}")
+    assert code == 1
+    (only,) = findings
+    assert "\n" not in only["says"]

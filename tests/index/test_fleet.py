@@ -400,6 +400,7 @@ def test_one_line_is_logged_for_what_happens(caplog: pytest.LogCaptureFixture) -
         ({"hash_algorithm": "sha256_cbr"}, 'did you mean "sha256_cbor"'),
         ({"hash_seed_id": "XYZ"}, "hash_seed_id is 16 hex digits"),
         ({"namespace": "abc"}, "namespace is 32 hex digits or nothing"),
+        ({"publishers": ()}, "0 publishers: name 1 to 1024"),
         ({"publishers": tuple(Publisher(i, "tcp://h:1") for i in range(1025))}, "1025 publishers"),
         ({"publishers": (Publisher(0, "tcp://h:1"), Publisher(0, "tcp://h:2"))}, "the same dp_rank"),
         ({"publishers": (Publisher(-1, "tcp://h:1"),)}, "dp_rank is a whole number from 0"),

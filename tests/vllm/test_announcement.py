@@ -135,13 +135,17 @@ def test_without_a_replay_endpoint_it_is_announced_and_said(
         ({**EVENTS, "endpoint": "inproc://x"}, "nobody can know where the endpoint inproc://x is"),
     ],
 )
-def test_what_no_index_could_follow_is_not_announced(
+def test_what_no_index_could_follow_is_announced_as_such(
     base: Any, monkeypatch: pytest.MonkeyPatch, events: dict[str, Any] | None, problem: str
 ) -> None:
     told = described(base, monkeypatch, events)
-    assert told.worker is None
+    assert told.worker.publishers == (Publisher(0, ""),)
+    assert told.worker.name == "127.0.0.1:8000"
+    assert pack_worker(told.worker, 10.0)
     (sentence,) = told.problems
-    assert sentence.startswith("indexes and routers will not see this worker (the pool works all the same): ")
+    assert sentence.startswith(
+        "indexes and routers will not see what this worker holds (the pool works all the same"
+    )
     assert problem in sentence
     assert told.events_off == ("add --kv-events-config" in problem)
 
@@ -150,5 +154,5 @@ def test_an_endpoint_that_the_engine_refuses_is_its_own_matter(
     base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = described(base, monkeypatch, {**EVENTS, "endpoint": "ipc:///x"}, data_parallel_index=1)
-    assert told.worker is None
+    assert told.worker.publishers == (Publisher(1, ""),)
     assert "Invalid endpoint" in told.problems[0]
