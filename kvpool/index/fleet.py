@@ -107,8 +107,8 @@ class _Rank:
     """One rank of one start of a worker."""
 
     __slots__ = (
-        "added_at_s", "batches", "gaps", "gone", "heard_at_s", "holder", "index", "lock", "malformed", "marked",
-        "pool", "problem", "publisher", "replays", "resets", "sequence", "version", "worker",
+        "batches", "gaps", "gone", "heard_at_s", "holder", "index", "joining", "lock", "malformed",
+        "marked", "pool", "problem", "publisher", "replays", "resets", "sequence", "version", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -123,19 +123,18 @@ class _Rank:
         self.version = 0  # odd: a change is under way
         self.sequence = 0
         self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
-        self.added_at_s = now_s
-        self.heard_at_s: float | None = None  # when the index last knew that there was no later batch
+        self.joining = True  # until it is known for the first time that no later batch is missing
+        self.heard_at_s = now_s  # when that was last known
         self.marked = False  # stale, says the feed
         self.problem = ""
         self.gone = False
 
     @property
     def stale(self) -> bool:
-        return self.marked or self.heard_at_s is None
+        return self.marked or self.joining
 
     def staleness_ms(self, now_s: float) -> int:
-        since_s = self.added_at_s if self.heard_at_s is None else self.heard_at_s
-        return max(0, min(MAX_STALENESS_MS, int((now_s - since_s) * 1000)))
+        return max(0, min(MAX_STALENESS_MS, int((now_s - self.heard_at_s) * 1000)))
 
     def status(self, now_s: float) -> PublisherStatus:
         return PublisherStatus(
@@ -147,7 +146,7 @@ class _Rank:
             resets=self.resets,
             staleness_ms=self.staleness_ms(now_s),
             stale=self.stale,
-            problem=self.problem or ("" if self.heard_at_s is not None else "not heard from yet"),
+            problem=self.problem or ("not heard from yet" if self.joining else ""),
         )
 
 
@@ -345,7 +344,8 @@ class Fleet:
                 rank.index.apply(rank.holder, payload, dp_rank=dp_rank, **pool)
                 rank.sequence = sequence
                 rank.batches += 1
-                rank.heard_at_s = self._clock()
+                if not rank.joining:  # while it joins, batches of long ago are told
+                    rank.heard_at_s = self._clock()
             except BaseException:
                 rank.malformed += 1
                 raise
@@ -353,10 +353,15 @@ class Fleet:
                 rank.version += 1
 
     def heard(self, worker_id: str, dp_rank: int) -> None:
-        """The rank has just said that there is no later batch than the last one applied."""
+        """The rank has just said that there is no later batch than the last one applied.
+
+        Until this, or ``mark`` with ``stale=False``, has come for the first time, a rank is stale.
+        """
         rank = self._ranks.get((worker_id, dp_rank))
-        if rank is not None:
-            rank.heard_at_s = self._clock()
+        if rank is None:
+            return
+        rank.heard_at_s = self._clock()
+        self._joined(rank)
 
     def reset(self, worker_id: str, dp_rank: int, problem: str) -> None:
         """Forget what a rank holds, but for the pool's blocks."""
@@ -385,6 +390,8 @@ class Fleet:
             rank.marked = stale
             rank.problem = _one_line(problem)
             rank.version += 1
+        if not stale:
+            self._joined(rank)
         if changed and stale:
             logger.info("worker %s rank %d is stale: %s", worker_id, dp_rank, rank.problem)
         elif changed:
@@ -400,6 +407,12 @@ class Fleet:
                 rank.replays += 1
             else:
                 rank.gaps += 1
+
+    def _joined(self, rank: _Rank) -> None:
+        with rank.lock:
+            joined, rank.joining = rank.joining, False
+        if joined:
+            logger.info("worker %s rank %d is followed", rank.worker.id, rank.publisher.dp_rank)
 
     # ---- what is asked
 

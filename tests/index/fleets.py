@@ -37,6 +37,12 @@ def a_worker(name: str = "w", *, ranks: int = 1, port: int = 5557, **fields: Any
     return Worker(name=name, **{**known, **fields})
 
 
+def say(fleet: Fleet, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
+    """A batch of a rank that is followed well."""
+    fleet.apply(worker_id, dp_rank, sequence, payload)
+    fleet.heard(worker_id, dp_rank)
+
+
 class Served:
     """An index that listens in a thread of its own."""
 

@@ -29,7 +29,7 @@ from kvpool.index.channel import error_of
 from kvpool.index.fleet import Fleet
 from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
-from tests.index.fleets import Served, a_worker, serving
+from tests.index.fleets import Served, a_worker, say, serving
 from tests.index.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -69,9 +69,9 @@ def served() -> Iterator[Served]:
     fleet = Fleet()
     fleet.add(a_worker("a", ranks=2), "flag")
     tokens = list(range(64))
-    fleet.apply("default/a", 0, 7, batch(stored(BlockHasher(16).hashes(tokens)[:3])))
+    say(fleet, "default/a", 0, 7, batch(stored(BlockHasher(16).hashes(tokens)[:3])))
     salted = BlockHasher(16).hashes(tokens, lora=("l", "/l"), cache_salt="s", multimodal=[("i", 3, 20)])
-    fleet.apply("default/a", 1, 8, batch(stored(salted), dp_rank=1))
+    say(fleet, "default/a", 1, 8, batch(stored(salted), dp_rank=1))
     with serving(fleet) as running:
         yield running
 

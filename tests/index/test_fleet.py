@@ -20,7 +20,7 @@ from kvpool.hashing import seed_id
 from kvpool.index import Lookup, Publisher, Row, Worker, admission
 from kvpool.index import fleet as fleet_module
 from kvpool.index.fleet import Fleet
-from tests.index.fleets import Clock, a_worker
+from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, cleared, packed64, removed, stored
 
 NAMESPACE, OTHER_NAMESPACE = "a" * 32, "b" * 32
@@ -45,7 +45,7 @@ def test_every_candidate_rank_has_a_row() -> None:
     fleet = Fleet(clock=clock)
     assert fleet.add(a_worker("b", ranks=2), "flag") == "new"
     assert fleet.add(a_worker("a", address=""), "flag") == "new"
-    fleet.apply("default/b", 1, 7, batch(stored([1, 2, 3]), stored([4], medium="CPU"), dp_rank=1))
+    say(fleet, "default/b", 1, 7, batch(stored([1, 2, 3]), stored([4], medium="CPU"), dp_rank=1))
     fleet.heard("default/a", 0)
     clock.now_s += 1.5
     answer = fleet.lookup("m", hashes64=packed64([1, 2, 3, 4, 5]))
@@ -64,7 +64,7 @@ def test_a_rank_is_what_its_publisher_is_registered_as() -> None:
     """With vLLM's external load balancer each server is rank 0 to its operator, and has its own in its events."""
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
-    fleet.apply("default/w", 0, 1, batch(stored([1, 2]), dp_rank=3))
+    say(fleet, "default/w", 0, 1, batch(stored([1, 2]), dp_rank=3))
     assert ask(fleet, [1, 2]) == {("w", 0): (2, 2, 0)}
     fleet.reset("default/w", 0, "restarted")
     assert ask(fleet, [1, 2]) == {("w", 0): (0, 0, 0)}
@@ -74,7 +74,7 @@ def test_the_same_name_in_two_tenants_is_two_workers() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
     fleet.add(a_worker(tenant="other"), "flag")
-    fleet.apply("default/w", 0, 1, batch(stored([1])))
+    say(fleet, "default/w", 0, 1, batch(stored([1])))
     fleet.heard("other/w", 0)
     assert ask(fleet, [1]) == {("w", 0): (1, 1, 0)}
     assert ask(fleet, [1], tenant="other") == {("w", 0): (0, 0, 0)}
@@ -86,7 +86,7 @@ def test_blocks_of_another_partition_are_not_credited(apart: dict[str, Any]) -> 
     fleet = Fleet()
     fleet.add(a_worker("a"), "flag")
     fleet.add(a_worker("b", **apart), "flag")
-    fleet.apply("default/a", 0, 1, batch(stored([1])))
+    say(fleet, "default/a", 0, 1, batch(stored([1])))
     fleet.heard("default/b", 0)
     found = ask(fleet, [1])
     assert found[("a", 0)] == (1, 1, 0)
@@ -107,7 +107,7 @@ def test_tokens_are_hashed_for_each_block_size() -> None:
             a_worker(name, block_tokens=block_tokens, hash_algorithm=algorithm, hash_seed_id=seed), "flag"
         )
         hashes = BlockHasher(block_tokens, algorithm, "5").hashes(tokens, **more)[: 64 // block_tokens]
-        fleet.apply(f"default/{name}", 0, 1, batch(stored(hashes)))
+        say(fleet, f"default/{name}", 0, 1, batch(stored(hashes)))
     fleet.add(a_worker("d", hash_seed_id=seed_id("6")), "flag")
     answer = fleet.lookup("m", token_ids=tokens, **more)
     assert [(row.worker, row.block_tokens, row.prompt_blocks, row.device_blocks) for row in answer] == [
@@ -140,7 +140,7 @@ def test_golden_answers() -> None:
         if len(ranks) > 1:
             continue  # one publisher never sends the batches of two ranks
         for number, payload in enumerate(case["payloads"]):
-            fleet.apply("default/w", 0, number, bytes.fromhex(payload))
+            say(fleet, "default/w", 0, number, bytes.fromhex(payload))
         for question in case["questions"]:
             first = next(iter(fleet.lookup("m", hashes64=bytes.fromhex(question["hashes64"]))))
             expected = question["rows"][0] if question["rows"] else [0] * 7
@@ -158,21 +158,21 @@ def test_the_pool_is_of_a_namespace() -> None:
     fleet.add(a_worker("d"), "pool")
     for name in "abcd":
         fleet.heard(f"default/{name}", 0)
-    fleet.apply("default/a", 0, 1, batch(stored([1, 2]), stored([1, 2, 3], medium="STORAGE")))
+    say(fleet, "default/a", 0, 1, batch(stored([1, 2]), stored([1, 2, 3], medium="STORAGE")))
     expected = {
         ("a", 0): (2, 2, 3), ("b", 0): (0, 0, 3), ("b", 1): (0, 0, 3), ("c", 0): (0, 0, 0), ("d", 0): (0, 0, 0),
     }  # fmt: skip
     assert ask(fleet, [1, 2, 3]) == expected
     assert ask(fleet, [1, 2, 3], workers=["b"]) == {key: expected[key] for key in [("b", 0), ("b", 1)]}
-    fleet.apply("default/b", 1, 1, batch(removed([3], medium="STORAGE"), dp_rank=1))
-    fleet.apply("default/a", 0, 2, batch(cleared()))
+    say(fleet, "default/b", 1, 1, batch(removed([3], medium="STORAGE"), dp_rank=1))
+    say(fleet, "default/a", 0, 2, batch(cleared()))
     assert ask(fleet, [1, 2, 3])[("a", 0)] == (0, 0, 2)
 
 
 def test_the_pool_outlives_whoever_announced_it() -> None:
     fleet = Fleet()
     fleet.add(a_worker("a", namespace=NAMESPACE), "pool")
-    fleet.apply("default/a", 0, 1, batch(stored([1], medium="STORAGE")))
+    say(fleet, "default/a", 0, 1, batch(stored([1], medium="STORAGE")))
     fleet.reset("default/a", 0, "restarted")
     assert fleet.remove("default/a")
     assert ask(fleet, [1]) == {}
@@ -184,7 +184,7 @@ def test_the_pool_outlives_whoever_announced_it() -> None:
     assert ask(fleet, [1]) == {("b", 0): (0, 0, 1)}
     fleet.forget_pool()
     assert ask(fleet, [1]) == {("b", 0): (0, 0, 0)}
-    fleet.apply("default/b", 0, 1, batch(stored([1], medium="STORAGE")))
+    say(fleet, "default/b", 0, 1, batch(stored([1], medium="STORAGE")))
     assert ask(fleet, [1]) == {("b", 0): (0, 0, 1)}
 
 
@@ -193,8 +193,8 @@ def test_no_worker_can_be_taken_for_a_pool() -> None:
     fleet.add(a_worker(f"pool/{NAMESPACE}"), "flag")
     fleet.add(a_worker("rank/0"), "flag")
     fleet.add(a_worker("w", namespace=NAMESPACE), "flag")
-    fleet.apply(f"default/pool/{NAMESPACE}", 0, 1, batch(stored([1]), stored([1], medium="STORAGE")))
-    fleet.apply("default/rank/0", 0, 1, batch(stored([1, 2], medium="DISK")))
+    say(fleet, f"default/pool/{NAMESPACE}", 0, 1, batch(stored([1]), stored([1], medium="STORAGE")))
+    say(fleet, "default/rank/0", 0, 1, batch(stored([1, 2], medium="DISK")))
     fleet.heard("default/w", 0)
     assert ask(fleet, [1, 2]) == {
         (f"pool/{NAMESPACE}", 0): (1, 1, 0), ("rank/0", 0): (0, 2, 0), ("w", 0): (0, 0, 0),
@@ -208,7 +208,7 @@ def test_a_stale_rank_is_not_credited() -> None:
     clock = Clock()
     fleet = Fleet(clock=clock)
     fleet.add(a_worker(), "flag")
-    fleet.apply("default/w", 0, 3, batch(stored([1])))
+    say(fleet, "default/w", 0, 3, batch(stored([1])))
     fleet.gap("default/w", 0, closed=False)
     fleet.mark("default/w", 0, stale=True, problem="batches 4 to 6 are missing")
     clock.now_s += 2
@@ -225,11 +225,32 @@ def test_a_stale_rank_is_not_credited() -> None:
     assert (status.replays, status.stale, status.problem) == (1, False, "")
 
 
+def test_a_rank_that_joins_is_stale_until_nothing_is_missing() -> None:
+    """What a replay brings is of long ago."""
+    clock = Clock()
+    fleet = Fleet(clock=clock)
+    fleet.add(a_worker(ranks=2), "flag")
+    clock.now_s += 3
+    for rank in range(2):
+        fleet.apply("default/w", rank, 1, batch(stored([1]), dp_rank=rank))
+    answer = fleet.lookup("m", hashes64=packed64([1]))
+    assert list(zip(answer.device_blocks, answer.sequences, answer.stale, answer.staleness_ms, strict=True)) == [
+        (0, 1, True, 3000), (0, 1, True, 3000),
+    ]  # fmt: skip
+    fleet.heard("default/w", 0)
+    fleet.mark("default/w", 1, stale=False)
+    answer = fleet.lookup("m", hashes64=packed64([1]))
+    assert answer.device_blocks == (1, 1)
+    assert answer.staleness_ms == (0, 3000)
+    fleet.apply("default/w", 1, 2, batch(stored([2]), dp_rank=1))
+    assert fleet.lookup("m", hashes64=packed64([1])).staleness_ms == (0, 0)
+
+
 def test_a_reset_forgets_one_rank() -> None:
     fleet = Fleet()
     fleet.add(a_worker(ranks=2), "flag")
     for rank in range(2):
-        fleet.apply("default/w", rank, 9, batch(stored([1]), dp_rank=rank))
+        say(fleet, "default/w", rank, 9, batch(stored([1]), dp_rank=rank))
     fleet.reset("default/w", 1, "the publisher\nstarted again")
     answer = fleet.lookup("m", hashes64=packed64([1]))
     assert answer.device_blocks == (1, 0)
@@ -241,9 +262,9 @@ def test_a_reset_forgets_one_rank() -> None:
 def test_a_malformed_batch_changes_nothing() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
-    fleet.apply("default/w", 0, 1, batch(stored([1])))
+    say(fleet, "default/w", 0, 1, batch(stored([1])))
     with pytest.raises(MalformedEvents):
-        fleet.apply("default/w", 0, 2, batch(stored([2]))[:-2])
+        say(fleet, "default/w", 0, 2, batch(stored([2]))[:-2])
     assert fleet.lookup("m", hashes64=packed64([1])).sequences == (1,)
     assert fleet.totals().malformed_batches == 1
 
@@ -252,7 +273,7 @@ def test_what_is_said_of_strangers_is_ignored() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
     for worker_id, rank in [("default/x", 0), ("default/w", 1), ("w", 0)]:
-        fleet.apply(worker_id, rank, 1, batch(stored([1])))
+        say(fleet, worker_id, rank, 1, batch(stored([1])))
         fleet.heard(worker_id, rank)
         fleet.reset(worker_id, rank, "x")
         fleet.mark(worker_id, rank, stale=True)
@@ -266,12 +287,12 @@ def test_what_is_said_of_strangers_is_ignored() -> None:
 def test_a_new_start_holds_nothing_of_the_old_one() -> None:
     fleet = Fleet()
     fleet.add(a_worker(incarnation="1"), "call")
-    fleet.apply("default/w", 0, 5, batch(stored([1])))
+    say(fleet, "default/w", 0, 5, batch(stored([1])))
     assert fleet.add(a_worker(incarnation="1"), "call") == "renewed"
     assert ask(fleet, [1]) == {("w", 0): (1, 1, 0)}
     for changed in ({"incarnation": "2"}, {"port": 6000}, {"ranks": 2}, {"block_tokens": 32}, {"model": "n"}):
         fleet.add(a_worker(incarnation="1"), "call")
-        fleet.apply("default/w", 0, 5, batch(stored([1])))
+        say(fleet, "default/w", 0, 5, batch(stored([1])))
         assert fleet.add(a_worker(**{"incarnation": "1", **changed}), "call") == "replaced"
         answer = fleet.lookup(changed.get("model", "m"), hashes64=packed64([1]))
         assert set(answer.sequences) == {0}
@@ -283,7 +304,7 @@ def test_a_new_start_holds_nothing_of_the_old_one() -> None:
 def test_a_renewal_moves_the_address() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "call", lease_s=5)
-    fleet.apply("default/w", 0, 5, batch(stored([1])))
+    say(fleet, "default/w", 0, 5, batch(stored([1])))
     assert fleet.add(a_worker(address="http://other:1"), "call", lease_s=9) == "renewed"
     assert fleet.lookup("m", hashes64=packed64([1])).addresses == ("http://other:1",)
     assert fleet.workers()[0].worker.address == "http://other:1"
@@ -292,7 +313,7 @@ def test_a_renewal_moves_the_address() -> None:
 def test_what_an_operator_named_stands() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
-    fleet.apply("default/w", 0, 5, batch(stored([1])))
+    say(fleet, "default/w", 0, 5, batch(stored([1])))
     assert fleet.add(a_worker(port=7000), "pool") == "kept"
     assert not fleet.remove("default/w", "pool")
     assert ask(fleet, [1]) == {("w", 0): (1, 1, 0)}
@@ -313,7 +334,7 @@ def test_a_lease_that_ends_takes_the_worker_along() -> None:
     clock.now_s += 1
     assert fleet.expire() == ["default/a"]
     assert [row.worker for row in fleet.lookup("m", hashes64=packed64([1]))] == ["b", "c"]
-    fleet.apply("default/a", 0, 1, batch(stored([1])))
+    say(fleet, "default/a", 0, 1, batch(stored([1])))
     assert fleet.totals().blocks == 0
 
 
@@ -344,7 +365,7 @@ def test_who_is_listed() -> None:
 def test_totals_outlive_workers() -> None:
     fleet = Fleet(max_blocks=1)
     fleet.add(a_worker(ranks=2), "flag")
-    fleet.apply("default/w", 0, 1, batch(stored([1, 2])))
+    say(fleet, "default/w", 0, 1, batch(stored([1, 2])))
     fleet.gap("default/w", 0, closed=False)
     fleet.reset("default/w", 0, "x")
     before = fleet.totals()
@@ -362,6 +383,7 @@ def test_one_line_is_logged_for_what_happens(caplog: pytest.LogCaptureFixture) -
     fleet = Fleet(clock=clock)
     fleet.add(a_worker(ranks=2), "call", lease_s=1)
     fleet.add(a_worker(ranks=2), "call", lease_s=1)
+    fleet.heard("default/w", 1)
     fleet.mark("default/w", 1, stale=True, problem="no answer\nfrom tcp://h:1")
     fleet.mark("default/w", 1, stale=True, problem="still none")
     fleet.mark("default/w", 1, stale=False)
@@ -370,6 +392,7 @@ def test_one_line_is_logged_for_what_happens(caplog: pytest.LogCaptureFixture) -
     fleet.remove("default/w")
     assert [record.getMessage() for record in caplog.records] == [
         'worker default/w joins: model "m", 2 ranks, by call',
+        "worker default/w rank 1 is followed",
         "worker default/w rank 1 is stale: no answer from tcp://h:1",
         "worker default/w rank 1 is followed again",
         "worker default/w rank 0: what it held is forgotten: it started again",
@@ -540,7 +563,7 @@ def test_an_answer_is_true_as_of_its_sequence() -> None:
 
     def write(rank: int) -> None:
         for sequence in range(3000):
-            fleet.apply("default/w", rank, sequence, payloads[sequence % 64])
+            say(fleet, "default/w", rank, sequence, payloads[sequence % 64])
 
     readers = [threading.Thread(target=read, args=[number]) for number in range(2)]
     writers = [threading.Thread(target=write, args=[rank]) for rank in range(2)]
@@ -568,7 +591,7 @@ def test_nothing_of_a_start_survives_it() -> None:
 
     def publish() -> None:
         while not done.is_set():
-            fleet.apply("default/w", 0, 1, batch(stored([1, 2, 3])))
+            say(fleet, "default/w", 0, 1, batch(stored([1, 2, 3])))
 
     publishers = [threading.Thread(target=publish) for _ in range(2)]
     interval = sys.getswitchinterval()
@@ -622,7 +645,7 @@ def test_against_a_plain_model(chance: random.Random) -> None:
         else:
             blocks = chance.sample(prompt, chance.randint(1, 6))
             events = stored(blocks) if what == "store" else removed(blocks)
-            fleet.apply(f"default/{name}", rank, step, batch(events, dp_rank=rank))
+            say(fleet, f"default/{name}", rank, step, batch(events, dp_rank=rank))
             if (name, rank) in held:
                 held[name, rank] = (
                     held[name, rank] | set(blocks) if what == "store" else held[name, rank] - set(blocks)

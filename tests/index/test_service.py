@@ -23,7 +23,7 @@ from kvpool.index.service import IndexServer
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc
 from tests.conftest import eventually
-from tests.index.fleets import Clock, Served, a_worker, serving
+from tests.index.fleets import Clock, Served, a_worker, say, serving
 from tests.index.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -35,7 +35,7 @@ WAIT_S = 30
 def served() -> Iterator[Served]:
     fleet = Fleet()
     fleet.add(a_worker("a", ranks=2), "flag")
-    fleet.apply("default/a", 0, 4, batch(stored([1, 2])))
+    say(fleet, "default/a", 0, 4, batch(stored([1, 2])))
     with serving(fleet) as running:
         yield running
 
@@ -47,8 +47,8 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
         yield opened
 
 
-def raw(channel: grpc.Channel, method: str, request: bytes) -> bytes:
-    return channel.unary_unary(f"/{codec.SERVICE}/{method}")(request, timeout=WAIT_S)
+def raw(channel: grpc.Channel, method: str, request: bytes, timeout_s: float = WAIT_S) -> bytes:
+    return channel.unary_unary(f"/{codec.SERVICE}/{method}")(request, timeout=timeout_s)
 
 
 def refused(channel: grpc.Channel, method: str, request: Any) -> tuple[str, str]:
@@ -266,7 +266,7 @@ def test_a_call_under_way_is_answered_before_the_end(monkeypatch: pytest.MonkeyP
 
 def _refuses(channel: grpc.Channel) -> bool:
     try:
-        raw(channel, "ListWorkers", b"")
+        raw(channel, "ListWorkers", b"", timeout_s=0.2)
     except grpc.RpcError:
         return True
     return False
