@@ -28,6 +28,9 @@ class Feed(Protocol):
 
     def close(self) -> None: ...
 
+    @property
+    def is_alive(self) -> bool: ...
+
 
 class Roster:
     """Adds workers to ``fleet`` and removes them, and has ``feed`` follow those that are there.
@@ -48,14 +51,15 @@ class Roster:
             replaces = self.fleet.replaces(worker, source)
             if replaces:
                 self._feed.unfollow(worker.id)
+            added: Added | None = None
             try:
                 added = self.fleet.add(worker, source, lease_s)
+                if added in ("new", "replaced"):
+                    self._feed.follow(worker)
             except KVPoolError:
-                if replaces:  # nobody follows it any more
+                if replaces or added is not None:  # nobody follows it
                     self.fleet.remove(worker.id)
                 raise
-            if added in ("new", "replaced"):
-                self._feed.follow(worker)
             return added
 
     def remove(self, worker_id: str, source: Source | None = None) -> bool:
@@ -67,7 +71,9 @@ class Roster:
             return removed
 
     def expire(self) -> list[str]:
-        """``Fleet.expire``."""
+        """``Fleet.expire``. Errors: ``KVPoolError`` when the feed has ended, since nothing known stays true then."""
+        if self._feed is not None and not self._feed.is_alive:
+            raise KVPoolError("the index has stopped: nobody reads events any more; the lines above say why")
         with self._lock:
             ended = self.fleet.expire()
             for worker_id in ended:

@@ -55,7 +55,7 @@ class Observer(Protocol):
 
 
 class IndexServer:
-    """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait`` or anything else, ``stop``.
+    """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
 
     ``observer`` is told of each lookup, in any thread.
     """
@@ -97,10 +97,16 @@ class IndexServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return int(bound)
 
-    async def wait(self) -> None:
-        """Until the server has been stopped, or lost its ticker to an error, which is raised."""
+    async def wait(self, ended: asyncio.Event) -> None:
+        """Serve until ``ended``. An error that leases can no longer be judged by is raised."""
         assert self._ticker is not None
-        await self._ticker
+        waiting = asyncio.ensure_future(ended.wait())
+        try:
+            await asyncio.wait((waiting, self._ticker), return_when=asyncio.FIRST_COMPLETED)
+            if self._ticker.done():
+                await self._ticker
+        finally:
+            waiting.cancel()
 
     async def stop(self) -> None:
         """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""

@@ -74,7 +74,7 @@ class Served:
         try:
             self.target = f"127.0.0.1:{await server.start(self.target or '127.0.0.1:0')}"
             self._ready.set()
-            await self._done.wait()
+            await server.wait(self._done)
         except BaseException as error:
             self._failure = error
             self._ready.set()

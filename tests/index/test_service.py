@@ -340,6 +340,8 @@ class Recorded:
     def close(self) -> None:
         self.orders.append("close")
 
+    is_alive = True
+
 
 def test_exactly_those_that_are_there_are_followed() -> None:
     clock = Clock()
@@ -365,6 +367,22 @@ def test_exactly_those_that_are_there_are_followed() -> None:
         "unfollow default/b, known as None",
         "close",
     ]
+
+
+def test_an_index_whose_feed_has_ended_ends() -> None:
+    feed = Recorded(Fleet())
+
+    async def serve() -> None:
+        server = IndexServer(Roster(Fleet(), feed))
+        try:
+            await server.start("127.0.0.1:0")
+            feed.is_alive = False
+            await asyncio.wait_for(server.wait(asyncio.Event()), WAIT_S)
+        finally:
+            await server.stop()
+
+    with pytest.raises(KVPoolError, match="nobody reads events any more"):
+        asyncio.run(serve())
 
 
 def test_a_start_that_cannot_be_taken_leaves_nobody_half_followed(monkeypatch: pytest.MonkeyPatch) -> None:
