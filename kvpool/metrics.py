@@ -1,8 +1,9 @@
 """Every metric name of kvpool, with its help text: the only place where one is spelled.
 
-A sample travels between processes as ``{key: number}`` where the key is the metric's name, or
-``name/value`` when the metric has a label (its label name is in ``Metric.label``).
-All are counters; they are summed over ranks and over time.
+``ALL`` are of the connector. A sample of them travels between processes as ``{key: number}`` where the key is the
+metric's name, or ``name/value`` when the metric has a label (its label name is in ``Metric.label``). They are counters,
+summed over ranks and over time. ``INDEX`` and what follows it are of the index service, read when its page is asked
+for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """One Prometheus counter: ``name`` as exported, its help text, and the name of its only label or ""."""
+    """``name`` as exported (``_total``: a counter), its help text, and the name of its only label or ""."""
 
     name: str
     help: str
@@ -49,6 +50,27 @@ ALL: tuple[Metric, ...] = (
     STORED_BLOCKS,
     STORED_BYTES,
     STORE_SKIPPED_BLOCKS,
+)
+
+# By the field of ``kvpool.index.fleet.Totals`` that it shows.
+INDEX: Mapping[str, Metric] = {
+    "workers": Metric("kvpool_index_workers", "Workers that the index follows."),
+    "ranks": Metric("kvpool_index_ranks", "Their data-parallel ranks."),
+    "stale_ranks": Metric("kvpool_index_stale_ranks", "Ranks that are not trusted now, and not credited."),
+    "blocks": Metric("kvpool_index_blocks", "Distinct blocks that somebody holds, summed over partitions."),
+    "memory_nbytes": Metric("kvpool_index_memory_bytes", "Memory of the prefix tables."),
+    "batches": Metric("kvpool_index_batches_total", "Batches of events that were applied."),
+    "gaps": Metric("kvpool_index_gaps_total", "Times that batches of a rank were missing."),
+    "replays": Metric("kvpool_index_replays_total", "Gaps that a replay closed."),
+    "resets": Metric("kvpool_index_resets_total", "Times that all a rank held was forgotten."),
+    "malformed_batches": Metric("kvpool_index_malformed_batches_total", "Batches that were not applied."),
+    "refused_blocks": Metric(
+        "kvpool_index_refused_blocks_total", "Blocks that were not taken because the index is full."
+    ),
+}
+INDEX_LOOKUPS = Metric("kvpool_index_lookups_total", "Lookups, by result.", "result")
+INDEX_LOOKUP_SECONDS = Metric(
+    "kvpool_index_lookup_seconds", "Time in the index of lookups that were answered."
 )
 
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}

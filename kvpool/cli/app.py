@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
 from kvpool.errors import ConfigError, KVPoolError
+from kvpool.wording import missing_extra
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -160,6 +163,84 @@ def purge(
     from kvpool.cli.purge import run_purge
 
     run_purge(pool=pool, tenant=tenant, namespace=namespace, everything=everything, yes=yes, as_json=as_json)
+
+
+@app.command()
+def index(
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0: any that is free.")
+    ] = "127.0.0.1:50051",
+    pool: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Follow the workers that announce themselves in this store."),
+    ] = None,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--worker",
+            metavar="NAME=tcp://HOST:PORT,model=M,block=N[,...]",
+            help="Follow a worker that does not, such as a stock vLLM. Also: replay=tcp://HOST:PORT, tenant=T, "
+            "hash=ALGORITHM, address=URL, ranks=N.",
+        ),
+    ] = None,
+    max_blocks: Annotated[
+        int, typer.Option(min=1, max=1 << 32, help="Distinct blocks of each model; 17 to 30 bytes each.")
+    ] = 1 << 27,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Show Prometheus metrics there.")
+    ] = None,
+) -> None:
+    """Serve the prefix index: which worker holds how much of a prompt. Runs until SIGTERM or Ctrl-C."""
+    with _extra():
+        from kvpool.cli.index import run_index
+
+    run_index(listen=listen, pool=pool, workers=worker or [], max_blocks=max_blocks, metrics=metrics)
+
+
+@app.command()
+def lookup(
+    model: Annotated[str, typer.Option(help="The model's name, as requests are sent with.")],
+    index_: Annotated[
+        str, typer.Option("--index", metavar="HOST:PORT", help="Where the index serves.")
+    ] = "127.0.0.1:50051",
+    token_ids: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="The prompt as token ids: JSON, or separated by spaces or commas; -: stdin."
+        ),
+    ] = None,
+    hashes: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The prompt as 64-bit block hashes, decimal or 0x...; -: stdin."),
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Whose workers.")] = "default",
+    lora_name: Annotated[str | None, typer.Option(help="Of the adapter of the request.")] = None,
+    lora_path: Annotated[str | None, typer.Option(help="Of the adapter of the request.")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="Of the request.")] = None,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option("--worker", metavar="NAME", help="Only this one; give it again for more."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for the answer.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Ask an index how many leading blocks of a prompt each worker holds."""
+    with _extra():
+        from kvpool.cli.lookup import run_lookup
+
+    run_lookup(
+        model=model, index=index_, token_ids=token_ids, hashes=hashes, tenant=tenant, lora_name=lora_name,
+        lora_path=lora_path, cache_salt=cache_salt, workers=worker, timeout_s=timeout, as_json=as_json,
+    )  # fmt: skip
+
+
+@contextmanager
+def _extra() -> Iterator[None]:
+    """A package that is not installed is one line, with the extra that brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) from error
 
 
 @bench.command("hash")

@@ -1,0 +1,193 @@
+"""``kvpool lookup``: one question to an index, as a table with a bar for each worker's rank."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvpool.errors import ConfigError
+from kvpool.index import Lookup, Row
+from kvpool.index.client import IndexClient
+
+MAX_FILE_NBYTES = 128 << 20
+MAX_U32, MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
+BAR_CELLS = 20
+
+_WORD = re.compile(r"[^\s,]+")
+_DECIMAL = re.compile(r"[0-9]{1,20}")
+_HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
+
+
+def run_lookup(
+    *,
+    model: str,
+    index: str,
+    token_ids: str | None,
+    hashes: str | None,
+    tenant: str,
+    lora_name: str | None,
+    lora_path: str | None,
+    cache_salt: str | None,
+    workers: Sequence[str] | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Ask, and print a table or JSON. Errors: ``ConfigError`` for the arguments; those of ``IndexClient``."""
+    if (token_ids is None) == (hashes is None):
+        raise ConfigError("give the prompt as --token-ids FILE or as --hashes FILE, and not as both")
+    if (lora_name is None) != (lora_path is None):
+        raise ConfigError("--lora-name and --lora-path go together: both are in the hash")
+    if hashes is not None and (lora_name is not None or cache_salt is not None):
+        raise ConfigError("--hashes: an adapter and a salt are in the hashes already")
+    with IndexClient(index, timeout_s) as client:
+        if token_ids is not None:
+            answer = client.lookup(
+                model,
+                token_ids=read_numbers(token_ids, "--token-ids", "token id", MAX_U32),
+                tenant=tenant,
+                lora=(lora_name, lora_path) if lora_name is not None and lora_path is not None else None,
+                cache_salt=cache_salt,
+                workers=workers,
+            )
+        else:
+            assert hashes is not None
+            numbers = read_numbers(hashes, "--hashes", "block hash", MAX_U64)
+            packed = struct.pack(f"<{len(numbers)}Q", *numbers)
+            answer = client.lookup(model, hashes64=packed, tenant=tenant, workers=workers)
+    rows = sorted(answer, key=lambda row: (-row.device_blocks, -row.local_blocks, -row.pool_blocks, *row[:2]))
+    if as_json:
+        print(json.dumps({"model": model, "tenant": tenant, "rows": [row._asdict() for row in rows]}))
+    else:
+        _print(model, rows, answer)
+
+
+def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
+    """The whole numbers from 0 to ``most`` in a file, or on standard input where ``source`` is ``-``.
+
+    A JSON list, or decimal and 0x numbers between spaces, line ends or commas. Blocking. Errors: ``ConfigError`` that
+    names the place.
+    """
+    where = "standard input" if source == "-" else source
+    text = _text(source, option, where)
+    if text.lstrip().startswith("["):
+        numbers = _of_json(text, where, what, most)
+    else:
+        numbers = []
+        for word in _WORD.finditer(text):
+            number = _number(word[0], most)
+            if number is None:
+                line = text.count("\n", 0, word.start()) + 1
+                column = word.start() - text.rfind("\n", 0, word.start())
+                raise ConfigError(
+                    f"{where}, line {line}, column {column}: {_shown(word[0])} is no {what}{_hint(word[0], most)}"
+                )
+            numbers.append(number)
+    if not numbers:
+        raise ConfigError(f"{where} holds no {what}")
+    return numbers
+
+
+def _text(source: str, option: str, where: str) -> str:
+    try:
+        if source == "-":
+            raw = sys.stdin.buffer.read(MAX_FILE_NBYTES + 1)
+        else:
+            with Path(source).open("rb") as file:
+                raw = file.read(MAX_FILE_NBYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{option} {source}: {error.strerror}") from error
+    if len(raw) > MAX_FILE_NBYTES:
+        raise ConfigError(f"{where} is larger than {MAX_FILE_NBYTES} bytes: this is not one prompt")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}, byte {error.start + 1}: this is not text") from error
+
+
+def _of_json(text: str, where: str, what: str, most: int) -> list[int]:
+    try:
+        items = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}, line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{where} is no JSON list of numbers") from error
+    numbers = []
+    for place, item in enumerate(items):
+        number = item if type(item) is int and 0 <= item <= most else None
+        if isinstance(item, str):
+            number = _number(item, most)
+        if number is None:
+            raise ConfigError(f"{where}, item {place + 1}: {_shown(item)} is no {what}{_hint(item, most)}")
+        numbers.append(number)
+    return numbers
+
+
+def _number(word: str, most: int) -> int | None:
+    if _DECIMAL.fullmatch(word):
+        number = int(word)
+    elif most > MAX_U32 and _HEX.fullmatch(word):
+        number = int(word, 16)
+    else:
+        return None
+    return number if number <= most else None
+
+
+def _shown(item: object) -> str:
+    text = str(item)
+    return repr(text if len(text) <= 40 else text[:39] + "…")
+
+
+def _hint(item: object, most: int) -> str:
+    of_hashes = ", or hexadecimal with 0x in front" if most > MAX_U32 else ""
+    return f": write whole numbers from 0 to {most}{of_hashes}"
+
+
+def _print(model: str, rows: Sequence[Row], answer: Lookup) -> None:
+    console = Console()
+    if not rows:
+        console.print(f'no worker of model "{model}" that was asked about is there now', markup=False)
+        return
+    marks = "█▓░·" if (console.encoding or "").lower().startswith("utf") else "#+-."
+    lengths = sorted(set(answer.prompt_blocks))
+    table = Table(
+        title=f"{' or '.join(map(str, lengths))} blocks: {marks[0]} on the device, {marks[1]} in other tiers of the "
+        f"worker, {marks[2]} in the pool",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("worker", min_width=12, overflow="fold")
+    table.add_column("leading blocks", min_width=BAR_CELLS, no_wrap=True)
+    for name, nchars in (("device", 6), ("local", 5), ("pool", 5), ("sequence", 8), ("age", 10)):
+        table.add_column(name, min_width=nchars, justify="right", no_wrap=True)
+    several = len({row.worker for row in rows}) != len(rows)
+    for row in rows:
+        table.add_row(
+            Text(f"{row.worker} rank {row.dp_rank}" if several else row.worker),
+            _bar(row, marks),
+            str(row.device_blocks),
+            str(row.local_blocks),
+            str(row.pool_blocks),
+            str(row.sequence),
+            f"{'stale ' if row.stale else ''}{row.staleness_ms / 1000:.1f} s",
+        )
+    console.print(table)
+
+
+def _bar(row: Row, marks: str) -> str:
+    """Each mark as far as its tier reaches; a nearer tier covers a farther one."""
+    cells = ""
+    for blocks, mark in zip((row.device_blocks, row.local_blocks, row.pool_blocks), marks, strict=False):
+        reach = -(-blocks * BAR_CELLS // row.prompt_blocks) if row.prompt_blocks else 0
+        cells += mark * (reach - len(cells))
+    return cells + marks[3] * (BAR_CELLS - len(cells))

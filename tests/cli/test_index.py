@@ -1,0 +1,321 @@
+"""``kvpool index`` and ``kvpool lookup`` as a user meets them: real processes, a real publisher, one line per error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, open_store
+from kvpool.cli.index import parse_worker
+from kvpool.cli.lookup import read_numbers
+from kvpool.hashing import seed_id
+from kvpool.index import Publisher
+from kvpool.index.registry import Announcer
+from tests.cli.test_app import kvpool, refused
+from tests.conftest import eventually
+from tests.index.publisher import misbehaving
+from tests.index.wire import batch, packed64, stored
+from tests.stores.servers import running as running_server
+
+TOKENS = list(range(100, 180))
+
+
+class Index:
+    """A running ``kvpool index``."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        command = [
+            str(Path(sys.executable).parent / "kvpool"),
+            "index",
+            "--listen",
+            "127.0.0.1:0",
+            *arguments,
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
+        )
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], 60)[0], "not ready in time"
+        self.ready = self.process.stdout.readline().decode().strip()
+        found = re.match(r"index listens on (127\.0\.0\.1:[0-9]+), ", self.ready)
+        assert found is not None, self.ready or self.stop()
+        self.target = found[1]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[str]]:
+        """Exit code and the lines on standard error, without their time."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, [line.split(" ", 2)[2] for line in errors.decode().splitlines()]
+
+
+@contextmanager
+def running(*arguments: str, **environment: str) -> Iterator[Index]:
+    index = Index(*arguments, **environment)
+    try:
+        yield index
+    finally:
+        if index.process.poll() is None:
+            index.process.kill()
+            index.process.communicate(timeout=30)
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_from_a_publisher_to_a_table() -> None:
+    with misbehaving() as publisher:
+        publisher.publish(batch(stored(BlockHasher(16).hashes(TOKENS)[:3])))
+        events, replay = publisher.publisher.events, publisher.publisher.replay
+        worker = f"w-1={events},model=m,block=16,replay={replay},address=http://h:8000"
+        with running("--worker", worker, "--metrics", "127.0.0.1:0") as index:
+            shown = re.fullmatch(
+                r"index listens on \S+, 1 worker, pool none, metrics on port ([0-9]+)", index.ready
+            )
+            assert shown is not None
+            options = ["--index", index.target, "--model", "m"]
+
+            def ask(*more: str, given: Any = TOKENS) -> list[dict[str, Any]]:
+                asked = ["lookup", *options, "--token-ids", "-", "--json", *more]
+                return json.loads(kvpool(*asked, input=json.dumps(given)).stdout)["rows"]
+
+            with IndexClient(index.target, 30) as client:
+                assert eventually(lambda: client.lookup("m", token_ids=TOKENS).stale == (False,))
+            (row,) = ask("--worker", "w-1")
+            assert row.pop("staleness_ms") < 60_000
+            assert row == {
+                "worker": "w-1", "dp_rank": 0, "address": "http://h:8000", "block_tokens": 16, "prompt_blocks": 5,
+                "device_blocks": 3, "local_blocks": 3, "pool_blocks": 0, "sequence": 0, "stale": False,
+            }  # fmt: skip
+            assert ask("--worker", "nobody") == []
+            assert ask("--cache-salt", "s")[0]["device_blocks"] == 0
+            assert ask("--lora-name", "n", "--lora-path", "/n")[0]["device_blocks"] == 0
+
+            table = kvpool("lookup", *options, "--token-ids", "-", input=" ".join(map(str, TOKENS))).stdout
+            assert re.search(r"w-1 +█{12}·{8} +3 +3 +0 +0 +[0-9.]+ s", table), table
+            plain = kvpool(
+                "lookup", *options, "--token-ids", "-", input=",".join(map(str, TOKENS)),
+                env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            ).stdout  # fmt: skip
+            assert re.search(r"w-1 +\|#{12}\.{8} +\| +3 \| +3 ", plain), plain
+
+            line = refused("lookup", "--index", index.target, "--model", "mm", "--token-ids", "-", input="1")
+            assert line == 'kvpool: unknown model "mm"; did you mean "m"?'
+            ended = kvpool("lookup", "--index", index.target, "--model", "x", "--token-ids", "-", input="1")
+            assert (ended.returncode, ended.stderr) == (1, 'kvpool: unknown model "x"; known are m\n')
+
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"http://127.0.0.1:{shown[1]}/metrics", timeout=30) as page:
+                figures = dict(
+                    line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#"
+                )
+            assert figures["kvpool_index_workers"] == "1.0"
+            assert figures["kvpool_index_stale_ranks"] == "0.0"
+            assert figures["kvpool_index_blocks"] == "3.0"
+            assert figures["kvpool_index_batches_total"] == "1.0"
+            assert figures['kvpool_index_lookups_total{result="unknown"}'] == "2.0"
+            assert float(figures["kvpool_index_lookup_seconds_count"]) >= 6
+
+            line = refused("index", "--listen", index.target)
+            assert line.startswith(f"kvpool: cannot listen on {index.target}: Address already in use")
+            metrics = f"127.0.0.1:{shown[1]}"
+            line = refused("index", "--listen", "127.0.0.1:0", "--metrics", metrics)
+            assert line.startswith(f"kvpool: cannot show metrics on {metrics}: Address already in use")
+
+            code, lines = index.stop()
+            assert code == 0
+            assert lines[:2] == [
+                'worker default/w-1 joins: model "m", 1 rank, by flag',
+                "worker default/w-1 rank 0 is followed",
+            ]
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_hashes_and_the_seed_of_the_index() -> None:
+    with misbehaving() as publisher:
+        publisher.publish(batch(stored([7, 0xFFEEDDCCBBAA9988, 9])))
+        worker = f"w={publisher.publisher.events},model=m,block=16,replay={publisher.publisher.replay}"
+        with (
+            running("--worker", worker, PYTHONHASHSEED="7") as index,
+            IndexClient(index.target, 30) as client,
+        ):
+            assert client.workers()[0].worker.hash_seed_id == seed_id("7")
+            assert eventually(lambda: client.lookup("m", hashes64=bytes(8)).stale == (False,))
+            for text in ("7 0xffeeddccbbaa9988", "[7, 18441921395520346504]", '["7",\n"0xFFEEDDCCBBAA9988"]'):
+                asked = ["lookup", "--index", index.target, "--model", "m", "--hashes", "-", "--json"]
+                assert json.loads(kvpool(*asked, input=text).stdout)["rows"][0]["device_blocks"] == 2
+            code, _ = index.stop(signal.SIGINT)
+            assert code == 0
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_who_announces_itself_in_the_pool_is_followed(tmp_path: Path) -> None:
+    """From the record in a real server to an answer, and to its end."""
+    with (
+        running_server("valkey-server", tmp_path, "--requirepass", "pass-word") as server,
+        misbehaving() as publisher,
+    ):
+        url = f"valkey://:pass-word@127.0.0.1:{server.port}"
+        publisher.publish(batch(stored([1, 2]), stored([1, 2, 3], medium="STORAGE"), dp_rank=3))
+        worker = Worker(
+            "w", "m", 16, seed_id(None), (publisher.publisher,), incarnation="1", namespace="a" * 32
+        )
+        with (
+            open_store(url) as store,
+            running("--pool", url) as index,
+            IndexClient(index.target, 30) as client,
+        ):
+            assert (
+                index.ready
+                == f"index listens on {index.target}, 0 workers, pool valkey://:***@127.0.0.1:{server.port}"
+            )
+            store.announce(f"kvpool:default:{'a' * 32}:facts", b"facts", lease_s=60)  # as the connector does
+            announcer = Announcer(store, worker, lease_s=5.0)
+            try:
+
+                def answer() -> list[tuple[int, ...]]:
+                    try:
+                        rows = client.lookup("m", hashes64=packed64([1, 2, 3, 4]))
+                    except UnknownModel:
+                        return []
+                    return [(row.dp_rank, row.device_blocks, row.pool_blocks, row.stale) for row in rows]
+
+                assert eventually(lambda: answer() == [(3, 2, 3, False)], within_s=30), answer()
+                (status,) = client.workers()
+                assert (status.source, status.worker) == ("pool", worker)
+                assert status.lease_left_ms > 0
+            finally:
+                announcer.close()
+            assert eventually(lambda: client.workers() == [], within_s=30)
+            code, lines = index.stop()
+            assert code == 0
+            assert lines == [
+                'worker default/w joins: model "m", 1 rank, by pool',
+                "worker default/w rank 3 is followed",
+                "worker default/w is gone",
+            ]
+
+
+def test_an_index_ends_in_time_with_clients_and_no_publisher() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:  # accepts, and never speaks
+        worker = f"w=tcp://127.0.0.1:{held.getsockname()[1]},model=m,block=16"
+        with running("--worker", worker) as index:
+            host, port = index.target.split(":")
+            with socket.create_connection((host, int(port)), timeout=30):
+                started_s = time.monotonic()
+                code, lines = index.stop()
+                assert code == 0
+                assert time.monotonic() - started_s < 20
+                assert lines == ['worker default/w joins: model "m", 1 rank, by flag']
+
+
+# ---- wrong use
+
+
+WORKER = "w=tcp://h:5557,model=m,block=16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--listen", "50051"], "write HOST:PORT"),
+        (["--listen", "192.0.2.1:0"], "cannot listen on 192.0.2.1:0"),
+        (["--max-blocks", "0"], "--max-blocks"),
+        (["--worker", "w"], '--worker "w": write NAME=tcp://HOST:PORT,model=MODEL,block=TOKENS'),
+        (["--worker", "w=h:1,model=m,block=1"], "write NAME=tcp://HOST:PORT"),
+        (["--worker", "=tcp://h:1,model=m,block=1"], "write NAME="),
+        (["--worker", "w=tcp://h:1,block=16"], "model is missing"),
+        (["--worker", "w=tcp://h:1,model=m"], "block is missing: the tokens of a block, which are the engine's"),
+        (["--worker", WORKER + ",replya=tcp://h:2"], 'unknown field "replya"; did you mean "replay"?'),
+        (["--worker", WORKER + ",block=32"], "block is given twice"),
+        (["--worker", WORKER + ",tenant="], "tenant has no value"),
+        (["--worker", WORKER + ",ranks=x"], "ranks is a whole number, not 'x'"),
+        (["--worker", WORKER + ",ranks=1025"], "1025 publishers"),
+        (["--worker", "w=tcp://h:65535,model=m,block=16,ranks=2"], "write tcp://HOST:PORT, not 'tcp://h:65536'"),
+        (["--worker", "w=ipc:///tmp/x,model=m,block=16,ranks=2"], "only tcp://HOST:PORT goes up by rank"),
+        (["--worker", "w=tcp://*:5557,model=m,block=16"], "is where the worker listens"),
+        (["--worker", WORKER + ",hash=sha256"], "--prefix-caching-hash-algo sha256_cbor"),
+        (["--worker", WORKER + ",hash=md5"], "unknown hash algorithm"),
+        (["--worker", "w=tcp://h:1,model=m,block=0"], "block_tokens"),
+        (["--worker", WORKER, "--worker", WORKER], "two workers of one tenant have the same name"),
+        (["--metrics", "x"], "write HOST:PORT"),
+        (["--pool", "fiel:///x"], 'did you mean "file"?'),
+        (["--pool", "memory://"], "--pool memory:// is of one process"),
+        (["--pool", "valkey://:pass-word@127.0.0.1:1"], "127.0.0.1:1"),
+    ],
+)  # fmt: skip
+def test_wrong_use_of_index(arguments: list[str], says: str) -> None:
+    if "--listen" not in arguments:
+        arguments = ["--listen", "127.0.0.1:0", *arguments]
+    line = refused("index", *arguments)
+    assert says in line
+    assert "pass-word" not in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "says"),
+    [
+        ([], "", "give the prompt as --token-ids FILE or as --hashes FILE"),
+        (["--token-ids", "-", "--hashes", "-"], "", "not as both"),
+        (["--token-ids", "/nowhere"], "", "--token-ids /nowhere: No such file or directory"),
+        (["--token-ids", "-"], "", "standard input holds no token id"),
+        (["--token-ids", "-"], "1, 2\n3 four", "standard input, line 2, column 3: 'four' is no token id"),
+        (["--token-ids", "-"], "1 0x2", "column 3: '0x2' is no token id"),
+        (["--token-ids", "-"], "4294967296", "is no token id: write whole numbers from 0 to 4294967295"),
+        (["--token-ids", "-"], "-1", "'-1' is no token id"),
+        (["--token-ids", "-"], "[1, 2", "standard input, line 1, column 6: Expecting"),
+        (["--token-ids", "-"], "[1, 2.5]", "standard input, item 2: '2.5' is no token id"),
+        (["--token-ids", "-"], "[1, true]", "item 2: 'True' is no token id"),
+        (["--token-ids", "-"], "[" * 100_000, "standard input"),
+        (["--hashes", "-"], "deadbeef", "or hexadecimal with 0x in front"),
+        (["--hashes", "-"], "18446744073709551616", "is no block hash"),
+        (["--hashes", "-", "--cache-salt", "s"], "1", "in the hashes already"),
+        (["--token-ids", "-", "--lora-name", "s"], "1", "--lora-name and --lora-path go together"),
+        (["--token-ids", "-", "--index", "x"], "1", "write HOST:PORT"),
+        (["--token-ids", "-", "--timeout", "0"], "1", "timeout_s"),
+        (["--token-ids", "-", "--tenant", "a/b", "--index", "127.0.0.1:1"], "1", "no index answers on 127.0.0.1:1"),
+    ],
+)  # fmt: skip
+def test_wrong_use_of_lookup(arguments: list[str], given: str, says: str) -> None:
+    assert says in refused("lookup", "--model", "m", *arguments, input=given)
+
+
+def test_what_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_bytes(b"1 2 \xff")
+    with pytest.raises(ConfigError, match="byte 5: this is not text"):
+        read_numbers(str(tmp_path / "tokens"), "--token-ids", "token id", 9)
+
+
+def test_a_worker_with_everything() -> None:
+    worker = parse_worker(
+        "a=tcp://10.0.0.7:5557,model=org/m,block=32,replay=tcp://10.0.0.7:5600,tenant=t,hash=xxhash_cbor,"
+        "address=http://10.0.0.7:8000,ranks=3", seed_id("1"),
+    )  # fmt: skip
+    assert (worker.id, worker.model, worker.block_tokens) == ("t/a", "org/m", 32)
+    assert (worker.hash_algorithm, worker.hash_seed_id) == ("xxhash_cbor", seed_id("1"))
+    assert worker.address == "http://10.0.0.7:8000"
+    assert worker.publishers == tuple(
+        Publisher(rank, f"tcp://10.0.0.7:{5557 + rank}", f"tcp://10.0.0.7:{5600 + rank}") for rank in range(3)
+    )
+
+
+@pytest.mark.vllm
+def test_ranks_go_up_as_in_vllm() -> None:
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
+    worker = parse_worker(WORKER + ",ranks=5,replay=tcp://h:9000", seed_id(None))
+    for publisher in worker.publishers:
+        rank = publisher.dp_rank
+        assert publisher.events == ZmqEventPublisher.offset_endpoint_port("tcp://h:5557", rank)
+        assert publisher.replay == ZmqEventPublisher.offset_endpoint_port("tcp://h:9000", rank)
