@@ -53,7 +53,6 @@ MAX_LEASE_S = 86400.0
 MAX_PROBLEM_CHARS = 300
 MAX_STALENESS_MS = (1 << 32) - 1
 MOST_NAMED = 10  # of the known models, in an error
-NO_EVENTS = Publisher(0, "")  # of a worker without events: it has a row for what it could load from the pool
 
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
 assert MAX_PUBLISHERS <= MAX_RANKS
@@ -151,7 +150,7 @@ class _Rank:
         )
 
     def _why_stale(self) -> str:
-        return "it publishes no events" if self.publisher is NO_EVENTS else "not heard from yet"
+        return "not heard from yet" if self.publisher.events else "it publishes no KV events"
 
 
 class _Entry:
@@ -235,7 +234,7 @@ class Fleet:
                 self._forget(known)
             self._enter(worker, source, expires_at_s, now_s)
         ranks = f"{len(worker.publishers)} ranks" if len(worker.publishers) > 1 else "1 rank"
-        if not worker.publishers:
+        if not any(publisher.events for publisher in worker.publishers):
             ranks = "no events"
         if known is None:
             logger.info('worker %s joins: model "%s", %s, by %s', worker.id, worker.model, ranks, source)
@@ -545,7 +544,7 @@ class Fleet:
 
     def _make_room(self, worker: Worker, known: _Entry | None) -> None:
         """Check every limit before anything is changed; what no worker uses any more makes room."""
-        ranks = len(self._ranks) - (len(known.ranks) if known else 0) + max(1, len(worker.publishers))
+        ranks = len(self._ranks) - (len(known.ranks) if known else 0) + len(worker.publishers)
         if known is None and len(self._entries) >= MAX_WORKERS:
             raise KVPoolError(
                 f"this index follows {MAX_WORKERS} workers already: remove one, or start another"
@@ -585,7 +584,7 @@ class Fleet:
             self._models[name] = (*partitions, partition)
         self._enter_namespace(partition, worker.namespace)
         ranks = []
-        for publisher in worker.publishers or (NO_EVENTS,):
+        for publisher in worker.publishers:
             holder = f"rank/{self._next_holder}"
             self._next_holder += 1
             ranks.append(_Rank(worker, publisher, partition.index, holder, now_s))

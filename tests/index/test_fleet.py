@@ -191,7 +191,7 @@ def test_the_pool_outlives_whoever_announced_it() -> None:
 def test_a_worker_without_events_can_load_from_the_pool() -> None:
     fleet = Fleet()
     fleet.add(a_worker("a", namespace=NAMESPACE), "pool")
-    fleet.add(a_worker("b", namespace=NAMESPACE, publishers=()), "pool")
+    fleet.add(a_worker("b", namespace=NAMESPACE, publishers=(Publisher(0, ""),)), "pool")
     say(fleet, "default/a", 0, 1, batch(stored([1]), stored([1, 2], medium="STORAGE")))
     assert ask(fleet, [1, 2]) == {("a", 0): (1, 1, 2), ("b", 0): (0, 0, 2)}
     assert fleet.lookup("m", hashes64=packed64([1])).stale == (False, True)
