@@ -18,8 +18,8 @@ def open_store(url: str, *, threads: int | None = None) -> Store:
     """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379``, ``valkey+unix:///socket`` or
     ``memory://``.
 
-    ``threads``: native threads that move bytes, 1 to 64, each with a connection of its own to a server; None:
-    what the URL says, or 2.
+    ``threads``: threads that move bytes, 1 to 64, each with a connection of its own to a server; None: what the
+    URL says, or 2. They are native ones unless the URL of a server names another client: ``?client=redis``.
     Blocking: a file store makes its directory and reads what is there; a server is asked once whether it is
     there, for a few seconds at most. Close the store, or use ``with``.
     Errors: ``ConfigError`` for a URL that is wrong, ``StoreUnavailable`` for a store that cannot be reached;
@@ -33,10 +33,22 @@ def open_store(url: str, *, threads: int | None = None) -> Store:
 
         return MemoryStore(parsed.capacity_nbytes)
     if parsed.scheme in SERVER_SCHEMES:
-        from kvpool.stores.valkey import ValkeyStore
-
-        return ValkeyStore(parsed if threads is None else replace(parsed, threads=threads))
+        return _open_server(parsed if threads is None else replace(parsed, threads=threads))
     assert parsed.scheme == "file", parsed.scheme
     from kvpool.stores.file import FileStore
 
     return FileStore(parsed.path, parsed.capacity_nbytes, threads or parsed.threads)
+
+
+def _open_server(url: StoreURL) -> Store:
+    if url.client == "redis":
+        from kvpool.stores.redis import RedisStore
+
+        return RedisStore(url)
+    if url.client == "glide":
+        from kvpool.stores.glide import GlideStore
+
+        return GlideStore(url)
+    from kvpool.stores.valkey import ValkeyStore
+
+    return ValkeyStore(url)

@@ -21,6 +21,7 @@ DEFAULT_THREADS = 2
 MAX_THREADS = 64
 DEFAULT_PORT = 6379
 DEFAULT_TTL_S = 86400
+CLIENTS = ("native", "glide", "redis")
 MAX_TTL_S = 366 * 86400
 MAX_DATABASE = 65535
 MAX_URL_CHARS = 4096
@@ -31,9 +32,9 @@ _URL = re.compile(
 _PARAMETERS = {
     "file": ("capacity", "threads"),
     "memory": ("capacity",),
-    "redis": ("connections", "ttl"),
-    "valkey": ("connections", "ttl"),
-    "valkey+unix": ("connections", "db", "ttl"),
+    "redis": ("client", "connections", "ttl"),
+    "valkey": ("client", "connections", "ttl"),
+    "valkey+unix": ("client", "connections", "db", "ttl"),
 }
 _HOST = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?"
@@ -49,7 +50,8 @@ class StoreURL:
     ``path``: absolute directory of a file store, empty for memory. ``capacity_nbytes``: most that the store
     keeps, 0 where the server decides. ``threads``: native threads that move bytes, 1 to 64; each has a connection
     of its own to a server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``.
-    ``password``: not in ``repr``. ``ttl_s``: how long a server keeps a value.
+    ``password``: not in ``repr``. ``ttl_s``: how long a server keeps a value. ``client``: of ``CLIENTS``, what moves
+    the values to and from a server.
     """
 
     scheme: str
@@ -62,12 +64,13 @@ class StoreURL:
     password: str = field(default="", repr=False)
     database: int = 0
     ttl_s: int = 0
+    client: str = CLIENTS[0]
 
     @classmethod
     def parse(cls, url: str) -> StoreURL:
         """Read ``memory://[?capacity=1GiB]``, ``file:///dir[?capacity=10GiB][&threads=2]``,
-        ``valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2]`` (or ``redis://``), or
-        ``valkey+unix://[[user]:password@]/socket[?db=0][&ttl=1d][&connections=2]``.
+        ``valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2][&client=native]`` (or
+        ``redis://``), or ``valkey+unix://[[user]:password@]/socket[?db=0]`` with the same parameters.
 
         Errors: ``ConfigError`` that says what to write instead, and never shows a password.
         """
@@ -170,14 +173,21 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
     if at and not password:
         raise ConfigError(f"{redact(url)}: write user:password@ or :password@ before the host")
     threads, ttl_s = _threads(url, query, "connections"), _ttl_s(url, query)
+    client = query.get("client", CLIENTS[0])
+    if client not in CLIENTS:
+        raise ConfigError(f"{redact(url)}: {unknown('client', client, CLIENTS)}")
     if scheme == "valkey+unix":
         if host or not path.strip("/"):
             raise ConfigError(
                 f"{redact(url)}: a socket is written {scheme}:///absolute/path, with three slashes"
             )
+        if client == "glide":
+            raise ConfigError(
+                f"{redact(url)}: client=glide cannot use a socket; write client=redis, or a host"
+            )
         path = _decoded(url, "a socket's path", path)
         database = _whole(url, query, "db", 0, 0, MAX_DATABASE)
-        return StoreURL(scheme, path, 0, threads, "", 0, user, password, database, ttl_s)
+        return StoreURL(scheme, path, 0, threads, "", 0, user, password, database, ttl_s, client)
     match = _HOST.fullmatch(host)
     port = int(match["port"] or DEFAULT_PORT) if match else 0
     if match is None or not 1 <= port <= 65535:
@@ -185,9 +195,8 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
     database = _whole(
         url, {"a database": path[1:]} if path not in ("", "/") else {}, "a database", 0, 0, MAX_DATABASE
     )
-    return StoreURL(
-        scheme, "", 0, threads, match["v6"] or match["name"], port, user, password, database, ttl_s
-    )
+    name = match["v6"] or match["name"]
+    return StoreURL(scheme, "", 0, threads, name, port, user, password, database, ttl_s, client)
 
 
 def _ttl_s(url: str, query: Mapping[str, str]) -> int:

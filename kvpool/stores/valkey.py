@@ -6,21 +6,18 @@ The native engine owns the connections over which values go; leased documents go
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores.native import NativeStore
+from kvpool.stores.server import ServerStore, server_name
 from kvpool.stores.server_announcements import ServerAnnouncements
-from kvpool.stores.server_scan import scan_server
-from kvpool.stores.store import StoredBlock
-from kvpool.stores.url import SERVER_SCHEMES, StoreURL
+from kvpool.stores.url import StoreURL
 
 # How a server words that it will never let us in as we are.
 _SETTINGS = ("AUTH: ", "WRONGPASS", "NOAUTH", "NOPERM", "SELECT: ")
 
 
-class ValkeyStore(NativeStore):
+class ValkeyStore(NativeStore, ServerStore):
     """``valkey://host:6379``: one HASH key a record, with a time to live; the server evicts when it is full.
 
     ``url``: one of the schemes of ``SERVER_SCHEMES``; its ``threads`` is the number of connections.
@@ -30,8 +27,7 @@ class ValkeyStore(NativeStore):
     """
 
     def __init__(self, url: StoreURL) -> None:
-        assert url.scheme in SERVER_SCHEMES, url.scheme
-        name = _name(url)
+        name = server_name(url)
         try:
             engine = _native.open_resp_engine(
                 url.host, url.port, url.path, url.user, url.password, url.database, url.ttl_s, url.threads
@@ -49,28 +45,3 @@ class ValkeyStore(NativeStore):
         super().__init__(name, engine)
         self._url = url
         self._announced = ServerAnnouncements(url, name)
-
-    def _announce(self, key: str, document: bytes, lease_s: float) -> None:
-        self._announced.put(key, document, lease_s)
-
-    def _withdraw(self, key: str) -> bool:
-        return self._announced.remove(key)
-
-    def _life(self) -> str:
-        return self._announced.run_id()
-
-    def _announcements(self, prefix: str) -> dict[str, bytes]:
-        return self._announced.all(prefix)
-
-    def _withdraw_all(self, prefix: str) -> int:
-        return self._announced.remove_all(prefix)
-
-    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
-        return scan_server(self._url, self._name, prefix)
-
-
-def _name(url: StoreURL) -> str:
-    if url.path:
-        return f"{url.scheme}://{url.path}?db={url.database}"
-    host = f"[{url.host}]" if ":" in url.host else url.host
-    return f"{url.scheme}://{host}:{url.port}/{url.database}"

@@ -23,7 +23,7 @@ from tests.conftest import eventually
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "servers" / "bin"
 SERVERS = ("redis-server", "valkey-server")
-CLIENTS = ("native",)
+CLIENTS = ("native", "redis", "glide")
 
 
 def with_client(url: str, client: str) -> str:

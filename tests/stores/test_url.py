@@ -32,6 +32,15 @@ GIB = 1 << 30
             "valkey+unix:///run/a%20b?db=2&ttl=366d",
             StoreURL("valkey+unix", "/run/a b", 0, 2, "", 0, "", "", 2, 366 * 86400),
         ),
+        ("valkey://h?client=native", StoreURL("valkey", "", 0, 2, "h", 6379, "", "", 0, 86400, "native")),
+        (
+            "redis://h?client=glide&ttl=1m",
+            StoreURL("redis", "", 0, 2, "h", 6379, "", "", 0, 60, "glide"),
+        ),
+        (
+            "valkey+unix:///s?client=redis&db=1",
+            StoreURL("valkey+unix", "/s", 0, 2, "", 0, "", "", 1, 86400, "redis"),
+        ),
         ("valkey+unix://u:p@/run/s", StoreURL("valkey+unix", "/run/s", 0, 2, "", 0, "u", "p", 0, 86400)),
     ],
 )
@@ -76,7 +85,11 @@ def test_parse(url: str, expected: StoreURL) -> None:
         ("valkey://h?ttl=367d", "at most 366d"),
         ("valkey://h?ttl=1w", "ttl is a time"),
         ("valkey://h?connections=65", "connections is a whole number from 1 to 64"),
-        ("valkey://h?capacity=1GiB", 'unknown parameter "capacity"; known are connections, ttl'),
+        ("valkey://h?capacity=1GiB", 'unknown parameter "capacity"; known are client, connections, ttl'),
+        ("valkey://h?client=redi", 'unknown client "redi"; did you mean "redis"?'),
+        ("valkey://h?client=", 'unknown client ""; known are glide, native, redis'),
+        ("valkey+unix:///s?client=glide", "client=glide cannot use a socket"),
+        ("file:///x?client=redis", 'unknown parameter "client"; known are capacity, threads'),
         ("valkey://hunter2@h", "write user:password@ or :password@"),
         ("valkey://u:hunter2/x@h", "percent-encode"),
         ("valkey://u:hunter2%00@h", "cannot hold a zero byte"),

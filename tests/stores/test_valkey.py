@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from kvpool.record import pack_header
 from kvpool.stores.store import Store
 from tests.conftest import eventually
 from tests.stores.conformance import MIB, OpenStore, StoreConformance, key, keys, payload
-from tests.stores.servers import SERVERS, Server, running
+from tests.stores.servers import CLIENTS, SERVERS, Server, running, with_client
 
 
 @pytest.fixture(params=SERVERS, scope="module")
@@ -32,32 +33,82 @@ def server(server_of_module: Server) -> Server:
     return server_of_module
 
 
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def store(server: Server) -> Iterator[Store]:
-    with open_store(server.url) as store:
+def store(server: Server, client: str) -> Iterator[Store]:
+    with open_store(with_client(server.url, client)) as store:
         yield store
 
 
-class TestValkeyStore(StoreConformance):
+class ServerConformance(StoreConformance):
+    """The kit on a server, through the client that a subclass names."""
+
     @pytest.fixture
     def open_one(self, server: Server) -> OpenStore:
         def open_one(capacity_nbytes: int) -> Store:
             # What the server itself needs, connections among it, and what it needs to take a value in.
             used_nbytes = server.info("used_memory")
             server.client.config_set("maxmemory", used_nbytes + capacity_nbytes)
-            return open_store(server.url)
+            return open_store(self.url(server))
 
         return open_one
 
+    def url(self, server: Server) -> str:
+        return server.url
 
-class TestValkeyStoreOnUnixSocket(StoreConformance):
-    @pytest.fixture
-    def open_one(self, server: Server) -> OpenStore:
-        def open_one(capacity_nbytes: int) -> Store:
-            server.client.config_set("maxmemory", server.info("used_memory") + capacity_nbytes)
-            return open_store(f"valkey+unix://{server.socket_path}?connections=1")
 
-        return open_one
+class TestValkeyStore(ServerConformance):
+    pass
+
+
+class TestValkeyStoreOnUnixSocket(ServerConformance):
+    def url(self, server: Server) -> str:
+        return f"valkey+unix://{server.socket_path}?connections=1"
+
+
+class OtherClientConformance(ServerConformance):
+    client: str
+
+    def url(self, server: Server) -> str:
+        return with_client(server.url, self.client)
+
+
+class LightConformance(OtherClientConformance):
+    """Without the two cases that take long; these run on the other server."""
+
+    test_ten_thousand_keys = None  # type: ignore[assignment]
+
+    @pytest.mark.parametrize("nbytes", [1, 128, 129, 65536, 262145])
+    def test_round_trip(self, store: Store, nbytes: int) -> None:
+        super().test_round_trip(store, nbytes)
+
+
+ON_REDIS = pytest.mark.parametrize("server_of_module", ["redis-server"], indirect=True)
+ON_VALKEY = pytest.mark.parametrize("server_of_module", ["valkey-server"], indirect=True)
+
+
+@ON_VALKEY
+class TestRedisStore(OtherClientConformance):
+    client = "redis"
+
+
+@ON_REDIS
+class TestRedisStoreOnRedis(LightConformance):
+    client = "redis"
+
+
+@ON_VALKEY
+class TestGlideStore(OtherClientConformance):
+    client = "glide"
+
+
+@ON_REDIS
+class TestGlideStoreOnRedis(LightConformance):
+    client = "glide"
 
 
 # ---------------------------------------------------------------------- what lies on the server
@@ -84,8 +135,31 @@ def test_a_record_written_by_another_client_is_read(server: Server, store: Store
     assert target == value
 
 
-def test_a_value_has_a_time_to_live(server: Server) -> None:
-    with open_store(server.url) as by_default, open_store(f"{server.url}?ttl=90s") as short:
+@pytest.mark.parametrize("writer", CLIENTS)
+@pytest.mark.parametrize("reader", CLIENTS)
+def test_what_one_client_wrote_every_other_reads(server: Server, writer: str, reader: str) -> None:
+    values = [
+        payload(number, nbytes) for number, nbytes in enumerate([1, 127, 128, 129, 5000, MIB, 3 * MIB + 1])
+    ]
+    targets = [bytearray(len(value)) for value in values]
+    with (
+        open_store(with_client(server.url, writer)) as one,
+        open_store(with_client(server.url, reader)) as other,
+    ):
+        assert all(one.put_many(keys(7), values))
+        assert other.contains_many(keys(8)) == [True] * 7 + [False]
+        assert all(other.get_many_into(keys(7), targets))
+        assert targets == values
+        assert other.delete_many(keys(7)) == 7
+        assert not any(one.contains_many(keys(7)))
+        assert one.counters()["damaged"] == other.counters()["damaged"] == 0
+
+
+def test_a_value_has_a_time_to_live(server: Server, client: str) -> None:
+    with (
+        open_store(with_client(server.url, client)) as by_default,
+        open_store(with_client(f"{server.url}?ttl=90s", client)) as short,
+    ):
         by_default.put_many([key(1)], [b"x"])
         short.put_many([key(2)], [b"x"])
         assert 86_000_000 < server.client.pttl(key(1)) <= 86_400_000
@@ -105,7 +179,10 @@ def test_a_flipped_bit_is_a_miss_and_the_record_goes(
     server.client.hset(key(0), field, bytes(damaged))
     assert store.get_many_into(keys(2), [bytearray(1000), bytearray(1000)]) == [False, True]
     assert store.contains_many(keys(2)) == [False, True]
-    assert store.counters()["damaged"] == 1
+    counters = store.counters()
+    assert counters["damaged"] == 1
+    cause = "magic" if (field, position) == ("h", 0) else "checksum"
+    assert counters[f"damaged_{cause}"] == 1
 
 
 @pytest.mark.parametrize("missing", ["h", "b"])
@@ -145,14 +222,16 @@ def test_a_document_that_the_server_evicted_is_not_listed(server: Server, store:
 
 # ---------------------------------------------------------------------- opening
 
+CLASSES = {"native": "ValkeyStore", "redis": "RedisStore", "glide": "GlideStore"}
 
-def test_a_database_of_its_own(server: Server) -> None:
-    with open_store(f"{server.url}/3") as three, open_store(server.url) as zero:
+
+def test_a_database_of_its_own(server: Server, client: str) -> None:
+    with open_store(with_client(f"{server.url}/3", client)) as three, open_store(server.url) as zero:
         three.put_many([key(1)], [b"x"])
         assert zero.contains_many([key(1)]) == [False]
         three.announce("kvpool:t:x", b"x", lease_s=60)
         assert zero.announcements("kvpool:t:") == {}
-        assert repr(three) == f"<ValkeyStore {server.url}/3>"
+        assert repr(three) == f"<{CLASSES[client]} {server.url}/3>"
 
 
 def test_redis_is_another_name(server: Server) -> None:
@@ -161,20 +240,41 @@ def test_redis_is_another_name(server: Server) -> None:
         assert store.counters()["up_connections"] <= 3
 
 
-def test_refusals_are_one_line_without_the_password(server: Server) -> None:
+def test_refusals_are_one_line_without_the_password(server: Server, client: str) -> None:
     for user in ("", "somebody"):
         with pytest.raises(ConfigError, match=r"the server refuses: .*AUTH: ") as caught:
-            open_store(f"valkey://{user}:hunter2@127.0.0.1:{server.port}")
+            open_store(with_client(f"valkey://{user}:hunter2@127.0.0.1:{server.port}", client))
         assert "hunter2" not in str(caught.value)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="SELECT: ERR"):
-        open_store(f"{server.url}/999")
+    with pytest.raises(ConfigError, match="DB index is out of range"):
+        open_store(with_client(f"{server.url}/999", client))
 
 
-def test_nobody_there() -> None:
+def test_nobody_there(client: str) -> None:
     for url in ("valkey://127.0.0.1:1", "valkey+unix:///nonexistent/socket"):
-        with pytest.raises(StoreUnavailable, match=r"cannot connect: .*check that the server runs there"):
-            open_store(url)
+        if client != "glide" or "unix" not in url:
+            with pytest.raises(StoreUnavailable, match=r"cannot connect: .*check that the server runs there"):
+                open_store(with_client(url, client))
+
+
+def test_redis_py_over_a_unix_socket(server: Server) -> None:
+    with open_store(f"valkey+unix://{server.socket_path}?client=redis&connections=1") as store:
+        target = bytearray(MIB)
+        assert store.put_many([key(1)], [payload(1, MIB)]) == [True]
+        assert store.get_many_into([key(1)], [target]) == [True]
+        assert target == payload(1, MIB)
+
+
+def test_glide_that_is_not_installed_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "glide_sync", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvpool\[glide\]'"):
+        open_store(f"{server.url}?client=glide")
+
+
+def test_glide_without_info_says_what_it_needs(server: Server) -> None:
+    server.client.acl_setuser("few", enabled=True, passwords=["+p"], keys=["*"], commands=["+ping", "+hset"])
+    with pytest.raises(ConfigError, match=r"GLIDE needs \+info"):
+        open_store(f"valkey://few:p@127.0.0.1:{server.port}?client=glide")
 
 
 def test_a_value_larger_than_the_limit_has_no_room_and_others_go_on(server: Server, store: Store) -> None:

@@ -1,0 +1,511 @@
+"""A store on a server through a client whose calls block: a few threads make the calls, a batch is cut into windows.
+
+A window is some consecutive keys of one batch, the last of which brings it to 1 MiB of values or beyond. A thread
+takes the next one of the oldest batch, makes the one or two calls that it needs, and puts down the results. So a
+batch runs on all connections, and what is under way is bounded in bytes. A batch that is cancelled or late loses at
+once what no thread has taken, and the rest when the calls return, after ``MAX_CALL_S`` at the latest.
+
+Threads: ``_changed`` (a condition) guards ``_queue``, ``_counters``, ``_closing`` and the fields of every
+``_Batch``; no call is made under it. A ``Link`` belongs to one thread. Buffers are touched only by the thread that
+holds their window.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvpool import _native
+from kvpool.errors import ConfigError, StoreClosed, StoreUnavailable
+from kvpool.keys import parse_key
+from kvpool.stores.server import ServerStore, server_name
+from kvpool.stores.server_announcements import ServerAnnouncements
+from kvpool.stores.store import DEFAULT_TIMEOUT_S
+from kvpool.stores.url import StoreURL
+
+WINDOW_NBYTES = 1 << 20  # of values; a call takes no more keys once it has so many
+WINDOW_KEYS = 256
+MAX_QUEUED_KEYS = 1 << 20
+MAX_CALL_S = 4.0  # one call, so that close() can wait for it
+DIAL_S = 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = (
+    0.05,
+    1.0,
+)  # between dials that failed; meanwhile every key is a fault at once
+# The last bytes of a payload stand beside the header, which keeps both fields inside the allocator's size classes.
+TAIL_NBYTES = 128
+
+_COUNTERS = (
+    "puts", "put_nbytes", "get_hits", "get_misses", "get_nbytes", "contains_hits", "contains_misses",
+    "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
+    "connections", "disconnections", "failed_dials", "up_connections", "queued",
+    *(f"damaged_{cause}" for cause in (
+        "truncated", "magic", "version", "flags", "length", "fingerprint", "hash", "group", "rank", "checksum"
+    )),
+)  # fmt: skip
+_COUNTED = {
+    (_native.PUT, _native.OK): "puts",
+    (_native.GET, _native.OK): "get_hits",
+    (_native.GET, _native.MISS): "get_misses",
+    (_native.CONTAINS, _native.OK): "contains_hits",
+    (_native.CONTAINS, _native.MISS): "contains_misses",
+    (_native.DELETE, _native.OK): "deletes",
+    (_native.DELETE, _native.MISS): "delete_misses",
+}
+_COUNTED_ALWAYS = {
+    _native.NO_ROOM: "no_room",
+    _native.FAULT: "faults",
+    _native.CANCELLED: "cancelled",
+    _native.TIMED_OUT: "timed_out",
+}
+
+Command = tuple[bytes | memoryview, ...]
+
+
+class LinkFault(Exception):
+    """No connection can be made, or the one there was is in doubt; says why."""
+
+
+class LinkRefused(LinkFault):
+    """The server does not let us in as we are: user, password, database or rights."""
+
+
+class Refusal(str):
+    """An error reply in the server's words, its first word first; the connection is as good as before."""
+
+    __slots__ = ()
+
+
+class Link(Protocol):
+    """One connection through some client. Used by one thread; every call is bounded by its ``timeout_s``."""
+
+    def dial(self, timeout_s: float) -> None:
+        """Make sure that the server answers. Errors: ``LinkFault``."""
+
+    def is_stale(self) -> bool:
+        """Whether the connection ended, or brought what nobody had asked for, since the last reply."""
+
+    def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        """Send all, and return one reply each: bytes, int, list, None or ``Refusal``. Errors: ``LinkFault``."""
+
+    def drop(self) -> None:
+        """Give up the connection; ``dial`` makes the next one."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class _Batch:
+    """One submitted batch. Its fields are guarded by the store's ``_changed``; see ``transfer.Batch``."""
+
+    def __init__(
+        self,
+        store: BlockingStore,
+        operation: int,
+        keys: Sequence[str],
+        views: Sequence[memoryview] | None,
+        timeout_s: float,
+    ) -> None:
+        self.operation, self.keys, self.views = operation, keys, views
+        self.deadline_s = time.monotonic() + timeout_s
+        self.statuses = bytearray([_native.CANCELLED]) * len(keys)
+        self.next = 0  # first key that no thread has taken
+        self.windows = 0  # under way
+        self.cancelled = False
+        self.fault: str | None = None
+        self.ended = threading.Event()
+        self._store = store
+
+    def done(self) -> bool:
+        if not self.ended.is_set() and time.monotonic() >= self.deadline_s:
+            self._store._give_up(self, _native.TIMED_OUT)
+        return self.ended.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        until_deadline_s = self.deadline_s - time.monotonic()
+        if 0 < until_deadline_s < timeout_s:
+            if self.ended.wait(until_deadline_s):
+                return True
+            timeout_s -= until_deadline_s
+        return self.done() or self.ended.wait(timeout_s)
+
+    def cancel(self) -> None:
+        self._store._give_up(self, _native.CANCELLED)
+
+    def results(self) -> bytes:
+        assert self.ended.is_set()
+        return bytes(self.statuses)
+
+    def error(self) -> str | None:
+        return self.fault
+
+
+class BlockingStore(ServerStore):
+    """A store whose values are moved by ``url.threads`` threads, each with a ``Link`` of the subclass's making.
+
+    Blocking: one link is dialled, for 2 seconds an address at most. Errors: ``ConfigError`` when the server refuses
+    user, password or database; ``StoreUnavailable`` when it cannot be reached.
+    """
+
+    def __init__(self, url: StoreURL) -> None:
+        super().__init__(server_name(url))
+        self._url = url
+        self._announced = ServerAnnouncements(url, self._name)
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._queue: deque[_Batch] = deque()
+        self._closing = False
+        self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        lanes = [_Lane(self, self._link()) for _ in range(url.threads)]
+        try:
+            lanes[0].open()
+        except LinkRefused as error:
+            raise ConfigError(
+                f"{self._name}: the server refuses: {error}; correct user, password or database"
+            ) from error
+        except LinkFault as error:
+            raise StoreUnavailable(
+                f"{self._name}: cannot connect: {error}; check that the server runs there"
+            ) from error
+        self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Daemons: a program that forgets to close the store ends all the same.
+        self._threads = [
+            threading.Thread(target=lane.run, name=f"kvpool-{url.client}-{index}", daemon=True)
+            for index, lane in enumerate(lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def counters(self) -> dict[str, int]:
+        self._check_open()
+        with self._changed:
+            return dict(self._counters)
+
+    def fileno(self) -> int:
+        self._check_open()
+        return self._event_fd
+
+    # ------------------------------------------------------------------ what a client adds
+
+    @abstractmethod
+    def _link(self) -> Link:
+        """A link that is not dialled yet."""
+
+    # ------------------------------------------------------------------ batches
+
+    def _submit(
+        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
+    ) -> _Batch:
+        if os.getpid() != self._pid:
+            raise StoreUnavailable(f"{self._name}: opened before fork(): open one in this process")
+        keys = tuple(keys)
+        for key in keys:
+            parse_key(key)
+        batch = _Batch(self, operation, keys, views, timeout_s)
+        with self._changed:
+            if self._closing:
+                raise StoreClosed(f"{self._name}: the store is closed")
+            waiting = self._counters["queued"]
+            if len(keys) > MAX_QUEUED_KEYS - waiting:
+                raise StoreUnavailable(
+                    f"{self._name}: queue full: {waiting} keys are waiting, at most {MAX_QUEUED_KEYS} may"
+                )
+            self._counters["queued"] += len(keys)
+            if keys:
+                self._queue.append(batch)
+                self._changed.notify_all()
+            else:
+                self._end_if_over(batch)
+        return batch
+
+    def _take(self) -> tuple[_Batch, int, int] | None:
+        """The next window: a batch, and its keys from the first number up to the second. None: the store closes."""
+        with self._changed:
+            while True:
+                while not self._queue:
+                    if self._closing:
+                        return None
+                    self._changed.wait()
+                batch = self._queue[0]
+                if time.monotonic() >= batch.deadline_s:
+                    self._drop_rest(batch, _native.TIMED_OUT)
+                    continue
+                start, end = batch.next, _window_end(batch)
+                batch.next = end
+                batch.windows += 1
+                self._counters["queued"] -= end - start
+                if end == len(batch.keys):
+                    self._queue.popleft()
+                return batch, start, end
+
+    def _put_down(self, batch: _Batch, start: int, statuses: Sequence[int], fault: str | None) -> None:
+        """The results of one window; whoever calls this has let go of its buffers."""
+        with self._changed:
+            batch.statuses[start : start + len(statuses)] = bytes(statuses)
+            batch.fault = batch.fault or fault
+            batch.windows -= 1
+            self._count(batch.operation, statuses)
+            if batch.views is not None:
+                moved = {_native.PUT: "put_nbytes", _native.GET: "get_nbytes"}[batch.operation]
+                self._counters[moved] += sum(
+                    batch.views[start + place].nbytes
+                    for place, status in enumerate(statuses)
+                    if status == _native.OK
+                )
+            self._end_if_over(batch)
+
+    def _give_up(self, batch: _Batch, status: int) -> None:
+        """Take what no thread has taken out of the queue; windows under way end by themselves."""
+        with self._changed:
+            if not batch.ended.is_set():
+                batch.cancelled = batch.cancelled or status == _native.CANCELLED
+                self._drop_rest(batch, status)
+
+    def _drop_rest(self, batch: _Batch, status: int) -> None:
+        """Give every key that no thread has taken ``status``; the caller holds the lock."""
+        rest = len(batch.keys) - batch.next
+        if rest:
+            batch.statuses[batch.next :] = bytes([status]) * rest
+            batch.next = len(batch.keys)
+            self._queue.remove(batch)
+            self._counters["queued"] -= rest
+            self._count(batch.operation, [status] * rest)
+        self._end_if_over(batch)
+
+    def _end_if_over(self, batch: _Batch) -> None:
+        """Let go of the buffers and tell, if nothing is left of a batch; the caller holds the lock."""
+        if batch.windows or batch.next < len(batch.keys) or batch.ended.is_set():
+            return
+        batch.views = None
+        batch.ended.set()
+        os.eventfd_write(self._event_fd, 1)
+
+    def _count(self, operation: int, statuses: Sequence[int]) -> None:
+        for status, times in Counter(statuses).items():
+            name = _COUNTED_ALWAYS.get(status) or _COUNTED[operation, status]
+            self._counters[name] += times
+
+    def count(self, name: str, times: int = 1) -> None:
+        """Add to one counter; for the store's own threads."""
+        with self._changed:
+            self._counters[name] += times
+
+    def _close(self) -> None:
+        if (
+            os.getpid() == self._pid
+        ):  # in a forked child there are no threads, and the lock may be held for ever
+            self._end_threads()
+        os.close(self._event_fd)
+
+    def _end_threads(self) -> None:
+        with self._changed:
+            self._closing = True
+            for batch in list(self._queue):
+                batch.cancelled = True
+                self._drop_rest(batch, _native.CANCELLED)
+            self._changed.notify_all()
+        end_s = time.monotonic() + DEFAULT_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(end_s - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in self._threads):
+            raise StoreUnavailable(f"{self._name}: a thread is stuck in the client; it was left behind")
+
+
+def _window_end(batch: _Batch) -> int:
+    end = min(batch.next + WINDOW_KEYS, len(batch.keys))
+    if batch.views is None:
+        return end
+    nbytes = 0
+    for index in range(batch.next, end):
+        nbytes += batch.views[index].nbytes
+        if nbytes >= WINDOW_NBYTES:
+            return index + 1
+    return end
+
+
+class _Lane:
+    """One thread of a store, with its link: takes windows until the store closes."""
+
+    def __init__(self, store: BlockingStore, link: Link) -> None:
+        self._store, self._link = store, link
+        self._ttl_ms = b"%d" % (store._url.ttl_s * 1000)
+        self._is_up = False
+        self._pause_s = 0.0  # since the last dial that worked, or until the next one
+        self._next_dial_s = 0.0
+        self._why = ""
+
+    def open(self) -> None:
+        """Dial for the first time. Errors: ``LinkFault``; then nothing is left open."""
+        try:
+            self._dial(DIAL_S)
+        except LinkFault:
+            self._link.close()
+            raise
+
+    def run(self) -> None:
+        try:
+            while (window := self._store._take()) is not None:
+                self._store._put_down(window[0], window[1], *self._outcome(*window))
+                del window  # an idle thread holds no batch
+        finally:
+            self._down("the store is closed")
+            self._link.close()
+
+    def _outcome(self, batch: _Batch, start: int, end: int) -> tuple[Sequence[int], str | None]:
+        """A status for each key of the window, and the first fault in words."""
+        keys = [key.encode("ascii") for key in batch.keys[start:end]]
+        views = batch.views[start:end] if batch.views is not None else ()
+        try:
+            if batch.operation == _native.PUT:
+                return self._put(batch, keys, views)
+            if batch.operation == _native.GET:
+                return self._get(batch, keys, views)
+            verb = b"EXISTS" if batch.operation == _native.CONTAINS else b"UNLINK"
+            replies = self._exchange(batch, [(verb, key) for key in keys])
+            return _statuses([reply if isinstance(reply, Refusal) else _yes(reply) for reply in replies])
+        except LinkFault as error:
+            self._down(str(error))
+            return self._all_lost(batch, end - start), str(error)
+        except Exception as error:  # whatever a client may think of: no thread is lost to a reply
+            self._down(f"{type(error).__name__}: {error}")
+            return self._all_lost(batch, end - start), self._why
+
+    @staticmethod
+    def _all_lost(batch: _Batch, count: int) -> Sequence[int]:
+        if time.monotonic() >= batch.deadline_s:
+            return [_native.TIMED_OUT] * count
+        return [_native.CANCELLED if batch.cancelled else _native.FAULT] * count
+
+    # ------------------------------------------------------------------ what a window asks
+
+    def _put(
+        self, batch: _Batch, keys: Sequence[bytes], views: Sequence[memoryview]
+    ) -> tuple[Sequence[int], str | None]:
+        commands: list[Command] = []
+        for key, view in zip(keys, views, strict=True):
+            header = _native.pack_header(key.decode("ascii"), view)
+            split = max(0, view.nbytes - TAIL_NBYTES)
+            commands.append((b"HSET", key, b"b", view[:split], b"h", header + bytes(view[split:])))
+            commands.append((b"PEXPIRE", key, self._ttl_ms))
+        replies = self._exchange(batch, commands)
+        return _statuses([_kept(*replies[place : place + 2]) for place in range(0, len(replies), 2)])
+
+    def _get(
+        self, batch: _Batch, keys: Sequence[bytes], views: Sequence[memoryview]
+    ) -> tuple[Sequence[int], str | None]:
+        replies = self._exchange(batch, [(b"HMGET", key, b"h", b"b") for key in keys])
+        if batch.cancelled:  # nobody waits for the bytes
+            return [_native.CANCELLED] * len(keys), None
+        outcomes: list[int | Refusal] = []
+        damaged: list[bytes] = []
+        for place, (key, view) in enumerate(zip(keys, views, strict=True)):
+            reply, replies[place] = replies[place], None  # one value at a time is held twice
+            if isinstance(reply, Refusal) and not reply.startswith("WRONGTYPE"):
+                outcomes.append(reply)
+                continue
+            damage = _read(key.decode("ascii"), reply, view)
+            outcomes.append(_native.OK if damage == "" else _native.MISS)
+            if damage:
+                damaged.append(key)
+                self._store.count("damaged")
+                self._store.count(f"damaged_{damage}")
+        if damaged:
+            # Before the miss is told, so that whoever sees it does not find the record again.
+            self._exchange(batch, [(b"UNLINK", key) for key in damaged])
+        return _statuses(outcomes)
+
+    # ------------------------------------------------------------------ the link
+
+    def _exchange(self, batch: _Batch, commands: Sequence[Command]) -> list[Any]:
+        """Replies to all of ``commands``, over a link that is dialled first where none stands."""
+        if self._is_up and self._link.is_stale():
+            self._down("the server closed the connection")
+        if not self._is_up:
+            if time.monotonic() < self._next_dial_s:
+                raise LinkFault(self._why)
+            self._dial(min(DIAL_S, _left(batch)))
+        replies = self._link.exchange(commands, min(MAX_CALL_S, _left(batch)))
+        if len(replies) != len(commands):
+            raise LinkFault("its reply does not fit what it was asked")
+        return replies
+
+    def _dial(self, timeout_s: float) -> None:
+        try:
+            self._link.dial(timeout_s)
+        except LinkFault as error:
+            self._store.count("failed_dials")
+            self._why = str(error)
+            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self._next_dial_s = time.monotonic() + self._pause_s
+            raise
+        self._store.count("connections")
+        self._store.count("up_connections")
+        self._is_up, self._pause_s, self._next_dial_s = True, 0.0, 0.0
+
+    def _down(self, why: str) -> None:
+        """The link is in doubt: give it up; the next window dials."""
+        self._why = why
+        if self._is_up:
+            self._is_up = False
+            self._store.count("disconnections")
+            self._store.count("up_connections", -1)
+        self._link.drop()
+
+
+def _left(batch: _Batch) -> float:
+    """Seconds until the deadline of ``batch``. Errors: ``LinkFault`` when it has passed."""
+    left_s = batch.deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise LinkFault("no answer in time")
+    return left_s
+
+
+def _statuses(outcomes: Sequence[int | Refusal]) -> tuple[Sequence[int], str | None]:
+    words = next((outcome for outcome in outcomes if isinstance(outcome, Refusal)), None)
+    statuses = [_native.FAULT if isinstance(outcome, Refusal) else outcome for outcome in outcomes]
+    return statuses, None if words is None else str(words)
+
+
+def _yes(reply: Any) -> int:
+    """The answer to EXISTS or UNLINK of one key."""
+    if reply not in (0, 1):
+        raise LinkFault("its reply does not fit what it was asked")
+    return _native.OK if reply else _native.MISS
+
+
+def _kept(written: Any, expires: Any) -> int | Refusal:
+    """What the answers to HSET and PEXPIRE mean for one key."""
+    for reply in (written, expires):
+        if isinstance(reply, Refusal):
+            return _native.NO_ROOM if reply.startswith("OOM") else reply
+    if written not in (0, 1, 2) or expires not in (0, 1):
+        raise LinkFault("its reply does not fit what it was asked")
+    return _native.OK if expires else _native.NO_ROOM  # evicted before the second command
+
+
+def _read(key: str, reply: Any, view: memoryview) -> str | None:
+    """Put the record that HMGET answered into ``view``: "" if it proves itself, else its damage; None: a miss."""
+    if isinstance(reply, Refusal):  # a key of another type
+        return "magic"
+    if not isinstance(reply, list) or len(reply) != 2:
+        raise LinkFault("its reply does not fit what it was asked")
+    head, body = reply
+    if head is None and body is None:
+        return None
+    if not all(isinstance(field, bytes) for field in (head, body) if field is not None):
+        raise LinkFault("its reply does not fit what it was asked")
+    if head is None or len(head) < _native.RECORD_HEADER_NBYTES:
+        return "truncated"
+    header, tail = head[: _native.RECORD_HEADER_NBYTES], head[_native.RECORD_HEADER_NBYTES :]
+    split = max(0, view.nbytes - TAIL_NBYTES)
+    if body is None or len(body) != split or len(tail) != view.nbytes - split:
+        # What the header says of itself comes first, as everywhere.
+        cause = _native.verify_record(key, header, view)
+        return cause if cause not in (None, "checksum") else "length"
+    view[:split], view[split:] = body, tail
+    return _native.verify_record(key, header, view) or ""

@@ -1,0 +1,168 @@
+"""A store on a server through redis-py: for where the native client cannot be used, and to compare with.
+
+redis-py's own packer of large values joins and copies them; its pure-Python one sends a memoryview as it is, so that
+one is always used. The timeouts of redis-py bound each call of the socket by itself; here the socket has a deadline.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import Connection, PythonRespSerializer, UnixDomainSocketConnection
+from redis.retry import Retry
+
+from kvpool.stores.blocking import BlockingStore, Command, Link, LinkFault, LinkRefused, Refusal
+from kvpool.stores.url import StoreURL
+
+PACKER_CUTOFF_NBYTES = 6000  # what is shorter is joined before it is sent, as redis-py does
+
+# redis-py takes the first word off the errors that it has a class for; from version 7 on it says which it was.
+_WORDS: dict[type[redis.RedisError], str] = {
+    redis.exceptions.OutOfMemoryError: "OOM",
+    redis.exceptions.NoPermissionError: "NOPERM",
+    redis.exceptions.ReadOnlyError: "READONLY",
+    redis.exceptions.BusyLoadingError: "LOADING",
+    redis.exceptions.AuthenticationError: "WRONGPASS",
+}
+
+
+class RedisStore(BlockingStore):
+    """``valkey://host:6379?client=redis``: what ``ValkeyStore`` keeps, moved by redis-py."""
+
+    def _link(self) -> Link:
+        return RedisLink(self._url)
+
+
+class RedisLink:
+    """One connection of redis-py; see ``Link``."""
+
+    def __init__(self, url: StoreURL) -> None:
+        self._url = url
+        self._connection: Any = None  # redis-py's connections have no types
+        self._socket: _DeadlineSocket | None = None
+
+    def dial(self, timeout_s: float) -> None:
+        self.drop()
+        end_s = time.monotonic() + timeout_s
+        try:
+            self._connection = self._make(timeout_s, end_s)
+            self._connection.connect()
+            self._exchange([(b"PING",)])
+        except redis.AuthenticationError as error:
+            self.drop()
+            raise LinkRefused(f"AUTH: {_words(error)}") from error
+        except redis.ResponseError as error:
+            self.drop()
+            raise LinkRefused(_words(error)) from error
+        except (redis.RedisError, OSError) as error:
+            self.drop()
+            raise LinkFault(_words(error)) from error
+        except BaseException:
+            self.drop()
+            raise
+
+    def is_stale(self) -> bool:
+        try:
+            return bool(self._connection.can_read(0))
+        except redis.RedisError:
+            return True
+
+    def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        assert self._connection is not None
+        assert self._socket is not None
+        self._socket.deadline_s = time.monotonic() + timeout_s
+        try:
+            return self._exchange(commands)
+        except (redis.RedisError, OSError) as error:
+            raise LinkFault(_words(error)) from error
+
+    def drop(self) -> None:
+        if self._connection is not None:
+            self._connection.disconnect()
+        self._connection = self._socket = None
+
+    close = drop
+
+    def _exchange(self, commands: Sequence[Command]) -> list[Any]:
+        connection = self._connection
+        connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        return [_reply(connection) for _ in commands]
+
+    def _make(self, timeout_s: float, end_s: float) -> Any:
+        """A redis-py connection that is not connected yet, and keeps to ``end_s`` while it does."""
+        kind: Any = UnixDomainSocketConnection if self._url.path else Connection
+
+        def bounded(plain: socket.socket) -> socket.socket:
+            self._socket = _DeadlineSocket(plain, end_s)
+            return self._socket
+
+        class Bounded(kind):  # type: ignore[misc]
+            def _connect(self) -> socket.socket:
+                return bounded(super()._connect())
+
+        where = (
+            {"path": self._url.path} if self._url.path else {"host": self._url.host, "port": self._url.port}
+        )
+        return Bounded(
+            **where,
+            username=self._url.user or None,
+            password=self._url.password or None,
+            db=self._url.database,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            command_packer=PythonRespSerializer(PACKER_CUTOFF_NBYTES, _encoded),
+        )
+
+
+class _DeadlineSocket(socket.socket):
+    """A connected socket, taken over, of which every call that may block ends at ``deadline_s`` (monotonic)."""
+
+    def __init__(self, plain: socket.socket, deadline_s: float) -> None:
+        super().__init__(fileno=plain.detach())
+        self.deadline_s = deadline_s
+
+    def recv(self, *arguments: Any) -> bytes:
+        self._bound()
+        return super().recv(*arguments)
+
+    def recv_into(self, *arguments: Any) -> int:
+        self._bound()
+        return super().recv_into(*arguments)
+
+    def sendall(self, *arguments: Any) -> None:
+        self._bound()
+        super().sendall(*arguments)
+
+    def _bound(self) -> None:
+        if self.gettimeout() == 0:
+            return
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no answer in time")
+        self.settimeout(left_s)
+
+
+def _reply(connection: Any) -> Any:
+    try:
+        return connection.read_response(disable_decoding=True)
+    except redis.ResponseError as error:
+        return Refusal(_words(error))
+
+
+def _words(error: redis.RedisError | OSError) -> str:
+    """The server's words with the first one, or the system's."""
+    word = getattr(error, "status_code", None) or _WORDS.get(type(error), "")  # type: ignore[arg-type]
+    return f"{word} {error}".strip() or type(error).__name__
+
+
+def _encoded(value: object) -> bytes | memoryview:
+    if isinstance(value, (bytes, memoryview)):
+        return value
+    return str(value).encode()

@@ -1,0 +1,229 @@
+"""What stores with a blocking client promise beyond the kit: deadlines, cancellation, and connections in doubt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import open_store
+from kvpool.errors import StoreUnavailable
+from kvpool.stores import blocking
+from kvpool.stores.store import Store
+from tests.conftest import eventually
+from tests.stores.conformance import MIB, key, keys, payload
+from tests.stores.servers import Server, running
+
+MARGIN_S = 0.5
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with running("valkey-server", tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(params=["redis", "glide"])
+def store(request: pytest.FixtureRequest, server: Server) -> Iterator[Store]:
+    with open_store(f"{server.url}?client={request.param}&connections=1") as store:
+        yield store
+
+
+@contextlib.contextmanager
+def frozen(server: Server) -> Iterator[None]:
+    server.stop()
+    try:
+        yield
+    finally:
+        server.go_on()
+
+
+def test_a_batch_that_no_thread_has_taken_ends_at_its_deadline(server: Server, store: Store) -> None:
+    with frozen(server):
+        first = store.submit_get([key(1)], [bytearray(10)], timeout_s=3)  # holds the only thread
+        waiting = bytearray(10)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=r"no answer within 0\.2 s"):
+            store.get_many_into([key(2)], [waiting], timeout_s=0.2)
+        assert time.monotonic() - started < 0.2 + MARGIN_S
+        waiting.extend(b"!")  # nobody holds it any more
+        assert not first.done()
+    assert eventually(first.done)
+    assert store.contains_many([key(1)]) == [False]
+
+
+def test_a_batch_that_no_thread_has_taken_is_cancelled_at_once(server: Server, store: Store) -> None:
+    with frozen(server):
+        first = store.submit_get([key(1)], [bytearray(10)], timeout_s=3)
+        assert eventually(lambda: store.counters()["queued"] == 0)
+        source = bytearray(10)
+        second = store.submit_put([key(2)], [source], timeout_s=60)
+        assert store.counters()["queued"] == 1
+        second.cancel()
+        assert second.done()
+        source.extend(b"!")
+        with pytest.raises(StoreUnavailable, match="cancelled"):
+            second.wait()
+        assert store.counters()["queued"] == 0
+        first.cancel()
+    assert eventually(first.done)
+
+
+def test_close_does_not_wait_for_a_deadline_that_is_far_away(
+    server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking, "MAX_CALL_S", 1.0)
+    with frozen(server):
+        source = bytearray(4 * MIB)
+        transfer = store.submit_put(
+            keys(4), [memoryview(source)[n * MIB : (n + 1) * MIB] for n in range(4)], timeout_s=600
+        )
+        assert eventually(lambda: store.counters()["queued"] < 4)
+        started = time.monotonic()
+        store.close()
+        assert time.monotonic() - started < 1.0 + 2 * MARGIN_S
+        assert transfer.done()
+        source.extend(b"!")
+        with pytest.raises(StoreUnavailable):
+            transfer.wait()
+
+
+def test_a_queue_that_is_full_says_so(server: Server, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "MAX_QUEUED_KEYS", 10)
+    with frozen(server):
+        first = store.submit_contains([key(1)], timeout_s=3)
+        assert eventually(lambda: store.counters()["queued"] == 0)
+        second = store.submit_contains(keys(8), timeout_s=3)
+        with pytest.raises(StoreUnavailable, match="queue full: 8 keys are waiting, at most 10 may"):
+            store.submit_contains(keys(3))
+        second.cancel()
+    assert eventually(first.done)
+    assert store.contains_many(keys(3)) == [False] * 3
+
+
+def test_a_fork_is_told_to_open_its_own(store: Store) -> None:
+    assert store.put_many([key(1)], [b"x"]) == [True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork() with threads, from Python 3.12
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            store.contains_many([key(1)])
+        except StoreUnavailable as error:
+            store.close()
+            code = 0 if "open one in this process" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.contains_many([key(1)]) == [True]
+
+
+# ---------------------------------------------------------------------- a server that misbehaves
+
+
+class Rogue:
+    """A server that answers each command as ``answer`` says: pieces of bytes, each after a pause in seconds."""
+
+    def __init__(self, answer: Callable[[bytes], list[tuple[float, bytes]]]) -> None:
+        self._answer = answer
+        self._stop = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.dials = 0
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.dials += 1
+            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+            self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError), connection, connection.makefile("rb") as asked:
+            while line := asked.readline():
+                words = []
+                for _ in range(int(line[1:])):
+                    words.append(asked.read(int(asked.readline()[1:]) + 2)[:-2])
+                for pause_s, piece in self._answer(words[0]):
+                    if self._stop.wait(pause_s):
+                        return
+                    connection.sendall(piece)
+
+    def __enter__(self) -> Rogue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        self._listener.close()
+
+
+def polite(word: bytes) -> list[tuple[float, bytes]]:
+    return [(0.0, b"+PONG\r\n" if word == b"PING" else b"+OK\r\n")]
+
+
+def test_a_reply_that_drips_ends_at_the_deadline() -> None:
+    """Each byte comes in time, and their sum does not."""
+
+    def answer(word: bytes) -> list[tuple[float, bytes]]:
+        return [(0.05, b"0")] * 400 if word == b"EXISTS" else polite(word)
+
+    with Rogue(answer) as rogue, open_store(f"valkey://127.0.0.1:{rogue.port}?client=redis") as store:
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            store.contains_many([key(1)], timeout_s=0.3)
+        assert time.monotonic() - started < 0.3 + MARGIN_S
+
+
+def test_a_surplus_reply_is_not_taken_for_the_next_one() -> None:
+    def answer(word: bytes) -> list[tuple[float, bytes]]:
+        # The surplus says that the next key is there; it is not.
+        return [(0.0, b":0\r\n"), (0.0, b":1\r\n")] if word == b"EXISTS" else polite(word)
+
+    with (
+        Rogue(answer) as rogue,
+        open_store(f"valkey://127.0.0.1:{rogue.port}?client=redis&connections=1") as store,
+    ):
+        for number in range(5):
+            threading.Event().wait(0.05)  # so that the surplus is there
+            assert store.contains_many([key(number)]) == [False]
+        assert rogue.dials >= 5
+        assert store.counters()["disconnections"] == 4
+
+
+@pytest.mark.parametrize(
+    "reply", [b"$1\r\n1\r\n", b"*0\r\n", b":2\r\n", b":-1\r\n", b"?\r\n", b":x\r\n", b"$-1\r\n"]
+)
+@pytest.mark.parametrize("verb", ["put", "get", "contains", "delete"])
+def test_a_reply_that_does_not_fit_is_a_fault_and_costs_the_connection(reply: bytes, verb: str) -> None:
+    value = payload(1, 1000)
+    with (
+        Rogue(lambda word: polite(word) if word in (b"PING", b"CLIENT") else [(0.0, reply)]) as rogue,
+        open_store(f"valkey://127.0.0.1:{rogue.port}?client=redis&connections=1") as store,
+    ):
+        calls: dict[str, Callable[[], object]] = {
+            "put": lambda: store.put_many([key(1)], [value]),
+            "get": lambda: store.get_many_into([key(1)], [bytearray(1000)]),
+            "contains": lambda: store.contains_many([key(1)]),
+            "delete": lambda: store.delete_many([key(1)]),
+        }
+        with pytest.raises(StoreUnavailable):
+            calls[verb]()
+        assert store.counters()["disconnections"] == 1
+        assert store.counters()["faults"] == 1
