@@ -1,10 +1,11 @@
 """Make the golden vectors beside this file: what an implementation in any language must compute.
 
-    python -m tests.golden.make [hashes|records|namespaces|events]...
+    python -m tests.golden.make [hashes|records|namespaces|events|protocol]...
 
 Nothing here uses kvpool. ``hashes.json`` is computed by vLLM's own functions, ``records.json`` by struct and
 the xxhash package, ``namespaces.json`` by json and hashlib. The payloads in ``events.json`` are packed by vLLM's
-own event classes; what an index must answer after them is written down here. The tests compare kvpool with all.
+own event classes; what an index must answer after them is written down here. ``protocol.json`` is encoded here by
+hand, with hashes by vLLM. The tests compare kvpool with all.
 """
 
 from __future__ import annotations
@@ -208,12 +209,182 @@ def make_events() -> list[dict[str, Any]]:
     return rows
 
 
+# The messages of protos/kvpool/v1/index.proto: number and type of each field; * is repeated.
+MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "Scope": {"model": (1, "string"), "tenant": (2, "string"), "lora_name": (3, "string"), "lora_path": (4, "string"),
+              "cache_salt": (5, "string"), "multimodal": (6, "*MultimodalItem")},
+    "MultimodalItem": {"identifier": (1, "string"), "offset": (2, "uint"), "length": (3, "uint")},
+    "LookupRequest": {"scope": (1, "Scope"), "block_hashes": (2, "bytes"), "token_ids": (3, "bytes"),
+                      "workers": (5, "*string")},
+    "LookupResponse": {"worker": (1, "*string"), "dp_rank": (2, "*uint"), "address": (3, "*string"),
+                       "block_tokens": (4, "*uint"), "prompt_blocks": (5, "*uint"), "device_blocks": (6, "*uint"),
+                       "local_blocks": (7, "*uint"), "pool_blocks": (8, "*uint"), "sequence": (9, "*uint"),
+                       "staleness_ms": (10, "*uint"), "stale": (11, "*uint")},
+    "Worker": {"name": (1, "string"), "tenant": (2, "string"), "model": (3, "string"), "hash_algorithm": (4, "string"),
+               "hash_seed_id": (5, "string"), "block_tokens": (6, "uint"), "address": (7, "string"),
+               "incarnation": (8, "string"), "namespace": (9, "string"), "publishers": (10, "*Publisher")},
+    "Publisher": {"dp_rank": (1, "uint"), "events": (2, "string"), "replay": (3, "string")},
+    "RegisterWorkerRequest": {"worker": (1, "Worker"), "lease_ms": (2, "uint")},
+    "RegisterWorkerResponse": {"replaced": (1, "uint")},
+    "RemoveWorkerRequest": {"tenant": (1, "string"), "name": (2, "string")},
+    "RemoveWorkerResponse": {"removed": (1, "uint")},
+    "ListWorkersRequest": {"tenant": (1, "string"), "model": (2, "string")},
+    "ListWorkersResponse": {"workers": (1, "*WorkerStatus")},
+    "WorkerStatus": {"worker": (1, "Worker"), "source": (2, "string"), "lease_left_ms": (3, "uint"),
+                     "publishers": (4, "*PublisherStatus")},
+    "PublisherStatus": {"dp_rank": (1, "uint"), "sequence": (2, "uint"), "batches": (3, "uint"), "gaps": (4, "uint"),
+                        "replays": (5, "uint"), "resets": (6, "uint"), "staleness_ms": (7, "uint"),
+                        "stale": (8, "uint"), "problem": (9, "string")},
+}  # fmt: skip
+
+
+def _varint(number: int) -> bytes:
+    packed = b""
+    while number > 0x7F:
+        packed += bytes([number & 0x7F | 0x80])
+        number >>= 7
+    return packed + bytes([number])
+
+
+def _sized(number: int, payload: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(payload)) + payload
+
+
+def _payload(kind: str, value: Any) -> bytes:
+    if kind == "string":
+        return str(value).encode()
+    return bytes.fromhex(value) if kind == "bytes" else encode(kind, value)
+
+
+def encode(message: str, fields: dict[str, Any]) -> bytes:
+    """In the order of the field numbers; what has its default is left out; bytes are given as hex."""
+    packed = b""
+    for name, (number, kind) in MESSAGES[message].items():
+        value = fields.get(name)
+        if kind == "*uint" and value:
+            packed += _sized(number, b"".join(_varint(int(one)) for one in value))
+        elif kind == "uint" and value:
+            packed += _varint(number << 3) + _varint(int(value))
+        elif kind.startswith("*"):
+            packed += b"".join(_sized(number, _payload(kind[1:], one)) for one in value or ())
+        elif value or (value == {} and kind in MESSAGES):
+            packed += _sized(number, _payload(kind, value))
+    return packed
+
+
+def make_protocol() -> list[dict[str, Any]]:
+    """Three kinds of rows: ``prompt`` (tokens and what a client may send for them), ``message`` (fields and bytes) and
+    ``exchange`` (a worker, its batches by number, a request and its reply)."""
+    from tests.vllm_oracle import vllm_hashes
+
+    rows: list[dict[str, Any]] = []
+    prompts: list[tuple[str, dict[str, Any]]] = [
+        ("plain", {"token_ids": list(range(40)), "block_tokens": 16}),
+        ("wide tokens, a seed", {"token_ids": [0, 23, 24, 255, 256, 65535, 65536, (1 << 32) - 1], "block_tokens": 2,
+                                 "seed": "42"}),
+        ("xxhash", {"token_ids": list(range(33)), "block_tokens": 16, "seed": "0", "algorithm": "xxhash_cbor"}),
+        ("everything", {"token_ids": list(range(100, 180)), "block_tokens": 16, "lora": ["adapter", "/models/adapter"],
+                        "cache_salt": "s\u00e4lt", "multimodal": [["image-1", 20, 30], ["image-2", 60, 5]]}),
+    ]  # fmt: skip
+    for name, given in prompts:
+        case = {
+            "algorithm": "sha256_cbor",
+            "seed": None,
+            "lora": None,
+            "cache_salt": None,
+            "multimodal": [],
+            **given,
+        }
+        digests = vllm_hashes(
+            case["token_ids"], block_tokens=case["block_tokens"], algorithm=case["algorithm"], seed=case["seed"],
+            lora=tuple(case["lora"]) if case["lora"] else None, cache_salt=case["cache_salt"],
+            multimodal=[tuple(item) for item in case["multimodal"]],
+        )  # fmt: skip
+        seed = "vllm-none-hash" if case["seed"] is None else case["seed"]
+        rows.append(
+            {
+                "kind": "prompt", "name": name, **case,
+                "hash_seed_id": hashlib.sha256(seed.encode()).hexdigest()[:16],
+                "digests": [digest.hex() for digest in digests],
+                "block_hashes": b"".join(digest[:-9:-1] for digest in digests).hex(),
+                "token_ids_packed": struct.pack(f"<{len(case['token_ids'])}I", *case["token_ids"]).hex(),
+            }
+        )  # fmt: skip
+
+    def message(kind: str, fields: dict[str, Any]) -> None:
+        rows.append({"kind": "message", "message": kind, "fields": fields, "hex": encode(kind, fields).hex()})
+
+    whole, plain = rows[3], rows[0]
+    items = [dict(zip(("identifier", "offset", "length"), item, strict=True)) for item in whole["multimodal"]]
+    scope = {"model": "m", "tenant": "t", "lora_name": "adapter", "lora_path": "/models/adapter",
+             "cache_salt": "s\u00e4lt", "multimodal": items}  # fmt: skip
+    worker = {"name": "w-1", "tenant": "t", "model": "m", "hash_algorithm": "sha256_cbor",
+              "hash_seed_id": plain["hash_seed_id"], "block_tokens": 16, "address": "http://10.0.0.7:8000",
+              "incarnation": "f00d", "namespace": "0123456789abcdef" * 2,
+              "publishers": [{"dp_rank": 0, "events": "tcp://10.0.0.7:5557", "replay": "tcp://10.0.0.7:5657"},
+                             {"dp_rank": 1, "events": "tcp://10.0.0.7:5558", "replay": ""}]}  # fmt: skip
+    message("LookupRequest", {"scope": {"model": "m"}, "block_hashes": plain["block_hashes"]})
+    message(
+        "LookupRequest", {"scope": scope, "token_ids": whole["token_ids_packed"], "workers": ["w-1", "w-2"]}
+    )
+    message("LookupResponse", {})
+    message("LookupResponse", {
+        "worker": ["w-1", "w-1"], "dp_rank": [0, 1], "address": ["http://10.0.0.7:8000", ""],
+        "block_tokens": [16, 16], "prompt_blocks": [300, 300], "device_blocks": [200, 0], "local_blocks": [250, 0],
+        "pool_blocks": [300, 300], "sequence": [(1 << 64) - 1, 0], "staleness_ms": [128, (1 << 32) - 1],
+        "stale": [False, True],
+    })  # fmt: skip
+    message("RegisterWorkerRequest", {"worker": worker, "lease_ms": 10_000})
+    message("RegisterWorkerResponse", {"replaced": True})
+    message("RemoveWorkerRequest", {"tenant": "t", "name": "w-1"})
+    message("RemoveWorkerResponse", {"removed": False})
+    message("ListWorkersRequest", {"tenant": "t", "model": "m"})
+    message("ListWorkersResponse", {"workers": [{
+        "worker": worker, "source": "call", "lease_left_ms": 9_000,
+        "publishers": [
+            {"dp_rank": 0, "sequence": 41, "batches": 42, "gaps": 2, "replays": 1, "resets": 1, "staleness_ms": 7},
+            {"dp_rank": 1, "staleness_ms": 9_000, "stale": True, "problem": "not heard from yet"},
+        ],
+    }]})  # fmt: skip
+
+    def exchange(name: str, request: dict[str, Any], reply: dict[str, Any]) -> None:
+        rows.append(
+            {
+                "kind": "exchange", "name": name, "worker": encode("Worker", worker).hex(),
+                "batches": [[0, 3, batch], [0, 4, pool]],
+                "request": encode("LookupRequest", request).hex(), "reply": encode("LookupResponse", reply).hex(),
+            }
+        )  # fmt: skip
+
+    import msgpack
+
+    ends = [int(digest[-16:], 16) for digest in plain["digests"]]
+    stored = {
+        "type": "BlockStored",
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": 16,
+        "lora_id": None,
+    }
+    batch = msgpack.packb([1.5, [{**stored, "block_hashes": ends[:1], "medium": "GPU"}], 0]).hex()
+    pool = msgpack.packb([2.5, [{**stored, "block_hashes": ends, "medium": "STORAGE"}], 0]).hex()
+    found = {"worker": ["w-1", "w-1"], "dp_rank": [0, 1], "address": [worker["address"]] * 2,
+             "block_tokens": [16, 16], "prompt_blocks": [2, 2], "device_blocks": [1, 0], "local_blocks": [1, 0],
+             "pool_blocks": [2, 2], "sequence": [4, 0], "staleness_ms": [0, 0], "stale": [False, True]}  # fmt: skip
+    scope = {"model": "m", "tenant": "t"}
+    exchange("by tokens", {"scope": scope, "token_ids": plain["token_ids_packed"]}, found)
+    exchange("by hashes", {"scope": scope, "block_hashes": plain["block_hashes"]}, found)
+    exchange("of nobody", {"scope": scope, "block_hashes": plain["block_hashes"], "workers": ["w-2"]}, {})
+    return rows
+
+
 def main(names: list[str]) -> None:
     makers = {
         "hashes": make_hashes,
         "records": make_records,
         "namespaces": make_namespaces,
         "events": make_events,
+        "protocol": make_protocol,
     }
     for name in names or makers:
         rows = ",\n".join(json.dumps(row, ensure_ascii=True) for row in makers[name]())

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 
+from kvpool import BlockHasher
+from kvpool.hashing import seed_id
+from kvpool.index import codec
+from kvpool.index.fleet import Fleet
 from kvpool.v1 import index_pb2
+from tests.golden.make import MESSAGES
+from tests.index.fleets import Clock
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".cache" / "proto"
@@ -28,6 +37,15 @@ assert sent.WhichOneof("prompt") == "block_hashes"
 assert index_pb2_grpc.IndexServiceServicer.Lookup and not hasattr(index_pb2_grpc.IndexServiceServicer, "Route")
 print(google.protobuf.__version__, grpc.__version__, sent.SerializeToString().hex())
 """
+
+
+GOLDEN: list[dict[str, Any]] = json.loads((ROOT / "tests" / "golden" / "protocol.json").read_text())
+
+
+def golden(kind: str) -> list[dict[str, Any]]:
+    found = [row for row in GOLDEN if row["kind"] == kind]
+    assert len(found) >= 3
+    return found
 
 
 def tools() -> Path:
@@ -87,3 +105,69 @@ def test_the_lowest_versions_are_those_of_the_extra() -> None:
 )  # fmt: skip
 def test_field_numbers_stay(message: str, fields: dict[str, int]) -> None:
     assert {f.name: f.number for f in index_pb2.DESCRIPTOR.message_types_by_name[message].fields} == fields
+
+
+# ---- golden vectors
+
+
+def test_the_vectors_know_every_field() -> None:
+    kinds = {FieldDescriptor.TYPE_STRING: "string", FieldDescriptor.TYPE_BYTES: "bytes"}
+    found = {
+        name: {
+            field.name: (
+                field.number,
+                "*" * field.is_repeated
+                + (field.message_type.name if field.message_type else kinds.get(field.type, "uint")),
+            )
+            for field in message.fields
+        }
+        for name, message in index_pb2.DESCRIPTOR.message_types_by_name.items()
+    }
+    assert found == MESSAGES
+
+
+def built(name: str, fields: dict[str, Any]) -> Any:
+    """A message of ours from the fields of a vector."""
+    made = {}
+    for field, value in fields.items():
+        kind = MESSAGES[name][field][1]
+        if kind.lstrip("*") in MESSAGES:
+            value = [built(kind[1:], one) for one in value] if kind[0] == "*" else built(kind, value)
+        made[field] = bytes.fromhex(value) if kind == "bytes" else value
+    return getattr(index_pb2, name)(**made)
+
+
+@pytest.mark.parametrize("case", golden("message"), ids=lambda case: case["message"])
+def test_golden_messages(case: dict[str, Any]) -> None:
+    message = built(case["message"], case["fields"])
+    packed = bytes.fromhex(case["hex"])
+    assert type(message).FromString(packed) == message
+    assert message.SerializeToString(deterministic=True) == packed
+
+
+@pytest.mark.parametrize("case", golden("prompt"), ids=lambda case: case["name"])
+def test_golden_prompts(case: dict[str, Any]) -> None:
+    hasher = BlockHasher(case["block_tokens"], case["algorithm"], case["seed"])
+    extra = {
+        "lora": tuple(case["lora"]) if case["lora"] else None,
+        "cache_salt": case["cache_salt"],
+        "multimodal": [tuple(item) for item in case["multimodal"]],
+    }
+    assert [digest.hex() for digest in hasher.hashes(case["token_ids"], **extra)] == case["digests"]
+    assert hasher.hashes64(case["token_ids"], **extra).hex() == case["block_hashes"]
+    assert codec.pack_tokens(case["token_ids"]).hex() == case["token_ids_packed"]
+    assert seed_id(case["seed"]) == case["hash_seed_id"]
+
+
+@pytest.mark.parametrize("case", golden("exchange"), ids=lambda case: case["name"])
+def test_golden_exchanges(case: dict[str, Any]) -> None:
+    fleet = Fleet(clock=Clock())
+    worker = codec.decode_worker(index_pb2.Worker.FromString(bytes.fromhex(case["worker"])), "")
+    fleet.add(worker, "call")
+    for dp_rank, sequence, payload in case["batches"]:
+        fleet.apply(worker.id, dp_rank, sequence, bytes.fromhex(payload))
+        fleet.heard(worker.id, dp_rank)
+    request = index_pb2.LookupRequest.FromString(bytes.fromhex(case["request"]))
+    model, options, _ = codec.decode_question(request)
+    reply = codec.encode_lookup(fleet.lookup(model, **options))
+    assert reply.SerializeToString(deterministic=True).hex() == case["reply"]
