@@ -195,7 +195,7 @@ def test_a_worker_without_events_can_load_from_the_pool() -> None:
     say(fleet, "default/a", 0, 1, batch(stored([1]), stored([1, 2], medium="STORAGE")))
     assert ask(fleet, [1, 2]) == {("a", 0): (1, 1, 2), ("b", 0): (0, 0, 2)}
     assert fleet.lookup("m", hashes64=packed64([1])).stale == (False, True)
-    assert fleet.workers()[1].publishers[0].problem == "it publishes no events"
+    assert fleet.workers()[1].publishers[0].problem == "it publishes no KV events"
 
 
 def test_no_worker_can_be_taken_for_a_pool() -> None:
