@@ -66,19 +66,19 @@ class Announcer:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            failed = not self._try(self._renew)
+            failed = not self._try(self._renew, "cannot be announced, and no index sees it")
             wait_s = self._lease_s / RENEWALS
             self._closing.wait(min(RETRY_S, wait_s) if failed else wait_s)
         if self._kept and not self._away:
-            self._try(self._withdraw)
+            self._try(self._withdraw, "is not withdrawn, and announced until its lease ends")
 
-    def _try(self, step: Callable[[], None]) -> bool:
+    def _try(self, step: Callable[[], None], failure: str) -> bool:
         try:
             step()
         except Exception as error:  # the engine around must never hear of it
             if not self._away:
                 reason = str(error) if isinstance(error, KVPoolError) else f"{type(error).__name__}: {error}"
-                self._say(f"worker {self._worker.name} cannot be announced, and no index sees it: {reason}")
+                self._say(f"worker {self._worker.name} {failure}: {reason}")
             self._away = True
             return False
         if self._away:

@@ -67,7 +67,7 @@ class ServerAnnouncements:
         """End what is under ``key``; whether its lease still ran."""
         action = "cannot withdraw an announcement"
         with self._server(action) as server, server.pipeline(transaction=True) as together:
-            together.delete(f"{key}:announced")
+            together.unlink(f"{key}:announced")
             together.zrem(_index(tenant_of(key)), key)
             documents, entries = together.execute()
         return bool(documents and entries)

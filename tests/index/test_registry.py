@@ -20,6 +20,7 @@ from kvpool.index import registry
 from kvpool.index.registry import Announcer, WorkerWatch
 from kvpool.index.worker import Publisher, Worker
 from kvpool.index.worker_record import Announced, merge_ranks, pack_worker, unpack_worker
+from kvpool.keys import workers_prefix
 from kvpool.stores.store import Store
 from tests.conftest import eventually
 from tests.stores.servers import SERVERS, Server, running
@@ -438,6 +439,15 @@ def test_a_pool_that_was_emptied_is_told_and_takes_no_worker_along(store: Store,
         assert eventually(lambda: told.pool_losses == 1)
         assert rounds(watch, 3)
         assert (told.gone, told.pool_losses) == ([], 1)
+
+
+def test_a_pool_that_does_not_let_a_record_be_withdrawn_is_said(server: Server) -> None:
+    server.client.execute_command("ACL", "SETUSER", "u", "on", ">p", "~kvpool:default:*", "+@all", "-unlink")
+    with open_store(server.url.replace("://", "://u:p@")) as store:
+        with announced(store, worker("a")) as said:
+            assert eventually(lambda: bool(store.announcements(workers_prefix("default"))))
+        (sentence,) = said
+        assert "worker a is not withdrawn, and announced until its lease ends: " in sentence
 
 
 def test_a_server_that_was_started_anew_is_told_even_if_it_has_something(server: Server) -> None:

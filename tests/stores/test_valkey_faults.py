@@ -219,8 +219,8 @@ def test_a_server_that_begins_to_load_while_connections_stand(
 
 def test_a_user_may_be_confined_to_a_tenant(server: Server, client: str) -> None:
     commands = ["+hset", "+pexpire", "+hmget", "+exists", "+unlink", "+select", "+ping", "+time", "+set", "+mget",
-                "+zadd", "+zcard", "+zscore", "+zrange", "+zremrangebyscore", "+zremrangebyrank", "+multi",
-                "+exec"]  # fmt: skip
+                "+zadd", "+zcard", "+zscore", "+zrange", "+zrem", "+zremrangebyscore", "+zremrangebyrank",
+                "+multi", "+exec"]  # fmt: skip
     server.client.acl_setuser(
         "worker", enabled=True, passwords=["+p"], keys=["kvpool:tenant-1:*"], commands=commands
     )
@@ -229,6 +229,8 @@ def test_a_user_may_be_confined_to_a_tenant(server: Server, client: str) -> None
         assert store.delete_many([key(1)]) == 1
         store.announce("kvpool:tenant-1:x", b"x", lease_s=60)
         assert store.announcements("kvpool:tenant-1:") == {"kvpool:tenant-1:x": b"x"}
+        assert store.withdraw("kvpool:tenant-1:x") is True
+        assert store.life() == "", "INFO is not among them"
         foreign = key(1).replace("tenant-1", "tenant-2")
         for call in (
             lambda: store.put_many([foreign], [b"x"]),
@@ -236,6 +238,7 @@ def test_a_user_may_be_confined_to_a_tenant(server: Server, client: str) -> None
             lambda: store.contains_many([foreign]),
             lambda: store.delete_many([foreign]),
             lambda: store.announce("kvpool:tenant-2:x", b"x", lease_s=60),
+            lambda: store.withdraw("kvpool:tenant-2:x"),
             lambda: store.announcements("kvpool:tenant-2:"),
             lambda: store.announcements(""),
         ):
