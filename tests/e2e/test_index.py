@@ -1,0 +1,247 @@
+"""The index beside real engines: it credits what the engine has said, what the pool has, and nobody who is dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from kvpool import BlockHasher, open_store
+from kvpool.cli.engine_process import EngineProcess, free_ports
+from kvpool.config import hash_seed
+from kvpool.hashing import seed_id
+from kvpool.index.answer import Row
+from kvpool.index.feed import END, EventFeed
+from kvpool.index.fleet import Fleet
+from kvpool.index.registry import WorkerWatch
+from kvpool.index.roster import Roster
+from kvpool.index.worker import Publisher, Worker
+from kvpool.keys import parse_facts_key
+from kvpool.stores.store import Store
+from tests.conftest import eventually
+from tests.e2e.harness import BLOCK_TOKENS, engine_options, prompt, started
+from tests.stores.servers import running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+LEASE_S = 3.0
+LONG_LEASE_S = 600.0
+# 40 blocks of 1 MiB: the prompts below need more, so blocks are evicted.
+KV_CACHE_NBYTES = 40 << 20
+PROMPTS = [prompt(700 + i, 1100 + 130 * i) for i in range(8)]
+HASHER = BlockHasher(BLOCK_TOKENS)
+WITHIN_S = 30.0
+
+
+@dataclass
+class Index:
+    """What ``kvpool index`` consists of, without the gRPC around it."""
+
+    store: Store
+    fleet: Fleet = field(default_factory=Fleet)
+
+    def __post_init__(self) -> None:
+        self.roster = Roster(self.fleet, EventFeed(self.fleet))
+        self.watch = WorkerWatch(
+            self.store,
+            on_worker=lambda worker, keep_s: self.roster.add(worker, "pool", keep_s),
+            on_gone=self.roster.remove,
+            on_pool_lost=self.fleet.forget_pool,
+        )
+
+    def close(self) -> None:
+        self.watch.close()
+        self.roster.close()
+
+    def row(self, model: str, tokens: list[int], worker: str) -> Row:
+        (row,) = self.fleet.lookup(model, token_ids=tokens, workers=[worker])
+        return row
+
+    def knows(self, worker: str) -> bool:
+        """Whether it follows the worker, and all that it was told is true now."""
+        for status in self.fleet.workers():
+            if status.worker.name == worker:
+                return not any(publisher.stale for publisher in status.publishers)
+        return False
+
+    def incarnation(self, worker: str) -> str:
+        return next(one.worker.incarnation for one in self.fleet.workers() if one.worker.name == worker)
+
+
+class EngineSays:
+    """A subscriber of its own: every batch that the publisher keeps, in a dictionary of copies by tier."""
+
+    def __init__(self, replay_port: int) -> None:
+        self.sequence = -1
+        self.evicted = 0
+        self.copies: dict[str, Counter[int]] = {"GPU": Counter(), "STORAGE": Counter()}
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(f"tcp://127.0.0.1:{replay_port}")
+            dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+            while True:
+                assert dealer.poll(10_000), "the publisher answers"
+                *_, number, payload = dealer.recv_multipart()
+                if int.from_bytes(number, "big") == END:
+                    return
+                self.sequence += 1
+                assert int.from_bytes(number, "big") == self.sequence, "all batches since the start are kept"
+                for event in msgpack.unpackb(payload)[1]:
+                    self._add(event)
+
+    def _add(self, event: dict[str, Any]) -> None:
+        copies = self.copies[event["medium"]]
+        for one in event["block_hashes"]:
+            if event["type"] == "BlockRemoved":
+                self.evicted += event["medium"] == "GPU"
+                copies[one] -= 1
+            elif event["medium"] == "STORAGE":
+                copies[one] = 1
+            else:
+                copies[one] += 1
+
+    def leading(self, tokens: list[int], medium: str = "GPU") -> int:
+        count = 0
+        for block_hash in HASHER.hashes(tokens):
+            if self.copies[medium][int.from_bytes(block_hash[-8:], "big")] < 1:
+                break
+            count += 1
+        return count
+
+
+def options_of(model: Path, pool: str, ports: list[int], **settings: Any) -> dict[str, Any]:
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://*:{ports[0]}",
+        "replay_endpoint": f"tcp://*:{ports[1]}",
+    }
+    return engine_options(
+        model,
+        pool,
+        settings={"advertise_host": "127.0.0.1", **settings},
+        kv_events_config=events,
+        kv_cache_memory_bytes=KV_CACHE_NBYTES,
+    )
+
+
+def assert_true(index: Index, model: str, worker: str, replay_port: int) -> EngineSays:
+    """Each answer is what the engine itself says, as of the batch that the answer names."""
+    compared: list[tuple[Row, int]] = []
+    said: EngineSays
+
+    def of_one_batch() -> bool:
+        nonlocal said
+        said = EngineSays(replay_port)
+        compared[:] = [(index.row(model, tokens, worker), said.leading(tokens)) for tokens in PROMPTS]
+        return all(not row.stale and row.sequence == said.sequence for row, _ in compared)
+
+    assert eventually(of_one_batch, within_s=WITHIN_S), compared
+    for row, leading in compared:
+        assert row.device_blocks == row.local_blocks == leading
+    return said
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Index, str]]:
+    with (
+        running("valkey-server", tmp_path_factory.mktemp("index")) as server,
+        open_store(server.url) as store,
+    ):
+        one = Index(store)
+        yield one, server.url
+        one.close()
+
+
+@pytest.mark.allow_leaks("the index and its server are shared by the module")
+def test_what_the_engine_and_the_pool_have_is_credited_until_the_engine_dies(
+    index: tuple[Index, str], llama: Path, tmp_path: Path
+) -> None:
+    one, url = index
+    model, ports = str(llama), free_ports(2)
+    name = f"127.0.0.1:{ports[0]}"
+    first = started("first", tmp_path, options_of(llama, url, ports, lease_s=LEASE_S))
+    try:
+        assert eventually(lambda: one.knows(name), within_s=WITHIN_S)
+        for tokens in (*PROMPTS, PROMPTS[6], PROMPTS[7]):
+            first.generate(tokens, 2)
+        held = one.store.announcements("kvpool:default:")
+        (namespace,) = [parsed[1] for key in held if (parsed := parse_facts_key(key)) is not None]
+
+        def pool_has(tokens: list[int]) -> int:
+            keys = [f"kvpool:default:{namespace}:{h.hex()}:0:0" for h in HASHER.hashes(tokens)]
+            found = one.store.contains_many(keys)
+            return (*found, False).index(False)
+
+        def all_is_told() -> bool:
+            # An engine tells what has entered the pool in its next step, and stops stepping a second after the last
+            # store: a slow store is told with the next request.
+            first.generate(prompt(999, BLOCK_TOKENS // 2), 1)
+            return all(one.row(model, tokens, name).pool_blocks == pool_has(tokens) for tokens in PROMPTS)
+
+        assert [pool_has(tokens) for tokens in PROMPTS] == [len(tokens) // BLOCK_TOKENS for tokens in PROMPTS]
+        assert eventually(all_is_told, within_s=WITHIN_S), [one.row(model, t, name) for t in PROMPTS]
+        said = assert_true(one, model, name, ports[1])
+        assert said.evicted > 10, "the cache was too small for all"
+        assert said.leading(PROMPTS[7]) == len(PROMPTS[7]) // BLOCK_TOKENS
+        assert said.leading(PROMPTS[0]) < len(PROMPTS[0]) // BLOCK_TOKENS
+        (status,) = one.fleet.workers()
+        assert (status.worker.namespace, status.worker.address) == (namespace, "http://127.0.0.1:8000")
+        assert (status.publishers[0].resets, status.publishers[0].problem) == (0, "")
+        incarnation = one.incarnation(name)
+
+        os.killpg(first.process_id, signal.SIGKILL)
+        killed_s = time.monotonic()
+        assert eventually(lambda: not one.fleet.workers(), within_s=LEASE_S + WITHIN_S)
+        assert time.monotonic() - killed_s > LEASE_S / 2, "by the end of its lease, not by a farewell"
+    finally:
+        first.kill()
+
+    with started("again", tmp_path, options_of(llama, url, ports, lease_s=LONG_LEASE_S)) as again:
+        assert eventually(lambda: one.knows(name), within_s=WITHIN_S)
+        assert one.incarnation(name) != incarnation
+        row = one.row(model, PROMPTS[7], name)
+        assert row.device_blocks == 0, "what was held before is gone"
+        assert row.pool_blocks == len(PROMPTS[7]) // BLOCK_TOKENS, "the pool has outlived it"
+        answer = again.generate(PROMPTS[7], 2)
+        assert answer["pool_tokens"] >= (len(PROMPTS[7]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        said = assert_true(one, model, name, ports[1])
+        assert said.leading(PROMPTS[7]) == len(PROMPTS[7]) // BLOCK_TOKENS
+    # Its lease would have held it for ten minutes.
+    assert eventually(lambda: not one.fleet.workers(), within_s=10), "a clean stop is told"
+
+
+@pytest.mark.allow_leaks("the index and its server are shared by the module")
+def test_stock_vllm_is_followed_when_somebody_names_it(
+    index: tuple[Index, str], llama: Path, tmp_path: Path
+) -> None:
+    one, url = index
+    model, ports = str(llama), free_ports(2)
+    options = options_of(llama, url, ports)
+    del options["kv_transfer_config"]
+    stock = Worker(
+        "stock",
+        model,
+        BLOCK_TOKENS,
+        seed_id(hash_seed()),
+        (Publisher(0, f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}"),),
+    )
+    engine: EngineProcess
+    with started("stock", tmp_path, options) as engine:
+        engine.generate(PROMPTS[0], 2)  # before anybody listens
+        one.roster.add(stock, "flag")
+        for tokens in PROMPTS[1:5]:
+            engine.generate(tokens, 2)
+        said = assert_true(one, model, "stock", ports[1])
+        assert said.leading(PROMPTS[4]) == len(PROMPTS[4]) // BLOCK_TOKENS
+        assert one.row(model, PROMPTS[4], "stock").pool_blocks == 0, "it has no namespace"
+    assert eventually(lambda: one.row(model, PROMPTS[4], "stock").stale, within_s=WITHIN_S)
+    one.roster.remove("default/stock")
