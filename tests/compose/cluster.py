@@ -17,7 +17,6 @@ DOWN_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 60.0
 ASK_TIMEOUT_S = 120.0
 LOG_LINES = 300
-WORKERS = ("worker-1", "worker-2")
 MODEL = "tiny"
 
 
@@ -44,7 +43,9 @@ class Cluster:
 
     def kill(self, service: str) -> None:
         """End its processes at once, without a word to anybody."""
-        self.compose("kill", "--signal", "SIGKILL", service)
+        (container,) = self.compose("ps", "--quiet", service).split()
+        self.docker("kill", container)
+        assert self.docker("inspect", "--format", "{{.State.Running}}", container).strip() == "false"
 
     def address(self, service: str, port: int) -> str:
         """HOST:PORT under which this machine reaches a service's port."""

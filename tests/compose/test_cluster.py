@@ -1,4 +1,7 @@
-"""Two workers in containers share blocks through Valkey. The order counts: the last test takes the cluster down."""
+"""Two workers in containers share blocks through Valkey, and the index knows what each holds.
+
+The order counts: the last two tests kill a worker and take the cluster down.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,20 @@ import random
 
 import pytest
 
-from tests.compose.cluster import Cluster
+import kvpool
+from tests.compose.cluster import MODEL, Cluster
+from tests.conftest import eventually
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 128
 FULL_BLOCKS = 17
 GENERATED_TOKENS = 16
+ADDRESSES = ["http://worker-1:8000", "http://worker-2:8000"]
+ASK_TIMEOUT_S = 5.0
+SEEN_S = 20.0  # for events to reach the index of a busy machine
+LEASE_S = 10.0
+MARGIN_S = 10.0
 HITS = "vllm:external_prefix_cache_hits_total"
 
 
@@ -51,6 +61,26 @@ def test_another_prompt_is_no_hit(cluster: Cluster) -> None:
     assert cluster.metric("worker-2", HITS) == before
 
 
+def test_the_index_knows_what_each_worker_holds(cluster: Cluster) -> None:
+    other = [PROMPT[0] + 2, *PROMPT[1:]]
+    with kvpool.IndexClient(cluster.address("index", 50051), timeout_s=ASK_TIMEOUT_S) as index:
+
+        def held(prompt: list[int]) -> dict[str, tuple[int, int, int]]:
+            rows = index.lookup(MODEL, token_ids=prompt)
+            assert {row.prompt_blocks for row in rows} == {FULL_BLOCKS}
+            return {row.address: (row.device_blocks, row.local_blocks, row.pool_blocks) for row in rows}
+
+        both = (FULL_BLOCKS, FULL_BLOCKS, FULL_BLOCKS)
+        assert eventually(lambda: held(PROMPT) == dict.fromkeys(ADDRESSES, both), within_s=SEEN_S), held(
+            PROMPT
+        )
+
+        assert held(other) == dict.fromkeys(ADDRESSES, (0, 0, 0))
+        cluster.complete("worker-1", other, 1)
+        expected = {ADDRESSES[0]: both, ADDRESSES[1]: (0, 0, FULL_BLOCKS)}
+        assert eventually(lambda: held(other) == expected, within_s=SEEN_S), held(other)
+
+
 def test_no_service_is_root_or_reachable_from_elsewhere(cluster: Cluster) -> None:
     containers = cluster.compose("ps", "--all", "--quiet").split()
     form = "{{.Config.User}} {{.HostConfig.ReadonlyRootfs}} {{json .NetworkSettings.Ports}}"
@@ -60,6 +90,18 @@ def test_no_service_is_root_or_reachable_from_elsewhere(cluster: Cluster) -> Non
         assert read_only == "true"
         assert "0.0.0.0" not in ports
         assert '"::"' not in ports
+
+
+def test_a_killed_worker_is_forgotten_when_its_lease_ends(cluster: Cluster) -> None:
+    with kvpool.IndexClient(cluster.address("index", 50051), timeout_s=ASK_TIMEOUT_S) as index:
+
+        def followed() -> list[str]:
+            return sorted(status.worker.address for status in index.workers())
+
+        assert followed() == ADDRESSES
+        cluster.kill("worker-2")
+        assert eventually(lambda: followed() == ADDRESSES[:1], within_s=LEASE_S + MARGIN_S), followed()
+        assert [row.address for row in index.lookup(MODEL, token_ids=PROMPT)] == ADDRESSES[:1]
 
 
 def test_down_leaves_nothing(cluster: Cluster) -> None:
