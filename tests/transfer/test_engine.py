@@ -13,6 +13,7 @@ from kvpool import _native, metrics
 from kvpool.keys import Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, open_store
+from kvpool.stores.store import StoredBlock
 from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import ABANDON_AFTER_S, Block, Finished
 from tests.conftest import eventually
@@ -218,6 +219,15 @@ class StallingStore(Store):
 
     def _announcements(self, prefix: str) -> dict[str, bytes]:
         return {}
+
+    def _withdraw(self, key: str) -> bool:
+        return False
+
+    def _withdraw_all(self, prefix: str) -> int:
+        return 0
+
+    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
+        return iter(())
 
     def _close(self) -> None: ...
 
