@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.wording import missing_extra
+from kvpool.wording import format_nbytes, missing_extra, parse_nbytes
 
+MAX_BATCH_NBYTES = 8 << 30
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -265,14 +266,26 @@ def bench_store(
     ] = None,
     rounds: Annotated[
         int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")
-    ] = 9,
-    batch: Annotated[int, typer.Option(min=1, max=4096, help="Values of a batch, at most.")] = 64,
+    ] = 5,
+    batch_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes of a batch, of whatever size its values are.")
+    ] = "128MiB",
     as_json: Json = False,
 ) -> None:
-    """Puts and gets by value size, idle and beside a busy interpreter, next to a plain file loop."""
+    """Puts and gets by value size, idle and beside a busy interpreter, next to other clients.
+
+    On a server: Valkey GLIDE and redis-py. In a directory: a plain Python loop over files.
+    """
     from kvpool.cli.bench_store import run_bench_store
 
-    run_bench_store(pool=pool, rounds=rounds, batch=batch, as_json=as_json)
+    run_bench_store(pool=pool, rounds=rounds, batch_nbytes=_batch_nbytes(batch_bytes), as_json=as_json)
+
+
+def _batch_nbytes(text: str) -> int:
+    nbytes = parse_nbytes(text)
+    if not 1 <= nbytes <= MAX_BATCH_NBYTES:
+        raise ConfigError(f"--batch-bytes {text}: write a size of at most {format_nbytes(MAX_BATCH_NBYTES)}")
+    return nbytes
 
 
 @bench.command("index")

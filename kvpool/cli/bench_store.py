@@ -1,14 +1,15 @@
-"""``kvpool bench store``: puts and gets by value size, idle and beside a busy interpreter.
+"""``kvpool bench store``: puts and gets by value size, idle and beside a busy interpreter, and a server's memory.
 
-The peer is a plain Python loop in the same run, without checksums: over files (``write``, ``readinto``), or, for
-a pool on a server, redis-py with one SET or GET a value, as plain strings, on the same server. A busy
-interpreter is a pure-Python thread that spins in this process, which is what a vLLM worker looks like to a
-thread in the background.
+The clients take turns in one run (see ``kvpool.cli.bench_clients``); in its turn each puts one batch, gets it, and
+deletes it. A batch has the same number of bytes for every size of a value, as the load of a long prompt has. A busy
+interpreter is a pure-Python thread that spins in this process, which is what a vLLM worker looks like to a thread in
+the background.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -16,161 +17,143 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvpool.keys import Namespace
-from kvpool.stores import Store, open_store
+from kvpool.cli.bench_clients import TIMEOUT_S, Client, KVPool, clients
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.stores import StoreURL, open_store
 from kvpool.stores.server_announcements import connect
-from kvpool.stores.url import SERVER_SCHEMES, StoreURL
+from kvpool.stores.url import SERVER_SCHEMES
 from kvpool.wording import format_nbytes, redact
 
-if TYPE_CHECKING:
-    import redis
-
 VALUE_NBYTES = (64 << 10, 512 << 10, 2 << 20, 4 << 20)
-BATCH_NBYTES = 64 << 20  # a batch is at most this many bytes, so that a run fits in a small machine's memory
-TIMEOUT_S = 60.0
+CELLS = ("put_idle", "put_busy", "get_idle", "get_busy")
+ROOM = 1.5  # of a batch: what a server must have free, so that it evicts nobody's values for ours
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One line: medians in GB/s (10^9 bytes)."""
+class Row:
+    """One client at one size: medians in GB/s (10^9 bytes). ``server_memory``: server's bytes for a payload byte."""
 
     client: str
     value_nbytes: int
-    batch: int
+    values: int
     put_idle: float
     put_busy: float
     get_idle: float
     get_busy: float
+    server_memory: float | None  # of kvpool's records on a server
+
+    def busy_over_idle(self, verb: str) -> float:
+        return float(getattr(self, f"{verb}_busy") / getattr(self, f"{verb}_idle"))
 
 
-class _Peer(Protocol):
-    """What a Python program would do without kvpool; value ``i`` has a place of its own."""
+def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json: bool) -> None:
+    """Measure, and print a table or JSON.
 
-    name: str
-
-    def put(self, sources: Sequence[memoryview]) -> None: ...
-    def get(self, targets: Sequence[memoryview]) -> None: ...
-    def delete(self, count: int) -> None: ...
-
-
-class _PythonFiles:
-    name = "python files"
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir()
-
-    def put(self, sources: Sequence[memoryview]) -> None:
-        for index, source in enumerate(sources):
-            (self._folder / f"{index}").write_bytes(source)
-
-    def get(self, targets: Sequence[memoryview]) -> None:
-        for index, target in enumerate(targets):
-            with (self._folder / f"{index}").open("rb", buffering=0) as file:
-                assert file.readinto(target) == len(target)
-
-    def delete(self, count: int) -> None:
-        for index in range(count):
-            (self._folder / f"{index}").unlink()
-
-
-class _RedisPy:
-    name = "redis-py"
-
-    def __init__(self, client: redis.Redis) -> None:
-        self._client = client
-
-    def put(self, sources: Sequence[memoryview]) -> None:
-        for index, source in enumerate(sources):
-            self._client.set(f"kvpool:bench:peer:{index}", source, ex=3600)
-
-    def get(self, targets: Sequence[memoryview]) -> None:
-        for index, target in enumerate(targets):
-            value = self._client.get(f"kvpool:bench:peer:{index}")
-            assert isinstance(value, bytes), "a value was evicted under us"
-            target[:] = value
-
-    def delete(self, count: int) -> None:
-        self._client.unlink(*(f"kvpool:bench:peer:{index}" for index in range(count)))
-
-
-@contextlib.contextmanager
-def _peer(url: str, folder: Path) -> Iterator[_Peer]:
-    parsed = StoreURL.parse(url)
-    if parsed.scheme not in SERVER_SCHEMES:
-        yield _PythonFiles(folder / "peer")
-        return
-    with connect(parsed, timeout_s=TIMEOUT_S) as client:
-        yield _RedisPy(client)
-
-
-def run_bench_store(*, pool: str | None, rounds: int, batch: int, as_json: bool) -> None:
-    """Measure, and print a table or JSON. Blocking, for about a minute. Errors: ``KVPoolError``."""
+    Blocking, for some minutes. Memory: two batches here, 1.5 in the pool. Errors: ``KVPoolError``.
+    """
     folder = Path(tempfile.mkdtemp(prefix="kvpool-bench-", dir=_fast_folder()))
+    url = pool or f"file://{folder}/pool?capacity={max(1 << 21, 2 * batch_nbytes)}"
+    parsed = StoreURL.parse(url)
     try:
-        url = pool or f"file://{folder}/pool?capacity=2GiB"
         with (
             open_store(url) as store,
-            _peer(url, folder) as peer,
-            Progress(console=Console(stderr=True), transient=True) as progress,
+            _used_memory(parsed, batch_nbytes) as used_nbytes,
+            clients(store, parsed, folder / "peer") as measured,
+            _progress() as progress,
         ):
-            task = progress.add_task("moving bytes", total=len(VALUE_NBYTES) * 2 * rounds)
-            cells = []
+            task = progress.add_task("moving bytes", total=len(VALUE_NBYTES) * len(measured) * 2 * rounds)
+            rows: list[Row] = []
             for value_nbytes in VALUE_NBYTES:
-                cells += _measure(store, peer, value_nbytes, batch, rounds, lambda: progress.advance(task))
+                progress.update(task, description=f"moving values of {format_nbytes(value_nbytes)}")
+                values = max(1, batch_nbytes // value_nbytes)
+                rows += _measure(
+                    measured, value_nbytes, values, rounds, used_nbytes, lambda: progress.advance(task)
+                )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    _print(cells, url, rounds, as_json)
+    _print(rows, redact(url), rounds, batch_nbytes, as_json)
 
 
 def _measure(
-    store: Store, peer: _Peer, value_nbytes: int, most: int, rounds: int, tick: Callable[[], None]
-) -> list[Cell]:
-    count = max(1, min(most, BATCH_NBYTES // value_nbytes))
-    namespace = Namespace("bench", {"bench": "store", "value_nbytes": value_nbytes})
-    keys = namespace.keys([index.to_bytes(32, "big") for index in range(count)], 0, 0)
-    sources = [memoryview(os.urandom(value_nbytes)) for _ in range(count)]
-    targets = [memoryview(bytearray(value_nbytes)) for _ in range(count)]
-
-    def put() -> None:
-        assert all(store.put_many(keys, sources, timeout_s=TIMEOUT_S)), "the pool is smaller than one batch"
-
-    def get() -> None:
-        assert all(store.get_many_into(keys, targets, timeout_s=TIMEOUT_S)), "a value was evicted under us"
-
-    works = {("kvpool", "put"): put, ("kvpool", "get"): get}
-    works |= {(peer.name, "put"): lambda: peer.put(sources), (peer.name, "get"): lambda: peer.get(targets)}
-    times: dict[tuple[str, str, str], list[float]] = {}
-    for mood in ("idle", "busy"):
+    measured: list[Client],
+    value_nbytes: int,
+    values: int,
+    rounds: int,
+    used_nbytes: Callable[[], int] | None,
+    tick: Callable[[], None],
+) -> list[Row]:
+    sources = [memoryview(os.urandom(value_nbytes)) for _ in range(values)]
+    targets = [memoryview(bytearray(value_nbytes)) for _ in range(values)]
+    times: dict[tuple[str, str], list[float]] = {}
+    memory: list[float] = []
+    for _, mood in itertools.product(range(rounds), ("idle", "busy")):
         with _busy_interpreter() if mood == "busy" else contextlib.nullcontext():
-            for _ in range(rounds):
-                for (client, verb), work in works.items():
-                    started = time.perf_counter()
-                    work()
-                    times.setdefault((client, verb, mood), []).append(time.perf_counter() - started)
+            for client in measured:
+                weigh = used_nbytes if isinstance(client, KVPool) and mood == "idle" else None
+                before_nbytes = weigh() if weigh else 0
+                try:
+                    times.setdefault((client.name, f"put_{mood}"), []).append(_timed(client.put, sources))
+                    if weigh:
+                        memory.append((weigh() - before_nbytes) / (values * value_nbytes))
+                    for target in targets:
+                        target[:] = bytes(value_nbytes)
+                    times.setdefault((client.name, f"get_{mood}"), []).append(_timed(client.get, targets))
+                finally:
+                    client.delete(values)
+                assert targets == sources, f"{client.name} gave other bytes than it took"
                 tick()
-    assert all(source == target for source, target in zip(sources, targets, strict=True))
-    store.delete_many(keys)
-    peer.delete(count)
-    speed = {key: count * value_nbytes / statistics.median(values) / 1e9 for key, values in times.items()}
+    speed = {name: values * value_nbytes / statistics.median(each) / 1e9 for name, each in times.items()}
     return [
-        Cell(
-            client,
-            value_nbytes,
-            count,
-            *(speed[client, verb, mood] for verb in ("put", "get") for mood in ("idle", "busy")),
+        Row(
+            client=client.name,
+            value_nbytes=value_nbytes,
+            values=values,
+            put_idle=speed[client.name, "put_idle"],
+            put_busy=speed[client.name, "put_busy"],
+            get_idle=speed[client.name, "get_idle"],
+            get_busy=speed[client.name, "get_busy"],
+            server_memory=statistics.median(memory) if memory and isinstance(client, KVPool) else None,
         )
-        for client in ("kvpool", peer.name)
+        for client in measured
     ]
+
+
+def _timed(work: Callable[[list[memoryview]], None], views: list[memoryview]) -> float:
+    started = time.perf_counter()
+    work(views)
+    return time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def _used_memory(url: StoreURL, batch_nbytes: int) -> Iterator[Callable[[], int] | None]:
+    """Asks a server how much memory it uses; refuses one that would evict for us. None where there is no server."""
+    if url.scheme not in SERVER_SCHEMES:
+        yield None
+        return
+    import redis
+
+    with connect(url, timeout_s=TIMEOUT_S) as server:
+        try:
+            memory = server.info("memory")
+        except redis.RedisError as error:
+            raise StoreUnavailable(
+                f"the server does not answer INFO memory: {error}; use a user that may +info"
+            ) from error
+        room_nbytes = memory["maxmemory"] - memory["used_memory"]
+        if memory["maxmemory"] and room_nbytes < ROOM * max(batch_nbytes, max(VALUE_NBYTES)):
+            raise ConfigError(
+                f"the server has {max(0, room_nbytes) >> 20} MiB before it evicts, and a batch needs "
+                f"{int(ROOM * max(batch_nbytes, max(VALUE_NBYTES))) >> 20}: raise maxmemory, or lower --batch-bytes"
+            )
+        yield lambda: int(server.info("memory")["used_memory"])
 
 
 @contextlib.contextmanager
@@ -198,29 +181,63 @@ def _fast_folder() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
 
 
-def _print(cells: list[Cell], url: str, rounds: int, as_json: bool) -> None:
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def _times_the_best_other(rows: list[Row], row: Row) -> dict[str, float]:
+    """kvpool's speed in each cell over that of the fastest of the others."""
+    others = [
+        other for other in rows if other.value_nbytes == row.value_nbytes and other.client != row.client
+    ]
+    return {cell: getattr(row, cell) / max(getattr(other, cell) for other in others) for cell in CELLS}
+
+
+def _print(rows: list[Row], pool: str, rounds: int, batch_nbytes: int, as_json: bool) -> None:
     if as_json:
-        print(
-            json.dumps(
-                {"pool": redact(url), "rounds": rounds, "unit": "GB/s", "rows": [asdict(c) for c in cells]}
-            )
-        )
+        report = {
+            "pool": pool,
+            "rounds": rounds,
+            "batch_nbytes": batch_nbytes,
+            "unit": "GB/s",
+            "rows": [asdict(row) | {f"{verb}_busy_over_idle": row.busy_over_idle(verb) for verb in ("put", "get")}
+                     for row in rows],
+            "times_the_best_other": {
+                row.value_nbytes: _times_the_best_other(rows, row) for row in rows if row.client == KVPool.name
+            },
+        }  # fmt: skip
+        print(json.dumps(report))
         return
-    table = Table(
-        title=f"{redact(url)}: GB/s, median of {rounds}; ratio: beside a busy interpreter over idle"
-    )
-    for name in ("value", "client", "put", "put busy", "ratio", "get", "get busy", "ratio"):
+    table = Table(title=f"{pool}: GB/s, median of {rounds}; batches of {format_nbytes(batch_nbytes)}")
+    for name in ("value", "client", "put", "busy", "ratio", "get", "busy", "ratio", "memory"):
         table.add_column(name, justify="left" if name == "client" else "right")
-    for index, cell in enumerate(cells):
+    for row in rows:
+        if row.client == KVPool.name and row is not rows[0]:
+            table.add_section()
         table.add_row(
-            format_nbytes(cell.value_nbytes),
-            cell.client,
-            f"{cell.put_idle:.2f}",
-            f"{cell.put_busy:.2f}",
-            f"{cell.put_busy / cell.put_idle:.2f}",
-            f"{cell.get_idle:.2f}",
-            f"{cell.get_busy:.2f}",
-            f"{cell.get_busy / cell.get_idle:.2f}",
-            end_section=index % 2 == 1,
+            format_nbytes(row.value_nbytes),
+            row.client,
+            *(text for verb in ("put", "get") for text in _shown(row, verb)),
+            f"{row.server_memory:.2f}" if row.server_memory is not None else "",
         )
-    Console().print(table)
+        last = [other for other in rows if other.value_nbytes == row.value_nbytes][-1]
+        if row is last:
+            own = next(
+                one for one in rows if one.value_nbytes == row.value_nbytes and one.client == KVPool.name
+            )
+            times = _times_the_best_other(rows, own)
+            put_idle, put_busy, get_idle, get_busy = (f"{times[cell]:.1f}x" for cell in CELLS)
+            table.add_row("", "kvpool, times best", put_idle, put_busy, "", get_idle, get_busy, "", "")
+    console = Console()
+    console.print(table)
+    console.print(
+        "busy: beside a pure-Python thread that spins. ratio: busy over idle. memory: the server's bytes for a byte of "
+        "payload.",
+        highlight=False,
+    )
+
+
+def _shown(row: Row, verb: str) -> list[str]:
+    idle, busy = getattr(row, f"{verb}_idle"), getattr(row, f"{verb}_busy")
+    return [f"{idle:.2f}", f"{busy:.2f}", f"{row.busy_over_idle(verb):.2f}"]

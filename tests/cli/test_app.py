@@ -44,6 +44,8 @@ def refused(*arguments: str, **options: Any) -> str:
         (["demo", "--pool", "valkeys://user:secret@host"], "not available in this version"),
         (["bench", "store", "--pool", "file:///proc/nowhere"], "file:///proc/nowhere"),
         (["bench", "store", "--rounds", "0"], "--rounds"),
+        (["bench", "store", "--batch-bytes", "0"], "--batch-bytes"),
+        (["bench", "store", "--batch-bytes", "many"], "not a size"),
         (["bench", "index", "--blocks", "10"], "--blocks"),
         (["bench", "index", "--workers", "0"], "--workers"),
         (["bench", "nothing"], "nothing"),
@@ -98,7 +100,7 @@ def test_bench_hash_compares_with_vllm() -> None:
 
 def test_bench_store_measures_every_size(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool?capacity=64MiB"
-    ended = kvpool("bench", "store", "--pool", url, "--rounds", "1", "--batch", "2", "--json")
+    ended = kvpool("bench", "store", "--pool", url, "--rounds", "1", "--batch-bytes", "8MiB", "--json")
     report = json.loads(ended.stdout)
     sizes = {(row["client"], row["value_nbytes"]) for row in report["rows"]}
     assert sizes == {
@@ -110,17 +112,43 @@ def test_bench_store_measures_every_size(tmp_path: Path) -> None:
         row[name] > 0 for row in report["rows"] for name in ("put_idle", "put_busy", "get_idle", "get_busy")
     )
     assert list((tmp_path / "pool" / "blocks").glob("*/*/*/*")) == [], "the benchmark leaves no record behind"
-    table = kvpool("bench", "store", "--pool", url, "--rounds", "1", "--batch", "1").stdout
+    table = kvpool("bench", "store", "--pool", url, "--rounds", "1", "--batch-bytes", "1MiB").stdout
     assert "python files" in table
 
 
-def test_bench_store_on_a_server_compares_with_redis_py(tmp_path: Path) -> None:
+def test_bench_store_on_a_server_compares_clients_and_leaves_other_keys(tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
-        ended = kvpool("bench", "store", "--pool", server.url, "--rounds", "1", "--batch", "2", "--json")
-        rows = json.loads(ended.stdout)["rows"]
-        assert {row["client"] for row in rows} == {"kvpool", "redis-py"}
+        server.client.set("other", "theirs")
+        arguments = ["bench", "store", "--pool", server.url, "--rounds", "1", "--batch-bytes", "8MiB"]
+        report = json.loads(kvpool(*arguments, "--json").stdout)
+        rows = report["rows"]
+        assert {row["client"] for row in rows} == {"kvpool", "glide", "redis-py"}
+        assert {row["values"] * row["value_nbytes"] for row in rows} == {8 << 20}
         assert all(row[name] > 0 for row in rows for name in ("put_idle", "put_busy", "get_idle", "get_busy"))
-        assert server.client.dbsize() == 0
+        assert all((row["server_memory"] or 0) > 1 for row in rows if row["client"] == "kvpool")
+        for size, times in report["times_the_best_other"].items():
+            own, *others = (row for row in rows if row["value_nbytes"] == int(size))
+            best = max(row["get_busy"] for row in others)
+            assert times["get_busy"] == pytest.approx(own["get_busy"] / best)
+        assert server.client.keys() == [b"other"]
+        assert server.client.info("stats")["evicted_keys"] == 0
+
+
+def test_bench_store_refuses_a_server_that_would_evict_for_it(tmp_path: Path) -> None:
+    with running(
+        "valkey-server", tmp_path, "--maxmemory", "10mb", "--maxmemory-policy", "allkeys-lru"
+    ) as server:
+        server.client.set("other", "theirs")
+        line = refused("bench", "store", "--pool", server.url, "--rounds", "1", "--batch-bytes", "8MiB")
+        assert "before it evicts" in line
+        assert "--batch-bytes" in line
+        assert server.client.keys() == [b"other"]
+
+
+def test_bench_store_in_a_pool_that_is_too_small_is_one_clear_line(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool?capacity=2MiB"
+    assert "lower --batch-bytes" in refused("bench", "store", "--pool", url, "--batch-bytes", "8MiB")
+    assert list((tmp_path / "pool" / "blocks").glob("*/*/*/*")) == []
 
 
 def test_bench_index_agrees_with_a_dictionary() -> None:
