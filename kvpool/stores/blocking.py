@@ -5,7 +5,8 @@ takes the next one of the oldest batch, makes the one or two calls that it needs
 batch runs on all connections, and what is under way is bounded in bytes. A batch that is cancelled or late loses at
 once what no thread has taken, and the rest when the calls return, after ``MAX_CALL_S`` at the latest.
 
-Threads: ``_changed`` (a condition) guards ``_queue``, ``_counters``, ``_closing`` and the fields of every
+Threads: ``_changed`` (a condition) guards ``_queue``, ``_counters``, ``_closing``, ``_doubts``,
+``_breaker`` and the fields of every
 ``_Batch``; no call is made under it. A ``Link`` belongs to one thread. Buffers are touched only by the thread that
 holds their window.
 """
@@ -18,7 +19,7 @@ import time
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreClosed, StoreUnavailable
@@ -85,7 +86,7 @@ class Link(Protocol):
     """One connection through some client. Used by one thread; every call is bounded by its ``timeout_s``."""
 
     def dial(self, timeout_s: float) -> None:
-        """Make sure that the server answers. Errors: ``LinkFault``."""
+        """Make sure that the server answers, over the connection that stands or a new one. Errors: ``LinkFault``."""
 
     def is_stale(self) -> bool:
         """Whether the connection ended, or brought what nobody had asked for, since the last reply."""
@@ -98,6 +99,14 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+
+
+class _Breaker(NamedTuple):
+    """While a server is away: why, and how long nobody asks it again."""
+
+    why: str = ""
+    pause_s: float = 0.0
+    next_dial_s: float = 0.0  # monotonic
 
 
 class _Batch:
@@ -160,6 +169,8 @@ class BlockingStore(ServerStore):
         self._changed = threading.Condition()
         self._queue: deque[_Batch] = deque()
         self._closing = False
+        self._doubts = 0  # how often a link failed
+        self._breaker = _Breaker()
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         lanes = [_Lane(self, self._link()) for _ in range(url.threads)]
         try:
@@ -290,6 +301,32 @@ class BlockingStore(ServerStore):
             name = _COUNTED_ALWAYS.get(status) or _COUNTED[operation, status]
             self._counters[name] += times
 
+    def doubts(self) -> int:
+        """How often a link failed: a thread that finds this changed looks to its own; for the store's threads."""
+        with self._changed:
+            return self._doubts
+
+    def doubt(self) -> None:
+        """A link failed; for the store's own threads."""
+        with self._changed:
+            self._doubts += 1
+
+    def check_may_dial(self) -> None:
+        """Whether it is time to dial; for the store's own threads. Errors: ``LinkFault`` with the last one's words."""
+        with self._changed:
+            if time.monotonic() < self._breaker.next_dial_s:
+                raise LinkFault(self._breaker.why)
+
+    def dialled(self, failure: str | None) -> None:
+        """One of the store's own threads has dialled; ``failure``: why in vain."""
+        with self._changed:
+            if failure is None:
+                self._breaker = _Breaker()
+                return
+            self._counters["failed_dials"] += 1
+            pause_s = min(max(2 * self._breaker.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self._breaker = _Breaker(failure, pause_s, time.monotonic() + pause_s)
+
     def count(self, name: str, times: int = 1) -> None:
         """Add to one counter; for the store's own threads."""
         with self._changed:
@@ -335,9 +372,7 @@ class _Lane:
         self._store, self._link = store, link
         self._ttl_ms = b"%d" % (store._url.ttl_s * 1000)
         self._is_up = False
-        self._pause_s = 0.0  # since the last dial that worked, or until the next one
-        self._next_dial_s = 0.0
-        self._why = ""
+        self._doubts = 0  # of the store, when this link was last found to work
 
     def open(self) -> None:
         """Dial for the first time. Errors: ``LinkFault``; then nothing is left open."""
@@ -353,7 +388,7 @@ class _Lane:
                 self._store._put_down(window[0], window[1], *self._outcome(*window))
                 del window  # an idle thread holds no batch
         finally:
-            self._down("the store is closed")
+            self._down()
             self._link.close()
 
     def _outcome(self, batch: _Batch, start: int, end: int) -> tuple[Sequence[int], str | None]:
@@ -369,11 +404,12 @@ class _Lane:
             replies = self._exchange(batch, [(verb, key) for key in keys])
             return _statuses([reply if isinstance(reply, Refusal) else _yes(reply) for reply in replies])
         except LinkFault as error:
-            self._down(str(error))
+            self._fail()
             return self._all_lost(batch, end - start), str(error)
         except Exception as error:  # whatever a client may think of: no thread is lost to a reply
-            self._down(f"{type(error).__name__}: {error}")
-            return self._all_lost(batch, end - start), self._why
+            words = f"{type(error).__name__}: {error}"
+            self._fail()
+            return self._all_lost(batch, end - start), words
 
     @staticmethod
     def _all_lost(batch: _Batch, count: int) -> Sequence[int]:
@@ -424,10 +460,9 @@ class _Lane:
     def _exchange(self, batch: _Batch, commands: Sequence[Command]) -> list[Any]:
         """Replies to all of ``commands``, over a link that is dialled first where none stands."""
         if self._is_up and self._link.is_stale():
-            self._down("the server closed the connection")
-        if not self._is_up:
-            if time.monotonic() < self._next_dial_s:
-                raise LinkFault(self._why)
+            self._down()
+        if not self._is_up or self._doubts != self._store.doubts():
+            self._store.check_may_dial()
             self._dial(min(DIAL_S, _left(batch)))
         replies = self._link.exchange(commands, min(MAX_CALL_S, _left(batch)))
         if len(replies) != len(commands):
@@ -435,21 +470,26 @@ class _Lane:
         return replies
 
     def _dial(self, timeout_s: float) -> None:
+        doubts = self._store.doubts()
         try:
             self._link.dial(timeout_s)
         except LinkFault as error:
-            self._store.count("failed_dials")
-            self._why = str(error)
-            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-            self._next_dial_s = time.monotonic() + self._pause_s
+            self._store.dialled(str(error))
             raise
-        self._store.count("connections")
-        self._store.count("up_connections")
-        self._is_up, self._pause_s, self._next_dial_s = True, 0.0, 0.0
+        self._store.dialled(None)
+        if not self._is_up:
+            self._store.count("connections")
+            self._store.count("up_connections")
+        self._is_up, self._doubts = True, doubts
 
-    def _down(self, why: str) -> None:
-        """The link is in doubt: give it up; the next window dials."""
-        self._why = why
+    def _fail(self) -> None:
+        """The link is in doubt, and those of the other threads are until they are tried."""
+        if self._is_up:
+            self._store.doubt()
+        self._down()
+
+    def _down(self) -> None:
+        """Give the link up; the next window dials."""
         if self._is_up:
             self._is_up = False
             self._store.count("disconnections")

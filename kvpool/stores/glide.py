@@ -1,11 +1,14 @@
 """A store on a server through Valkey GLIDE (valkey-glide-sync), for what the native client does not have.
 
-GLIDE reconnects by itself, and makes a request wait for that until its timeout, without a word of why. So a link that
-failed is asked for with redis-py first: a server that is away, or refuses us, is a fault at once, with its words.
+GLIDE reconnects by itself where a connection ends, and makes requests wait for that without a word of why; one that
+falls silent it keeps. So a client that failed is closed, and before the next one is made redis-py asks the server: one
+that is away, or refuses us, is a fault at once, with its words.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,12 @@ from kvpool.stores.url import StoreURL
 
 if TYPE_CHECKING:
     import glide_sync
+
+# What GLIDE makes of the first word of an error reply that it has a kind for.
+_KIND = re.compile(
+    r"(?:An error was signalled by the server: - )?(BusyLoadingError|PermissionDenied|ReadOnly): "
+)
+_WORDS = {"BusyLoadingError": "LOADING ", "PermissionDenied": "NOPERM ", "ReadOnly": "READONLY "}
 
 # Pauses between GLIDE's own dials: up to 10 ms * 2^6.
 _RETRIES, _FACTOR_MS, _BASE = 6, 10, 2
@@ -50,8 +59,12 @@ class _GlideLink:
         asking = RedisLink(self._url)
         asking.dial(timeout_s)
         asking.close()
-        if self._client is None:
-            self._client = _client(self._url, timeout_s)
+        if self._client is not None:
+            with contextlib.suppress(LinkFault):
+                if self.exchange([(b"PING",)], timeout_s) == [b"PONG"]:
+                    return
+            self.drop()
+        self._client = _client(self._url, timeout_s)
 
     def is_stale(self) -> bool:
         return False  # GLIDE watches its connection
@@ -66,22 +79,19 @@ class _GlideLink:
         options = glide_sync.BatchOptions(timeout=max(1, int(timeout_s * 1e3)))
         try:
             replies = self._client.exec(batch, raise_on_error=False, options=options)
-        except glide_sync.ClosingError as error:
-            self.close()
-            raise LinkFault(str(error)) from error
         except glide_sync.GlideError as error:
-            raise LinkFault(str(error)) from error
+            raise LinkFault(_words(error)) from error
         return [
-            Refusal(reply) if isinstance(reply, glide_sync.RequestError) else reply for reply in replies or ()
+            Refusal(_words(reply)) if isinstance(reply, glide_sync.RequestError) else reply
+            for reply in replies or ()
         ]
 
     def drop(self) -> None:
-        pass  # late replies are GLIDE's to throw away, and the next connection is its to make
-
-    def close(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    close = drop
 
 
 def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
@@ -100,7 +110,12 @@ def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
     try:
         return glide_sync.GlideClient.create(configuration)
     except glide_sync.GlideError as error:
-        words = str(error).strip()
-        if "permission" in words.lower():
+        words = _words(error)
+        if "NOPERM" in words:
             raise LinkRefused(f"{words} (GLIDE needs +info)") from error
         raise LinkFault(words) from error
+
+
+def _words(error: Exception) -> str:
+    """The server's words with the first one, or GLIDE's."""
+    return _KIND.sub(lambda match: _WORDS[match[1]], str(error).strip())

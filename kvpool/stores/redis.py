@@ -47,11 +47,13 @@ class RedisLink:
         self._socket: _DeadlineSocket | None = None
 
     def dial(self, timeout_s: float) -> None:
-        self.drop()
         end_s = time.monotonic() + timeout_s
         try:
-            self._connection = self._make(timeout_s, end_s)
-            self._connection.connect()
+            if self._socket is None:
+                self._connection = self._make(timeout_s, end_s)
+                self._connection.connect()
+                assert self._socket is not None
+            self._socket.deadline_s = end_s
             self._exchange([(b"PING",)])
         except redis.AuthenticationError as error:
             self.drop()
@@ -89,6 +91,7 @@ class RedisLink:
     close = drop
 
     def _exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """As ``exchange``, with the errors of redis-py."""
         connection = self._connection
         connection.send_packed_command(connection.pack_commands(commands), check_health=False)
         return [_reply(connection) for _ in commands]

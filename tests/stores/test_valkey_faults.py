@@ -6,7 +6,7 @@ Not every client counts its connections: where one does not, there is nothing to
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -143,21 +143,23 @@ def fill(server: Server) -> None:
         together.execute()
 
 
+def refusal(call: Callable[[], object]) -> str:
+    """What the store says to a call that has to fail at once."""
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable) as caught:
+        call()
+    assert time.monotonic() - started < 5
+    return str(caught.value)
+
+
 def refusals(store: Store) -> list[str]:
-    """What the store says to one batch of each kind, each of which has to fail at once."""
-    words = []
-    for call in (
-        lambda: store.get_many_into(keys(4), [bytearray(1000) for _ in range(4)], timeout_s=60),
-        lambda: store.put_many(keys(4), [bytes(1000)] * 4, timeout_s=60),
-        lambda: store.contains_many(keys(4), timeout_s=60),
-        lambda: store.delete_many(keys(4), timeout_s=60),
-    ):
-        started = time.monotonic()
-        with pytest.raises(StoreUnavailable) as caught:
-            call()
-        assert time.monotonic() - started < 5
-        words.append(str(caught.value))
-    return words
+    """What the store says to one batch of each kind."""
+    return [
+        refusal(lambda: store.get_many_into(keys(4), [bytearray(1000) for _ in range(4)], timeout_s=60)),
+        refusal(lambda: store.put_many(keys(4), [bytes(1000)] * 4, timeout_s=60)),
+        refusal(lambda: store.contains_many(keys(4), timeout_s=60)),
+        refusal(lambda: store.delete_many(keys(4), timeout_s=60)),
+    ]
 
 
 def test_a_server_that_comes_back_and_loads_its_data(server: Server, client: str) -> None:
@@ -185,9 +187,12 @@ def test_a_server_that_comes_back_and_loads_its_data(server: Server, client: str
 
 
 def test_a_server_that_begins_to_load_while_connections_stand(
-    server: Server, store: Store, tmp_path: Path
+    server: Server, client: str, store: Store, tmp_path: Path
 ) -> None:
-    """It becomes a replica, and takes all of its primary's data over connections that stay."""
+    """It becomes a replica, and takes all of its primary's data over connections that stay.
+
+    To redis-py LOADING is the end of a connection, and GLIDE makes none to a replica: these dial again in pauses.
+    """
     values = [payload(number, 1000) for number in range(4)]
     (tmp_path / "primary").mkdir()
     with running(server.name, tmp_path / "primary", "--repl-diskless-sync-delay", "0") as primary:
@@ -206,21 +211,29 @@ def test_a_server_that_begins_to_load_while_connections_stand(
         assert server.info("loading") == 1
         server.client.config_set("key-load-delay", 0)
         assert eventually(lambda: server.info("master_link_status") == "up")
+        words = ("READONLY", "No primary node found") if client == "glide" else ("READONLY",)
+        assert eventually(
+            lambda: any(word in refusal(lambda: store.put_many([key(5)], [b"x"])) for word in words)
+        )
+        if client == "glide":
+            server.client.replicaof("NO", "ONE")
+            assert eventually(lambda: serves(store, 5))
         targets = [bytearray(1000) for _ in values]
         assert store.get_many_into(keys(4), targets) == [True] * 4
         assert targets == values
-        with pytest.raises(StoreUnavailable, match="READONLY"):
-            store.put_many([key(5)], [b"x"])
         server.client.replicaof("NO", "ONE")
         assert serves(store, 5)
         assert store.counters()["damaged"] == 0
-        assert store.counters().get("disconnections", 0) == 0
+        if client == "native":
+            assert store.counters()["disconnections"] == 0
 
 
 def test_a_user_may_be_confined_to_a_tenant(server: Server, client: str) -> None:
     commands = ["+hset", "+pexpire", "+hmget", "+exists", "+unlink", "+select", "+ping", "+time", "+set", "+mget",
                 "+zadd", "+zcard", "+zscore", "+zrange", "+zrem", "+zremrangebyscore", "+zremrangebyrank",
                 "+multi", "+exec"]  # fmt: skip
+    if client == "glide":
+        commands += ["+info"]
     server.client.acl_setuser(
         "worker", enabled=True, passwords=["+p"], keys=["kvpool:tenant-1:*"], commands=commands
     )
