@@ -36,7 +36,7 @@ class Proxy:
 
     It counts the bytes that it passed each way, on all connections together.
     One thread accepts; each connection has a thread each way. ``_lock`` guards ``_passed_nbytes``, ``_passed``,
-    ``_armed``, ``_harmed``, ``_sockets``, ``_threads`` and ``_closing``; under it no socket is read or written.
+    ``_armed``, ``_harmed``, ``_connections``, ``_threads`` and ``_closing``; under it no socket is read or written.
     """
 
     def __init__(self, port: int) -> None:
@@ -46,7 +46,7 @@ class Proxy:
         self._passed = {way: bytearray() for way in Way}
         self._armed: tuple[Way, int, Harm] | None = None
         self._harmed = 0
-        self._sockets: set[socket.socket] = set()
+        self._connections: set[_Connection] = set()
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -78,8 +78,8 @@ class Proxy:
         self._acceptor.join(_JOIN_TIMEOUT_S)
         self._listener.close()
         with self._lock:
-            for end in self._sockets:
-                _hang_up(end)
+            for connection in self._connections:
+                connection.hang_up()
             threads = list(self._threads)
         for thread in threads:
             thread.join(_JOIN_TIMEOUT_S)
@@ -104,71 +104,73 @@ class Proxy:
             self._begin(client, server)
 
     def _begin(self, client: socket.socket, server: socket.socket) -> None:
-        left = threading.Semaphore(1)
-        ways = {Way.ASKED: (client, server), Way.ANSWERED: (server, client)}
-        threads = [
-            threading.Thread(target=self._carry, args=(way, source, target, left))
-            for way, (source, target) in ways.items()
-        ]
+        connection = _Connection(client, server)
+        threads = [threading.Thread(target=self._carry, args=(connection, way)) for way in Way]
         with self._lock:
-            self._sockets |= {client, server}
+            self._connections.add(connection)
             self._threads = [thread for thread in self._threads if thread.is_alive()] + threads
             if self._closing:
-                _hang_up(client)
-                _hang_up(server)
+                connection.hang_up()
             # Under the lock, so that nobody finds one here that has not begun, and takes it for one that ended.
             for thread in threads:
                 thread.start()
 
-    def _carry(
-        self, way: Way, source: socket.socket, target: socket.socket, left: threading.Semaphore
-    ) -> None:
-        harm: Harm | None = None
+    def _carry(self, connection: _Connection, way: Way) -> None:
+        source, target = connection.ends if way is Way.ASKED else reversed(connection.ends)
+        over = False
         with contextlib.suppress(OSError):
-            while piece := source.recv(_PIECE_NBYTES):
-                if harm is Harm.SILENCE:
-                    continue
-                due, harm = self._due(way, piece)
+            while not over and (piece := source.recv(_PIECE_NBYTES)):
+                due, over = self._due(connection, way, piece)
                 target.sendall(due)
-                if harm in (Harm.CLOSE, Harm.RESET):
-                    break
-        for end in (source, target):
-            if harm is Harm.RESET:
-                _reset(end)
-            else:
-                _hang_up(end)
-        # A socket is closed by the last thread that uses it: its number must not be another's by then.
-        if not left.acquire(blocking=False):
-            with self._lock:
-                self._sockets -= {source, target}
-            source.close()
-            target.close()
-
-    def _due(self, way: Way, piece: bytes) -> tuple[bytes, Harm | None]:
-        """What of ``piece`` is still to be passed on, and the harm to be done then."""
         with self._lock:
-            harm = None
+            connection.hang_up()
+            # The last thread that uses the sockets closes them: their numbers must not be others' by then.
+            connection.carriers -= 1
+            if connection.carriers == 0:
+                self._connections.remove(connection)
+                connection.close()
+
+    def _due(self, connection: _Connection, way: Way, piece: bytes) -> tuple[bytes, bool]:
+        """What of ``piece`` is still to be passed on, and whether the connection ends with that."""
+        with self._lock:
+            if connection.harm in (Harm.CLOSE, Harm.RESET):
+                return b"", True
+            if connection.harm is Harm.SILENCE and connection.harmed_way is way:
+                return b"", False
             if self._armed is not None and self._armed[0] is way:
                 left = self._armed[1] - self._passed_nbytes[way]
                 if left <= len(piece):
-                    piece, harm = piece[:left], self._armed[2]
+                    piece = piece[:left]
+                    connection.harmed_way, connection.harm = way, self._armed[2]
                     self._armed = None
                     self._harmed += 1
             self._passed_nbytes[way] += len(piece)
             self._passed[way] += piece[: TRANSCRIPT_NBYTES - len(self._passed[way])]
-            return piece, harm
+            return piece, connection.harm in (Harm.CLOSE, Harm.RESET)
 
 
-def _hang_up(end: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
+class _Connection:
+    """A client's socket and the server's. The proxy's lock guards all of it but ``ends``."""
 
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.ends = (client, server)
+        self.harm: Harm | None = None
+        self.harmed_way: Way | None = None
+        self.carriers = len(Way)  # threads that use the sockets
 
-def _reset(end: socket.socket) -> None:
-    """Its close will be a reset; until then who reads from it here wakes up, and the other side sees nothing."""
-    with contextlib.suppress(OSError):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        end.shutdown(socket.SHUT_RD)
+    def hang_up(self) -> None:
+        """Wakes the threads that use it. The other sides see its end, unless its close is to be a reset."""
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                if self.harm is Harm.RESET:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    end.shutdown(socket.SHUT_RD)
+                else:
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
 
 
 @contextmanager

@@ -158,6 +158,34 @@ def test_a_connection_that_ends_at_every_stage(
         assert disturbed > len(line_positions(said)) // 2
 
 
+@pytest.mark.parametrize("harm", [Harm.CLOSE, Harm.RESET])
+@pytest.mark.parametrize("passed_nbytes", [MIB, 16 * MIB, 31 * MIB])
+def test_a_value_larger_than_the_sockets_hold_is_cut(
+    server: Server, direct: redis.Redis, client: str, passed_nbytes: int, harm: Harm
+) -> None:
+    """A put ends while it is being sent: above, the sockets have taken all of a request before it is cut."""
+    value, target = payload(1, 32 * MIB), bytearray(32 * MIB)
+    with proxied(server.port) as proxy, open_store(url_through(proxy, client, connections=1)) as store:
+        assert serves(store, ANOTHER)
+        proxy.arm(Way.ASKED, passed_nbytes, harm)
+        with pytest.raises(StoreUnavailable):
+            store.put_many([key(1)], [value], timeout_s=60)
+        assert proxy.harmed == 1
+        assert not direct.exists(key(1))
+        assert eventually(lambda: serves(store, ANOTHER))
+        assert store.get_many_into([key(1)], [target], timeout_s=60) == [False]
+        assert store.put_many([key(1)], [value], timeout_s=60) == [True]
+        proxy.arm(Way.ANSWERED, passed_nbytes, harm)
+        with pytest.raises(StoreUnavailable):
+            store.get_many_into([key(1)], [target], timeout_s=60)
+        assert proxy.harmed == 2
+        assert eventually(lambda: serves(store, ANOTHER))
+        assert store.get_many_into([key(1)], [target], timeout_s=60) == [True]
+        assert target == value
+        assert store.counters()["damaged"] == 0
+        assert store.counters().get("connections", 3) == 3
+
+
 @pytest.mark.parametrize(
     ("verb", "way", "nbytes"),
     [
