@@ -63,6 +63,8 @@ def test_the_first_rank_announces_the_worker_until_it_is_closed(
             announced = unpack_worker(key, store.announcements(key)[key])
             assert announced is not None
             assert (announced.worker.namespace, announced.lease_s) == (Namespace("default", FACTS).hex, 10.0)
+        else:
+            assert not eventually(lambda: bool(store.announcements("kvpool:default:")), within_s=0.5)
         worker.close()
         assert store.announcements("kvpool:default:worker:") == {}
 
