@@ -54,7 +54,11 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, store: Store) ->
 
 def test_while_a_server_is_away_a_batch_does_not_wait_for_its_deadline(server: Server, store: Store) -> None:
     server.kill()
-    assert eventually(lambda: not serves(store))
+    # With GLIDE the first call on each connection may run into its timeout before the loss is known.
+    assert eventually(
+        lambda: not serves(store) and store.counters()["up_connections"] == 0,
+        within_s=30,
+    )
     started = time.monotonic()
     with pytest.raises(StoreUnavailable, match=r"refused|reset|closed"):
         store.get_many_into(keys(100), [bytearray(1000)] * 100, timeout_s=60)
@@ -162,6 +166,18 @@ def refusals(store: Store) -> list[str]:
     ]
 
 
+def reads(store: Store, values: list[bytes]) -> bool:
+    """Whether the first keys hold ``values``; a fault is a no, a miss or a wrong byte fails the test."""
+    targets = [bytearray(len(value)) for value in values]
+    try:
+        found = store.get_many_into(keys(len(values)), targets)
+    except StoreUnavailable:
+        return False
+    assert found == [True] * len(values)
+    assert targets == values
+    return True
+
+
 def test_a_server_that_comes_back_and_loads_its_data(server: Server, client: str) -> None:
     values = [payload(number, 1000) for number in range(4)]
     url = with_client(server.url, client)
@@ -218,11 +234,9 @@ def test_a_server_that_begins_to_load_while_connections_stand(
         if client == "glide":
             server.client.replicaof("NO", "ONE")
             assert eventually(lambda: serves(store, 5))
-        targets = [bytearray(1000) for _ in values]
-        assert store.get_many_into(keys(4), targets) == [True] * 4
-        assert targets == values
+        assert eventually(lambda: reads(store, values))
         server.client.replicaof("NO", "ONE")
-        assert serves(store, 5)
+        assert eventually(lambda: serves(store, 5))
         assert store.counters()["damaged"] == 0
         if client == "native":
             assert store.counters()["disconnections"] == 0
@@ -243,7 +257,7 @@ def test_a_user_may_be_confined_to_a_tenant(server: Server, client: str) -> None
         store.announce("kvpool:tenant-1:x", b"x", lease_s=60)
         assert store.announcements("kvpool:tenant-1:") == {"kvpool:tenant-1:x": b"x"}
         assert store.withdraw("kvpool:tenant-1:x") is True
-        assert store.life() == "", "INFO is not among them"
+        assert (store.life() == "") is (client != "glide"), "INFO is not among the others' rights"
         foreign = key(1).replace("tenant-1", "tenant-2")
         for call in (
             lambda: store.put_many([foreign], [b"x"]),
