@@ -23,7 +23,7 @@ from kvpool.cli.server_settings import server_findings
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.index.worker import Worker
 from kvpool.keys import Namespace
-from kvpool.stores import Store, StoreURL, open_store
+from kvpool.stores import Store, StoreURL, visit_store
 from kvpool.stores.facts import announced_namespaces, describe_differences
 from kvpool.stores.url import SERVER_SCHEMES
 from kvpool.tenant import check_tenant
@@ -65,7 +65,7 @@ class _Pool:
 
     def findings(self) -> Iterator[Finding]:
         try:
-            store = open_store(self._text)
+            store = visit_store(self._text)
         except KVPoolError as error:
             yield problem("pool", str(error), "nothing can be shared before this works")
             return

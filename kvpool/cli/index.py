@@ -20,7 +20,7 @@ from kvpool.index.registry import WorkerWatch
 from kvpool.index.roster import Roster
 from kvpool.index.service import IndexServer
 from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
-from kvpool.stores import Store, open_store
+from kvpool.stores import Store, visit_store
 from kvpool.stores.url import StoreURL
 from kvpool.wording import unknown
 
@@ -80,7 +80,7 @@ async def _serve(
 def _open_pool(pool: str) -> Store:
     if StoreURL.parse(pool).scheme == "memory":
         raise ConfigError("--pool memory:// is of one process: no worker can announce itself in it")
-    return open_store(pool, threads=1)
+    return visit_store(pool)
 
 
 def parse_worker(text: str, seed_id: str) -> Worker:

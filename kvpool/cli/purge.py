@@ -20,10 +20,9 @@ from rich.table import Table
 
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.keys import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
-from kvpool.stores import Store, StoreURL, open_store
+from kvpool.stores import Store, StoreURL, visit_store
 from kvpool.stores.facts import announced_namespaces
-from kvpool.stores.file import FileStore
-from kvpool.wording import MAX_NBYTES, redact, unknown
+from kvpool.wording import redact, unknown
 
 DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
 MAX_SHOWN = 20
@@ -104,12 +103,9 @@ def run_purge(
 
 def _open(pool: str) -> Store:
     url = StoreURL.parse(pool)
-    if url.scheme != "file":
-        return open_store(pool)
-    if not Path(url.path).is_dir():
+    if url.scheme == "file" and not Path(url.path).is_dir():
         raise ConfigError(f"{pool}: there is no such directory")
-    # Opened with the capacity of this URL, it could begin by evicting what nobody asked to delete.
-    return FileStore(url.path, MAX_NBYTES, url.threads)
+    return visit_store(pool)
 
 
 def _survey(store: Store, within: str) -> tuple[list[Part], set[str]]:

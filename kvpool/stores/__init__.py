@@ -10,8 +10,9 @@ from dataclasses import replace
 from kvpool.stores.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.stores.transfer import Transfer
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL, check_threads
+from kvpool.wording import MAX_NBYTES
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store", "visit_store"]
 
 
 def open_store(url: str, *, threads: int | None = None) -> Store:
@@ -52,3 +53,13 @@ def _open_server(url: StoreURL) -> Store:
     from kvpool.stores.valkey import ValkeyStore
 
     return ValkeyStore(url)
+
+
+def visit_store(url: str) -> Store:
+    """``open_store`` for who only looks: the capacity in ``url`` plays no part, so nothing is evicted at open."""
+    parsed = StoreURL.parse(url)
+    if parsed.scheme != "file":
+        return open_store(url, threads=1)
+    from kvpool.stores.file import FileStore
+
+    return FileStore(parsed.path, MAX_NBYTES, 1)

@@ -44,7 +44,7 @@ MIN_LOAD_S = 0.05  # what a load is given even when the existence check has used
 LOOKUP_GRACE_S = 0.25  # how long after its own deadline an existence batch may still be stopping
 MAX_PENDING_STORES = 1 << 16  # blocks; more are not sent to the workers
 NO_OFFER: tuple[int | None, bool] = (0, False)
-KEEP_STEPPING_S = 1.0  # how long an engine without requests steps on, so that stores end and are announced
+KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that stores end and are announced
 
 
 @dataclass

@@ -267,3 +267,12 @@ def test_an_index_that_is_none_is_a_problem_in_one_sentence(server: Server) -> N
     assert code == 1
     (only,) = findings
     assert "\n" not in only["says"]
+
+
+def test_looking_at_a_full_directory_evicts_nothing(tmp_path: Path) -> None:
+    """The URL's own capacity is that of whoever writes there."""
+    keys = Namespace("default", {"model": "m"}).keys([bytes([i]) * 32 for i in range(8)], 0, 0)
+    with open_store(f"file://{tmp_path}/pool?capacity=16MiB") as store:
+        assert all(store.put_many(keys, [bytes(1 << 20)] * 8))
+        examined("--pool", f"file://{tmp_path}/pool?capacity=2MiB")
+        assert all(store.contains_many(keys))
