@@ -107,13 +107,18 @@ def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
         reconnect_strategy=glide_sync.BackoffStrategy(_RETRIES, _FACTOR_MS, _BASE),
         advanced_config=glide_sync.AdvancedGlideClientConfiguration(connection_timeout=timeout_ms),
     )
+    # What create() does, but for a hook that it leaves in the process for good, by which every child that is ever
+    # forked dials for this client: for one that could not be made, too.
+    kind: Any = glide_sync.GlideClient
+    client: glide_sync.GlideClient = kind(configuration)
     try:
-        return glide_sync.GlideClient.create(configuration)
+        client._create_core_client()  # type: ignore[no-untyped-call]
     except glide_sync.GlideError as error:
         words = _words(error)
         if "NOPERM" in words:
             raise LinkRefused(f"{words} (GLIDE needs +info)") from error
         raise LinkFault(words) from error
+    return client
 
 
 def _words(error: Exception) -> str:

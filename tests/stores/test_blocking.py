@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvpool import open_store
-from kvpool.errors import StoreUnavailable
+from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores import blocking
 from kvpool.stores.store import Store
 from tests.conftest import eventually
@@ -124,6 +124,17 @@ def test_a_fork_is_told_to_open_its_own(store: Store) -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert store.contains_many([key(1)]) == [True]
+
+
+def test_glide_leaves_no_hook_for_forks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
+    server.client.acl_setuser("few", enabled=True, passwords=["+p"], keys=["*"], commands=["+ping"])
+    with pytest.raises(ConfigError, match="GLIDE needs"):
+        open_store(f"valkey://few:p@127.0.0.1:{server.port}?client=glide")
+    with open_store(f"{server.url}?client=glide") as store:
+        assert store.put_many([key(1)], [b"x"]) == [True]
+    assert hooks == []
 
 
 # ---------------------------------------------------------------------- a server that misbehaves
