@@ -126,6 +126,24 @@ def test_a_fork_is_told_to_open_its_own(store: Store) -> None:
     assert store.contains_many([key(1)]) == [True]
 
 
+def test_what_one_thread_learns_the_others_know(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLIDE waits for a server that is away until its timeout: once, not once a connection."""
+    monkeypatch.setattr(blocking, "MAX_CALL_S", 2.0)
+    with open_store(f"{server.url}?client=glide&connections=4") as store:
+        value = bytes(2 * MIB)
+        assert eventually(
+            lambda: all(store.put_many(keys(16), [value] * 16)) and store.counters()["up_connections"] == 4
+        )
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            store.contains_many([key(1)], timeout_s=60)
+        for _ in range(12):
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="refused"):
+                store.contains_many([key(1)], timeout_s=60)
+            assert time.monotonic() - started < 1.0
+
+
 def test_glide_leaves_no_hook_for_forks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = []
     monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
@@ -200,6 +218,35 @@ def test_a_reply_that_drips_ends_at_the_deadline() -> None:
         with pytest.raises(StoreUnavailable):
             store.contains_many([key(1)], timeout_s=0.3)
         assert time.monotonic() - started < 0.3 + MARGIN_S
+
+
+def test_an_evicted_value_has_no_room() -> None:
+    """The server kept it, and evicted it before it was told how long to keep it."""
+    replies = {b"HSET": b":2\r\n", b"PEXPIRE": b":0\r\n"}
+    with (
+        Rogue(lambda word: [(0.0, replies[word])] if word in replies else polite(word)) as rogue,
+        open_store(f"valkey://127.0.0.1:{rogue.port}?client=redis") as store,
+    ):
+        assert store.put_many([key(1)], [b"x"]) == [False]
+        assert store.counters()["no_room"] == 1
+        assert store.counters()["puts"] == 0
+
+
+def test_a_server_that_is_away_is_asked_again_in_pauses() -> None:
+    away = threading.Event()
+
+    def answer(word: bytes) -> list[tuple[float, bytes]]:
+        return [(0.0, b"-LOADING it is\r\n")] if away.is_set() else polite(word)
+
+    with Rogue(answer) as rogue, open_store(f"valkey://127.0.0.1:{rogue.port}?client=redis") as store:
+        away.set()
+        started, calls = time.monotonic(), 0
+        while time.monotonic() - started < 0.4:
+            calls += 1
+            with pytest.raises(StoreUnavailable, match="LOADING it is"):
+                store.contains_many([key(1)])
+        assert calls > 30
+        assert store.counters()["failed_dials"] <= 5  # after 0, 50, 150 and 350 ms
 
 
 def test_a_surplus_reply_is_not_taken_for_the_next_one() -> None:
