@@ -18,14 +18,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvpool.cli.bench_clients import TIMEOUT_S, Client, KVPool, clients
+from kvpool.cli.bench_clients import OWN, TIMEOUT_S, Client, clients
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores import StoreURL, open_store
 from kvpool.stores.server_announcements import connect
@@ -64,7 +64,7 @@ def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json
     parsed = StoreURL.parse(url)
     try:
         with (
-            open_store(url) as store,
+            open_store(replace(parsed, client="native")) as store,
             _used_memory(parsed, batch_nbytes) as used_nbytes,
             clients(store, parsed, folder / "peer") as measured,
             _progress() as progress,
@@ -97,7 +97,7 @@ def _measure(
     for _, mood in itertools.product(range(rounds), ("idle", "busy")):
         with _busy_interpreter() if mood == "busy" else contextlib.nullcontext():
             for client in measured:
-                weigh = used_nbytes if isinstance(client, KVPool) and mood == "idle" else None
+                weigh = used_nbytes if client is measured[0] and mood == "idle" else None
                 before_nbytes = weigh() if weigh else 0
                 try:
                     times.setdefault((client.name, f"put_{mood}"), []).append(_timed(client.put, sources))
@@ -120,7 +120,7 @@ def _measure(
             put_busy=speed[client.name, "put_busy"],
             get_idle=speed[client.name, "get_idle"],
             get_busy=speed[client.name, "get_busy"],
-            server_memory=statistics.median(memory) if memory and isinstance(client, KVPool) else None,
+            server_memory=statistics.median(memory) if memory and client is measured[0] else None,
         )
         for client in measured
     ]
@@ -204,16 +204,16 @@ def _print(rows: list[Row], pool: str, rounds: int, batch_nbytes: int, as_json: 
             "rows": [asdict(row) | {f"{verb}_busy_over_idle": row.busy_over_idle(verb) for verb in ("put", "get")}
                      for row in rows],
             "times_the_best_other": {
-                row.value_nbytes: _times_the_best_other(rows, row) for row in rows if row.client == KVPool.name
+                row.value_nbytes: _times_the_best_other(rows, row) for row in rows if row.client == OWN
             },
         }  # fmt: skip
         print(json.dumps(report))
         return
     table = Table(title=f"{pool}: GB/s, median of {rounds}; batches of {format_nbytes(batch_nbytes)}")
-    for name in ("value", "client", "put", "busy", "ratio", "get", "busy", "ratio", "memory"):
-        table.add_column(name, justify="left" if name == "client" else "right")
+    for name in ("value", "client", "put", "busy", "ratio", "get", "busy", "ratio", "mem"):
+        table.add_column(name, justify="left" if name == "client" else "right", no_wrap=name == "client")
     for row in rows:
-        if row.client == KVPool.name and row is not rows[0]:
+        if row.client == OWN and row is not rows[0]:
             table.add_section()
         table.add_row(
             format_nbytes(row.value_nbytes),
@@ -223,17 +223,15 @@ def _print(rows: list[Row], pool: str, rounds: int, batch_nbytes: int, as_json: 
         )
         last = [other for other in rows if other.value_nbytes == row.value_nbytes][-1]
         if row is last:
-            own = next(
-                one for one in rows if one.value_nbytes == row.value_nbytes and one.client == KVPool.name
-            )
+            own = next(one for one in rows if one.value_nbytes == row.value_nbytes and one.client == OWN)
             times = _times_the_best_other(rows, own)
             put_idle, put_busy, get_idle, get_busy = (f"{times[cell]:.1f}x" for cell in CELLS)
-            table.add_row("", "kvpool, times best", put_idle, put_busy, "", get_idle, get_busy, "", "")
+            table.add_row("", "over the best", put_idle, put_busy, "", get_idle, get_busy, "", "")
     console = Console()
     console.print(table)
     console.print(
-        "busy: beside a pure-Python thread that spins. ratio: busy over idle. memory: the server's bytes for a byte of "
-        "payload.",
+        "busy: beside a pure-Python thread that spins. ratio: busy over idle. mem: the server's bytes for a byte of "
+        "payload. over the best: kvpool over the best of the others.",
         highlight=False,
     )
 

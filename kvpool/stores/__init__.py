@@ -15,7 +15,7 @@ from kvpool.wording import MAX_NBYTES
 __all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store", "visit_store"]
 
 
-def open_store(url: str, *, threads: int | None = None) -> Store:
+def open_store(url: str | StoreURL, *, threads: int | None = None) -> Store:
     """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379``, ``valkey+unix:///socket`` or
     ``memory://``.
 
@@ -26,7 +26,7 @@ def open_store(url: str, *, threads: int | None = None) -> Store:
     Errors: ``ConfigError`` for a URL that is wrong, ``StoreUnavailable`` for a store that cannot be reached;
     each one line that says what to do.
     """
-    parsed = StoreURL.parse(url)
+    parsed = url if isinstance(url, StoreURL) else StoreURL.parse(url)
     if threads is not None:
         check_threads(threads)
     if parsed.scheme == "memory":
