@@ -34,7 +34,7 @@ from kvpool.stores import open_store
 
 PROMPT_TOKENS = (2050, 2650, 3300, 3950)
 WARMUP_TOKENS = 2100
-INDEX_TIMEOUT_S = 15.0  # for an engine to be found, or for what it announced to arrive
+INDEX_TIMEOUT_S = 30.0  # for an engine to be found, or for what it announced to arrive
 GENERATED_TOKENS = 16
 VOCABULARY = 8192
 NEEDED_SHARE = 0.9  # of the full blocks of each prompt

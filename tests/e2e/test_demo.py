@@ -55,14 +55,18 @@ def _interrupt(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert command.stderr is not None
+    said = ""
     for line in command.stderr:
+        said += line
         if "first engine starts" in line:
             break
+    else:
+        pytest.fail(f"the demo ended before an engine started: {said}{command.communicate()}")
     # The engine's own children are what a clumsy clean-up would forget: wait for them.
     assert eventually(lambda: len(_engine_processes(tmp_path)) >= 3, within_s=90)
     engine = _engine_processes(tmp_path)
     command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=30)
+    _, errors = command.communicate(timeout=60)
     assert command.returncode == 130
     assert "Traceback" not in errors
     assert errors.strip().splitlines()[-1] == "kvpool: interrupted"
