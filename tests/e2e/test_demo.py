@@ -47,13 +47,18 @@ def test_interrupted_demo_leaves_nothing() -> None:
 
 def _interrupt(tmp_path: Path) -> None:
     shared = set(Path("/dev/shm").iterdir())
-    command = subprocess.Popen(
-        [KVPOOL, "demo"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
+    # A shell that runs the tests in the background has them ignore the signal, which children would inherit.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        command = subprocess.Popen(
+            [KVPOOL, "demo"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert command.stderr is not None
     said = ""
     for line in command.stderr:
