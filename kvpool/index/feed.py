@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -54,12 +54,6 @@ class _Link:
     probe_at: float = 0.0
 
 
-@dataclass
-class _Followed:
-    worker: Worker
-    links: list[_Link] = field(default_factory=list)
-
-
 class EventFeed:
     """Follows the publishers of workers and tells ``sink`` what they say, from one thread of its own.
 
@@ -73,8 +67,8 @@ class EventFeed:
         self._orders: deque[Callable[[], None]] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
-        self._followed: dict[str, _Followed] = {}
-        self._by_socket: dict[zmq.Socket[bytes], tuple[_Link, str]] = {}
+        self._followed: dict[str, list[_Link]] = {}  # by worker
+        self._by_socket: dict[zmq.Socket[bytes], _Link] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._woken, zmq.POLLIN)
         self.ignored_messages = 0  # that are no batch
@@ -141,21 +135,20 @@ class EventFeed:
         while self._orders:
             self._orders.popleft()()
         for one in ready:
-            if (known := self._by_socket.get(one)) is not None:
-                link, kind = known
-                if kind == "replay":
-                    self._read_replay(link)
-                else:
-                    self._read_events(link)
+            link = self._by_socket.get(one)
+            if link is not None and one is link.replay:
+                self._read_replay(link)
+            elif link is not None:
+                self._read_events(link)
         now = time.monotonic()
-        for followed in self._followed.values():
-            for link in followed.links:
+        for links in self._followed.values():
+            for link in links:
                 self._keep_asking(link, now)
 
     def _next_at(self) -> float:
         at = time.monotonic() + PROBE_S
-        for followed in self._followed.values():
-            for link in followed.links:
+        for links in self._followed.values():
+            for link in links:
                 if link.asked:
                     at = min(at, link.answer_by)
                 else:
@@ -164,7 +157,7 @@ class EventFeed:
 
     def _follow(self, worker: Worker) -> None:
         self._unfollow(worker.id)
-        followed = self._followed[worker.id] = _Followed(worker)
+        links = self._followed[worker.id] = []
         for publisher in worker.publishers:
             if not publisher.events:
                 self._sink.mark(worker.id, publisher.dp_rank, stale=True, problem="it publishes no KV events")
@@ -175,15 +168,14 @@ class EventFeed:
             events.subscribe(b"")
             self._connect(events, publisher.events, worker.id, publisher.dp_rank)
             link = _Link(worker.id, publisher, sequence, events, monitor)
-            followed.links.append(link)
+            links.append(link)
             for one in (events, monitor):
-                self._by_socket[one] = (link, "events")
+                self._by_socket[one] = link
                 self._poller.register(one, zmq.POLLIN)
             # Batches that are published before the subscription stands are in the replay, or are a gap.
 
     def _unfollow(self, worker_id: str) -> None:
-        followed = self._followed.pop(worker_id, None)
-        for link in followed.links if followed is not None else ():
+        for link in self._followed.pop(worker_id, ()):
             self._close_replay(link)
             link.events.disable_monitor()
             for one in (link.events, link.monitor):
@@ -274,16 +266,17 @@ class EventFeed:
         if link.sequence.is_live and now >= link.probe_at:
             link.probe_at = now + PROBE_S
             link.sequence.check()
-        if link.sequence.is_live or link.sequence.wanted is None or now < link.ask_at:
+        wanted = link.sequence.wanted
+        if wanted is None or now < link.ask_at:
             return
         if link.replay is None:
             link.replay = self._socket(zmq.DEALER)
             self._connect(link.replay, link.publisher.replay, link.worker_id, link.publisher.dp_rank)
-            self._by_socket[link.replay] = (link, "replay")
+            self._by_socket[link.replay] = link
             self._poller.register(link.replay, zmq.POLLIN)
         link.asked, link.answer_by = True, now + ANSWER_S
         try:
-            link.replay.send_multipart([b"", link.sequence.wanted.to_bytes(8, "big")], zmq.NOBLOCK)
+            link.replay.send_multipart([b"", wanted.to_bytes(8, "big")], zmq.NOBLOCK)
         except zmq.Again:
             link.answer_by = now
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.hashing import BlockHasher, Multimodal, len_tokens, seed_id
@@ -343,10 +343,9 @@ class Fleet:
         with rank.lock:
             if rank.gone:
                 return
-            pool: dict[str, Any] = {"pool": rank.pool} if rank.pool else {}
             rank.version += 1
             try:
-                rank.index.apply(rank.holder, payload, dp_rank=dp_rank, **pool)
+                rank.index.apply(rank.holder, payload, dp_rank=dp_rank, pool=rank.pool or None)
                 rank.sequence = sequence
                 rank.batches += 1
                 if not rank.joining:  # while it joins, batches of long ago are told

@@ -17,7 +17,6 @@ from enum import Enum
 from kvpool.errors import MalformedEvents
 from kvpool.index.worker import EventSink
 
-KEPT_BY_PUBLISHER = 10_000  # batches
 REMEMBERED = 1 << 14  # batches of which a hash is kept, to know one that comes twice
 MAX_WAITING = 1 << 14  # batches that came while a replay is under way
 MAX_WAITING_NBYTES = 64 << 20
@@ -36,7 +35,7 @@ class Sequence:
     """The order of one rank's batches. One thread.
 
     ``can_replay``: the publisher has a replay endpoint. Whoever reads its sockets calls the methods below;
-    ``wanted`` is the number from which a replay is to be asked, or None. A replay that was asked for is followed
+    ``wanted`` says from which number a replay is to be asked. A replay that was asked for is followed
     by ``replayed`` for each batch and ``replay_ended``, or by ``replay_failed``.
     """
 
@@ -53,7 +52,6 @@ class Sequence:
         self._broken = False
         self._outdated = False  # within a replay: it may be of a life that has ended since
         self._rounds = 0
-        self.wanted: int | None = 0 if can_replay else None
 
     # What comes by itself.
 
@@ -132,7 +130,7 @@ class Sequence:
             return
         if self._state is _State.CLOSING:
             self._sink.gap(self._worker_id, self._dp_rank, closed=True)
-        self._state, self._rounds, self.wanted = _State.LIVE, 0, None
+        self._state, self._rounds = _State.LIVE, 0
         self._sink.heard(self._worker_id, self._dp_rank)
         self._sink.mark(self._worker_id, self._dp_rank, stale=False)
 
@@ -150,6 +148,11 @@ class Sequence:
     def is_live(self) -> bool:
         """Whether nothing is being asked."""
         return self._state is _State.LIVE
+
+    @property
+    def wanted(self) -> int | None:
+        """The number from which a replay is to be asked; None when nothing is."""
+        return None if self.is_live else self._last or 0
 
     # How it goes on.
 
@@ -175,7 +178,6 @@ class Sequence:
 
     def _ask(self, state: _State) -> None:
         self._state, self._verified, self._broken, self._outdated = state, False, False, False
-        self.wanted = 0 if self._last is None else self._last
 
     def _ask_again(self) -> None:
         """A replay has left something open."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from kvpool.cli.engine_process import free_ports
 from tests.conftest import eventually
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "servers" / "bin"
@@ -47,9 +47,7 @@ class Server:
 
     def __init__(self, name: str, folder: Path, *options: str) -> None:
         self.name, self.folder, self.options = name, folder, options
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.socket_path = folder / "socket"
         self.client = redis.Redis(port=self.port, protocol=2, socket_timeout=10, retry=Retry(NoBackoff(), 0))
         self._process: subprocess.Popen[bytes] | None = None
