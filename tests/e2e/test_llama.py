@@ -15,7 +15,7 @@ import msgpack
 import pytest
 
 from kvpool import BlockHasher
-from kvpool.cli.engine_process import EngineProcess
+from kvpool.cli.engine_process import EngineProcess, free_ports
 from tests.conftest import eventually
 from tests.e2e.harness import (
     BLOCK_TOKENS,
@@ -100,7 +100,7 @@ class _Subscriber:
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.setsockopt(zmq.LINGER, 0)
-        self.port = _free_port()
+        self.port = free_ports(1)[0]
         self._socket.connect(f"tcp://127.0.0.1:{self.port}")
         self._stop = threading.Event()
         self._events = events
@@ -123,14 +123,6 @@ class _Subscriber:
 def _subscribe() -> tuple[list[dict[str, Any]], _Subscriber]:
     events: list[dict[str, Any]] = []
     return events, _Subscriber(events)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _same(pair: Pair, name: str, answer: dict[str, Any]) -> bool:
