@@ -29,12 +29,14 @@ export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
 VENV := .venv
 BIN := $(VENV)/bin
 SERVERS := .cache/servers
+PEERS := .cache/peers
+LMCACHE_VERSION := 0.5.6
 PROTO_TOOLS := .cache/proto
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h)
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test check bench sanitize soak test-compose compose-down proto clean
+.PHONY: help demo test check bench bench-peers sanitize soak test-compose compose-down proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -44,6 +46,7 @@ help:
 	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store and the prefix index, each beside its peer"
+	@echo "make bench-peers  environments of LMCache, GLIDE and redis-py, for kvpool bench store --peers"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
@@ -73,6 +76,8 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool bench hash
 	$(BIN)/kvpool bench store
 	$(BIN)/kvpool bench index
+
+bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) -m soak --durations=15 $(PYTEST)
@@ -138,6 +143,28 @@ $(PROTO_TOOLS)/.stamp: scripts/proto | $(VENV)/.stamp-venv
 	@$(BIN)/python -m pip install -qq --no-warn-conflicts --target $(PROTO_TOOLS) \
 	  grpcio-tools==1.75.1 grpcio==1.75.1 protobuf==6.31.1
 	@touch $@
+
+# Of LMCache only its native client is used, which needs torch and none of the other things that its wheel asks for.
+$(PEERS)/lmcache/.stamp: | $(VENV)/.stamp-venv
+	$(call peer_environment,lmcache,$(TORCH) numpy)
+	@$(PEERS)/lmcache/bin/python -m pip install -qq --no-deps lmcache==$(LMCACHE_VERSION)
+	@touch $@
+
+$(PEERS)/glide/.stamp: | $(VENV)/.stamp-venv
+	$(call peer_environment,glide,valkey-glide-sync>=2.5)
+	@touch $@
+
+$(PEERS)/redis/.stamp: | $(VENV)/.stamp-venv
+	$(call peer_environment,redis,redis>=6 hiredis>=3)
+	@touch $@
+
+# $(1): a peer; $(2): what it needs.
+define peer_environment
+	@echo "making the environment of $(1)"
+	@rm -rf $(PEERS)/$(1)
+	@$(PYTHON) -m venv $(PEERS)/$(1)
+	@$(PEERS)/$(1)/bin/python -m pip install -qq $(foreach wanted,$(2),'$(wanted)')
+endef
 
 $(VENV)/.stamp-cmake: | $(VENV)/.stamp-venv
 	@command -v cmake >/dev/null || $(BIN)/python -m pip install -qq cmake

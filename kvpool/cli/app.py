@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -266,19 +267,35 @@ def bench_store(
     ] = None,
     rounds: Annotated[
         int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")
-    ] = 5,
+    ] = 9,
     batch_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Bytes of a batch, of whatever size its values are.")
-    ] = "128MiB",
+    ] = "256MiB",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="LMCache, GLIDE and redis-py by themselves, too.")
+    ] = False,
+    peers_folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
+    ] = ".cache/peers",
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a PNG of GB/s over value size.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Puts and gets by value size, idle and beside a busy interpreter, next to other clients.
+    """Puts and gets by value size, idle and beside a busy interpreter, next to a bare native loop and other clients.
 
-    On a server: Valkey GLIDE and redis-py. In a directory: a plain Python loop over files.
+    On a server: kvpool's own stores over Valkey GLIDE and redis-py. In a directory: a plain Python loop over files.
     """
     from kvpool.cli.bench_store import run_bench_store
 
-    run_bench_store(pool=pool, rounds=rounds, batch_nbytes=_batch_nbytes(batch_bytes), as_json=as_json)
+    run_bench_store(
+        pool=pool,
+        rounds=rounds,
+        batch_nbytes=_batch_nbytes(batch_bytes),
+        peers=Path(peers_folder) if peers else None,
+        plot=Path(plot) if plot else None,
+        as_json=as_json,
+    )
 
 
 def _batch_nbytes(text: str) -> int:

@@ -1,102 +1,344 @@
-"""What ``kvpool bench store`` measures beside each other: kvpool's own client of a store, and others.
+"""What ``kvpool bench store`` measures beside each other: kvpool's own client of a store, and the others.
 
-On a server these are the stores of ``?client=glide`` and ``?client=redis``, which do the same job: records that prove
-themselves, in the same layout. Beside a directory it is a plain loop over files. All keys are of this run alone.
+- ``kvpool``: the store that the pool's URL opens.
+- ``bare loop``, twice: the plainest native loop over the same server or directory, the bar; against itself it shows how
+  much the machine wavers.
+- ``glide``, ``redis-py``: kvpool's stores of ``?client=``, which do the same job: records that prove themselves, in the
+  same layout, moved by that client. ``python files``: a plain loop in a directory.
+- ``--peers``: other projects' clients, each in a process and an environment of its own (``bench_peer.py``).
+
+All keys are of this run alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import os
 import secrets
+import selectors
+import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from kvpool import _native
+from kvpool.cli import bench_peer
 from kvpool.errors import ConfigError
 from kvpool.keys import Namespace
 from kvpool.stores import Store, open_store
-from kvpool.stores.url import SERVER_SCHEMES, StoreURL
+from kvpool.stores.server_announcements import connect
+from kvpool.stores.url import DEFAULT_THREADS, SERVER_SCHEMES, StoreURL
 
-OWN = "kvpool"
+OWN, BARE, BARE_AGAIN, LMCACHE = "kvpool", "bare loop", "bare again", "lmcache"
+PEERS = {"lmcache": LMCACHE, "glide": "glide plain", "redis": "redis plain"}
 TENANT = "bench"
 TIMEOUT_S = 120.0  # of one batch
+PEER_THREADS = 4  # of a Python client: what it is fastest with beside a busy interpreter
 
-Views = Sequence[memoryview]
+Views = list[memoryview]
+
+
+class Values:
+    """As many values of one size as a batch has: what is put, and where it is got to."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self.nbytes, self.count = nbytes, count
+        self.sources: Views = [memoryview(os.urandom(nbytes)) for _ in range(count)]
+        self.targets: Views = [memoryview(bytearray(nbytes)) for _ in range(count)]
 
 
 class Client(Protocol):
-    """Value ``i`` of a batch has a place of its own, ``delete`` empties all of them."""
+    """One that is measured. Every call blocks; times are seconds. Errors: ``KVPoolError``, ``RuntimeError``."""
 
     name: str
+    whole_batches: bool  # it is measured with all values at a time, however long that takes
 
-    def put(self, sources: Views) -> None: ...
-    def get(self, targets: Views) -> None: ...
-    def delete(self, count: int) -> None: ...
+    def fill(self, values: Values) -> None:
+        """Put all of ``values``, each under a key of its own, which the calls below then use."""
+
+    def put(self, count: int) -> float: ...
+    def get(self, count: int) -> float: ...
+    def exists(self, count: int) -> float | None:
+        """How long the question takes which of the first ``count`` are there. None: it has no such question."""
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """A pure-Python thread spins in the process that moves the bytes."""
+
+    def empty(self) -> None:
+        """Delete what ``fill`` put."""
 
 
 @contextlib.contextmanager
-def clients(store: Store, url: StoreURL, folder: Path) -> Iterator[list[Client]]:
-    """kvpool's own first, then the others that this pool can be reached with; closed at the end of the block."""
+def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> Iterator[list[Client]]:
+    """kvpool's own first, then the bare loop twice where there is one for this pool, then the others.
+
+    ``folder``: for what is put beside a file store. ``peers``: where the environments of the other projects are.
+    """
     with contextlib.ExitStack() as opened:
-        found: list[Client] = [KVPool(OWN, store)]
+        found: list[Client] = [StoreClient(OWN, store, whole_batches=True)]
         if url.scheme not in SERVER_SCHEMES:
+            folder.mkdir()
+            found += [BareFiles(name, folder, url.threads) for name in (BARE, BARE_AGAIN)]
             found.append(PythonFiles(folder))
         else:
+            found += [BareServer(name, url) for name in (BARE, BARE_AGAIN)]
             if not url.path:  # GLIDE has no Unix sockets
-                found.append(KVPool("glide", opened.enter_context(open_store(replace(url, client="glide")))))
-            found.append(KVPool("redis-py", opened.enter_context(open_store(replace(url, client="redis")))))
+                other = opened.enter_context(open_store(replace(url, client="glide")))
+                found.append(StoreClient("glide", other))
+            found.append(
+                StoreClient("redis-py", opened.enter_context(open_store(replace(url, client="redis"))))
+            )
+            if peers is not None:
+                found += [opened.enter_context(Peer(name, url, peers)) for name in PEERS]
         yield found
 
 
-class KVPool:
-    """One batch of a store, one return into Python."""
+class _Here:
+    """A client in this process. What it got is compared with what was put, outside the time that is measured."""
 
-    def __init__(self, name: str, store: Store) -> None:
+    whole_batches = False
+
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._store = store
-        self._key = _keys(name)
+        self._values = Values(0, 0)
 
-    def put(self, sources: Views) -> None:
+    def fill(self, values: Values) -> None:
+        self._values = values
+        self._put(values.sources)
+
+    def put(self, count: int) -> float:
+        return _timed(lambda: self._put(self._values.sources[:count]))
+
+    def get(self, count: int) -> float:
+        targets = self._values.targets[:count]
+        nothing = bytes(self._values.nbytes)
+        for target in targets:
+            target[:] = nothing
+        taken_s = _timed(lambda: self._get(targets))
+        if targets != self._values.sources[:count]:
+            raise RuntimeError(f"{self.name} gave other bytes than it took")
+        return taken_s
+
+    def exists(self, count: int) -> float | None:
+        return None
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        return _busy_interpreter()
+
+    def _put(self, sources: Views) -> None:
+        raise NotImplementedError
+
+    def _get(self, targets: Views) -> None:
+        raise NotImplementedError
+
+
+class StoreClient(_Here):
+    """A store of kvpool: one batch, one return into Python."""
+
+    def __init__(self, name: str, store: Store, *, whole_batches: bool = False) -> None:
+        super().__init__(name)
+        self.whole_batches = whole_batches
+        self._store = store
+        self._namespace = Namespace(TENANT, {"bench": name, "run": secrets.token_hex(16)})
+
+    def exists(self, count: int) -> float:
+        keys = self._keys(count)
+        return _timed(lambda: _all(self._store.contains_many(keys, timeout_s=TIMEOUT_S)))
+
+    def empty(self) -> None:
+        self._store.delete_many(self._keys(self._values.count), timeout_s=TIMEOUT_S)
+
+    def _put(self, sources: Views) -> None:
         _all(self._store.put_many(self._keys(len(sources)), sources, timeout_s=TIMEOUT_S))
 
-    def get(self, targets: Views) -> None:
+    def _get(self, targets: Views) -> None:
         _all(self._store.get_many_into(self._keys(len(targets)), targets, timeout_s=TIMEOUT_S))
 
-    def delete(self, count: int) -> None:
-        self._store.delete_many(self._keys(count), timeout_s=TIMEOUT_S)
-
     def _keys(self, count: int) -> list[str]:
-        return [self._key(index) for index in range(count)]
+        return [self._namespace.key(index.to_bytes(32, "big"), 0, 0) for index in range(count)]
 
 
-class PythonFiles:
+class BareServer(_Here):
+    whole_batches = True
+
+    def __init__(self, name: str, url: StoreURL) -> None:
+        super().__init__(name)
+        self._url = url
+        self._loop = _native.BareServer(
+            url.host, url.port, url.path, url.user, url.password, url.database, url.threads
+        )
+        self._prefix = _plain_prefix()
+
+    def empty(self) -> None:
+        _unlink(self._url, self._prefix, self._values.count)
+
+    def _put(self, sources: Views) -> None:
+        self._loop.put(_plain_keys(self._prefix, len(sources)), sources)
+
+    def _get(self, targets: Views) -> None:
+        self._loop.get(_plain_keys(self._prefix, len(targets)), targets)
+
+
+class BareFiles(_Here):
+    whole_batches = True
+
+    def __init__(self, name: str, folder: Path, threads: int) -> None:
+        super().__init__(name)
+        self._folder = folder / secrets.token_hex(8)
+        self._folder.mkdir()
+        self._loop = _native.BareFiles(str(self._folder), threads)
+
+    def empty(self) -> None:
+        for path in self._folder.iterdir():
+            path.unlink()
+
+    def _put(self, sources: Views) -> None:
+        self._loop.put(_plain_keys("", len(sources)), sources)
+
+    def _get(self, targets: Views) -> None:
+        self._loop.get(_plain_keys("", len(targets)), targets)
+
+
+class PythonFiles(_Here):
     """One file a value: ``write``, ``readinto``."""
 
-    name = "python files"
+    whole_batches = True
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir()
+        super().__init__("python files")
+        self._folder = folder / "python"
+        self._folder.mkdir()
 
-    def put(self, sources: Views) -> None:
+    def empty(self) -> None:
+        for path in self._folder.iterdir():
+            path.unlink()
+
+    def _put(self, sources: Views) -> None:
         for index, source in enumerate(sources):
             (self._folder / f"{index}").write_bytes(source)
 
-    def get(self, targets: Views) -> None:
+    def _get(self, targets: Views) -> None:
         for index, target in enumerate(targets):
             with (self._folder / f"{index}").open("rb", buffering=0) as file:
                 _all([file.readinto(target) == len(target)])
 
-    def delete(self, count: int) -> None:
-        for index in range(count):
-            (self._folder / f"{index}").unlink(missing_ok=True)
+
+class Peer:
+    """Another project's client, in a process of its own that is told what to do: a line of JSON each way."""
+
+    whole_batches = False
+
+    def __init__(self, peer: str, url: StoreURL, folder: Path) -> None:
+        self.name = PEERS[peer]
+        python = folder / peer / "bin" / "python"
+        if not python.exists():
+            raise ConfigError(f"there is no {python}: make bench-peers makes it, in a clone of kvpool")
+        if url.path:
+            raise ConfigError("--peers needs valkey://host:port: not all of them can use a Unix socket")
+        self._prefix = _plain_prefix()
+        self._process = subprocess.Popen(
+            [python, "-I", bench_peer.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._replies = selectors.DefaultSelector()
+        assert self._process.stdout is not None
+        self._replies.register(self._process.stdout, selectors.EVENT_READ)
+        try:
+            self._ask(
+                "open", client=peer, host=url.host, port=url.port, user=url.user, password=url.password,
+                database=url.database, threads=DEFAULT_THREADS if self.name == LMCACHE else PEER_THREADS,
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def fill(self, values: Values) -> None:
+        self._ask("fill", prefix=self._prefix, nbytes=values.nbytes, count=values.count)
+
+    def put(self, count: int) -> float:
+        return float(self._ask("put", count=count))
+
+    def get(self, count: int) -> float:
+        return float(self._ask("get", count=count))
+
+    def exists(self, count: int) -> float:
+        return float(self._ask("exists", count=count))
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        self._ask("busy", on=True)
+        try:
+            yield
+        finally:
+            self._ask("busy", on=False)
+
+    def empty(self) -> None:
+        self._ask("empty")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._replies.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, do: str, **how: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do} | how).encode() + b"\n")
+        except BrokenPipeError:
+            raise RuntimeError(f"{self.name} ended") from None
+        if not self._replies.select(TIMEOUT_S):
+            raise RuntimeError(f"{self.name} did not {do} within {TIMEOUT_S:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended; what it said is above")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"{self.name} could not {do}: {answer['error']}")
+        return answer["result"]
 
 
-def _keys(client: str) -> Callable[[int], str]:
-    """Keys of a namespace that nobody else has, by number."""
-    namespace = Namespace(TENANT, {"bench": client, "run": secrets.token_hex(16)})
-    return lambda index: namespace.key(index.to_bytes(32, "big"), 0, 0)
+@contextlib.contextmanager
+def _busy_interpreter() -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=bench_peer.spin, args=(stop,), name="kvpool-bench-spin")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _timed(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _plain_prefix() -> str:
+    return f"kvpool:{TENANT}:plain-{secrets.token_hex(8)}:"
+
+
+def _plain_keys(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}{index}" for index in range(count)]
+
+
+def _unlink(url: StoreURL, prefix: str, count: int) -> None:
+    with connect(url, timeout_s=TIMEOUT_S) as server:
+        keys = iter(_plain_keys(prefix, count))
+        while some := list(itertools.islice(keys, 1000)):
+            server.unlink(*some)
 
 
 def _all(found: Sequence[bool]) -> None:

@@ -1,0 +1,243 @@
+"""Another project's client of a server, moved by lines of JSON: ``{"do": ..., ...}`` in, ``{"result": ...}`` out.
+
+Run by the interpreter of an environment that has that client, and not kvpool; so it imports nothing of kvpool. Each
+client is used as its makers mean it to be fast: buffers in place, a batch in one call where it has one, some threads
+where it has none. Values are plain strings: nothing is proven.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+TIMEOUT_S = 60.0
+
+
+def spin(stop: threading.Event) -> None:
+    """Never lets go of the interpreter by itself."""
+    count = 0
+    while not stop.is_set():
+        for _ in range(10_000):
+            count += 1
+
+
+class LMCache:
+    """The native RESP client of LMCache: one call a batch, an eventfd says when it is done."""
+
+    def __init__(self, at: dict[str, Any]) -> None:
+        # Its package imports all of LMCache, CUDA included; the client is one extension module that needs torch alone.
+        import importlib.machinery
+        import importlib.metadata
+        import importlib.util
+
+        import torch  # noqa: F401  (its libraries)
+
+        found = [
+            str(file.locate())
+            for file in importlib.metadata.files("lmcache") or ()
+            if file.name.startswith("lmcache_redis.")
+        ]
+        loader = importlib.machinery.ExtensionFileLoader("lmcache_redis", found[0])
+        spec = importlib.util.spec_from_loader("lmcache_redis", loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        if at["database"]:
+            raise RuntimeError("it has no SELECT")
+        self._client = module.LMCacheRedisClient(
+            at["host"], at["port"], at["threads"], at["user"], at["password"]
+        )
+        self._completed = self._client.event_fd()
+
+    def put(self, keys: list[str], views: list[memoryview]) -> None:
+        self._wait(self._client.submit_batch_set(keys, views))
+
+    def get(self, keys: list[str], views: list[memoryview]) -> None:
+        self._wait(self._client.submit_batch_get(keys, views))
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        return [bool(each) for each in self._wait(self._client.submit_batch_exists(keys))]
+
+    def delete(self, keys: list[str]) -> None:
+        self._wait(self._client.submit_batch_delete(keys))
+
+    def _wait(self, asked: int) -> Any:
+        import select
+
+        while True:
+            if not select.select([self._completed], [], [], TIMEOUT_S)[0]:
+                raise RuntimeError("no completion")
+            for future, good, error, result in self._client.drain_completions():
+                if not good:
+                    raise RuntimeError(error)
+                if future == asked:
+                    return result
+
+
+class Redis:
+    """redis-py: a connection for each thread; hiredis reads, its own packer keeps memoryviews on their way out."""
+
+    def __init__(self, at: dict[str, Any]) -> None:
+        import redis
+
+        self._server = redis.Redis(
+            at["host"], at["port"], at["database"], at["password"] or None, username=at["user"] or None,
+            socket_timeout=TIMEOUT_S, protocol=2, max_connections=at["threads"] + 1,
+        )  # fmt: skip
+        try:
+            from redis.connection import PythonRespSerializer
+
+            pool = self._server.connection_pool
+            pool.connection_kwargs["command_packer"] = PythonRespSerializer(
+                6000, self._server.get_encoder().encode
+            )
+        except ImportError:
+            pass  # an older redis-py: its packer copies
+        self._server.ping()
+        self._threads = ThreadPoolExecutor(at["threads"])
+
+    def put(self, keys: list[str], views: list[memoryview]) -> None:
+        list(self._threads.map(self._server.set, keys, views))
+
+    def get(self, keys: list[str], views: list[memoryview]) -> None:
+        def one(key: str, view: memoryview) -> None:
+            value: Any = self._server.get(key)
+            view[:] = value
+
+        list(self._threads.map(one, keys, views))
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        with self._server.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.exists(key)
+            return [bool(each) for each in pipeline.execute()]
+
+    def delete(self, keys: list[str]) -> None:
+        for first in range(0, len(keys), 1000):
+            self._server.unlink(*keys[first : first + 1000])
+
+
+class Glide:
+    """Valkey GLIDE's synchronous client, into buffers in place; one client for all threads."""
+
+    def __init__(self, at: dict[str, Any]) -> None:
+        import glide_sync
+
+        self._glide = glide_sync
+        self._client = glide_sync.GlideClient.create(
+            glide_sync.GlideClientConfiguration(
+                [glide_sync.NodeAddress(at["host"], at["port"])],
+                credentials=(
+                    glide_sync.ServerCredentials(at["password"], at["user"] or None)
+                    if at["password"]
+                    else None
+                ),
+                database_id=at["database"] or None,
+                request_timeout=int(TIMEOUT_S * 1e3),
+            )
+        )
+        self._threads = ThreadPoolExecutor(at["threads"])
+
+    def put(self, keys: list[str], views: list[memoryview]) -> None:
+        list(self._threads.map(self._client.set, keys, views))
+
+    def get(self, keys: list[str], views: list[memoryview]) -> None:
+        def one(key: str, view: memoryview) -> None:
+            self._client.get(key, buffer=view)
+
+        list(self._threads.map(one, keys, views))
+
+    def exists(self, keys: list[str]) -> list[bool]:
+        batch = self._glide.Batch(is_atomic=False)
+        for key in keys:
+            batch.exists([key])
+        return [bool(each) for each in self._client.exec(batch, raise_on_error=True) or ()]
+
+    def delete(self, keys: list[str]) -> None:
+        for first in range(0, len(keys), 1000):
+            self._client.unlink(list(keys[first : first + 1000]))
+
+
+CLIENTS: dict[str, Callable[[dict[str, Any]], Any]] = {"lmcache": LMCache, "redis": Redis, "glide": Glide}
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._keys: list[str] = []
+        self._sources: list[memoryview] = []
+        self._targets: list[memoryview] = []
+        self._stop = threading.Event()
+        self._spinning: threading.Thread | None = None
+
+    def do(self, asked: dict[str, Any]) -> Any:
+        count = asked.get("count", 0)
+        keys = self._keys[:count]
+        if asked["do"] == "open":
+            self._client = CLIENTS[asked["client"]](asked)
+        elif asked["do"] == "fill":
+            self._keys = [f"{asked['prefix']}{index}" for index in range(count)]
+            self._sources = [memoryview(bytearray(os.urandom(asked["nbytes"]))) for _ in range(count)]
+            self._targets = [memoryview(bytearray(asked["nbytes"])) for _ in range(count)]
+            self._client.put(self._keys, self._sources)
+        elif asked["do"] == "put":
+            return timed(lambda: self._client.put(keys, self._sources[:count]))
+        elif asked["do"] == "get":
+            targets = self._targets[:count]
+            for target in targets:
+                target[:] = bytes(len(target))
+            taken_s = timed(lambda: self._client.get(keys, targets))
+            if targets != self._sources[:count]:
+                raise RuntimeError("it gave other bytes than it took")
+            return taken_s
+        elif asked["do"] == "exists":
+            found: list[bool] = []
+            taken_s = timed(lambda: found.extend(self._client.exists(keys)))
+            if found != [True] * count:
+                raise RuntimeError("it did not find what it put")
+            return taken_s
+        elif asked["do"] == "busy":
+            self._spin(asked["on"])
+        elif asked["do"] == "empty":
+            self._client.delete(self._keys)
+        return None
+
+    def _spin(self, on: bool) -> None:
+        if on:
+            self._stop.clear()
+            self._spinning = threading.Thread(target=spin, args=(self._stop,), daemon=True)
+            self._spinning.start()
+        elif self._spinning is not None:
+            self._stop.set()
+            self._spinning.join()
+            self._spinning = None
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    # What a client prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    turns = Turns()
+    for line in sys.stdin:
+        try:
+            answer = {"result": turns.do(json.loads(line))}
+        except Exception as error:  # whatever a client raises is its answer
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers)
+    os._exit(0)  # a client's threads may not want to end
+
+
+if __name__ == "__main__":
+    main()
