@@ -19,6 +19,7 @@ from rich.text import Text
 
 from kvpool.cli.finding import Finding, note, ok, problem
 from kvpool.cli.fleet_check import announced_workers, index_findings, worker_findings
+from kvpool.cli.host_settings import host_findings
 from kvpool.cli.server_settings import server_findings
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.index.worker import Worker
@@ -73,6 +74,8 @@ class _Pool:
             yield _trial(store, self._tenant)
             if self._url.scheme in SERVER_SCHEMES:
                 yield from server_findings(self._url)
+                if self._url.scheme != "valkey+unix":
+                    yield from host_findings()
             elif self._url.scheme == "file":
                 yield from _directory(self._url)
             try:

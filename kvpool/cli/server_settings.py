@@ -1,16 +1,16 @@
 """What a live Redis or Valkey server's own settings mean for a pool, and what to change.
 
-Read with INFO and CONFIG GET; managed servers forbid the second one, and then INFO has to do. The reasons are
-measured ones: see docs/stores.md.
+Read with INFO and CONFIG GET, judged by ``RULES``; managed servers forbid the second one, and then INFO has to do.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvpool.cli.finding import Finding, note, ok, problem
+from kvpool.cli.finding import Finding, Level, note, ok, problem
+from kvpool.cli.server_rules import RULES, Info, Rule
 from kvpool.stores.server_announcements import connect
 from kvpool.stores.url import StoreURL
 
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 2.0
 ABOUT = "server"
-SETTINGS = (
-    "client-output-buffer-limit",
-    "maxmemory-clients",
-    "notify-keyspace-events",
-    "appendonly",
-    "save",
-    "lazyfree-lazy-eviction",
-)
-_EVICTING = "allkeys-lru"
 
 
 def server_findings(url: StoreURL) -> list[Finding]:
@@ -61,24 +52,51 @@ def _findings(server: redis.Redis) -> Iterator[Finding]:
             "it is a node of a cluster: keys of other nodes cannot be reached",
             "use a server of its own",
         )
-    settings = _settings(server)
-    yield from _memory(info, settings)
-    if settings is None:
+    asked = _settings(server)
+    settings = _told(info) | (asked or {})
+    for rule in RULES:
+        if rule.name in settings and (wrong := _judged(rule, settings[rule.name], info)) is not None:
+            level, says = wrong
+            yield Finding(level, ABOUT, says, _change(rule, live=asked is not None))
+    if ended := int(info.get("evicted_clients", 0)):
         yield note(
             ABOUT,
-            "CONFIG is not allowed, as on managed servers: limits for slow clients, notices and persistence "
-            "cannot be judged",
-            "compare them with docs/stores.md where they are set, or allow +config|get",
+            f"it ended {ended:,} connections because all clients together held more than maxmemory-clients; "
+            "their batches failed",
+            "raise it: each connection that puts needs twice the size of a block (CONFIG RESETSTAT starts the "
+            "count anew)",
         )
-    else:
-        yield from _judged(settings)
+    if asked is None:
+        unknown = "; ".join(f"{rule.name} {rule.wanted}" for rule in RULES if rule.name not in settings)
+        yield note(
+            ABOUT,
+            "CONFIG is not allowed, as on managed servers: most settings cannot be judged",
+            f"check in its console, under the names that it has for them: {unknown}; or allow +config|get",
+        )
 
 
-def _info(server: redis.Redis) -> dict[str, Any] | None:
+def _judged(rule: Rule, value: str, info: Info) -> tuple[Level, str] | None:
+    try:
+        return rule.judge(value, info)
+    except (KeyError, ValueError):  # a server that spells it in another way
+        return None
+
+
+def _change(rule: Rule, *, live: bool) -> str:
+    if not rule.live:
+        return f"write {rule.name} {rule.wanted} into its configuration, and start it anew"
+    value = f'"{rule.wanted}"' if " " in rule.wanted else rule.wanted
+    size = ", or what its host or container can spare" if rule.name == "maxmemory" else ""
+    if not live:
+        return f"where the server is configured, set {rule.name} {rule.wanted}{size}"
+    return f"CONFIG SET {rule.name} {value}{size}"
+
+
+def _info(server: redis.Redis) -> Info | None:
     import redis
 
     with contextlib.suppress(redis.exceptions.NoPermissionError):
-        info: dict[str, Any] = server.info()
+        info: Info = server.info()
         return info
     return None
 
@@ -90,83 +108,31 @@ def _settings(server: redis.Redis) -> dict[str, str] | None:
     try:
         # One at a time: servers before Redis 7 take one name.
         found: dict[str, str] = {}
-        for name in SETTINGS:
-            found.update({_text(key): _text(value) for key, value in server.config_get(name).items()})
+        for rule in RULES:
+            found.update({_text(key): _text(value) for key, value in server.config_get(rule.name).items()})
         return found
     except redis.exceptions.ResponseError:  # not allowed, or renamed away
         return None
 
 
-def _name(info: dict[str, Any]) -> str:
+def _told(info: Info) -> dict[str, str]:
+    """What INFO has of the settings, as CONFIG GET would say it."""
+    told = {"maxmemory": info.get("maxmemory"), "maxmemory-policy": info.get("maxmemory_policy")}
+    if "aof_enabled" in info:
+        told["appendonly"] = "yes" if info["aof_enabled"] else "no"
+    return {name: str(value) for name, value in told.items() if value is not None}
+
+
+def _name(info: Info) -> str:
     if "valkey_version" in info:
         return f"Valkey {info['valkey_version']}, {_size(info)}"
     return f"Redis {info.get('redis_version', 'of unknown version')}, {_size(info)}"
 
 
-def _size(info: dict[str, Any]) -> str:
+def _size(info: Info) -> str:
     used, most = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     share = f" of {most / 2**30:,.2f}" if most else ""
     return f"{used / 2**30:,.2f}{share} GiB used, {int(info.get('evicted_keys', 0)):,} keys evicted so far"
-
-
-def _memory(info: dict[str, Any], settings: dict[str, str] | None) -> Iterator[Finding]:
-    change = "CONFIG SET" if settings is not None else "where the server is configured, set"
-    policy = str(info.get("maxmemory_policy", ""))
-    if not int(info.get("maxmemory", 0)):
-        yield problem(
-            ABOUT,
-            "maxmemory is 0: it grows until the host runs out of memory",
-            f"{change} maxmemory 8gb (or what the host can spare)",
-        )
-    elif policy == "noeviction":
-        yield problem(
-            ABOUT,
-            "maxmemory-policy is noeviction: once it is full, nothing new can be kept",
-            f"{change} maxmemory-policy {_EVICTING}",
-        )
-    elif policy in ("allkeys-random", "volatile-random", "volatile-ttl"):
-        yield note(
-            ABOUT,
-            f"maxmemory-policy is {policy}: blocks in use are evicted as soon as others",
-            f"{change} maxmemory-policy {_EVICTING}",
-        )
-    elif policy:
-        yield ok(ABOUT, f"maxmemory-policy is {policy}")
-
-
-def _judged(settings: dict[str, str]) -> Iterator[Finding]:
-    limit = settings.get("client-output-buffer-limit", "")
-    if "normal 0 0 0" in limit:
-        yield note(
-            ABOUT,
-            "client-output-buffer-limit has none for normal clients: stalled readers can fill its memory",
-            'CONFIG SET client-output-buffer-limit "normal 256mb 128mb 30"',
-        )
-    if settings.get("maxmemory-clients") == "0":
-        yield note(
-            ABOUT,
-            "maxmemory-clients is 0: what clients have in flight can push out the data",
-            "CONFIG SET maxmemory-clients 25%",
-        )
-    if settings.get("appendonly") == "yes" or settings.get("save"):
-        yield note(
-            ABOUT,
-            "appendonly or save is on: a cache is written to disk for nothing, and a fork of it takes memory",
-            'CONFIG SET save "" and CONFIG SET appendonly no',
-        )
-    if settings.get("lazyfree-lazy-eviction") == "no":
-        yield note(
-            ABOUT,
-            "lazyfree-lazy-eviction is no: evictions hold up every other client",
-            "CONFIG SET lazyfree-lazy-eviction yes",
-        )
-    events = settings.get("notify-keyspace-events", "")
-    if not ("E" in events and ("e" in events or "A" in events)):
-        yield note(
-            ABOUT,
-            "notify-keyspace-events does not tell of evictions: an index learns of them by misses only",
-            "CONFIG SET notify-keyspace-events Ee",
-        )
 
 
 def _text(value: object) -> str:

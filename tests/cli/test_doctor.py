@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,26 @@ import pytest
 
 from kvpool import IndexClient, Namespace, open_store
 from kvpool.cli.engine_process import free_ports
+from kvpool.cli.finding import Finding
+from kvpool.cli.host_settings import CONGESTION_CONTROL, host_findings
 from kvpool.cli.index_process import IndexProcess
+from kvpool.cli.server_rules import RULES
+from kvpool.cli.server_settings import server_findings
+from kvpool.errors import StoreUnavailable
 from kvpool.hashing import seed_id
 from kvpool.index.registry import Announcer
 from kvpool.index.worker import Publisher, Worker
 from kvpool.stores.facts import announce_facts
+from kvpool.stores.url import StoreURL
 from tests.cli.test_app import kvpool, refused
 from tests.conftest import eventually
 from tests.index.publisher import misbehaving
 from tests.stores.servers import Server, running
 
-GOOD = (
-    "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru", "--client-output-buffer-limit", "normal 64mb 32mb 30",
-    "--maxmemory-clients", "25%", "--notify-keyspace-events", "Ee", "--lazyfree-lazy-eviction", "yes",
-)  # fmt: skip
+CONF = Path(__file__).parents[2] / "deploy" / "valkey.conf"
+# What the file has for its container only, and what the test's own server has to have otherwise.
+OURS_ALONE = {"bind", "protected-mode"}
+GOOD = ("--include", str(CONF), "--bind", "127.0.0.1")
 
 
 def examined(*arguments: str) -> tuple[int, list[dict[str, str]]]:
@@ -33,6 +40,16 @@ def examined(*arguments: str) -> tuple[int, list[dict[str, str]]]:
     report: dict[str, Any] = json.loads(ended.stdout)
     assert report["ok"] is (ended.returncode == 0)
     return ended.returncode, report["findings"]
+
+
+def about_the_server(findings: list[dict[str, str]]) -> list[dict[str, str]]:
+    """What is to be changed about it. ``host`` and ``workers`` are as this machine and the test have them."""
+    return [one for one in findings if one["about"] in ("pool", "server") and one["level"] != "ok"]
+
+
+def to_change(server: Server) -> list[Finding]:
+    """The same, asked without a process of its own."""
+    return [one for one in server_findings(StoreURL.parse(server.url)) if one.level != "ok"]
 
 
 def sentences(findings: list[dict[str, str]], level: str) -> str:
@@ -45,46 +62,128 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_well_kept_server_has_nothing_to_change(server: Server) -> None:
+def test_the_file_says_what_the_doctor_wants() -> None:
+    lines = [
+        line.split(" ", 1) for line in CONF.read_text().splitlines() if line and not line.startswith("#")
+    ]
+    assert len(dict(lines)) == len(lines), "no setting twice"
+    said = {name: value for name, value in lines if name not in OURS_ALONE}
+    assert said == {rule.name: rule.wanted for rule in RULES}
+
+
+def test_a_server_with_our_file_has_nothing_to_change(server: Server) -> None:
     code, findings = examined("--pool", server.url)
     assert code == 0
-    assert {one["level"] for one in findings if one["about"] != "workers"} == {"ok"}, findings
+    assert about_the_server(findings) == []
     assert server.client.dbsize() == 0, "the block that was tried is gone again"
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "level", "says"),
-    [
-        ("maxmemory", "0", "problem", "maxmemory is 0"),
-        ("maxmemory-policy", "noeviction", "problem", "maxmemory-policy is noeviction"),
-        ("maxmemory-policy", "volatile-ttl", "note", "maxmemory-policy is volatile-ttl"),
-        ("client-output-buffer-limit", "normal 0 0 0", "note", "client-output-buffer-limit"),
-        ("maxmemory-clients", "0", "note", "maxmemory-clients"),
-        ("notify-keyspace-events", "", "note", "notify-keyspace-events"),
-        ("appendonly", "yes", "note", "appendonly"),
-        ("lazyfree-lazy-eviction", "no", "note", "lazyfree-lazy-eviction"),
-    ],
-)
+WRONG = [
+    ("maxmemory", "0", "problem", "maxmemory is 0"),
+    ("maxmemory", str(1 << 50), "problem", "maxmemory is more than the memory of its host"),
+    ("maxmemory-policy", "noeviction", "problem", "maxmemory-policy is noeviction"),
+    ("maxmemory-policy", "volatile-ttl", "note", "maxmemory-policy is volatile-ttl"),
+    ("save", "3600 1", "note", "save is on"),
+    ("appendonly", "yes", "note", "appendonly is on"),
+    ("client-output-buffer-limit", "normal 0 0 0", "note", "client-output-buffer-limit has none"),
+    (
+        "client-output-buffer-limit",
+        "normal 4mb 0 0",
+        "problem",
+        "client-output-buffer-limit ends connections",
+    ),
+    ("maxmemory-clients", "0", "note", "maxmemory-clients is 0"),
+    ("maxmemory-clients", "1%", "problem", "maxmemory-clients allows 10.2 MiB"),
+    ("maxmemory-clients", "20mb", "problem", "maxmemory-clients allows 20 MiB"),
+    ("notify-keyspace-events", "", "note", "notify-keyspace-events"),
+    ("notify-keyspace-events", "Kx", "note", "notify-keyspace-events"),
+    ("lazyfree-lazy-user-flush", "no", "note", "lazyfree-lazy-user-flush"),
+    ("hash-max-listpack-value", "1048576", "note", "hash-max-listpack-value is 1048576"),
+    ("io-threads", "2", "note", "io-threads is 2"),
+    ("timeout", "300", "note", "timeout is 300"),
+    ("tcp-keepalive", "0", "note", "tcp-keepalive is 0"),
+]
+
+
+def test_each_rule_has_a_wrong_value_here() -> None:
+    assert {name for name, *_ in WRONG} == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize(("setting", "value", "level", "says"), WRONG)
 def test_each_setting_is_judged(server: Server, setting: str, value: str, level: str, says: str) -> None:
-    server.client.config_set(setting, value)
-    code, findings = examined("--pool", server.url)
-    assert says in sentences(findings, level)
-    assert code == (1 if level == "problem" else 0)
-    others = {one["level"] for one in findings if one["about"] != "workers" and setting not in one["says"]}
-    assert others == {"ok"}
+    """Exactly one finding, whose change makes it go."""
+    if setting == "io-threads":  # neither lets it be changed while it runs
+        server.kill()
+        server.options = (*server.options, "--io-threads", value)
+        server.start()
+    else:
+        server.client.config_set(setting, value)
+    (only,) = to_change(server)
+    assert only.level == level
+    assert only.says.startswith(says)
+    if setting == "io-threads":
+        assert only.change.startswith("write io-threads 1 into its configuration")
+        return
+    command = shlex.split(only.change.partition(",")[0])
+    assert command[:3] == ["CONFIG", "SET", setting]
+    server.client.config_set(*command[2:])
+    assert to_change(server) == []
 
 
 def test_a_server_without_config_is_judged_by_info(server: Server) -> None:
+    """As managed ones are: what could not be judged is named, with what it should be."""
     server.client.execute_command("ACL", "SETUSER", "default", "-config")
     code, findings = examined("--pool", server.url)
     assert code == 0
-    assert "CONFIG is not allowed" in sentences(findings, "note")
+    (only,) = about_the_server(findings)
+    assert only["says"].startswith("CONFIG is not allowed")
+    judged = {"maxmemory", "maxmemory-policy", "appendonly"}
+    for rule in RULES:
+        assert (f"{rule.name} {rule.wanted}" in only["change"]) == (rule.name not in judged)
     server.client.execute_command("ACL", "SETUSER", "default", "+config")
-    server.client.config_set("maxmemory", "0")
+    for setting, value in (("maxmemory", "0"), ("maxmemory-policy", "noeviction"), ("appendonly", "yes")):
+        server.client.config_set(setting, value)
     server.client.execute_command("ACL", "SETUSER", "default", "-config")
     code, findings = examined("--pool", server.url)
     assert code == 1
-    assert "maxmemory is 0" in sentences(findings, "problem")
+    problems = sentences(findings, "problem")
+    assert "maxmemory is 0" in problems
+    assert "where the server is configured, set maxmemory 1gb" in problems
+    assert "maxmemory-policy is noeviction" in problems
+    assert "appendonly is on" in sentences(findings, "note")
+
+
+def test_connections_that_were_ended_for_their_memory_are_told(server: Server) -> None:
+    server.client.config_set("maxmemory-clients", "2mb")
+    namespace = Namespace("default", {"model": "m"})
+    with open_store(server.url) as store, pytest.raises(StoreUnavailable):
+        store.put_many(namespace.keys([bytes([i]) * 32 for i in range(8)], 0, 0), [bytes(4 << 20)] * 8)
+    server.client.config_set("maxmemory-clients", "20%")
+    _, findings = examined("--pool", server.url)
+    (only,) = about_the_server(findings)
+    assert "connections because all clients together held more than maxmemory-clients" in only["says"]
+
+
+@pytest.mark.parametrize(
+    ("name", "noted"), [("bbr", True), ("bbr3", True), ("cubic", False), ("reno", False)]
+)
+def test_this_hosts_congestion_control_is_judged(tmp_path: Path, name: str, noted: bool) -> None:
+    setting = tmp_path / "tcp_congestion_control"
+    setting.write_text(f"{name}\n")
+    found = list(host_findings(setting))
+    assert bool(found) == noted
+    for finding in found:
+        assert f"on this host uses {name}" in finding.says
+        assert "net.ipv4.tcp_congestion_control=cubic" in finding.change
+    assert list(host_findings(tmp_path / "not shown")) == []
+
+
+def test_the_doctor_looks_at_the_host_of_a_network_only(server: Server) -> None:
+    bbr = CONGESTION_CONTROL.read_text().startswith("bbr")
+    _, findings = examined("--pool", server.url)
+    assert any(one["about"] == "host" for one in findings) == bbr
+    _, findings = examined("--pool", f"valkey+unix://{server.socket_path}")
+    assert not any(one["about"] == "host" for one in findings)
 
 
 def test_a_server_without_info_says_so(server: Server) -> None:
@@ -160,7 +259,7 @@ def test_the_table_names_what_to_change(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "problem" in ended.stdout
     assert "-> CONFIG SET maxmemory" in ended.stdout
-    assert "To be changed: 1" in ended.stdout
+    assert "To be changed: 2" in ended.stdout
 
 
 def test_wrong_use_is_one_clear_line() -> None:
