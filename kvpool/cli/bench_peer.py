@@ -32,12 +32,12 @@ class LMCache:
 
     def __init__(self, at: dict[str, Any]) -> None:
         # Its package imports all of LMCache, CUDA included; the client is one extension module that needs torch alone.
-        import importlib
         import importlib.machinery
         import importlib.metadata
         import importlib.util
 
-        importlib.import_module("torch")  # loads the libraries that it needs
+        import torch  # noqa: F401  (loads the libraries that it needs)
+
         found = [
             str(file.locate())
             for file in importlib.metadata.files("lmcache") or ()
