@@ -27,6 +27,11 @@ OPTIONS = (
 )
 
 
+def _packed(request: Any) -> bytes:
+    packed: bytes = request.SerializeToString()
+    return packed
+
+
 def check_target(target: str) -> str:
     """Return ``HOST:PORT`` if an index can be there. Errors: ``ConfigError``."""
     _, port = parse_address(target)
@@ -51,11 +56,14 @@ def check_timeout_s(timeout_s: float) -> float:
 def open_calls(channel: Any) -> dict[str, Any]:
     """What calls each method of the index, by its name; of either kind of channel."""
     return {
-        name: channel.unary_unary(
-            f"/{codec.SERVICE}/{name}", request_serializer=lambda request: request.SerializeToString()
-        )
+        name: channel.unary_unary(f"/{codec.SERVICE}/{name}", request_serializer=_packed)
         for name in codec.REPLIES
     }
+
+
+def open_stream(channel: Any) -> Any:
+    """A call of ``LookupStream``, under way."""
+    return channel.stream_stream(f"/{codec.SERVICE}/LookupStream", request_serializer=_packed)()
 
 
 def read(target: str, call: Call[Answer], reply: bytes) -> Answer:
@@ -73,6 +81,26 @@ def closed(target: str) -> KVPoolError:
     return IndexUnavailable(f"this client of the index at {target} was closed")
 
 
+def late(target: str, timeout_s: float) -> KVPoolError:
+    """What a client says of an answer that did not come in time."""
+    return IndexUnavailable(
+        f"the index at {target} did not answer within {timeout_s:g} s: it is busy or stuck, or something else "
+        "listens there; raise timeout_s, or go on without it"
+    )
+
+
+def ended(target: str) -> KVPoolError:
+    """What a stream says that the index has ended."""
+    return IndexUnavailable(f"this stream of lookups to the index at {target} has ended; make another")
+
+
+def unanswered(target: str, count: int) -> KVPoolError:
+    """What a stream says on which too much is under way."""
+    return IndexUnavailable(
+        f"{count} lookups wait for the index at {target} on this stream; no more are sent"
+    )
+
+
 def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError:
     """The error of ours for one of gRPC's."""
     code: Any = error.code()
@@ -82,10 +110,7 @@ def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError
     if code is grpc.StatusCode.NOT_FOUND:
         return UnknownModel(detail)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return IndexUnavailable(
-            f"the index at {target} did not answer within {timeout_s:g} s: it is busy or stuck, or something else "
-            "listens there; raise timeout_s, or go on without it"
-        )
+        return late(target, timeout_s)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return IndexUnavailable(f"what listens on {target} is no kvpool index: {detail}")
     if code is grpc.StatusCode.UNAVAILABLE:

@@ -67,6 +67,8 @@ class IndexServer:
         self._ticker: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
+        self._streams: set[asyncio.Task[None]] = set()
+        self._stopping = False
 
     async def start(self, listen: str) -> int:
         """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
@@ -115,7 +117,11 @@ class IndexServer:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         if self._server is not None:
-            await self._server.stop(STOP_TIMEOUT_S)
+            stopped = asyncio.ensure_future(self._server.stop(STOP_TIMEOUT_S))
+            self._stopping = True  # a stream would go on for as long as its caller likes
+            for stream in self._streams:
+                stream.cancel()
+            await stopped
         self._threads.shutdown()
 
     async def _tick(self) -> None:
@@ -132,7 +138,7 @@ class IndexServer:
             "RemoveWorker": (pb.RemoveWorkerRequest, self._remove),
             "ListWorkers": (pb.ListWorkersRequest, self._list),
         }
-        return {
+        handlers = {
             name: grpc.unary_unary_rpc_method_handler(
                 _answering(name, method),
                 request_deserializer=_reader(message),
@@ -140,6 +146,12 @@ class IndexServer:
             )
             for name, (message, method) in methods.items()
         }
+        handlers["LookupStream"] = grpc.stream_stream_rpc_method_handler(
+            self._lookups,
+            request_deserializer=_reader(pb.LookupRequest),
+            response_serializer=codec.REPLIES["Lookup"].SerializeToString,
+        )
+        return handlers
 
     async def _lookup(self, request: Any) -> Any:
         started_s = time.perf_counter()
@@ -162,6 +174,21 @@ class IndexServer:
         finally:
             if self._observer is not None:
                 self._observer.looked_up(time.perf_counter() - started_s, result)
+
+    async def _lookups(self, _: Any, context: grpc.aio.ServicerContext) -> None:
+        answer = _answering("Lookup", self._lookup)
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                await context.write(await answer(request, context))
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this index ends")
+        finally:
+            self._streams.discard(task)
 
     async def _register(self, request: Any) -> Any:
         if not request.HasField("worker"):

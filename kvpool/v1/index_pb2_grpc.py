@@ -39,6 +39,11 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.LookupStream = channel.stream_stream(
+                '/kvpool.v1.IndexService/LookupStream',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.LookupResponse.FromString,
+                _registered_method=True)
         self.RegisterWorker = channel.unary_unary(
                 '/kvpool.v1.IndexService/RegisterWorker',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerRequest.SerializeToString,
@@ -62,6 +67,14 @@ class IndexServiceServicer(object):
     def Lookup(self, request, context):
         """How many leading blocks of one prompt each worker holds. NOT_FOUND for a model or tenant that no worker has
         named, and for tokens where no worker of the model hashes them in a way that the index can follow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LookupStream(self, request_iterator, context):
+        """The same for one prompt after another, answered in their order: half the cost of a call each. What Lookup would
+        refuse ends the stream with the same status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,6 +106,11 @@ def add_IndexServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.LookupRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.LookupResponse.SerializeToString,
+            ),
+            'LookupStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.LookupStream,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.LookupRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.LookupResponse.SerializeToString,
             ),
@@ -137,6 +155,33 @@ class IndexService(object):
             request,
             target,
             '/kvpool.v1.IndexService/Lookup',
+            kvpool_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookupStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvpool.v1.IndexService/LookupStream',
             kvpool_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.LookupResponse.FromString,
             options,
