@@ -1,4 +1,4 @@
-"""``kvpool bench index``: the prefix index beside a plain Python dictionary, in one run.
+"""``kvpool bench index``: the prefix index beside a plain Python dictionary, and a lookup over gRPC beside an echo.
 
 The table is filled with prompts of 8,192 blocks. In the shape ``sessions`` a prompt is held by 1 to 8 workers,
 one of them to its end and the others to some block on the way; in the shape ``everybody`` all workers hold all of
@@ -8,6 +8,7 @@ bit mask of workers, and is given events that are decoded already.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import struct
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvpool.cli.bench_rpc import RpcRow, measure_rpc
 from kvpool.index import PrefixIndex
 
 SEED = 5
@@ -63,12 +65,18 @@ def run_bench_index(*, blocks: int, workers: Sequence[int], rounds: int, as_json
         for shape, count in shapes:
             rows.append(_measure(shape, count, max(1, blocks // PROMPT_BLOCKS), rounds))
             progress.advance(task)
+        rpc_rows: list[RpcRow] = []
+        if importlib.util.find_spec("grpc") is not None:
+            progress.update(task, description="asking over gRPC")
+            rpc_rows = measure_rpc(blocks, max(workers), rounds)
     index = PrefixIndex()
     call_us = _percentile(_times(lambda _: index.match(b""), 2000, 1), 0.5)
     if as_json:
-        print(json.dumps({"call_us": call_us, "rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"call_us": call_us, "rows": [asdict(row) for row in rows],
+                          "rpc": [asdict(row) for row in rpc_rows]}))  # fmt: skip
         return
     _print(rows, call_us)
+    _print_rpc(rpc_rows, max(workers))
 
 
 def _measure(shape: str, workers: int, prompts: int, rounds: int) -> Row:
@@ -85,13 +93,13 @@ def _measure(shape: str, workers: int, prompts: int, rounds: int) -> Row:
             part: Sequence[int] = hashes
             if shape == "sessions" and place > 0:
                 part = hashes[: draw.randint(1, PROMPT_BLOCKS)]
-            seconds += _clock(index, f"worker-{worker}", _payloads(part, tokens=False))
+            seconds += _clock(index, f"worker-{worker}", payloads(part, tokens=False))
             peer_s += peer.store(part, 1 << worker)
             pairs += len(part)
         if len(index) >= 1 << 16:
             most_nbytes = max(most_nbytes, index.memory_nbytes / len(index))
         if number % 8 == 0:  # tokens are slow to make: a part is enough
-            tokens_s += _clock(tokens_index, "worker", _payloads(hashes, tokens=True))
+            tokens_s += _clock(tokens_index, "worker", payloads(hashes, tokens=True))
     with_tokens = len(texts[::8]) * PROMPT_BLOCKS
     block_nbytes = index.memory_nbytes / len(index)
     short = [text[: 8 * SHORT_BLOCKS] for text in texts]
@@ -163,7 +171,7 @@ def _end(found: dict[int, int], workers: int, count: int) -> None:
         workers ^= worker
 
 
-def _payloads(hashes: Sequence[int], *, tokens: bool) -> list[bytes]:
+def payloads(hashes: Sequence[int], *, tokens: bool) -> list[bytes]:
     """What vLLM would publish for these blocks, in batches."""
     events = []
     for at in range(0, len(hashes), EVENT_BLOCKS):
@@ -240,3 +248,23 @@ def _print(rows: Sequence[Row], call_us: float) -> None:
         dictionary = (f"{row.dict_short_us_p50:.2f}", "", f"{row.dict_long_us_p50:.0f}")
         table.add_row("", "dict", f"{row.dict_ingest_mpairs_per_s:.1f}", "", *dictionary, end_section=True)
     Console().print(table)
+
+
+def _print_rpc(rows: Sequence[RpcRow], workers: int) -> None:
+    console = Console()
+    if not rows:
+        console.print("Lookups over gRPC were not measured: pip install 'kvpool[index]'", highlight=False)
+        return
+    table = Table(
+        title=f"Lookups of {PROMPT_BLOCKS:,} blocks over gRPC, {workers} workers, in us, beside an echo of as many "
+        "bytes in the same server. ratio: of the medians."
+    )
+    names = ("call", "callers", "p50", "p99", "echo p50", "echo p99", "ratio")
+    for name in names:
+        table.add_column(name, justify="left" if name == names[0] else "right")
+    for row in rows:
+        times = (row.p50_us, row.p99_us, row.echo_p50_us, row.echo_p99_us)
+        table.add_row(
+            row.kind, f"{row.callers}", *(f"{each:.0f}" for each in times), f"{row.p50_over_echo:.2f}"
+        )
+    console.print(table)

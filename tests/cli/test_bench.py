@@ -152,4 +152,13 @@ def test_bench_index_agrees_with_a_dictionary() -> None:
     assert shapes == [("sessions", 3, 16384), ("sessions", 70, 16384), ("everybody", 8, 16384)]
     figures = [name for name in report["rows"][0] if name != "shape"]
     assert all(row[name] > 0 for row in report["rows"] for name in figures)
-    assert "dict" in kvpool(*arguments).stdout
+    assert [(row["kind"], row["callers"]) for row in report["rpc"]] == [
+        ("unary", 1),
+        ("unary", 16),
+        ("stream", 1),
+    ]
+    for row in report["rpc"]:
+        assert row["p50_over_echo"] == pytest.approx(row["p50_us"] / row["echo_p50_us"])
+    shown = kvpool(*arguments).stdout
+    assert "dict" in shown
+    assert "stream" in shown
