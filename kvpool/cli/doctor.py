@@ -11,12 +11,12 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvpool.cli.file_system import file_system_findings
 from kvpool.cli.finding import Finding, note, ok, problem
 from kvpool.cli.fleet_check import announced_workers, index_findings, worker_findings
 from kvpool.cli.host_settings import host_findings
@@ -125,21 +125,7 @@ def _directory(url: StoreURL) -> Iterator[Finding]:
         )
     else:
         yield ok("pool", f"capacity {capacity}; {free} are free on the file system")
-    if not _is_memory(url.path):
-        yield note(
-            "pool", "it is on a disk", "a folder on tmpfs, such as one in /dev/shm, is as fast as memory"
-        )
-
-
-def _is_memory(path: str) -> bool:
-    """Whether the file system that holds ``path`` is tmpfs, as the kernel lists it."""
-    best, kind = "", ""
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, mounted, name, *_ = line.split(" ")
-        inside = path == mounted or path.startswith(mounted.rstrip("/") + "/")
-        if inside and len(mounted) >= len(best):
-            best, kind = mounted, name
-    return kind == "tmpfs"
+    yield from file_system_findings(url.path)
 
 
 def _namespaces(store: Store, tenant: str) -> Iterator[Finding]:

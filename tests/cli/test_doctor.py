@@ -13,6 +13,7 @@ import pytest
 
 from kvpool import IndexClient, Namespace, open_store
 from kvpool.cli.engine_process import free_ports
+from kvpool.cli.file_system import file_system_findings
 from kvpool.cli.finding import Finding
 from kvpool.cli.host_settings import CONGESTION_CONTROL, host_findings
 from kvpool.cli.index_process import IndexProcess
@@ -236,6 +237,30 @@ def test_a_directory(tmp_path: Path) -> None:
     code, findings = examined("--pool", f"file://{tmp_path}/pool?capacity=1000TiB")
     assert code == 1
     assert "smaller ?capacity=" in sentences(findings, "problem")
+
+
+@pytest.mark.parametrize(
+    ("mounts", "says"),
+    [
+        ("/dev/vda / ext4 rw 0 0", "it is on a disk"),
+        ("/dev/vda / ext4 rw 0 0\ntmpfs /mem tmpfs rw,size=1g 0 0", "mounted with huge=never"),
+        ("tmpfs /mem tmpfs rw,huge=never,size=1g 0 0", "mounted with huge=never"),
+        ("tmpfs /mem tmpfs rw,size=1g,huge=advise 0 0", "mounted with huge=advise"),
+        ("tmpfs /mem tmpfs rw,huge=always 0 0", "takes 2 MiB of memory"),
+        ("tmpfs /mem tmpfs rw,huge=within_size 0 0", None),
+        ("tmpfs /mem tmpfs rw 0 0\ntmpfs /mem tmpfs rw,huge=within_size 0 0", None),  # one over the other
+        ("tmpfs /mem tmpfs rw,huge=within_size 0 0\ntmpfs /memory tmpfs rw 0 0", None),
+        ("tmpfs /mem tmpfs rw,huge=within_size 0 0\n/dev/vdb /mem/p\\040q ext4 rw 0 0", "it is on a disk"),
+    ],
+)
+def test_the_file_system_of_a_directory_is_judged(tmp_path: Path, mounts: str, says: str | None) -> None:
+    (tmp_path / "mounts").write_text(f"{mounts}\n")
+    found = list(file_system_findings("/mem/p q/pool", tmp_path / "mounts"))
+    assert [says in finding.says for finding in found] == ([] if says is None else [True])
+    for finding in found:
+        assert says == "it is on a disk" or finding.change.startswith(
+            "mount -o remount,huge=within_size /mem "
+        )
 
 
 def test_namespaces_that_differ_are_told_apart(tmp_path: Path) -> None:
