@@ -249,7 +249,7 @@ def test_a_directory(tmp_path: Path) -> None:
         ("tmpfs /mem tmpfs rw,huge=always 0 0", "takes 2 MiB of memory"),
         ("tmpfs /mem tmpfs rw,huge=within_size 0 0", None),
         ("tmpfs /mem tmpfs rw 0 0\ntmpfs /mem tmpfs rw,huge=within_size 0 0", None),  # one over the other
-        ("tmpfs /mem tmpfs rw,huge=within_size 0 0\ntmpfs /memory tmpfs rw 0 0", None),
+        ("tmpfs /mem tmpfs rw,huge=within_size 0 0\ntmpfs /mem/p tmpfs rw 0 0", None),
         ("tmpfs /mem tmpfs rw,huge=within_size 0 0\n/dev/vdb /mem/p\\040q ext4 rw 0 0", "it is on a disk"),
     ],
 )
