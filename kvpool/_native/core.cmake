@@ -28,6 +28,7 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/holders.cpp
   ${CMAKE_CURRENT_LIST_DIR}/record.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/resp_connection.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_dial.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_parser.cpp
   ${CMAKE_CURRENT_LIST_DIR}/socket.cpp

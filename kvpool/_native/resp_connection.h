@@ -1,0 +1,178 @@
+// One connection to one server, and the requests on it: payloads between the socket and the callers' buffers.
+//
+// A record is one HASH key (docs/stores.md):
+//   h   the record's header, then the last min(128, n) bytes of the payload
+//   b   the payload bytes before those; an empty string when there are none
+//
+// PUT asks HSET key b ... h ..., then PEXPIRE. The header holds the checksum of the whole payload, so it has
+// to be sent last for a chunk to be hashed just before it is sent: hence b before h. The server sees both or
+// nothing. GET asks HMGET key h b: there the header comes first, and each chunk of b is hashed as it arrives.
+//
+// It belongs to one lane, whose thread alone calls it. Nothing here blocks, except the resolver (see
+// resolve_again).
+#pragma once
+
+#include <poll.h>
+#include <sys/uio.h>
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <random>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine.h"
+#include "resp_dial.h"
+#include "resp_node.h"
+#include "resp_parser.h"
+
+namespace kvpool {
+
+inline constexpr std::size_t kRespTailNbytes = 128;
+// What is received goes through it, except large payloads; nothing is kept in it between two calls.
+inline constexpr std::size_t kScratchNbytes = 64 * 1024;
+
+class RespConnection {
+ public:
+  // `addresses`: as of the start; a connection that fails asks for them again. `scratch`: kScratchNbytes, of
+  // the lane.
+  RespConnection(RespNode& node, RespCounts& counts, std::vector<SocketAddress> addresses,
+                 std::span<std::byte> scratch, unsigned seed);
+  RespConnection(const RespConnection&) = delete;
+  RespConnection& operator=(const RespConnection&) = delete;
+  ~RespConnection() { hang_up(); }
+
+  bool stands() const { return static_cast<bool>(socket_); }
+  // Whether it takes more: it stands, and its window is not full.
+  bool has_room() const;
+  // While no connection of this store to the server stands, waiting for one is not worth a request's time.
+  bool refuses() const { return !socket_ && failing_ && node_.up.load() == 0; }
+  const std::string& last_error() const { return last_error_; }
+
+  void push(Item&& taken);
+  // Dials while there is no connection. True: it stands now.
+  bool dial(Clock::time_point now);
+  // Sends and receives what can be at once; false when that is nothing.
+  bool move();
+  // Ends the items that were cancelled or whose time has run out. Their buffers are let go at once; the reply
+  // to one that was only cancelled is read to its end, so that the others on this connection do not suffer.
+  void give_up_stopped(Clock::time_point now);
+  // Everything on it is a fault.
+  void end_all(std::string_view why);
+  void hang_up();
+
+  // What to poll for, and when to call again at the latest; then what poll() said.
+  pollfd polled() const;
+  Clock::time_point wake_at() const;
+  Clock::time_point next_deadline() const { return next_deadline_; }
+  void came(short events);
+
+ private:
+  enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kCleanup };
+  enum class Stage : std::uint8_t { kStart, kHeader, kBody };
+  enum class Sink : std::uint8_t { kNowhere, kHeader, kBody };
+  // Why a connection is given up.
+  enum class Cause : std::uint8_t {
+    kServer,    // it closed, or what it says cannot be understood
+    kSilence,   // no reply before the deadline
+    kOurselves  // a put was cancelled in the middle: the server is fine
+  };
+
+  struct Request {
+    Kind kind;
+    std::optional<Item> item;  // none once nobody waits for it, or for a cleanup
+    Clock::time_point deadline;
+
+    // What is sent: head, body, end. `body` lies in the caller's buffer, as do the `tail` bytes behind it.
+    std::string head;
+    std::span<const std::byte> body;
+    std::string end;
+    bool end_made = false;
+    std::size_t sent = 0;
+    std::size_t hashed = 0;  // of the body, for a put
+    std::size_t cost_left = 0;
+
+    // What is received.
+    std::span<std::byte> into;       // get: where b goes
+    std::span<std::byte> into_tail;  // get: where the rest of h goes
+    Stage stage = Stage::kStart;
+    Sink sink = Sink::kNowhere;
+    std::array<std::byte, kRecordHeaderNbytes + kRespTailNbytes> h;
+    std::size_t h_got = 0;
+    std::uint64_t h_nbytes = 0;
+    bool h_is_nil = false;
+    std::size_t body_got = 0;
+    std::optional<RecordChecksum> checksum;
+    Damage damage = Damage::kNone;
+    bool expires = false;  // put: HSET is answered, PEXPIRE is not
+    Status outcome = Status::kOk;
+    std::string words;
+
+    std::size_t total_nbytes() const { return head.size() + body.size() + end.size(); }
+    bool is_sent() const { return end_made && sent == total_nbytes(); }
+    bool on_the_wire() const { return sent != 0; }
+  };
+
+  bool awaiting() const { return !requests_.empty() && requests_.front()->on_the_wire(); }
+
+  void resolve_again();
+  void back_off();
+  void lose(Cause cause, std::string_view why);
+  void again(std::unique_ptr<Request> request);
+  static void end_item(Request& request, Status status, std::string words);
+
+  void add(std::unique_ptr<Request> request);
+  void pay(Request& request, std::size_t nbytes);
+  void count_window();
+
+  bool send_some();
+  bool gather(Request& request, iovec* parts, std::size_t& count, std::size_t& nbytes) const;
+  static void hash_up_to(Request& request, std::size_t until);
+  void make_end(Request& request) const;
+  void advance(std::size_t nbytes);
+
+  bool receive_some();
+  std::size_t wanted_nbytes(bool in_body) const;
+  std::string understand(std::span<const std::byte> input);
+  void bulk_came(Request& request, std::span<const std::byte> piece);
+  void body_came(Request& request, std::size_t nbytes);
+  std::string token_came(Request& request, const RespToken& token);
+  std::string error_came(Request& request, std::string_view text);
+  std::string put_reply_came(Request& request, const RespToken& token);
+  void end_put_reply(Request& request);
+  std::string get_token_came(Request& request, const RespToken& token);
+  static void check_h(Request& request);
+  std::string body_begins(Request& request, std::uint64_t nbytes);
+  std::string too_large(Request& request);
+  void end_get(Request& request);
+  void clean_up(Request& damaged);
+  void end_front(Status status, std::string words);
+
+  RespNode& node_;
+  RespCounts& counts_;
+  const RespSettings& settings_;
+  std::vector<SocketAddress> addresses_;
+  const std::span<std::byte> scratch_;
+
+  std::optional<Dial> dial_;  // at most one of dial_ and socket_
+  Descriptor socket_;
+  RespParser parser_;
+  bool readable_ = false;  // poll() said so
+  bool failing_ = false;   // not connected, and the last attempt failed: items are faults at once
+  unsigned attempts_ = 0;  // failures since the last good reply
+  Clock::time_point next_dial_{};
+  std::string last_error_;
+  std::minstd_rand random_;
+
+  std::deque<std::unique_ptr<Request>> requests_;  // in the order of their replies
+  std::size_t first_unsent_ = 0;                   // those before it are wholly sent
+  std::size_t in_flight_nbytes_ = 0;               // what `cost_left` of all sums up to
+  Clock::time_point next_deadline_ = Clock::time_point::max();
+};
+
+}  // namespace kvpool
