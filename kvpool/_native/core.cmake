@@ -1,9 +1,9 @@
 # The native core without Python: shared by the extension module and by tests/native.
 
 find_package(Threads REQUIRED)
-find_package(OpenSSL COMPONENTS Crypto)
+find_package(OpenSSL COMPONENTS Crypto SSL)
 if(NOT OpenSSL_FOUND)
-  message(FATAL_ERROR "kvpool needs OpenSSL 3 (libcrypto): install libssl-dev (Debian, Ubuntu) or openssl-devel (Fedora, RHEL)")
+  message(FATAL_ERROR "kvpool needs OpenSSL 3 (libcrypto, libssl): install libssl-dev (Debian, Ubuntu) or openssl-devel (Fedora, RHEL)")
 endif()
 if(OPENSSL_VERSION VERSION_LESS 3.0)
   message(FATAL_ERROR "kvpool needs OpenSSL 3, found ${OPENSSL_VERSION}: install a newer libssl-dev")
@@ -32,7 +32,9 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/resp_dial.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_parser.cpp
   ${CMAKE_CURRENT_LIST_DIR}/socket.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/stream.cpp
   ${CMAKE_CURRENT_LIST_DIR}/table.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/tls.cpp
   ${CMAKE_CURRENT_LIST_DIR}/usage.cpp)
 
 # One translation unit per instruction set; checksum.cpp picks one when the program starts.
@@ -51,4 +53,4 @@ set_target_properties(kvpool_core PROPERTIES
 target_compile_options(kvpool_core PRIVATE ${KVPOOL_WARNINGS})
 target_include_directories(kvpool_core PUBLIC ${CMAKE_CURRENT_LIST_DIR})
 target_include_directories(kvpool_core SYSTEM PRIVATE ${XXHASH_INCLUDE_DIR})
-target_link_libraries(kvpool_core PUBLIC OpenSSL::Crypto Threads::Threads)
+target_link_libraries(kvpool_core PUBLIC OpenSSL::SSL OpenSSL::Crypto Threads::Threads)

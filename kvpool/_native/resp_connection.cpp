@@ -1,7 +1,5 @@
 #include "resp_connection.h"
 
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
@@ -70,14 +68,14 @@ bool RespConnection::has_room() const {
 bool RespConnection::move() {
   if (!socket_) return false;
   bool moved = send_some();
-  if (socket_ && (readable_ || awaiting())) moved |= receive_some();
+  if (socket_ && (readable_ || awaiting() || socket_.has_pending())) moved |= receive_some();
   return moved;
 }
 
 pollfd RespConnection::polled() const {
   if (socket_) {
     const bool writes = first_unsent_ < requests_.size();
-    return {socket_.get(), static_cast<short>(writes ? POLLIN | POLLOUT : POLLIN), 0};
+    return {socket_.fd(), socket_.events(writes), 0};
   }
   if (dial_) return {dial_->fd(), dial_->events(), 0};
   return {-1, 0, 0};
@@ -326,7 +324,7 @@ void RespConnection::give_up_stopped(Clock::time_point now) {
 // ---- sending
 
 bool RespConnection::send_some() {
-  if (first_unsent_ == requests_.size()) return false;
+  if (first_unsent_ == requests_.size() && !socket_.owes()) return false;
   iovec parts[kMaxParts];
   std::size_t count = 0;
   std::size_t nbytes = 0;
@@ -334,19 +332,17 @@ bool RespConnection::send_some() {
     if (count + 3 > kMaxParts || nbytes >= kChunkNbytes) break;
     if (!gather(*requests_[i], parts, count, nbytes)) break;
   }
-  msghdr message{};
-  message.msg_iov = parts;
-  message.msg_iovlen = count;
-  const ssize_t n = sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (n < 0) {
-    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return false;
+  const Stream::Result result = socket_.send({parts, count});
+  if (result.state == Stream::State::kBlocked) return false;
+  if (result.state != Stream::State::kMoved) {
+    const std::string why = socket_.error();
     // What the server said before it closed may still be there to be read.
     if (!awaiting() || !receive_some()) {
-      if (socket_) lose(Cause::kServer, std::generic_category().message(errno));
+      if (socket_) lose(Cause::kServer, why);
     }
     return true;
   }
-  advance(static_cast<std::size_t>(n));
+  advance(result.nbytes);
   return true;
 }
 
@@ -419,7 +415,7 @@ void RespConnection::advance(std::size_t nbytes) {
 bool RespConnection::receive_some() {
   readable_ = false;
   iovec parts[2];
-  int count = 0;
+  std::size_t count = 0;
   std::size_t direct = 0;
   Request* front = requests_.empty() ? nullptr : requests_.front().get();
   if (front != nullptr && parser_.bulk_left() != 0 && front->sink == Sink::kBody && front->item) {
@@ -429,18 +425,12 @@ bool RespConnection::receive_some() {
   if (direct == parser_.bulk_left() || direct == 0) {
     parts[count++] = {scratch_.data(), wanted_nbytes(direct != 0)};
   }
-  const ssize_t n = readv(socket_.get(), parts, count);
-  if (n < 0) {
-    if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
-      lose(Cause::kServer, std::generic_category().message(errno));
-    }
+  const Stream::Result result = socket_.receive({parts, count});
+  if (result.state != Stream::State::kMoved) {
+    if (result.state != Stream::State::kBlocked) lose(Cause::kServer, std::string(socket_.error()));
     return false;
   }
-  if (n == 0) {
-    lose(Cause::kServer, "the server closed the connection");
-    return false;
-  }
-  const auto got = static_cast<std::size_t>(n);
+  const std::size_t got = result.nbytes;
   const std::size_t straight = std::min(got, direct);
   if (straight != 0) body_came(*front, straight);
   std::string why = understand({scratch_.data(), got - straight});

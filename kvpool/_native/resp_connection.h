@@ -30,6 +30,7 @@
 #include "resp_dial.h"
 #include "resp_node.h"
 #include "resp_parser.h"
+#include "stream.h"
 
 namespace kvpool {
 
@@ -160,7 +161,7 @@ class RespConnection {
   const std::span<std::byte> scratch_;
 
   std::optional<Dial> dial_;  // at most one of dial_ and socket_
-  Descriptor socket_;
+  Stream socket_;
   RespParser parser_;
   bool readable_ = false;  // poll() said so
   bool failing_ = false;   // not connected, and the last attempt failed: items are faults at once

@@ -16,6 +16,7 @@ using namespace std::chrono_literals;
 constexpr auto kDialPatience = 2s;
 constexpr auto kAddressPatience = 1s;
 constexpr std::size_t kShownChars = 200;
+constexpr const char* kSurplus = "the server sent more than it was asked for";
 
 std::string words_of(int error_number) { return std::generic_category().message(error_number); }
 
@@ -66,12 +67,12 @@ Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addre
 }
 
 short Dial::events() const {
-  const bool writes = phase_ == Phase::kConnecting || sent_ < greeting_.size();
-  return static_cast<short>(phase_ == Phase::kGreeting ? (writes ? POLLIN | POLLOUT : POLLIN) : POLLOUT);
+  if (phase_ == Phase::kConnecting) return POLLOUT;
+  return stream_.events(phase_ == Phase::kGreeting && sent_ < greeting_.size());
 }
 
 Dial::State Dial::fail(int error_number, std::string words) {
-  fd_.reset();
+  stream_.reset();
   error_number_ = error_number;
   error_ = settings_.endpoint.name() + ": " + std::move(words);
   return State::kFailed;
@@ -79,17 +80,22 @@ Dial::State Dial::fail(int error_number, std::string words) {
 
 void Dial::begin_next(Clock::time_point now) {
   error_number_ = 0;
-  fd_ = begin_connect(addresses_[next_address_++], error_number_);
-  phase_ = fd_ ? Phase::kConnecting : Phase::kNextAddress;
+  Descriptor fd = begin_connect(addresses_[next_address_++], error_number_);
+  phase_ = fd ? Phase::kConnecting : Phase::kNextAddress;
+  if (fd && settings_.tls) {
+    stream_ = Stream(std::move(fd), *settings_.tls, settings_.endpoint.host);
+  } else {
+    stream_ = Stream(std::move(fd));
+  }
   address_deadline_ = next_address_ < addresses_.size() ? now + kAddressPatience : deadline_;
 }
 
 Dial::State Dial::step(Clock::time_point now) {
   for (;;) {
     if (now >= deadline_) {
-      const char* words =
-          phase_ == Phase::kGreeting ? "the server does not answer" : "the connection timed out";
-      return fail(ETIMEDOUT, words);
+      return fail(ETIMEDOUT, phase_ == Phase::kHandshake  ? "the server does not answer the TLS handshake"
+                             : phase_ == Phase::kGreeting ? "the server does not answer"
+                                                          : "the connection timed out");
     }
     switch (phase_) {
       case Phase::kNextAddress:
@@ -98,14 +104,22 @@ Dial::State Dial::step(Clock::time_point now) {
         break;
       case Phase::kConnecting: {
         bool under_way = false;
-        if (connected(fd_.get(), under_way, error_number_)) {
-          phase_ = Phase::kGreeting;
+        if (connected(stream_.fd(), under_way, error_number_)) {
+          phase_ = Phase::kHandshake;
+          address_deadline_ = deadline_;  // no other address is tried any more
           break;
         }
         if (under_way && now < address_deadline_) return State::kUnderWay;
         if (under_way) error_number_ = ETIMEDOUT;
-        fd_.reset();
+        stream_.reset();
         phase_ = Phase::kNextAddress;
+        break;
+      }
+      case Phase::kHandshake: {
+        const Stream::Result result = stream_.handshake();
+        if (result.state == Stream::State::kBlocked) return State::kUnderWay;
+        if (result.state != Stream::State::kMoved) return fail(EPROTO, stream_.error());
+        phase_ = Phase::kGreeting;
         break;
       }
       case Phase::kGreeting:
@@ -115,21 +129,24 @@ Dial::State Dial::step(Clock::time_point now) {
 }
 
 Dial::State Dial::greet() {
-  while (sent_ < greeting_.size()) {
-    const ssize_t n = send(fd_.get(), greeting_.data() + sent_, greeting_.size() - sent_, MSG_NOSIGNAL);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
-    if (n < 0) return fail(errno, words_of(errno));
-    sent_ += static_cast<std::size_t>(n);
+  while (sent_ < greeting_.size() || stream_.owes()) {
+    const iovec part{greeting_.data() + sent_, greeting_.size() - sent_};
+    const Stream::Result result = stream_.send({&part, sent_ < greeting_.size() ? 1U : 0U});
+    // A failure is left to receiving: what the server said before it closed is worth more.
+    if (result.state != Stream::State::kMoved) break;
+    sent_ += result.nbytes;
   }
   std::array<std::byte, 512> piece;
   for (;;) {
-    const ssize_t n = recv(fd_.get(), piece.data(), piece.size(), 0);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return State::kUnderWay;
-    if (n < 0) return fail(errno, words_of(errno));
-    if (n == 0) return fail(ECONNRESET, "the server closed the connection");
-    std::span<const std::byte> input(piece.data(), static_cast<std::size_t>(n));
+    const iovec part{piece.data(), piece.size()};
+    const Stream::Result result = stream_.receive({&part, 1});
+    // Asked until there is nothing more: a reply too many must not be taken for that of the first request.
+    if (result.state == Stream::State::kBlocked) {
+      return answered_ == asked_.size() ? State::kReady : State::kUnderWay;
+    }
+    if (result.state != Stream::State::kMoved) return fail(ECONNRESET, stream_.error());
+    std::span<const std::byte> input(piece.data(), result.nbytes);
+    if (answered_ == asked_.size()) return fail(EPROTO, kSurplus);
     while (const auto token = parser_.next(input)) {
       const std::string& command = asked_[answered_];
       if (token->kind == RespKind::kError) {
@@ -139,9 +156,7 @@ Dial::State Dial::greet() {
       } else if (token->kind != RespKind::kSimple) {
         return fail(EPROTO, "no Redis or Valkey server: it answers " + command + " with something else");
       }
-      if (++answered_ == asked_.size()) {
-        return input.empty() ? State::kReady : fail(EPROTO, "the server sent more than it was asked for");
-      }
+      if (++answered_ == asked_.size() && !input.empty()) return fail(EPROTO, kSurplus);
     }
   }
 }

@@ -1,4 +1,4 @@
-// One attempt to reach a server: connect, AUTH, SELECT, PING. A connection that has answered all of them is
+// One attempt to reach a server: connect, TLS, AUTH, SELECT, PING. A connection that has answered all of them is
 // handed over with nothing left unread on it.
 #pragma once
 
@@ -6,22 +6,25 @@
 #include <chrono>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "descriptor.h"
 #include "engine.h"
 #include "resp_parser.h"
 #include "socket.h"
+#include "stream.h"
+#include "tls.h"
 
 namespace kvpool {
 
 struct RespSettings {
   Endpoint endpoint;
-  std::string user;      // empty: the default user
-  std::string password;  // empty: no AUTH
+  std::string user;                       // empty: the default user
+  std::string password;                   // empty: no AUTH
+  std::shared_ptr<const TlsContext> tls;  // none: in plain
   unsigned database = 0;
   std::chrono::milliseconds ttl{86'400'000};
 
@@ -49,18 +52,18 @@ class Dial {
   State step(Clock::time_point now);
 
   // While under way: what to poll for, and when to call step() at the latest.
-  int fd() const { return fd_.get(); }
+  int fd() const { return stream_.fd(); }
   short events() const;
   Clock::time_point wake_at() const { return std::min(deadline_, address_deadline_); }
 
   // Once ready.
-  Descriptor take() { return std::move(fd_); }
+  Stream take() { return std::move(stream_); }
   // Once failed. `error_number` is 0 for a refusal in the server's own words.
   const std::string& error() const { return error_; }
   int error_number() const { return error_number_; }
 
  private:
-  enum class Phase : std::uint8_t { kNextAddress, kConnecting, kGreeting };
+  enum class Phase : std::uint8_t { kNextAddress, kConnecting, kHandshake, kGreeting };
 
   State fail(int error_number, std::string words);
   void begin_next(Clock::time_point now);
@@ -72,7 +75,7 @@ class Dial {
   Clock::time_point address_deadline_;
   std::size_t next_address_ = 0;
   Phase phase_ = Phase::kNextAddress;
-  Descriptor fd_;
+  Stream stream_;
   std::string greeting_;
   std::size_t sent_ = 0;
   std::vector<std::string> asked_;  // the commands of the greeting, by name
