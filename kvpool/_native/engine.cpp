@@ -390,13 +390,14 @@ bool Engine::close(Clock::duration timeout) {
   std::vector<std::thread> ended;
   {
     Core::Lock lock(core_->mutex);
-    core_->closing.store(true);
     while (!core_->deadlines.empty()) {
       const std::shared_ptr<Batch> batch = core_->deadlines.begin()->second;
       core_->expired.emplace(batch->sequence_, batch);
       core_->deadlines.erase(core_->deadlines.begin());
       core_->stop(batch, Status::kCancelled);
     }
+    // After that: a lane that sees it ends what it holds, which is to be cancelled and no fault.
+    core_->closing.store(true);
     core_->work_arrived.notify_all();
     core_->deadlines_changed.notify_all();
     for (const auto& lane : core_->lanes) lane->wake();
