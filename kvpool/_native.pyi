@@ -94,7 +94,7 @@ class Engine:
         Files: damaged, damaged_<cause> with the causes of verify_record(), evicted, evicted_nbytes,
         eviction_passes; gauge: stored_nbytes (all processes together; never too low).
         Servers: damaged and damaged_<cause> as well, evicted (0: the server does not tell), connections,
-        disconnections, failed_dials; gauge: up_connections.
+        disconnections, failed_dials, moved, asked; gauge: up_connections.
         """
 
     def close(self, timeout_s: float) -> bool:
@@ -145,6 +145,24 @@ class BareFiles:
     def __init__(self, folder: str, threads: int) -> None: ...
     def put(self, names: list[str], buffers: list[memoryview]) -> None: ...
     def get(self, names: list[str], buffers: list[memoryview]) -> None: ...
+
+class Topology:
+    """Which node serves which of the 16,384 hash slots (kvpool/_native/topology.h). Any thread."""
+
+    # (host, port, [(first slot, last slot), ...]) of each node. Blocks for the resolver where a host is a name.
+    # ValueError: what a server said makes no sense.
+    def install(self, nodes: Sequence[tuple[str, int, Sequence[tuple[int, int]]]]) -> None: ...
+
+    # Blocks until the data path has reason to think that it changed, until close(), or for 0 to 3600 s; whether
+    # there was one.
+    def wait_for_doubt(self, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
+    def closed(self) -> bool: ...
+
+# Several servers: nobody serves anything until the first install(). The topology is closed with the engine.
+def open_routed_resp_engine(
+    user: str, password: str, database: int, ttl_s: float, connections: int
+) -> tuple[Engine, Topology]: ...
 
 class MalformedEvents(ValueError):
     """Raised by Table.apply; nothing was applied. Says what is wrong, at which byte."""

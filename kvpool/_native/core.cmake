@@ -31,10 +31,12 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/resp_connection.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_dial.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_parser.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/resp_request.cpp
   ${CMAKE_CURRENT_LIST_DIR}/socket.cpp
   ${CMAKE_CURRENT_LIST_DIR}/stream.cpp
   ${CMAKE_CURRENT_LIST_DIR}/table.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tls.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/topology.cpp
   ${CMAKE_CURRENT_LIST_DIR}/usage.cpp)
 
 # One translation unit per instruction set; checksum.cpp picks one when the program starts.

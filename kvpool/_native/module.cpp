@@ -2,8 +2,10 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -311,26 +313,35 @@ PyEngine open_file_engine(const std::string& root, std::uint64_t capacity_nbytes
   throw nb::python_error();
 }
 
-PyEngine open_resp_engine(const std::string& host, int port, const std::string& unix_path,
-                          const std::string& user, const std::string& password, int database, double ttl_s,
-                          unsigned connections) {
-  if (unix_path.empty() == host.empty()) throw std::invalid_argument("give a host or a unix_path");
-  for (const std::string* text : {&host, &unix_path, &user, &password}) {
+RespSettings resp_settings(const std::string& user, const std::string& password, int database, double ttl_s,
+                           unsigned connections) {
+  for (const std::string* text : {&user, &password}) {
     if (text->find('\0') != std::string::npos) throw std::invalid_argument("no setting may hold a zero byte");
   }
-  if (!host.empty() && (port < 1 || port > 65535))
-    throw std::invalid_argument("port must be from 1 to 65535");
   if (password.empty() && !user.empty()) throw std::invalid_argument("a user needs a password");
   if (database < 0) throw std::invalid_argument("database must be at least 0");
   if (!(ttl_s >= 0.001 && ttl_s <= kMaxTtl_s)) throw std::invalid_argument("ttl_s must be 0.001 to 10 years");
   if (connections < 1 || connections > kMaxThreads)
     throw std::invalid_argument("connections must be from 1 to 256");
   RespSettings settings;
-  settings.endpoint = {host, static_cast<std::uint16_t>(port), unix_path};
   settings.user = user;
   settings.password = password;
   settings.database = static_cast<unsigned>(database);
   settings.ttl = std::chrono::milliseconds(static_cast<std::int64_t>(ttl_s * 1e3));
+  return settings;
+}
+
+PyEngine open_resp_engine(const std::string& host, int port, const std::string& unix_path,
+                          const std::string& user, const std::string& password, int database, double ttl_s,
+                          unsigned connections) {
+  RespSettings settings = resp_settings(user, password, database, ttl_s, connections);
+  if (unix_path.empty() == host.empty()) throw std::invalid_argument("give a host or a unix_path");
+  for (const std::string* text : {&host, &unix_path}) {
+    if (text->find('\0') != std::string::npos) throw std::invalid_argument("no setting may hold a zero byte");
+  }
+  if (!host.empty() && (port < 1 || port > 65535))
+    throw std::invalid_argument("port must be from 1 to 65535");
+  settings.endpoint = {host, static_cast<std::uint16_t>(port), unix_path};
   try {
     return PyEngine(without_gil([&] {
       return std::make_unique<Engine>(std::make_unique<RespBackend>(std::move(settings)), connections);
@@ -375,6 +386,42 @@ void bind_bare(nb::class_<Loop>& bound) {
             bare_move(loop, &Loop::get, names, buffers, true);
           },
           "names"_a, "buffers"_a);
+}
+
+class PyTopology {
+ public:
+  explicit PyTopology(std::shared_ptr<Topology> topology) : topology_(std::move(topology)) {}
+
+  void install(
+      const std::vector<std::tuple<std::string, unsigned, std::vector<std::pair<unsigned, unsigned>>>>&
+          nodes) {
+    std::vector<NodeSlots> slots;
+    for (const auto& [host, port, ranges] : nodes) slots.push_back({host, port, ranges});
+    without_gil([&] { topology_->install(slots); });
+  }
+  bool wait_for_doubt(double timeout_s) {
+    const Clock::time_point until = Clock::now() + to_duration(timeout_s, true);
+    return without_gil([&] { return topology_->wait_for_doubt(until); });
+  }
+  void close() { topology_->close(); }
+  bool closed() const { return topology_->closed(); }
+
+ private:
+  std::shared_ptr<Topology> topology_;
+};
+
+nb::tuple open_routed_resp_engine(const std::string& user, const std::string& password, int database,
+                                  double ttl_s, unsigned connections) {
+  auto topology = std::make_shared<Topology>(resp_settings(user, password, database, ttl_s, connections));
+  try {
+    PyEngine engine(without_gil(
+        [&] { return std::make_unique<Engine>(std::make_unique<RespBackend>(topology), connections); }));
+    return nb::make_tuple(std::move(engine), PyTopology(topology));
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+  }
+  throw nb::python_error();
 }
 
 // ---- index
@@ -592,4 +639,11 @@ NB_MODULE(_native, m) {
       },
       "folder"_a, "threads"_a);
   bind_bare(bare_files);
+  nb::class_<PyTopology>(m, "Topology")
+      .def("install", &PyTopology::install, "nodes"_a)
+      .def("wait_for_doubt", &PyTopology::wait_for_doubt, "timeout_s"_a)
+      .def("close", &PyTopology::close)
+      .def("closed", &PyTopology::closed);
+  m.def("open_routed_resp_engine", &open_routed_resp_engine, "user"_a, "password"_a, "database"_a, "ttl_s"_a,
+        "connections"_a);
 }

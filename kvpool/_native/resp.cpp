@@ -6,21 +6,31 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <deque>
 #include <random>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "resp_connection.h"
 
 namespace kvpool {
 
+namespace {
+
+// Servers that a redirect named and the topology does not: more are not followed.
+constexpr std::size_t kMaxStrangers = 16;
+
+}  // namespace
+
 class RespLane : public Lane {
  public:
   RespLane(RespBackend& backend, unsigned index)
-      : woken_fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
-        scratch_(kScratchNbytes),
-        connection_(backend.node_, backend.counts_, backend.addresses_, scratch_,
-                    std::random_device{}() + index) {
+      : topology_(*backend.topology_),
+        counts_(backend.counts_),
+        random_(std::random_device{}() + index),
+        woken_fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+        scratch_(kScratchNbytes) {
     if (!woken_fd_) throw std::system_error(errno, std::generic_category(), "eventfd");
   }
 
@@ -51,55 +61,148 @@ class RespLane : public Lane {
       [[maybe_unused]] const int ignored = eventfd_read(woken_fd_.get(), &count);
       more_ = true;
     }
-    if (woken || now >= connection_.next_deadline()) connection_.give_up_stopped(now);
-    connection_.dial(now);
-    fill(source);
-    if (!connection_.move()) wait();
+    follow_topology(now);
+    for (const auto& connection : connections_) {
+      if (woken || now >= connection->next_deadline()) connection->give_up_stopped(now);
+      connection->dial(now);
+    }
+    fill(source, now);
+    bool moved = false;
+    for (std::size_t i = 0; i < connections_.size(); ++i) {
+      moved |= connections_[i]->move(now);
+      for (auto& redirect : connections_[i]->take_redirected()) {
+        follow(std::move(redirect));
+        moved = true;
+      }
+    }
+    if (!moved) wait();
   }
 
-  void fill(Source& source) {
-    while (more_ && (connection_.has_room() || connection_.refuses())) {
+  // One connection to each node of the map, at the node's place in it; behind them those that have not ended
+  // what they began, and those that only a redirect named.
+  void follow_topology(Clock::time_point now) {
+    const std::uint64_t version = topology_.version();
+    if (version == version_) return;
+    version_ = version;
+    map_ = topology_.map();
+    auto before = std::exchange(connections_, {});
+    for (const auto& node : map_->nodes) {
+      const auto kept = std::find_if(before.begin(), before.end(), [&](const auto& connection) {
+        return connection && &connection->node() == node.get();
+      });
+      connections_.push_back(kept != before.end() ? std::move(*kept) : connect(node));
+    }
+    std::vector<std::deque<Item>> waiting;
+    for (auto& connection : before) {
+      if (!connection) continue;
+      waiting.push_back(connection->take_waiting());
+      if (!connection->is_idle()) connections_.push_back(std::move(connection));
+    }
+    for (auto& items : waiting) {
+      for (Item& item : items) route(std::move(item), now);
+    }
+  }
+
+  std::unique_ptr<RespConnection> connect(std::shared_ptr<RespNode> node) {
+    return std::make_unique<RespConnection>(std::move(node), topology_, counts_, scratch_, random_());
+  }
+
+  // While there is room somewhere; or nobody is there, and each item is to learn that.
+  bool takes(Clock::time_point now) const {
+    bool room = false;
+    bool refuse = true;
+    for (std::size_t i = 0; i < map_->nodes.size(); ++i) {
+      if (connections_[i]->is_clogged(now)) return false;
+      room = room || connections_[i]->has_room();
+      refuse = refuse && connections_[i]->refuses();
+    }
+    return room || refuse;
+  }
+
+  void fill(Source& source, Clock::time_point now) {
+    while (more_ && takes(now)) {
       auto item = source.try_next();
       if (!item) {
         more_ = false;
         return;
       }
-      connection_.push(std::move(*item));
+      route(std::move(*item), now);
     }
+  }
+
+  void route(Item&& item, Clock::time_point now) {
+    follow_topology(now);  // the map that was there when the item came, or a later one
+    const std::size_t owner = map_->owner_of(item.key().text);
+    if (owner != SlotMap::kNobody) return connections_[owner]->push(std::move(item));
+    topology_.doubt();
+    item.finish(Status::kFault, "no node serves slot " + std::to_string(slot_of(item.key().text)));
+  }
+
+  void follow(RespConnection::Redirect&& redirect) {
+    const auto node = topology_.named(redirect.host, redirect.port);
+    const std::string name = Endpoint{redirect.host, static_cast<std::uint16_t>(redirect.port), {}}.name();
+    if (!node) {
+      return RespConnection::end_redirected(std::move(redirect),
+                                            name + ": a server sent us there, and it is not known yet");
+    }
+    auto found = std::find_if(connections_.begin(), connections_.end(),
+                              [&](const auto& connection) { return &connection->node() == node.get(); });
+    if (found == connections_.end()) {
+      if (connections_.size() >= map_->nodes.size() + kMaxStrangers) {
+        return RespConnection::end_redirected(std::move(redirect), name + ": one server too many to follow");
+      }
+      connections_.push_back(connect(node));
+      found = connections_.end() - 1;
+    }
+    (*found)->push_redirected(std::move(redirect.request));
   }
 
   void wait() {
     if (woken_.load(std::memory_order_acquire)) return;
-    pollfd asked[2] = {{woken_fd_.get(), POLLIN, 0}, connection_.polled()};
-    const auto until = connection_.wake_at();
+    polled_.assign(1, {woken_fd_.get(), POLLIN, 0});
+    auto until = Clock::time_point::max();
+    for (const auto& connection : connections_) {
+      polled_.push_back(connection->polled());
+      until = std::min(until, connection->wake_at());
+    }
     timespec left{};
     const bool bounded = until != Clock::time_point::max();
     if (bounded) {
       const auto ns = std::max<std::int64_t>(std::chrono::nanoseconds(until - Clock::now()).count(), 0);
       left = {ns / 1'000'000'000, ns % 1'000'000'000};
     }
-    if (ppoll(asked, 2, bounded ? &left : nullptr, nullptr) <= 0) return;
+    if (ppoll(polled_.data(), polled_.size(), bounded ? &left : nullptr, nullptr) <= 0) return;
     // wake() sets the flag before it writes: what is left of an earlier wake must not keep poll() from
     // waiting.
-    if ((asked[0].revents & POLLIN) != 0) woken_.store(true, std::memory_order_relaxed);
-    connection_.came(asked[1].revents);
+    if ((polled_[0].revents & POLLIN) != 0) woken_.store(true, std::memory_order_relaxed);
+    for (std::size_t i = 0; i < connections_.size(); ++i) connections_[i]->came(polled_[i + 1].revents);
   }
 
   void end(std::string_view why) {
-    connection_.hang_up();
-    connection_.end_all(why);
+    for (const auto& connection : connections_) {
+      connection->hang_up();
+      connection->end_all(why);
+    }
   }
+
+  Topology& topology_;
+  RespCounts& counts_;
+  std::minstd_rand random_;
+  std::uint64_t version_ = 0;
+  std::shared_ptr<const SlotMap> map_;
 
   const Descriptor woken_fd_;
   std::atomic<bool> woken_{true};
   bool more_ = true;  // there may be items that nobody has taken
   std::vector<std::byte> scratch_;
-  RespConnection connection_;
+  std::vector<std::unique_ptr<RespConnection>> connections_;
+  std::vector<pollfd> polled_;
 };
 
-RespBackend::RespBackend(RespSettings settings)
-    : node_(std::move(settings)), addresses_(resolve(node_.settings.endpoint)) {
-  probe(node_.settings, addresses_);
+RespBackend::RespBackend(RespSettings settings) {
+  auto addresses = resolve(settings.endpoint);
+  probe(settings, addresses);
+  topology_ = std::make_shared<Topology>(std::move(settings), std::move(addresses));
 }
 
 std::unique_ptr<Lane> RespBackend::make_lane(unsigned index) {
@@ -120,6 +223,8 @@ void RespBackend::append_counters(Counters& counters) const {
   counters.emplace_back("disconnections", read(counts_.disconnections));
   counters.emplace_back("failed_dials", read(counts_.failed_dials));
   counters.emplace_back("up_connections", read(counts_.up));
+  counters.emplace_back("moved", read(counts_.moved));
+  counters.emplace_back("asked", read(counts_.asked));
 }
 
 }  // namespace kvpool

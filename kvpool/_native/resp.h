@@ -1,19 +1,24 @@
-// The backend for a Redis or Valkey server: each lane is a thread with a connection of its own.
+// The backend for Redis or Valkey servers: each lane is a thread with a connection of its own to each of them.
+// It takes an item and gives it to the connection to the server that holds the key.
 #pragma once
 
 #include <memory>
-#include <vector>
+#include <utility>
 
 #include "engine.h"
+#include "resp_counts.h"
 #include "resp_dial.h"
-#include "resp_node.h"
+#include "topology.h"
 
 namespace kvpool {
 
 class RespBackend : public Backend {
  public:
-  // Blocks for one connection. Throws Unreachable or RespError.
+  // One server. Blocks for one connection. Throws Unreachable or RespError.
   explicit RespBackend(RespSettings settings);
+  // The servers of `topology`, which somebody else keeps up; it is closed with this. Never blocks.
+  explicit RespBackend(std::shared_ptr<Topology> topology) : topology_(std::move(topology)) {}
+  ~RespBackend() override { topology_->close(); }
 
   std::unique_ptr<Lane> make_lane(unsigned index) override;
   void append_counters(Counters& counters) const override;
@@ -21,9 +26,7 @@ class RespBackend : public Backend {
  private:
   friend class RespLane;
 
-  RespNode node_;
-  const std::vector<SocketAddress>
-      addresses_;  // as of the start; a connection that fails asks for them again
+  std::shared_ptr<Topology> topology_;
   RespCounts counts_;
 };
 

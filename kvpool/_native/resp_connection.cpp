@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <system_error>
 #include <utility>
@@ -11,6 +12,9 @@ namespace kvpool {
 namespace {
 
 using namespace std::chrono_literals;
+using Kind = RespRequest::Kind;
+using Stage = RespRequest::Stage;
+using Sink = RespRequest::Sink;
 
 // A server makes every pipelined reply before it writes: unbounded pipelines halve its speed (1.5 against 3.2
 // GB/s of 2 MiB GETs, Redis 7.0.15). Bytes that have arrived no longer count, so the next request is on its
@@ -18,6 +22,15 @@ using namespace std::chrono_literals;
 constexpr std::size_t kWindowNbytes = 1 << 20;
 constexpr std::size_t kRequestNbytes = 128;  // what a request counts on top of its payload
 constexpr std::size_t kMaxRequests = 4096;
+// What may wait for the window of one server; beyond it the lane waits, and so do all its servers: each takes
+// its items in their order, and the lanes share them evenly.
+constexpr std::size_t kWaitingNbytes = 8 << 20;
+// But for a server that did not move a byte for so long, though it was asked to, the others do not wait. Its items
+// do, each until its deadline: the server may only be slow.
+constexpr auto kQuiet = 250ms;
+constexpr std::size_t kMaxWaiting = 65536;
+// A key's slot moves from one server to one other; more hops mean that the servers do not agree.
+constexpr unsigned kMaxHops = 5;
 constexpr std::size_t kMaxParts = 64;  // of one sendmsg
 // Smaller values are received with the replies around them and copied: that costs less than a system call.
 constexpr std::size_t kDirectNbytes = 4096;
@@ -50,25 +63,45 @@ std::size_t digits(std::uint64_t value) {
 // "$123\r\n"
 std::size_t bulk_line_nbytes(std::uint64_t value) { return 1 + digits(value) + 2; }
 
+std::size_t cost_of(const Item& item) {
+  const bool moves_bytes = item.op() == Op::kPut || item.op() == Op::kGet;
+  return kRequestNbytes + (moves_bytes ? item.buffer().size() : 0);
+}
+
 }  // namespace
 
-RespConnection::RespConnection(RespNode& node, RespCounts& counts, std::vector<SocketAddress> addresses,
+RespConnection::RespConnection(std::shared_ptr<RespNode> node, Topology& topology, RespCounts& counts,
                                std::span<std::byte> scratch, unsigned seed)
-    : node_(node),
+    : node_(std::move(node)),
+      topology_(topology),
       counts_(counts),
-      settings_(node.settings),
-      addresses_(std::move(addresses)),
+      settings_(node_->settings),
+      addresses_(node_->addresses()),
       scratch_(scratch),
       random_(seed) {}
+
+RespConnection::~RespConnection() { hang_up(); }
+
+bool RespConnection::awaiting() const { return !requests_.empty() && requests_.front()->on_the_wire(); }
+
+bool RespConnection::is_quiet(Clock::time_point now) const {
+  return (!socket_ || !requests_.empty()) && now - heard_at_ >= kQuiet;
+}
+
+bool RespConnection::is_clogged(Clock::time_point now) const {
+  return waiting_nbytes_ >= kWaitingNbytes && !is_quiet(now);
+}
 
 bool RespConnection::has_room() const {
   return socket_ && in_flight_nbytes_ < kWindowNbytes && requests_.size() < kMaxRequests;
 }
 
-bool RespConnection::move() {
+bool RespConnection::move(Clock::time_point now) {
   if (!socket_) return false;
+  begin_waiting();
   bool moved = send_some();
   if (socket_ && (readable_ || awaiting() || socket_.has_pending())) moved |= receive_some();
+  if (moved) heard_at_ = now;
   return moved;
 }
 
@@ -82,8 +115,11 @@ pollfd RespConnection::polled() const {
 }
 
 Clock::time_point RespConnection::wake_at() const {
-  if (socket_) return next_deadline_;
-  return std::min(next_deadline_, dial_ ? dial_->wake_at() : next_dial_);
+  auto until = next_deadline_;
+  if (waiting_nbytes_ >= kWaitingNbytes && !is_quiet(Clock::now()))
+    until = std::min(until, heard_at_ + kQuiet);
+  if (socket_) return until;
+  return std::min(until, dial_ ? dial_->wake_at() : next_dial_);
 }
 
 void RespConnection::came(short events) {
@@ -92,45 +128,54 @@ void RespConnection::came(short events) {
 
 // ---- connection
 
-bool RespConnection::dial(Clock::time_point now) {
-  if (socket_) return true;
+void RespConnection::dial(Clock::time_point now) {
+  if (socket_) return;
   if (!dial_) {
-    if (now < next_dial_) return false;
-    if (attempts_ > 1) resolve_again();
+    if (now < next_dial_) return;
+    if (!find_addresses()) {
+      ++attempts_;
+      back_off();
+      return;
+    }
     dial_.emplace(settings_, addresses_, now);
   }
   switch (dial_->step(now)) {
     case Dial::State::kUnderWay:
-      return false;
+      return;
     case Dial::State::kReady:
       socket_ = dial_->take();
       dial_.reset();
       parser_.reset();
       readable_ = false;
       failing_ = false;
-      node_.up.fetch_add(1);
+      heard_at_ = now;
+      node_->up.fetch_add(1);
       counts_.up.fetch_add(1, std::memory_order_relaxed);
       counts_.connections.fetch_add(1, std::memory_order_relaxed);
-      return true;
+      return;
     case Dial::State::kFailed:
       last_error_ = dial_->error();
       dial_.reset();
       counts_.failed_dials.fetch_add(1, std::memory_order_relaxed);
       ++attempts_;
       back_off();
-      return false;
+      return;
   }
-  return false;
 }
 
 // A name may stand for another address by now. The resolver blocks, so it is asked only when the server is
-// gone.
-void RespConnection::resolve_again() {
+// gone, and only where there is no other: the addresses of a cluster's nodes are looked up by whoever installs
+// its topology.
+bool RespConnection::find_addresses() {
   try {
-    addresses_ = resolve(settings_.endpoint);
+    if (!node_->asks_resolver) addresses_ = node_->addresses();
+    if (node_->asks_resolver && attempts_ > 1) addresses_ = resolve(settings_.endpoint);
   } catch (const Unreachable& error) {
     last_error_ = error.what();
   }
+  if (!addresses_.empty()) return true;
+  last_error_ = settings_.endpoint.name() + ": the name has no address";
+  return false;
 }
 
 void RespConnection::back_off() {
@@ -139,8 +184,10 @@ void RespConnection::back_off() {
   const double share = std::uniform_real_distribution<double>(0.5, 1.0)(random_);
   next_dial_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(longest * share);
   failing_ = true;
+  topology_.doubt();
   for (const auto& request : requests_) end_item(*request, Status::kFault, last_error_);
   std::erase_if(requests_, [](const auto& request) { return request->kind != Kind::kCleanup; });
+  for (Item& item : take_waiting()) item.finish(Status::kFault, last_error_);
   count_window();
 }
 
@@ -148,7 +195,7 @@ void RespConnection::hang_up() {
   dial_.reset();
   if (!socket_) return;
   socket_.reset();
-  node_.up.fetch_sub(1);
+  node_->up.fetch_sub(1);
   counts_.up.fetch_sub(1, std::memory_order_relaxed);
   counts_.disconnections.fetch_add(1, std::memory_order_relaxed);
 }
@@ -176,6 +223,7 @@ void RespConnection::lose(Cause cause, std::string_view why) {
   }
   count_window();
   if (cause == Cause::kOurselves) return;
+  topology_.doubt();
   if (cause == Cause::kSilence) ++attempts_;
   if (attempts_ == 0) {
     next_dial_ = Clock::now();
@@ -196,12 +244,15 @@ void RespConnection::again(std::unique_ptr<Request> request) {
   fresh->end_made = request->kind != Kind::kPut;
   fresh->into = request->into;
   fresh->into_tail = request->into_tail;
+  fresh->asking = request->asking;
+  fresh->hops = request->hops;
   requests_.push_back(std::move(fresh));
 }
 
 void RespConnection::end_all(std::string_view why) {
   for (const auto& request : requests_) end_item(*request, Status::kFault, std::string(why));
   requests_.clear();
+  for (Item& item : take_waiting()) item.finish(item.stopped().value_or(Status::kFault), std::string(why));
   count_window();
 }
 
@@ -221,43 +272,63 @@ void RespConnection::end_item(Request& request, Status status, std::string words
 
 void RespConnection::push(Item&& taken) {
   if (refuses()) return taken.finish(Status::kFault, last_error_);
+  if (has_room() && waiting_.empty()) return begin(std::move(taken));
+  if (waiting_.size() >= kMaxWaiting) {
+    return taken.finish(Status::kFault, settings_.endpoint.name() + ": the server does not answer");
+  }
+  waiting_nbytes_ += cost_of(taken);
+  next_deadline_ = std::min(next_deadline_, taken.deadline());
+  waiting_.push_back(std::move(taken));
+}
+
+void RespConnection::begin_waiting() {
+  while (!waiting_.empty() && has_room()) {
+    waiting_nbytes_ -= cost_of(waiting_.front());
+    begin(std::move(waiting_.front()));
+    waiting_.pop_front();
+  }
+}
+
+std::deque<Item> RespConnection::take_waiting() {
+  waiting_nbytes_ = 0;
+  return std::exchange(waiting_, {});
+}
+
+void RespConnection::begin(Item&& taken) {
   auto request = std::make_unique<Request>();
-  request->item.emplace(std::move(taken));
-  const Item& item = *request->item;
-  const std::string& key = item.key().text;
-  request->deadline = item.deadline();
-  const std::size_t tail =
-      std::min(item.op() == Op::kPut || item.op() == Op::kGet ? item.buffer().size() : 0, kRespTailNbytes);
-  switch (item.op()) {
-    case Op::kPut: {
+  switch (taken.op()) {
+    case Op::kPut:
       request->kind = Kind::kPut;
-      request->body = item.buffer().first(item.buffer().size() - tail);
-      request->head = "*6\r\n$4\r\nHSET\r\n$" + std::to_string(key.size()) + "\r\n" + key +
-                      "\r\n$1\r\nb\r\n$" + std::to_string(request->body.size()) + "\r\n";
       break;
-    }
     case Op::kGet:
       request->kind = Kind::kGet;
-      request->into = item.buffer().first(item.buffer().size() - tail);
-      request->into_tail = item.buffer().last(tail);
-      append_command(request->head, {"HMGET", key, "h", "b"});
       break;
     case Op::kContains:
       request->kind = Kind::kContains;
-      append_command(request->head, {"EXISTS", key});
       break;
     case Op::kDelete:
       request->kind = Kind::kDelete;
-      append_command(request->head, {"UNLINK", key});
       break;
   }
-  request->end_made = request->kind != Kind::kPut;
+  request->deadline = taken.deadline();
+  request->item.emplace(std::move(taken));
+  request->compose();
   add(std::move(request));
+}
+
+void RespConnection::push_redirected(std::unique_ptr<Request> request) {
+  if (refuses()) return end_item(*request, Status::kFault, last_error_);
+  add(std::move(request));
+}
+
+void RespConnection::end_redirected(Redirect&& redirect, std::string words) {
+  end_item(*redirect.request, Status::kFault, std::move(words));
 }
 
 void RespConnection::add(std::unique_ptr<Request> request) {
   request->cost_left = kRequestNbytes + request->body.size() + request->into.size();
   in_flight_nbytes_ += request->cost_left;
+  if (requests_.empty()) heard_at_ = Clock::now();
   next_deadline_ = std::min(next_deadline_, request->deadline);
   requests_.push_back(std::move(request));
 }
@@ -278,6 +349,7 @@ void RespConnection::count_window() {
     in_flight_nbytes_ += request->cost_left;
     next_deadline_ = std::min(next_deadline_, request->deadline);
   }
+  for (const Item& item : waiting_) next_deadline_ = std::min(next_deadline_, item.deadline());
 }
 
 void RespConnection::give_up_stopped(Clock::time_point now) {
@@ -314,6 +386,17 @@ void RespConnection::give_up_stopped(Clock::time_point now) {
     next_deadline_ = std::min(next_deadline_, request->deadline);
   }
   std::erase(requests_, nullptr);
+  std::deque<Item> still_waiting;
+  for (Item& item : take_waiting()) {
+    if (const auto stopped = item.stopped()) {
+      item.finish(*stopped);
+      continue;
+    }
+    waiting_nbytes_ += cost_of(item);
+    next_deadline_ = std::min(next_deadline_, item.deadline());
+    still_waiting.push_back(std::move(item));
+  }
+  waiting_ = std::move(still_waiting);
   if (silent) {
     lose(Cause::kSilence, "the server does not answer in time");
   } else if (torn) {
@@ -393,6 +476,7 @@ void RespConnection::make_end(Request& request) const {
   std::memcpy(h.data(), &header, sizeof header);
   if (!tail.empty()) std::memcpy(h.data() + sizeof header, tail.data(), tail.size());
   request.end = "\r\n$1\r\nh\r\n$" + std::to_string(h.size()) + "\r\n" + h + "\r\n";
+  if (request.asking) request.end += kAsking;
   append_command(request.end, {"PEXPIRE", item.key().text, std::to_string(settings_.ttl.count())});
   request.end_made = true;
 }
@@ -447,6 +531,7 @@ std::size_t RespConnection::wanted_nbytes(bool in_body) const {
   std::size_t wanted = in_body ? 2 : 0;
   for (std::size_t i = in_body ? 1 : 0; i < requests_.size() && wanted < scratch_.size(); ++i) {
     const Request& request = *requests_[i];
+    if (request.asking) wanted += request.kind == Kind::kPut ? 10 : 5;
     if (request.kind != Kind::kGet) {
       wanted += request.kind == Kind::kPut ? 8 : 4;
       continue;
@@ -507,6 +592,12 @@ void RespConnection::body_came(Request& request, std::size_t nbytes) {
 
 std::string RespConnection::token_came(Request& request, const RespToken& token) {
   if (token.kind == RespKind::kBad) return "its reply is no RESP2, or too large";
+  if (request.asking && !request.asked) {
+    // Where it is refused the command is, too.
+    if (token.kind != RespKind::kSimple && token.kind != RespKind::kError) return kUnexpected;
+    request.asked = true;
+    return {};
+  }
   if (token.kind == RespKind::kError) return error_came(request, token.text);
   // A reply to what is still being sent can only be an error.
   if (!request.is_sent()) return "it replied before it was asked";
@@ -533,6 +624,16 @@ std::string RespConnection::error_came(Request& request, std::string_view text) 
     end_item(request, Status::kFault, words);
     return "it answered: " + settings_.shown(text);
   }
+  if (!topology_.is_fixed() && (word == "MOVED" || word == "ASK") && note_redirect(request, text)) {
+    if (request.kind == Kind::kPut) {
+      end_put_reply(request);
+    } else {
+      redirect_front();
+    }
+    return {};
+  }
+  if (word == "READONLY" || word == "CLUSTERDOWN" || word == "MASTERDOWN" || word == "MOVED")
+    topology_.doubt();
   if (request.kind == Kind::kGet && word == "WRONGTYPE") {
     request.damage = Damage::kMagic;
     end_get(request);
@@ -566,7 +667,9 @@ std::string RespConnection::put_reply_came(Request& request, const RespToken& to
 }
 
 void RespConnection::end_put_reply(Request& request) {
+  request.asked = false;
   if (!std::exchange(request.expires, true)) return;
+  if (request.moved_port != 0) return redirect_front();
   end_front(request.outcome, std::move(request.words));
 }
 
@@ -665,11 +768,11 @@ void RespConnection::clean_up(Request& damaged) {
   counts_.damaged[static_cast<std::size_t>(damaged.damage)].fetch_add(1, std::memory_order_relaxed);
   auto request = std::make_unique<Request>();
   request->kind = Kind::kCleanup;
-  append_command(request->head, {"UNLINK", damaged.item->key().text});
-  request->end_made = true;
-  request->deadline = Clock::now() + kPatience;
   request->item.emplace(std::move(*damaged.item));
   damaged.item.reset();
+  request->deadline = Clock::now() + kPatience;
+  request->asking = damaged.asking;
+  request->compose();
   add(std::move(request));
 }
 
@@ -683,6 +786,48 @@ void RespConnection::end_front(Status status, std::string words) {
   pay(front, front.cost_left);
   requests_.pop_front();
   --first_unsent_;
+}
+
+// "MOVED 3999 10.0.0.1:6381", or ASK: a host may be empty (the same one) or an IPv6 address. False: it makes no
+// sense, or the request was sent from server to server often enough.
+bool RespConnection::note_redirect(Request& request, std::string_view text) const {
+  const std::size_t space = text.rfind(' ');
+  const std::size_t colon = text.rfind(':');
+  if (colon == std::string_view::npos || colon < space) return false;
+  const std::string_view host = text.substr(space + 1, colon - space - 1);
+  unsigned port = 0;
+  const char* const end = text.data() + text.size();
+  const auto [at, error] = std::from_chars(text.data() + colon + 1, end, port);
+  if (error != std::errc() || at != end || port < 1 || port > 65535) return false;
+  if (!host.empty() && !is_host(host)) return false;
+  if (request.hops >= kMaxHops) return false;
+  // Both halves of a put say the same; where they differ, the one for good counts.
+  const bool asking = text.starts_with("ASK");
+  if (request.moved_port != 0 && asking) return true;
+  request.moved_host = host.empty() ? settings_.endpoint.host : std::string(host);
+  request.moved_port = port;
+  request.moved_asking = asking;
+  return true;
+}
+
+void RespConnection::redirect_front() {
+  attempts_ = 0;
+  std::unique_ptr<Request> front = std::move(requests_.front());
+  pay(*front, front->cost_left);
+  requests_.pop_front();
+  --first_unsent_;
+  (front->moved_asking ? counts_.asked : counts_.moved).fetch_add(1, std::memory_order_relaxed);
+  // A slot on its way from one server to another stays ours until it has arrived.
+  if (!front->moved_asking) topology_.doubt();
+  if (!front->item) return;  // nobody waits for it
+  auto fresh = std::make_unique<Request>();
+  fresh->kind = front->kind;
+  fresh->deadline = front->deadline;
+  fresh->item.emplace(std::move(*front->item));
+  fresh->asking = front->moved_asking;
+  fresh->hops = front->hops + 1;
+  fresh->compose();
+  redirected_.push_back({std::move(fresh), std::move(front->moved_host), front->moved_port});
 }
 
 }  // namespace kvpool

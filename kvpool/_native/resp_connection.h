@@ -8,8 +8,11 @@
 // to be sent last for a chunk to be hashed just before it is sent: hence b before h. The server sees both or
 // nothing. GET asks HMGET key h b: there the header comes first, and each chunk of b is hashed as it arrives.
 //
+// What does not fit into its window waits beside it, up to a bound, so that a server that is slow or silent does
+// not hold up the others of its lane.
+//
 // It belongs to one lane, whose thread alone calls it. Nothing here blocks, except the resolver (see
-// resolve_again).
+// find_addresses).
 #pragma once
 
 #include <poll.h>
@@ -27,44 +30,61 @@
 #include <vector>
 
 #include "engine.h"
+#include "resp_counts.h"
 #include "resp_dial.h"
 #include "resp_node.h"
 #include "resp_parser.h"
+#include "resp_request.h"
 #include "stream.h"
+#include "topology.h"
 
 namespace kvpool {
 
-inline constexpr std::size_t kRespTailNbytes = 128;
 // What is received goes through it, except large payloads; nothing is kept in it between two calls.
 inline constexpr std::size_t kScratchNbytes = 64 * 1024;
 
 class RespConnection {
  public:
-  // `addresses`: as of the start; a connection that fails asks for them again. `scratch`: kScratchNbytes, of
-  // the lane.
-  RespConnection(RespNode& node, RespCounts& counts, std::vector<SocketAddress> addresses,
+  using Request = RespRequest;
+  // A request that another server is to serve, in the words of this one.
+  struct Redirect {
+    std::unique_ptr<Request> request;
+    std::string host;
+    unsigned port;
+  };
+
+  // `scratch`: kScratchNbytes, of the lane.
+  RespConnection(std::shared_ptr<RespNode> node, Topology& topology, RespCounts& counts,
                  std::span<std::byte> scratch, unsigned seed);
   RespConnection(const RespConnection&) = delete;
   RespConnection& operator=(const RespConnection&) = delete;
-  ~RespConnection() { hang_up(); }
+  ~RespConnection();
 
-  bool stands() const { return static_cast<bool>(socket_); }
-  // Whether it takes more: it stands, and its window is not full.
+  const RespNode& node() const { return *node_; }
+  // Whether it takes more at once: it stands, and its window is not full.
   bool has_room() const;
   // While no connection of this store to the server stands, waiting for one is not worth a request's time.
-  bool refuses() const { return !socket_ && failing_ && node_.up.load() == 0; }
-  const std::string& last_error() const { return last_error_; }
+  bool refuses() const { return !socket_ && failing_ && node_->up.load() == 0; }
+  // As much waits for the window as may, at a server that is heard of: the lane takes nothing more meanwhile.
+  bool is_clogged(Clock::time_point now) const;
+  // Nothing is on it or waits for it.
+  bool is_idle() const { return requests_.empty() && waiting_.empty(); }
 
+  // Sends it, lets it wait, or ends it as a fault: when it refuses, or too many wait.
   void push(Item&& taken);
-  // Dials while there is no connection. True: it stands now.
-  bool dial(Clock::time_point now);
+  void push_redirected(std::unique_ptr<Request> request);
+  // Dials while there is no connection.
+  void dial(Clock::time_point now);
   // Sends and receives what can be at once; false when that is nothing.
-  bool move();
+  bool move(Clock::time_point now);
+  std::vector<Redirect> take_redirected() { return std::exchange(redirected_, {}); }
+  std::deque<Item> take_waiting();
   // Ends the items that were cancelled or whose time has run out. Their buffers are let go at once; the reply
   // to one that was only cancelled is read to its end, so that the others on this connection do not suffer.
   void give_up_stopped(Clock::time_point now);
   // Everything on it is a fault.
   void end_all(std::string_view why);
+  static void end_redirected(Redirect&& redirect, std::string words);
   void hang_up();
 
   // What to poll for, and when to call again at the latest; then what poll() said.
@@ -74,9 +94,6 @@ class RespConnection {
   void came(short events);
 
  private:
-  enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kCleanup };
-  enum class Stage : std::uint8_t { kStart, kHeader, kBody };
-  enum class Sink : std::uint8_t { kNowhere, kHeader, kBody };
   // Why a connection is given up.
   enum class Cause : std::uint8_t {
     kServer,    // it closed, or what it says cannot be understood
@@ -84,49 +101,17 @@ class RespConnection {
     kOurselves  // a put was cancelled in the middle: the server is fine
   };
 
-  struct Request {
-    Kind kind;
-    std::optional<Item> item;  // none once nobody waits for it, or for a cleanup
-    Clock::time_point deadline;
+  bool awaiting() const;
+  bool is_quiet(Clock::time_point now) const;
 
-    // What is sent: head, body, end. `body` lies in the caller's buffer, as do the `tail` bytes behind it.
-    std::string head;
-    std::span<const std::byte> body;
-    std::string end;
-    bool end_made = false;
-    std::size_t sent = 0;
-    std::size_t hashed = 0;  // of the body, for a put
-    std::size_t cost_left = 0;
-
-    // What is received.
-    std::span<std::byte> into;       // get: where b goes
-    std::span<std::byte> into_tail;  // get: where the rest of h goes
-    Stage stage = Stage::kStart;
-    Sink sink = Sink::kNowhere;
-    std::array<std::byte, kRecordHeaderNbytes + kRespTailNbytes> h;
-    std::size_t h_got = 0;
-    std::uint64_t h_nbytes = 0;
-    bool h_is_nil = false;
-    std::size_t body_got = 0;
-    std::optional<RecordChecksum> checksum;
-    Damage damage = Damage::kNone;
-    bool expires = false;  // put: HSET is answered, PEXPIRE is not
-    Status outcome = Status::kOk;
-    std::string words;
-
-    std::size_t total_nbytes() const { return head.size() + body.size() + end.size(); }
-    bool is_sent() const { return end_made && sent == total_nbytes(); }
-    bool on_the_wire() const { return sent != 0; }
-  };
-
-  bool awaiting() const { return !requests_.empty() && requests_.front()->on_the_wire(); }
-
-  void resolve_again();
+  bool find_addresses();
   void back_off();
   void lose(Cause cause, std::string_view why);
   void again(std::unique_ptr<Request> request);
   static void end_item(Request& request, Status status, std::string words);
 
+  void begin(Item&& taken);
+  void begin_waiting();
   void add(std::unique_ptr<Request> request);
   void pay(Request& request, std::size_t nbytes);
   void count_window();
@@ -153,11 +138,14 @@ class RespConnection {
   void end_get(Request& request);
   void clean_up(Request& damaged);
   void end_front(Status status, std::string words);
+  bool note_redirect(Request& request, std::string_view text) const;
+  void redirect_front();
 
-  RespNode& node_;
+  const std::shared_ptr<RespNode> node_;
+  Topology& topology_;
   RespCounts& counts_;
   const RespSettings& settings_;
-  std::vector<SocketAddress> addresses_;
+  std::vector<SocketAddress> addresses_;  // of the dial under way, or of the last one
   const std::span<std::byte> scratch_;
 
   std::optional<Dial> dial_;  // at most one of dial_ and socket_
@@ -173,6 +161,10 @@ class RespConnection {
   std::deque<std::unique_ptr<Request>> requests_;  // in the order of their replies
   std::size_t first_unsent_ = 0;                   // those before it are wholly sent
   std::size_t in_flight_nbytes_ = 0;               // what `cost_left` of all sums up to
+  std::deque<Item> waiting_;                       // for room
+  std::size_t waiting_nbytes_ = 0;
+  std::vector<Redirect> redirected_;
+  Clock::time_point heard_at_ = Clock::now();  // when something last moved, or began to be awaited
   Clock::time_point next_deadline_ = Clock::time_point::max();
 };
 

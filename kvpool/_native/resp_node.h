@@ -1,31 +1,37 @@
 // One server of a store, as all its lanes see it.
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <cstdint>
+#include <mutex>
 #include <utility>
 #include <vector>
 
-#include "record.h"
 #include "resp_dial.h"
 
 namespace kvpool {
 
-struct RespNode {
-  explicit RespNode(RespSettings settings_) : settings(std::move(settings_)) {}
+class RespNode {
+ public:
+  // `asks_resolver`: a connection that fails asks the resolver itself; else whoever installs a topology does.
+  RespNode(RespSettings settings_, std::vector<SocketAddress> addresses, bool asks_resolver_)
+      : settings(std::move(settings_)), asks_resolver(asks_resolver_), addresses_(std::move(addresses)) {}
 
   const RespSettings settings;
+  const bool asks_resolver;
   std::atomic<unsigned> up{0};  // connections that stand, of all lanes
-};
 
-// What all connections of a store count together.
-struct RespCounts {
-  std::array<std::atomic<std::uint64_t>, kDamageCount> damaged{};
-  std::atomic<unsigned> up{0};
-  std::atomic<std::uint64_t> connections{0};
-  std::atomic<std::uint64_t> disconnections{0};
-  std::atomic<std::uint64_t> failed_dials{0};
+  std::vector<SocketAddress> addresses() const {
+    const std::lock_guard lock(mutex_);
+    return addresses_;
+  }
+  void set_addresses(std::vector<SocketAddress> addresses) {
+    const std::lock_guard lock(mutex_);
+    addresses_ = std::move(addresses);
+  }
+
+ private:
+  mutable std::mutex mutex_;  // guards addresses_
+  std::vector<SocketAddress> addresses_;
 };
 
 }  // namespace kvpool

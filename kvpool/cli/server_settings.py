@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvpool.cli.finding import Finding, Level, note, ok, problem
 from kvpool.cli.server_rules import RULES, Info, Rule
+from kvpool.errors import KVPoolError
+from kvpool.stores.primaries import Primaries
+from kvpool.stores.server import server_name
 from kvpool.stores.server_announcements import connect
 from kvpool.stores.url import StoreURL
 
@@ -22,12 +25,25 @@ ABOUT = "server"
 
 
 def server_findings(url: StoreURL) -> list[Finding]:
-    """Look at the server of ``url``. Blocking, for a few requests of 2 seconds each at most. Never raises."""
+    """Look at each server of ``url``. Blocking, for a few requests of 2 seconds each at most. Never raises."""
+    try:
+        servers = Primaries(url, server_name(url)).urls()
+    except KVPoolError as error:
+        return [problem(ABOUT, str(error), "see that its nodes or sentinels run and can be reached")]
+    findings: list[Finding] = []
+    for server in servers:
+        about = f"{ABOUT} {server.host}:{server.port}" if url.nodes else ABOUT
+        findings += [finding._replace(about=about) for finding in _server_findings(server, url)]
+    return findings
+
+
+def _server_findings(url: StoreURL, pool: StoreURL) -> list[Finding]:
+    """What there is to say of one server of ``pool``."""
     import redis
 
     try:
         with connect(url, timeout_s=TIMEOUT_S) as server:
-            return list(_findings(server))
+            return list(_findings(server, in_cluster=pool.scheme == "valkey+cluster"))
     except redis.RedisError as error:
         return [
             note(
@@ -36,7 +52,7 @@ def server_findings(url: StoreURL) -> list[Finding]:
         ]
 
 
-def _findings(server: redis.Redis) -> Iterator[Finding]:
+def _findings(server: redis.Redis, *, in_cluster: bool) -> Iterator[Finding]:
     info = _info(server)
     if info is None:
         yield note(
@@ -46,11 +62,11 @@ def _findings(server: redis.Redis) -> Iterator[Finding]:
     yield ok(ABOUT, _name(info))
     if info.get("role") == "slave":
         yield problem(ABOUT, "it is a replica, which takes no writes", "name its primary in the pool's URL")
-    if info.get("cluster_enabled") == 1:
+    if info.get("cluster_enabled") == 1 and not in_cluster:
         yield problem(
             ABOUT,
             "it is a node of a cluster: keys of other nodes cannot be reached",
-            "use a server of its own",
+            "write valkey+cluster:// in the pool's URL",
         )
     asked = _settings(server)
     settings = _told(info) | (asked or {})

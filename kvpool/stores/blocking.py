@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreClosed, StoreUnavailable
 from kvpool.keys import parse_key
+from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import ServerStore, server_name
 from kvpool.stores.server_announcements import ServerAnnouncements
 from kvpool.stores.store import DEFAULT_TIMEOUT_S
@@ -164,7 +165,8 @@ class BlockingStore(ServerStore):
     def __init__(self, url: StoreURL) -> None:
         super().__init__(server_name(url))
         self._url = url
-        self._announced = ServerAnnouncements(url, self._name)
+        self._primaries = Primaries(url, self._name)
+        self._announced = ServerAnnouncements(lambda: url, self._name)
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._queue: deque[_Batch] = deque()

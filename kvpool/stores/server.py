@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
-from kvpool.stores.server_announcements import ServerAnnouncements
+from kvpool.errors import StoreUnavailable
+from kvpool.stores.primaries import Primaries
+from kvpool.stores.server_announcements import TIMEOUT_S, ServerAnnouncements, connect
 from kvpool.stores.server_scan import scan_server
 from kvpool.stores.store import Store, StoredBlock
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL
@@ -14,6 +17,7 @@ class ServerStore(Store):
     """Leased documents on the server of ``url``, for which a subclass moves the values."""
 
     _url: StoreURL
+    _primaries: Primaries
     _announced: ServerAnnouncements
 
     def _announce(self, key: str, document: bytes, lease_s: float) -> None:
@@ -29,16 +33,42 @@ class ServerStore(Store):
         return self._announced.remove_all(prefix)
 
     def _life(self) -> str:
-        return self._announced.run_id()
+        """What its servers call their present runs; empty where one may not be asked."""
+        runs = []
+        for url in self._primaries.urls():
+            runs.append(run_id(url, self._name))
+            if not runs[-1]:
+                return ""
+        return runs[0] if len(runs) == 1 else hashlib.sha256("".join(runs).encode()).hexdigest()
 
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
-        return scan_server(self._url, self._name, prefix)
+        for url in self._primaries.urls():
+            yield from scan_server(url, self._name, prefix)
+
+
+def run_id(url: StoreURL, name: str) -> str:
+    """What the server of ``url`` calls its present run; empty where it may not be asked."""
+    import redis
+
+    try:
+        with connect(url, timeout_s=TIMEOUT_S) as server:
+            return str(server.info("server").get("run_id", ""))
+    except redis.exceptions.ResponseError:  # also without the permission
+        return ""
+    except redis.RedisError as error:
+        raise StoreUnavailable(f"{name}: cannot ask for its run_id: {error}") from error
 
 
 def server_name(url: StoreURL) -> str:
     """How the server of ``url`` is called in errors: without its secrets."""
     assert url.scheme in SERVER_SCHEMES, url.scheme
+    if url.nodes:
+        hosts = ",".join(f"{_in_url(host)}:{port}" for host, port in url.nodes)
+        return f"{url.scheme}://{hosts}" + (f"/{url.service}/{url.database}" if url.service else "")
     if url.path:
         return f"{url.scheme}://{url.path}?db={url.database}"
-    host = f"[{url.host}]" if ":" in url.host else url.host
-    return f"{url.scheme}://{host}:{url.port}/{url.database}"
+    return f"{url.scheme}://{_in_url(url.host)}:{url.port}/{url.database}"
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

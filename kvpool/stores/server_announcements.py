@@ -1,4 +1,4 @@
-"""Leased documents on a Redis or Valkey server: one key each with a time to live, found through an index.
+"""Leased documents on Redis or Valkey servers: one key each with a time to live, found through an index.
 
 For an announcement ``kvpool:t:x`` of tenant ``t``::
 
@@ -6,7 +6,10 @@ For an announcement ``kvpool:t:x`` of tenant ``t``::
     kvpool:t::announced    zset     the tenant's announcements, by the server's time in ms at which their lease ends
     kvpool:::announced     zset     the tenants that have an index, by the time in ms until which it is kept
 
-so the server is never asked to walk its keys, and one access rule for ``kvpool:t:*`` covers a tenant. A user who
+In a cluster the last word of each is ``{announced}``, so that all of them have one slot and lie on one node:
+only there a document and its index can be changed together.
+
+So the server is never asked to walk its keys, and one access rule for ``kvpool:t:*`` covers a tenant. A user who
 may not write the list of tenants is not in it: then only who asks for that tenant's prefix finds its documents.
 Keys of another form share one index.
 """
@@ -14,7 +17,7 @@ Keys of another form share one index.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvpool.errors import StoreUnavailable
@@ -30,23 +33,27 @@ MAX_TENANTS = 4096
 READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
 INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
 
-_TENANTS = "kvpool:::announced"
+SLOT = 1209  # of every key that ends in {announced}
 
 
 class ServerAnnouncements:
-    """The leased documents on one server. Any thread may call any method; nothing is kept between calls.
+    """The leased documents of a pool. Any thread may call any method; nothing is kept between calls.
+
+    ``server``: where they lie, asked for in each call: in a cluster the node of ``SLOT``. ``name``: of the store.
 
     Blocking: each call makes a connection, for a few requests. Errors: ``StoreUnavailable``.
     """
 
-    def __init__(self, url: StoreURL, name: str) -> None:
-        self._url, self._name = url, name
+    def __init__(self, server: Callable[[], StoreURL], name: str, *, in_cluster: bool = False) -> None:
+        self._where, self._name = server, name
+        self._word = "{announced}" if in_cluster else "announced"
+        self._list = f"kvpool:::{self._word}"  # of the tenants
 
     def put(self, key: str, document: bytes, lease_s: float) -> None:
         """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
         lease_ms = max(1, int(lease_s * 1e3))
         tenant = tenant_of(key)
-        index = _index(tenant)
+        index = self._index(tenant)
         with self._server("cannot keep an announcement") as server:
             now_ms = _now_ms(server)
             if server.zscore(index, key) is None and server.zcard(index) >= MAX_ANNOUNCEMENTS:
@@ -57,7 +64,7 @@ class ServerAnnouncements:
                     )
             # Together, so that no index entry is without its document, or the other way round.
             with server.pipeline(transaction=True) as together:
-                together.set(f"{key}:announced", document, px=lease_ms)
+                together.set(f"{key}:{self._word}", document, px=lease_ms)
                 together.zadd(index, {key: now_ms + lease_ms})
                 together.pexpire(index, INDEX_LEASE_MS)
                 together.execute()
@@ -67,8 +74,8 @@ class ServerAnnouncements:
         """End what is under ``key``; whether its lease still ran."""
         action = "cannot withdraw an announcement"
         with self._server(action) as server, server.pipeline(transaction=True) as together:
-            together.unlink(f"{key}:announced")
-            together.zrem(_index(tenant_of(key)), key)
+            together.unlink(f"{key}:{self._word}")
+            together.zrem(self._index(tenant_of(key)), key)
             documents, entries = together.execute()
         return bool(documents and entries)
 
@@ -77,27 +84,17 @@ class ServerAnnouncements:
         documents: dict[str, bytes] = {}
         with self._server("cannot read announcements") as server:
             for tenant in self._tenants(server, prefix):
-                index = _index(tenant)
+                index = self._index(tenant)
                 # Atomic, and by the lease that stands now: one that was renewed just before stays.
                 server.zremrangebyscore(index, "-inf", _now_ms(server))
                 keys = _announced(server, index, prefix)
                 for start in range(0, len(keys), READ_AT_ONCE):
                     part = keys[start : start + READ_AT_ONCE]
-                    values = server.mget([f"{key}:announced" for key in part])
+                    values = server.mget([f"{key}:{self._word}" for key in part])
                     for key, value in zip(part, values, strict=True):
                         if isinstance(value, bytes) and len(value) <= MAX_DOCUMENT_NBYTES:
                             documents[key] = value
         return dict(sorted(documents.items()))
-
-    def run_id(self) -> str:
-        """What the server calls its present run; empty where it may not be asked."""
-        import redis
-
-        with self._server("cannot ask for its run_id") as server:
-            try:
-                return str(server.info("server").get("run_id", ""))
-            except redis.exceptions.ResponseError:  # also without the permission
-                return ""
 
     def remove_all(self, prefix: str) -> int:
         """Delete the documents under keys with ``prefix``; how many there were.
@@ -108,14 +105,14 @@ class ServerAnnouncements:
         with self._server("cannot take announcements back") as server:
             tenants = set(self._tenants(server, prefix))
             if not tenant_of(prefix):
-                tenants |= _unlisted(server)
+                tenants |= self._unlisted(server)
             for tenant in sorted(tenants):
-                index = _index(tenant)
+                index = self._index(tenant)
                 keys = _announced(server, index, prefix)
                 for start in range(0, len(keys), READ_AT_ONCE):
                     part = keys[start : start + READ_AT_ONCE]
                     with server.pipeline(transaction=True) as together:
-                        together.unlink(*(f"{key}:announced" for key in part))
+                        together.unlink(*(f"{key}:{self._word}" for key in part))
                         together.zrem(index, *part)
                         removed += together.execute()[0]
                 self._unregister(server, tenant, index)
@@ -125,16 +122,16 @@ class ServerAnnouncements:
         """The one whose keys start with ``prefix``, or all in the list."""
         if tenant_of(prefix):
             return [tenant_of(prefix)]
-        server.zremrangebyscore(_TENANTS, "-inf", _now_ms(server))
-        return [_text(member) for member in server.zrange(_TENANTS, 0, MAX_TENANTS - 1)]
+        server.zremrangebyscore(self._list, "-inf", _now_ms(server))
+        return [_text(member) for member in server.zrange(self._list, 0, MAX_TENANTS - 1)]
 
     def _register(self, server: redis.Redis, tenant: str, now_ms: int) -> None:
         import redis
 
         with contextlib.suppress(redis.exceptions.NoPermissionError):
-            server.zadd(_TENANTS, {tenant: now_ms + INDEX_LEASE_MS})
-            server.zremrangebyrank(_TENANTS, 0, -MAX_TENANTS - 1)
-            server.pexpire(_TENANTS, INDEX_LEASE_MS)
+            server.zadd(self._list, {tenant: now_ms + INDEX_LEASE_MS})
+            server.zremrangebyrank(self._list, 0, -MAX_TENANTS - 1)
+            server.pexpire(self._list, INDEX_LEASE_MS)
 
     def _unregister(self, server: redis.Redis, tenant: str, index: str) -> None:
         """Take a tenant without announcements off the list, unless one is announced just now."""
@@ -147,15 +144,24 @@ class ServerAnnouncements:
             together.watch(index)  # type: ignore[no-untyped-call]
             if together.zcard(index) == 0:
                 together.multi()
-                together.zrem(_TENANTS, tenant)
+                together.zrem(self._list, tenant)
                 together.execute()
+
+    def _index(self, tenant: str) -> str:
+        # An empty tenant's index must not be the list of tenants.
+        return f"kvpool:{tenant}::{self._word}" if tenant else f"kvpool::untenanted:{self._word}"
+
+    def _unlisted(self, server: redis.Redis) -> set[str]:
+        """The tenants that have an index, whether they are in the list or not."""
+        found = server.scan_iter(match=self._index("*"), count=SCAN_KEYS)
+        return {tenant_of(_text(name)) for name in found if name != self._list.encode()}
 
     @contextlib.contextmanager
     def _server(self, action: str) -> Iterator[redis.Redis]:
         import redis  # a tenth of a second that only who announces has to wait for
 
         try:
-            with connect(self._url, timeout_s=TIMEOUT_S) as server:
+            with connect(self._where(), timeout_s=TIMEOUT_S) as server:
                 yield server
         except redis.RedisError as error:
             raise StoreUnavailable(f"{self._name}: {action}: {error}") from error
@@ -179,17 +185,6 @@ def connect(url: StoreURL, *, timeout_s: float) -> redis.Redis:
         retry=Retry(NoBackoff(), 0),
         protocol=2,
     )
-
-
-def _index(tenant: str) -> str:
-    # An empty tenant's index must not be the list of tenants.
-    return f"kvpool:{tenant}::announced" if tenant else "kvpool::untenanted:announced"
-
-
-def _unlisted(server: redis.Redis) -> set[str]:
-    """The tenants that have an index, whether they are in the list or not."""
-    found = server.scan_iter(match=_index("*"), count=SCAN_KEYS)
-    return {tenant_of(_text(name)) for name in found if name != _TENANTS.encode()}
 
 
 def _announced(server: redis.Redis, index: str, prefix: str) -> list[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
 from kvpool.errors import ConfigError
 from kvpool.wording import format_nbytes, parse_nbytes, redact, unknown
 
-SERVER_SCHEMES = ("redis", "valkey", "valkey+unix")
+MANY_SERVERS = ("valkey+cluster", "valkey+sentinel")
+SERVER_SCHEMES = ("redis", "valkey", "valkey+unix", *MANY_SERVERS)
 SCHEMES = ("file", "memory", *SERVER_SCHEMES)
-LATER_SCHEMES = ("rediss", "valkey+cluster", "valkey+sentinel", "valkeys")
+LATER_SCHEMES = ("rediss", "valkeys")
 AVAILABLE = "file:///dir, valkey://host:6379, valkey+unix:///socket or memory://"
 MIN_CAPACITY_NBYTES = 1 << 20
 DEFAULT_FILE_CAPACITY_NBYTES = 10 << 30
@@ -20,6 +21,8 @@ DEFAULT_MEMORY_CAPACITY_NBYTES = 1 << 30
 DEFAULT_THREADS = 2
 MAX_THREADS = 64
 DEFAULT_PORT = 6379
+DEFAULT_SENTINEL_PORT = 26379
+MAX_NODES = 64
 DEFAULT_TTL_S = 86400
 CLIENTS = ("native", "glide", "redis")
 MAX_TTL_S = 366 * 86400
@@ -34,11 +37,14 @@ _PARAMETERS = {
     "memory": ("capacity",),
     "redis": ("client", "connections", "ttl"),
     "valkey": ("client", "connections", "ttl"),
+    "valkey+cluster": ("client", "connections", "ttl"),
+    "valkey+sentinel": ("client", "connections", "sentinel_password", "sentinel_user", "ttl"),
     "valkey+unix": ("client", "connections", "db", "ttl"),
 }
 _HOST = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?"
 )
+_SERVICE = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _DURATION = re.compile(r"([0-9]{1,9})([smhd]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -49,9 +55,10 @@ class StoreURL:
 
     ``path``: absolute directory of a file store, empty for memory. ``capacity_nbytes``: most that the store
     keeps, 0 where the server decides. ``threads``: native threads that move bytes, 1 to 64; each has a connection
-    of its own to a server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``.
-    ``password``: not in ``repr``. ``ttl_s``: how long a server keeps a value. ``client``: of ``CLIENTS``, what moves
-    the values to and from a server.
+    of its own to each server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``.
+    ``nodes``: (host, port) of nodes of a cluster, or of the sentinels that know the servers of ``service``.
+    ``password``, ``sentinel_password``: not in ``repr``. ``ttl_s``: how long a server keeps a value. ``client``:
+    of ``CLIENTS``, what moves the values to and from a server.
     """
 
     scheme: str
@@ -65,12 +72,19 @@ class StoreURL:
     database: int = 0
     ttl_s: int = 0
     client: str = CLIENTS[0]
+    nodes: tuple[tuple[str, int], ...] = ()
+    service: str = ""
+    sentinel_user: str = ""
+    sentinel_password: str = field(default="", repr=False)
 
     @classmethod
     def parse(cls, url: str) -> StoreURL:
         """Read ``memory://[?capacity=1GiB]``, ``file:///dir[?capacity=10GiB][&threads=2]``,
         ``valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2][&client=native]`` (or
-        ``redis://``), or ``valkey+unix://[[user]:password@]/socket[?db=0]`` with the same parameters.
+        ``redis://``), or ``valkey+unix://[[user]:password@]/socket[?db=0]`` with the same parameters,
+        ``valkey+cluster://[[user]:password@]host[:6379],...`` or
+        ``valkey+sentinel://[[user]:password@]host[:26379],.../service[/db][?sentinel_user=..&sentinel_password=..]``,
+        with ``ttl`` and ``connections``.
 
         Errors: ``ConfigError`` that says what to write instead, and never shows a password.
         """
@@ -188,15 +202,59 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
         path = _decoded(url, "a socket's path", path)
         database = _whole(url, query, "db", 0, 0, MAX_DATABASE)
         return StoreURL(scheme, path, 0, threads, "", 0, user, password, database, ttl_s, client)
-    match = _HOST.fullmatch(host)
-    port = int(match["port"] or DEFAULT_PORT) if match else 0
-    if match is None or not 1 <= port <= 65535:
+    if scheme in MANY_SERVERS:
+        if client != CLIENTS[0]:
+            raise ConfigError(f"{redact(url)}: client={client} knows one server only; leave client away")
+        return _many_servers(
+            url, host, path, query, StoreURL(scheme, "", 0, threads, "", 0, user, password, 0, ttl_s)
+        )
+    found = _host(host, DEFAULT_PORT)
+    if found is None:
         raise ConfigError(f"{redact(url)}: write {scheme}://host:{DEFAULT_PORT}, with a port from 1 to 65535")
-    database = _whole(
-        url, {"a database": path[1:]} if path not in ("", "/") else {}, "a database", 0, 0, MAX_DATABASE
+    database = _database(url, path[1:])
+    return StoreURL(scheme, "", 0, threads, *found, user, password, database, ttl_s, client)
+
+
+def _many_servers(url: str, hosts: str, path: str, query: Mapping[str, str], common: StoreURL) -> StoreURL:
+    """A cluster by some of its nodes, or a service by its sentinels."""
+    is_cluster = common.scheme == "valkey+cluster"
+    port = DEFAULT_PORT if is_cluster else DEFAULT_SENTINEL_PORT
+    nodes = [_host(host, port) for host in hosts.split(",")]
+    if not all(nodes) or len(nodes) > MAX_NODES:
+        shape = f"host:{port},host:{port}" + ("" if is_cluster else "/service")
+        raise ConfigError(
+            f"{redact(url)}: write {common.scheme}://{shape}, with 1 to {MAX_NODES} hosts and ports from 1 to 65535"
+        )
+    common = replace(common, nodes=tuple(node for node in nodes if node))
+    if is_cluster:
+        if path not in ("", "/"):
+            raise ConfigError(f"{redact(url)}: a cluster has no databases; leave {path} away")
+        return common
+    service, _, database = path[1:].partition("/")
+    if not _SERVICE.fullmatch(service):
+        raise ConfigError(
+            f"{redact(url)}: name the service that the sentinels watch: {common.scheme}://host:{port}/service"
+        )
+    user, password = query.get("sentinel_user", ""), query.get("sentinel_password", "")
+    if user and not password:
+        raise ConfigError(f"{redact(url)}: a sentinel_user needs a sentinel_password")
+    return replace(
+        common,
+        service=service,
+        database=_database(url, database),
+        sentinel_user=user,
+        sentinel_password=password,
     )
-    name = match["v6"] or match["name"]
-    return StoreURL(scheme, "", 0, threads, name, port, user, password, database, ttl_s, client)
+
+
+def _host(text: str, default_port: int) -> tuple[str, int] | None:
+    match = _HOST.fullmatch(text)
+    port = int(match["port"] or default_port) if match else 0
+    return (match["v6"] or match["name"], port) if match and 1 <= port <= 65535 else None
+
+
+def _database(url: str, text: str) -> int:
+    return _whole(url, {"a database": text} if text else {}, "a database", 0, 0, MAX_DATABASE)
 
 
 def _ttl_s(url: str, query: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""A store on a Redis or Valkey server that many hosts share.
+"""A store on Redis or Valkey servers that many hosts share: one, a cluster, or what sentinels watch.
 
 The native engine owns the connections over which values go; leased documents go over short connections of
 ``ServerAnnouncements``.
@@ -9,8 +9,11 @@ from __future__ import annotations
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores.native import NativeStore
+from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import ServerStore, server_name
-from kvpool.stores.server_announcements import ServerAnnouncements
+from kvpool.stores.server_announcements import SLOT, ServerAnnouncements
+from kvpool.stores.store import DEFAULT_TIMEOUT_S
+from kvpool.stores.topology_watch import TopologyWatch
 from kvpool.stores.url import StoreURL
 
 # How a server words that it will never let us in as we are.
@@ -21,27 +24,58 @@ class ValkeyStore(NativeStore, ServerStore):
     """``valkey://host:6379``: one HASH key a record, with a time to live; the server evicts when it is full.
 
     ``url``: one of the schemes of ``SERVER_SCHEMES``; its ``threads`` is the number of connections.
-    Blocking: one connection is made and asked for a PING, for 2 seconds an address at most.
+    Blocking: one connection is made and asked for a PING, for 2 seconds an address at most; of a cluster or of
+    sentinels, one after the other is asked for the servers of the pool.
     Errors: ``ConfigError`` when the server refuses user, password or database; ``StoreUnavailable`` when it
     cannot be reached.
     """
 
     def __init__(self, url: StoreURL) -> None:
         name = server_name(url)
-        try:
-            engine = _native.open_resp_engine(
-                url.host, url.port, url.path, url.user, url.password, url.database, url.ttl_s, url.threads
-            )
-        except _native.RespError as error:
-            if any(sign in str(error) for sign in _SETTINGS):
-                raise ConfigError(
-                    f"{name}: the server refuses: {error}; correct user, password or database"
-                ) from error
-            raise StoreUnavailable(f"{name}: the server refuses: {error}") from error
-        except OSError as error:
-            raise StoreUnavailable(
-                f"{name}: cannot connect: {error.strerror or error}; check that the server runs there"
-            ) from error
+        primaries = Primaries(url, name)
+        self._watch: TopologyWatch | None = None
+        if url.nodes:
+            engine, self._watch = _open_many(url, primaries)
+        else:
+            engine = _open_one(url, name)
         super().__init__(name, engine)
         self._url = url
-        self._announced = ServerAnnouncements(url, name)
+        self._primaries = primaries
+        self._announced = ServerAnnouncements(
+            lambda: primaries.url_of(SLOT), name, in_cluster=url.scheme == "valkey+cluster"
+        )
+
+    def _close(self) -> None:
+        try:
+            super()._close()
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+
+
+def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.Engine, TopologyWatch]:
+    engine, topology = _native.open_routed_resp_engine(
+        url.user, url.password, url.database, url.ttl_s, url.threads
+    )
+    try:
+        return engine, TopologyWatch(topology, primaries)
+    except BaseException:
+        engine.close(DEFAULT_TIMEOUT_S)
+        raise
+
+
+def _open_one(url: StoreURL, name: str) -> _native.Engine:
+    try:
+        return _native.open_resp_engine(
+            url.host, url.port, url.path, url.user, url.password, url.database, url.ttl_s, url.threads
+        )
+    except _native.RespError as error:
+        if any(sign in str(error) for sign in _SETTINGS):
+            raise ConfigError(
+                f"{name}: the server refuses: {error}; correct user, password or database"
+            ) from error
+        raise StoreUnavailable(f"{name}: the server refuses: {error}") from error
+    except OSError as error:
+        raise StoreUnavailable(
+            f"{name}: cannot connect: {error.strerror or error}; check that the server runs there"
+        ) from error

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -56,12 +57,14 @@ class Server:
     def url(self) -> str:
         return f"valkey://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        assert self._process is None
-        command = [find(self.name), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+    def command(self) -> list[str]:
+        return [find(self.name), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
                    "--appendonly", "no", "--dir", str(self.folder), "--unixsocket", str(self.socket_path),
                    "--logfile", str(self.folder / "log"), *self.options]  # fmt: skip
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def start(self) -> None:
+        assert self._process is None
+        self._process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         assert eventually(self._answers), (self.folder / "log").read_text()[-2000:]
 
     def kill(self) -> None:
@@ -104,3 +107,166 @@ def running(name: str, folder: Path, *options: str) -> Iterator[Server]:
         yield server
     finally:
         server.kill()
+
+
+class Cluster:
+    """Primaries that share the slots, each with ``replicas`` replicas; started and joined when it is made."""
+
+    def __init__(self, name: str, folder: Path, *, primaries: int = 3, replicas: int = 0) -> None:
+        self.primaries = primaries
+        self.servers: list[Server] = []
+        self._folder, self._name = folder, name
+        for number in range(primaries * (1 + replicas)):
+            self.servers.append(self._make(number))
+        try:
+            for server in self.servers:
+                server.start()
+            self._join(replicas)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def url(self) -> str:
+        return "valkey+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+
+    def _make(self, number: int) -> Server:
+        folder = self._folder / str(number)
+        folder.mkdir()
+        (bus_port,) = free_ports(1)
+        return Server(
+            self._name, folder, "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
+            "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no",
+            "--repl-diskless-sync-delay", "0", "--cluster-allow-replica-migration", "no",
+        )  # fmt: skip
+
+    def _join(self, replicas: int) -> None:
+        first = self.servers[0]
+        ids = [server.client.execute_command("CLUSTER MYID") for server in self.servers]
+        for number, server in enumerate(self.servers):
+            server.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for server in self.servers[1:]:
+            bus_port = server.client.config_get("cluster-port")["cluster-port"]
+            first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, bus_port)
+        step = 16384 // self.primaries
+        for number, server in enumerate(self.servers[: self.primaries]):
+            last = 16383 if number == self.primaries - 1 else (number + 1) * step - 1
+            server.client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * step, last)
+        assert eventually(
+            lambda: all(self._knows(server) == len(ids) for server in self.servers), within_s=30
+        )
+        for number, server in enumerate(self.servers[self.primaries :]):
+            assert eventually(lambda s=server, n=number: self._replicates(s, ids[n % self.primaries]))
+        assert eventually(lambda: all(self.is_well(server) for server in self.servers), within_s=30)
+        replicating = self.servers[self.primaries :]
+        assert eventually(
+            lambda: all(server.info("master_link_status") == "up" for server in replicating), within_s=30
+        )
+
+    def _knows(self, server: Server) -> int:
+        return len(server.client.execute_command("CLUSTER NODES"))
+
+    def _replicates(self, server: Server, primary_id: bytes) -> bool:
+        try:
+            server.client.execute_command("CLUSTER", "REPLICATE", primary_id)
+        except redis.ResponseError:  # it has not heard of it yet
+            return False
+        return True
+
+    def is_well(self, server: Server) -> bool:
+        info = server.client.execute_command("CLUSTER INFO")
+        return bool(info["cluster_state"] == "ok" and int(info["cluster_slots_ok"]) == 16384)
+
+    def holder(self, slot: int) -> Server:
+        """The primary of this slot, as the first server that answers sees it."""
+        for server in self.servers:
+            with contextlib.suppress(redis.RedisError):
+                for first, last, primary, *_ in server.client.execute_command("CLUSTER SLOTS"):
+                    if first <= slot <= last:
+                        return next(one for one in self.servers if one.port == primary[1])
+        raise AssertionError(f"nobody holds slot {slot}")
+
+    def begin_move(self, slot: int, to: Server) -> Server:
+        """From now on keys of ``slot`` that are not on its server are asked for at ``to``; the server."""
+        giver = self.holder(slot)
+        giver_id, to_id = (one.client.execute_command("CLUSTER MYID").decode() for one in (giver, to))
+        to.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", giver_id)
+        giver.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", to_id)
+        return giver
+
+    def move_keys(self, slot: int, giver: Server, to: Server) -> None:
+        while keys := giver.client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            giver.client.execute_command("MIGRATE", "127.0.0.1", to.port, "", 0, 5000, "KEYS", *keys)
+
+    def end_move(self, slot: int, to: Server) -> None:
+        to_id = to.client.execute_command("CLUSTER MYID").decode()
+        for server in (to, *self.servers[: self.primaries]):
+            server.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", to_id)
+
+    def kill(self) -> None:
+        for server in self.servers:
+            server.kill()
+
+
+class Watched:
+    """A primary with a replica, and three sentinels that watch it as ``pool``."""
+
+    SERVICE = "pool"
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.sentinels: list[Server] = []
+        folders = [folder / one for one in ("primary", "replica", "sentinel-0", "sentinel-1", "sentinel-2")]
+        for one in folders:
+            one.mkdir()
+        self.primary = Server(name, folders[0])
+        self.replica = Server(
+            name,
+            folders[1],
+            "--replicaof",
+            f"127.0.0.1 {self.primary.port}",
+            "--repl-diskless-sync-delay",
+            "0",
+        )
+        try:
+            self.primary.start()
+            self.replica.start()
+            assert eventually(lambda: self.replica.info("master_link_status") == "up", within_s=30)
+            for one in folders[2:]:
+                self.sentinels.append(self._watch(name, one))
+            assert eventually(lambda: all(self._agrees(one) for one in self.sentinels), within_s=30)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{one.port}" for one in self.sentinels)
+        return f"valkey+sentinel://{hosts}/{self.SERVICE}"
+
+    def _watch(self, name: str, folder: Path) -> Server:
+        settings = folder / "sentinel.conf"
+        settings.write_text(
+            f"sentinel monitor {self.SERVICE} 127.0.0.1 {self.primary.port} 2\n"
+            f"sentinel down-after-milliseconds {self.SERVICE} 1000\n"
+            f"sentinel failover-timeout {self.SERVICE} 10000\n"
+        )
+        sentinel = Sentinel(name, folder)
+        sentinel.start()
+        return sentinel
+
+    def _agrees(self, sentinel: Server) -> bool:
+        state = sentinel.client.execute_command("SENTINEL MASTER", self.SERVICE)
+        return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
+
+    def kill(self) -> None:
+        for server in (*self.sentinels, self.primary, self.replica):
+            server.kill()
+
+
+class Sentinel(Server):
+    """One sentinel, by the ``sentinel.conf`` in its folder."""
+
+    def command(self) -> list[str]:
+        return [find(self.name), str(self.folder / "sentinel.conf"), "--sentinel", "--port", str(self.port),
+                "--bind", "127.0.0.1", "--dir", str(self.folder),
+                "--logfile", str(self.folder / "log")]  # fmt: skip
