@@ -60,11 +60,13 @@ class RespLane : public Lane {
       eventfd_t count;
       [[maybe_unused]] const int ignored = eventfd_read(woken_fd_.get(), &count);
       more_ = true;
+      // Who closes wakes once, and this may have been that: nothing would end the next wait.
+      if (source.closing()) return;
     }
     follow_topology(now);
     for (const auto& connection : connections_) {
       if (woken || now >= connection->next_deadline()) connection->give_up_stopped(now);
-      connection->dial(now);
+      connection->keep_up(now);
     }
     fill(source, now);
     bool moved = false;
@@ -174,7 +176,7 @@ class RespLane : public Lane {
     if (ppoll(polled_.data(), polled_.size(), bounded ? &left : nullptr, nullptr) <= 0) return;
     // wake() sets the flag before it writes: what is left of an earlier wake must not keep poll() from
     // waiting.
-    if ((polled_[0].revents & POLLIN) != 0) woken_.store(true, std::memory_order_relaxed);
+    if ((polled_[0].revents & POLLIN) != 0) woken_.exchange(true, std::memory_order_acq_rel);
     for (std::size_t i = 0; i < connections_.size(); ++i) connections_[i]->came(polled_[i + 1].revents);
   }
 
@@ -222,6 +224,7 @@ void RespBackend::append_counters(Counters& counters) const {
   counters.emplace_back("connections", read(counts_.connections));
   counters.emplace_back("disconnections", read(counts_.disconnections));
   counters.emplace_back("failed_dials", read(counts_.failed_dials));
+  counters.emplace_back("refused", read(counts_.refused));
   counters.emplace_back("up_connections", read(counts_.up));
   counters.emplace_back("moved", read(counts_.moved));
   counters.emplace_back("asked", read(counts_.asked));

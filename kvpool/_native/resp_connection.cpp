@@ -40,7 +40,11 @@ constexpr std::uint64_t kMaxDrainNbytes = 64 << 20;
 // For a reply that nobody waits for any more, and for the deletion of a damaged record.
 constexpr auto kPatience = 5s;
 constexpr auto kFirstBackoff = 10ms;
-constexpr auto kMaxBackoff = 1000ms;
+// A pause and an attempt together stay below a second: so soon is a server that came back used again.
+constexpr auto kMaxBackoff = 400ms;
+constexpr auto kConnectPatience = 500ms;
+// For a first attempt to dial again; then requests do not wait for it any more.
+constexpr auto kDialGrace = 250ms;
 
 constexpr const char* kUnexpected = "its reply does not fit what it was asked";
 
@@ -93,7 +97,7 @@ bool RespConnection::is_clogged(Clock::time_point now) const {
 }
 
 bool RespConnection::has_room() const {
-  return socket_ && in_flight_nbytes_ < kWindowNbytes && requests_.size() < kMaxRequests;
+  return up_ && in_flight_nbytes_ < kWindowNbytes && requests_.size() < kMaxRequests;
 }
 
 bool RespConnection::move(Clock::time_point now) {
@@ -119,7 +123,9 @@ Clock::time_point RespConnection::wake_at() const {
   if (waiting_nbytes_ >= kWaitingNbytes && !is_quiet(Clock::now()))
     until = std::min(until, heard_at_ + kQuiet);
   if (socket_) return until;
-  return std::min(until, dial_ ? dial_->wake_at() : next_dial_);
+  if (!dial_) return std::min(until, next_dial_);
+  if (!failing_) until = std::min(until, dialled_at_ + kDialGrace);
+  return std::min(until, dial_->wake_at());
 }
 
 void RespConnection::came(short events) {
@@ -128,8 +134,12 @@ void RespConnection::came(short events) {
 
 // ---- connection
 
+void RespConnection::keep_up(Clock::time_point now) {
+  if (!socket_) dial(now);
+  if (socket_ && seen_doubts_ != node_->doubts.load()) look_after_doubt(now);
+}
+
 void RespConnection::dial(Clock::time_point now) {
-  if (socket_) return;
   if (!dial_) {
     if (now < next_dial_) return;
     if (!find_addresses()) {
@@ -137,10 +147,13 @@ void RespConnection::dial(Clock::time_point now) {
       back_off();
       return;
     }
-    dial_.emplace(settings_, addresses_, now);
+    seen_doubts_ = node_->doubts.load();
+    dialled_at_ = now;
+    dial_.emplace(settings_, addresses_, now, kConnectPatience);
   }
   switch (dial_->step(now)) {
     case Dial::State::kUnderWay:
+      if (!failing_ && now >= dialled_at_ + kDialGrace) fail_all();
       return;
     case Dial::State::kReady:
       socket_ = dial_->take();
@@ -149,8 +162,7 @@ void RespConnection::dial(Clock::time_point now) {
       readable_ = false;
       failing_ = false;
       heard_at_ = now;
-      node_->up.fetch_add(1);
-      counts_.up.fetch_add(1, std::memory_order_relaxed);
+      count_up(true);
       counts_.connections.fetch_add(1, std::memory_order_relaxed);
       return;
     case Dial::State::kFailed:
@@ -169,7 +181,12 @@ void RespConnection::dial(Clock::time_point now) {
 bool RespConnection::find_addresses() {
   try {
     if (!node_->asks_resolver) addresses_ = node_->addresses();
-    if (node_->asks_resolver && attempts_ > 1) addresses_ = resolve(settings_.endpoint);
+    // While one lane asks, the others go on refusing.
+    if (node_->asks_resolver && attempts_ > 1 && !node_->resolving.test_and_set()) {
+      const std::unique_ptr<std::atomic_flag, void (*)(std::atomic_flag*)> asking(
+          &node_->resolving, [](std::atomic_flag* flag) { flag->clear(); });
+      addresses_ = resolve(settings_.endpoint);
+    }
   } catch (const Unreachable& error) {
     last_error_ = error.what();
   }
@@ -183,20 +200,54 @@ void RespConnection::back_off() {
   const auto longest = std::min<Clock::duration>(kFirstBackoff * (1U << doublings), kMaxBackoff);
   const double share = std::uniform_real_distribution<double>(0.5, 1.0)(random_);
   next_dial_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(longest * share);
+  fail_all();
+}
+
+// From here on until a PING is answered, whatever wants this server is a fault at once.
+void RespConnection::fail_all() {
   failing_ = true;
   topology_.doubt();
-  for (const auto& request : requests_) end_item(*request, Status::kFault, last_error_);
+  if (last_error_.empty()) last_error_ = settings_.endpoint.name() + ": no connection stands yet";
+  for (const auto& request : requests_) {
+    if (request->item) counts_.refused.fetch_add(1, std::memory_order_relaxed);
+    end_item(*request, Status::kFault, last_error_);
+  }
   std::erase_if(requests_, [](const auto& request) { return request->kind != Kind::kCleanup; });
-  for (Item& item : take_waiting()) item.finish(Status::kFault, last_error_);
+  for (Item& item : take_waiting()) {
+    counts_.refused.fetch_add(1, std::memory_order_relaxed);
+    item.finish(item.stopped().value_or(Status::kFault), last_error_);
+  }
   count_window();
+}
+
+// Another connection fell silent, and perhaps the server with it. Where a reply is due it will tell: until it
+// does, nothing more is asked here. Where none is, nothing would tell but the PING of another dial.
+void RespConnection::look_after_doubt(Clock::time_point now) {
+  count_up(false);
+  last_error_ = settings_.endpoint.name() + ": the server does not answer in time";
+  if (awaiting()) return;
+  hang_up();
+  next_dial_ = now;
+  fail_all();
+  dial(now);
+}
+
+void RespConnection::count_up(bool up) {
+  if (std::exchange(up_, up) == up) return;
+  if (up) {
+    node_->up.fetch_add(1);
+    counts_.up.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    node_->up.fetch_sub(1);
+    counts_.up.fetch_sub(1, std::memory_order_relaxed);
+  }
 }
 
 void RespConnection::hang_up() {
   dial_.reset();
   if (!socket_) return;
   socket_.reset();
-  node_->up.fetch_sub(1);
-  counts_.up.fetch_sub(1, std::memory_order_relaxed);
+  count_up(false);
   counts_.disconnections.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -204,6 +255,8 @@ void RespConnection::hang_up() {
 // sent waits for the next one.
 void RespConnection::lose(Cause cause, std::string_view why) {
   hang_up();
+  // Before any item ends: who sees one end, and asks again, finds the other connections warned.
+  if (cause == Cause::kSilence) node_->doubts.fetch_add(1);
   last_error_ = settings_.endpoint.name() + ": " + std::string(why);
   std::deque<std::unique_ptr<Request>> lost;
   lost.swap(requests_);
@@ -271,7 +324,10 @@ void RespConnection::end_item(Request& request, Status status, std::string words
 // ---- requests
 
 void RespConnection::push(Item&& taken) {
-  if (refuses()) return taken.finish(Status::kFault, last_error_);
+  if (refuses()) {
+    counts_.refused.fetch_add(1, std::memory_order_relaxed);
+    return taken.finish(Status::kFault, last_error_);
+  }
   if (has_room() && waiting_.empty()) return begin(std::move(taken));
   if (waiting_.size() >= kMaxWaiting) {
     return taken.finish(Status::kFault, settings_.endpoint.name() + ": the server does not answer");
@@ -513,6 +569,10 @@ bool RespConnection::receive_some() {
   if (result.state != Stream::State::kMoved) {
     if (result.state != Stream::State::kBlocked) lose(Cause::kServer, std::string(socket_.error()));
     return false;
+  }
+  if (!up_) {
+    seen_doubts_ = node_->doubts.load();
+    count_up(true);
   }
   const std::size_t got = result.nbytes;
   const std::size_t straight = std::min(got, direct);

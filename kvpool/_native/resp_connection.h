@@ -61,10 +61,10 @@ class RespConnection {
   ~RespConnection();
 
   const RespNode& node() const { return *node_; }
-  // Whether it takes more at once: it stands, and its window is not full.
+  // Whether it takes more at once: it stands, is not in doubt, and its window is not full.
   bool has_room() const;
   // While no connection of this store to the server stands, waiting for one is not worth a request's time.
-  bool refuses() const { return !socket_ && failing_ && node_->up.load() == 0; }
+  bool refuses() const { return !up_ && (socket_ || failing_) && node_->up.load() == 0; }
   // As much waits for the window as may, at a server that is heard of: the lane takes nothing more meanwhile.
   bool is_clogged(Clock::time_point now) const;
   // Nothing is on it or waits for it.
@@ -73,8 +73,8 @@ class RespConnection {
   // Sends it, lets it wait, or ends it as a fault: when it refuses, or too many wait.
   void push(Item&& taken);
   void push_redirected(std::unique_ptr<Request> request);
-  // Dials while there is no connection.
-  void dial(Clock::time_point now);
+  // Dials while there is no connection, and when another one to this server fell silent.
+  void keep_up(Clock::time_point now);
   // Sends and receives what can be at once; false when that is nothing.
   bool move(Clock::time_point now);
   std::vector<Redirect> take_redirected() { return std::exchange(redirected_, {}); }
@@ -104,8 +104,12 @@ class RespConnection {
   bool awaiting() const;
   bool is_quiet(Clock::time_point now) const;
 
+  void dial(Clock::time_point now);
+  void look_after_doubt(Clock::time_point now);
+  void count_up(bool up);
   bool find_addresses();
   void back_off();
+  void fail_all();
   void lose(Cause cause, std::string_view why);
   void again(std::unique_ptr<Request> request);
   static void end_item(Request& request, Status status, std::string words);
@@ -151,10 +155,13 @@ class RespConnection {
   std::optional<Dial> dial_;  // at most one of dial_ and socket_
   Stream socket_;
   RespParser parser_;
-  bool readable_ = false;  // poll() said so
-  bool failing_ = false;   // not connected, and the last attempt failed: items are faults at once
-  unsigned attempts_ = 0;  // failures since the last good reply
+  bool readable_ = false;          // poll() said so
+  bool up_ = false;                // connected, and not in doubt
+  std::uint64_t seen_doubts_ = 0;  // of all connections to this server, when this one last was not
+  bool failing_ = false;           // not connected, and the last attempt failed: items are faults at once
+  unsigned attempts_ = 0;          // failures since the last good reply
   Clock::time_point next_dial_{};
+  Clock::time_point dialled_at_{};  // when dial_ began
   std::string last_error_;
   std::minstd_rand random_;
 

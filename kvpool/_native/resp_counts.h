@@ -15,6 +15,7 @@ struct RespCounts {
   std::atomic<std::uint64_t> connections{0};
   std::atomic<std::uint64_t> disconnections{0};
   std::atomic<std::uint64_t> failed_dials{0};
+  std::atomic<std::uint64_t> refused{0};
   std::atomic<std::uint64_t> moved{0};  // redirects that were followed
   std::atomic<std::uint64_t> asked{0};
 };

@@ -11,10 +11,6 @@
 namespace kvpool {
 namespace {
 
-using namespace std::chrono_literals;
-
-constexpr auto kDialPatience = 2s;
-constexpr auto kAddressPatience = 1s;
 constexpr std::size_t kShownChars = 200;
 constexpr const char* kSurplus = "the server sent more than it was asked for";
 
@@ -44,10 +40,12 @@ void append_command(std::string& to, std::initializer_list<std::string_view> wor
   }
 }
 
-Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, Clock::time_point now)
+Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, Clock::time_point now,
+           Clock::duration connect_within)
     : settings_(settings),
       addresses_(addresses),
       deadline_(now + kDialPatience),
+      address_patience_(connect_within / std::max<std::size_t>(addresses.size(), 1)),
       address_deadline_(deadline_) {
   if (!settings.password.empty()) {
     asked_.emplace_back("AUTH");
@@ -87,7 +85,7 @@ void Dial::begin_next(Clock::time_point now) {
   } else {
     stream_ = Stream(std::move(fd));
   }
-  address_deadline_ = next_address_ < addresses_.size() ? now + kAddressPatience : deadline_;
+  address_deadline_ = std::min(now + address_patience_, deadline_);
 }
 
 Dial::State Dial::step(Clock::time_point now) {

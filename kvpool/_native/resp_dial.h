@@ -41,12 +41,15 @@ class RespError : public std::runtime_error {
 // "*2\r\n$6\r\nEXISTS\r\n$1\r\nk\r\n"
 void append_command(std::string& to, std::initializer_list<std::string_view> words);
 
+inline constexpr auto kDialPatience = std::chrono::seconds(2);
+
 class Dial {
  public:
   enum class State : std::uint8_t { kUnderWay, kReady, kFailed };
 
-  // Gives up at `now` + 2 s, and on one address of several after 1 s.
-  Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, Clock::time_point now);
+  // Gives up at `now` + 2 s, and on an address that takes no connection after its share of `connect_within`.
+  Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, Clock::time_point now,
+       Clock::duration connect_within = kDialPatience);
 
   // Goes on as far as it can. Never blocks.
   State step(Clock::time_point now);
@@ -72,6 +75,7 @@ class Dial {
   const RespSettings& settings_;
   const std::vector<SocketAddress>& addresses_;
   const Clock::time_point deadline_;
+  const Clock::duration address_patience_;
   Clock::time_point address_deadline_;
   std::size_t next_address_ = 0;
   Phase phase_ = Phase::kNextAddress;

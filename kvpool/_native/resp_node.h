@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -18,7 +19,9 @@ class RespNode {
 
   const RespSettings settings;
   const bool asks_resolver;
-  std::atomic<unsigned> up{0};  // connections that stand, of all lanes
+  std::atomic<unsigned> up{0};           // connections that stand and are not in doubt, of all lanes
+  std::atomic<std::uint64_t> doubts{0};  // how often a connection to it fell silent
+  std::atomic_flag resolving;            // a lane asks the resolver, which may block it
 
   std::vector<SocketAddress> addresses() const {
     const std::lock_guard lock(mutex_);

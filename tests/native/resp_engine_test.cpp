@@ -404,6 +404,63 @@ TEST(resp_a_silent_server_costs_the_deadline_and_no_more) {
   gate.open();
 }
 
+TEST(resp_the_silence_of_one_connection_is_a_doubt_about_the_others) {
+  Gate gate;
+  std::atomic<bool> silent = false;
+  RespServer server([&](Peer&, const Command&) {
+    if (!silent) return false;
+    gate.pass();
+    return true;
+  });
+  const auto engine = connect(server, 4);
+  CHECK(eventually([&] { return counter(*engine, "up_connections") == 4; }));
+  silent = true;
+  CHECK(run_one(*engine, Op::kContains, make_key(0), nullptr, 100ms) == Status::kTimedOut);
+  for (int round = 0; round < 20; ++round) {
+    const auto begin = Clock::now();
+    CHECK(run_one(*engine, Op::kContains, make_key(0), nullptr, 60s) == Status::kFault);
+    CHECK(Clock::now() - begin < 5s);
+  }
+  CHECK(counter(*engine, "refused") == 20);
+  CHECK(counter(*engine, "up_connections") == 0);
+  silent = false;
+  gate.open();
+  CHECK(eventually([&] { return run_one(*engine, Op::kContains, make_key(0), nullptr) == Status::kMiss; }));
+  CHECK(eventually([&] { return counter(*engine, "up_connections") == 4; }));
+}
+
+// One that waits for a reply takes nothing more until it comes, and loses nothing.
+TEST(resp_a_connection_in_doubt_that_answers_goes_on) {
+  Gate gate;
+  Gate other;
+  const Bytes value = make_payload(600'000);
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (command[0] == "EXISTS" && command[1] == make_key(9).text) {
+      other.pass();
+      return true;
+    }
+    if (command[0] != "HMGET") return false;
+    const std::string reply = good_reply(make_key(0), value);
+    peer.write(std::string_view(reply).substr(0, 1000));
+    gate.pass();
+    peer.write(std::string_view(reply).substr(1000));
+    return true;
+  });
+  const auto engine = connect(server, 2);
+  CHECK(eventually([&] { return counter(*engine, "up_connections") == 2; }));
+  std::vector<Bytes> target(1, Bytes(value.size()));
+  const auto get = submit(*engine, Op::kGet, {make_key(0)}, &target, 60s);
+  CHECK(eventually([&] { return gate.somebody_waits(); }));
+  // Whichever lane takes it: the same one waits behind the get, and ends it with its silence.
+  CHECK(run_one(*engine, Op::kContains, make_key(9), nullptr, 100ms) == Status::kTimedOut);
+  gate.open();
+  CHECK(get->wait_until(Clock::now() + 10s));
+  CHECK(get->results()[0] == Status::kFault || target[0] == value);
+  CHECK(eventually([&] { return run_one(*engine, Op::kContains, make_key(1), nullptr) == Status::kMiss; }));
+  CHECK(eventually([&] { return counter(*engine, "up_connections") == 2; }));
+  other.open();
+}
+
 TEST(resp_a_server_that_is_gone_is_a_fault_at_once) {
   auto server = std::make_unique<RespServer>();
   const auto engine = connect(*server, 2);
