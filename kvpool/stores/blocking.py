@@ -5,14 +5,17 @@ takes the next one of the oldest batch, makes the one or two calls that it needs
 batch runs on all connections, and what is under way is bounded in bytes. A batch that is cancelled or late loses at
 once what no thread has taken, and the rest when the calls return, after ``MAX_CALL_S`` at the latest.
 
-Threads: ``_changed`` (a condition) guards ``_queue``, ``_counters``, ``_closing``, ``_doubts``,
-``_breaker`` and the fields of every
-``_Batch``; no call is made under it. A ``Link`` belongs to one thread. Buffers are touched only by the thread that
-holds their window.
+When a link falls silent or cannot be dialled, the breaker opens: every key is a fault at once, in the thread that
+submits it. One of the store's threads dials again in pauses; when the server answers it, the breaker closes.
+
+Threads: ``_changed`` (a condition) guards ``_queue``, ``_counters``, ``_closing``, ``_doubts``, ``_breaker``,
+``_probing`` and the fields of every ``_Batch``; no call is made under it. A ``Link`` belongs to one thread. Buffers
+are touched only by the thread that holds their window.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -35,17 +38,17 @@ WINDOW_KEYS = 256
 MAX_QUEUED_KEYS = 1 << 20
 MAX_CALL_S = 4.0  # one call, so that close() can wait for it
 DIAL_S = 2.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = (
-    0.05,
-    1.0,
-)  # between dials that failed; meanwhile every key is a fault at once
+# While a server is away it is asked for PROBE_S, then left alone for a pause: together below a second, so that it is
+# used again so soon after its return.
+PROBE_S = 0.5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
 # The last bytes of a payload stand beside the header, which keeps both fields inside the allocator's size classes.
 TAIL_NBYTES = 128
 
 _COUNTERS = (
     "puts", "put_nbytes", "get_hits", "get_misses", "get_nbytes", "contains_hits", "contains_misses",
     "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
-    "connections", "disconnections", "failed_dials", "up_connections", "queued",
+    "connections", "disconnections", "failed_dials", "refused", "up_connections", "queued",
     *(f"damaged_{cause}" for cause in (
         "truncated", "magic", "version", "flags", "length", "fingerprint", "hash", "group", "rank", "checksum"
     )),
@@ -71,6 +74,10 @@ Command = tuple[bytes | memoryview, ...]
 
 class LinkFault(Exception):
     """No connection can be made, or the one there was is in doubt; says why."""
+
+
+class LinkSilent(LinkFault):
+    """No answer in time: who asks the same server next would wait as long."""
 
 
 class LinkRefused(LinkFault):
@@ -103,7 +110,7 @@ class Link(Protocol):
 
 
 class _Breaker(NamedTuple):
-    """While a server is away: why, and how long nobody asks it again."""
+    """While a server is away: why, and how long nobody asks it again. Closed: ``why`` is empty."""
 
     why: str = ""
     pause_s: float = 0.0
@@ -155,6 +162,18 @@ class _Batch:
         return self.fault
 
 
+class _Window(NamedTuple):
+    """Keys of a batch, from ``start`` up to ``end``, in the hands of one thread."""
+
+    batch: _Batch
+    start: int
+    end: int
+
+
+class _Probe(NamedTuple):
+    """To dial, and so to find out whether the server is back."""
+
+
 class BlockingStore(ServerStore):
     """A store whose values are moved by ``url.threads`` threads, each with a ``Link`` of the subclass's making.
 
@@ -173,6 +192,7 @@ class BlockingStore(ServerStore):
         self._closing = False
         self._doubts = 0  # how often a link failed
         self._breaker = _Breaker()
+        self._probing = False  # a thread of the store dials, to close the breaker
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         lanes = [_Lane(self, self._link()) for _ in range(url.threads)]
         try:
@@ -197,7 +217,10 @@ class BlockingStore(ServerStore):
     def counters(self) -> dict[str, int]:
         self._check_open()
         with self._changed:
-            return dict(self._counters)
+            counters = dict(self._counters)
+            if self._breaker.why:
+                counters["up_connections"] = 0
+            return counters
 
     def fileno(self) -> int:
         self._check_open()
@@ -231,19 +254,28 @@ class BlockingStore(ServerStore):
             self._counters["queued"] += len(keys)
             if keys:
                 self._queue.append(batch)
+                if self._breaker.why:
+                    self._refuse_queued()
                 self._changed.notify_all()
             else:
                 self._end_if_over(batch)
         return batch
 
-    def _take(self) -> tuple[_Batch, int, int] | None:
-        """The next window: a batch, and its keys from the first number up to the second. None: the store closes."""
+    def _take(self) -> _Window | _Probe | None:
+        """What a thread is to do next. None: the store closes."""
         with self._changed:
             while True:
-                while not self._queue:
+                if not self._queue:
                     if self._closing:
                         return None
-                    self._changed.wait()
+                    pause_s: float | None = None
+                    if self._breaker.why and not self._probing:
+                        pause_s = self._breaker.next_dial_s - time.monotonic()
+                        if pause_s <= 0:
+                            self._probing = True
+                            return _Probe()
+                    self._changed.wait(pause_s)
+                    continue
                 batch = self._queue[0]
                 if time.monotonic() >= batch.deadline_s:
                     self._drop_rest(batch, _native.TIMED_OUT)
@@ -254,7 +286,7 @@ class BlockingStore(ServerStore):
                 self._counters["queued"] -= end - start
                 if end == len(batch.keys):
                     self._queue.popleft()
-                return batch, start, end
+                return _Window(batch, start, end)
 
     def _put_down(self, batch: _Batch, start: int, statuses: Sequence[int], fault: str | None) -> None:
         """The results of one window; whoever calls this has let go of its buffers."""
@@ -303,6 +335,19 @@ class BlockingStore(ServerStore):
             name = _COUNTED_ALWAYS.get(status) or _COUNTED[operation, status]
             self._counters[name] += times
 
+    def _refuse_queued(self) -> None:
+        """The server is away: what waits is a fault at once; the caller holds the lock."""
+        for batch in list(self._queue):
+            batch.fault = batch.fault or self._breaker.why
+            self._counters["refused"] += len(batch.keys) - batch.next
+            self._drop_rest(batch, _native.FAULT)
+
+    def _open_breaker(self, breaker: _Breaker) -> None:
+        """The caller holds the lock."""
+        self._breaker = breaker
+        self._refuse_queued()
+        self._changed.notify_all()
+
     def doubts(self) -> int:
         """How often a link failed: a thread that finds this changed looks to its own; for the store's threads."""
         with self._changed:
@@ -313,21 +358,28 @@ class BlockingStore(ServerStore):
         with self._changed:
             self._doubts += 1
 
-    def check_may_dial(self) -> None:
-        """Whether it is time to dial; for the store's own threads. Errors: ``LinkFault`` with the last one's words."""
+    def fell_silent(self, why: str) -> None:
+        """A link got no answer in time; for the store's own threads."""
         with self._changed:
-            if time.monotonic() < self._breaker.next_dial_s:
+            if not self._breaker.why:
+                self._open_breaker(_Breaker(why))
+
+    def check_not_away(self) -> None:
+        """For the store's own threads. Errors: ``LinkFault`` that says why, while the breaker is open."""
+        with self._changed:
+            if self._breaker.why:
                 raise LinkFault(self._breaker.why)
 
     def dialled(self, failure: str | None) -> None:
         """One of the store's own threads has dialled; ``failure``: why in vain."""
         with self._changed:
+            self._probing = False
             if failure is None:
                 self._breaker = _Breaker()
                 return
             self._counters["failed_dials"] += 1
             pause_s = min(max(2 * self._breaker.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-            self._breaker = _Breaker(failure, pause_s, time.monotonic() + pause_s)
+            self._open_breaker(_Breaker(failure, pause_s, time.monotonic() + pause_s))
 
     def count(self, name: str, times: int = 1) -> None:
         """Add to one counter; for the store's own threads."""
@@ -386,9 +438,13 @@ class _Lane:
 
     def run(self) -> None:
         try:
-            while (window := self._store._take()) is not None:
-                self._store._put_down(window[0], window[1], *self._outcome(*window))
-                del window  # an idle thread holds no batch
+            while (work := self._store._take()) is not None:
+                if isinstance(work, _Probe):
+                    with contextlib.suppress(LinkFault):
+                        self._dial(PROBE_S)
+                else:
+                    self._store._put_down(work.batch, work.start, *self._outcome(*work))
+                del work  # an idle thread holds no batch
         finally:
             self._down()
             self._link.close()
@@ -407,6 +463,8 @@ class _Lane:
             return _statuses([reply if isinstance(reply, Refusal) else _yes(reply) for reply in replies])
         except LinkFault as error:
             self._fail()
+            if isinstance(error, LinkSilent):
+                self._store.fell_silent(str(error))
             return self._all_lost(batch, end - start), str(error)
         except Exception as error:  # whatever a client may think of: no thread is lost to a reply
             words = f"{type(error).__name__}: {error}"
@@ -464,7 +522,7 @@ class _Lane:
         if self._is_up and self._link.is_stale():
             self._down()
         if not self._is_up or self._doubts != self._store.doubts():
-            self._store.check_may_dial()
+            self._store.check_not_away()
             self._dial(min(DIAL_S, _left(batch)))
         replies = self._link.exchange(commands, min(MAX_CALL_S, _left(batch)))
         if len(replies) != len(commands):
@@ -476,8 +534,14 @@ class _Lane:
         try:
             self._link.dial(timeout_s)
         except LinkFault as error:
+            self._down()
             self._store.dialled(str(error))
             raise
+        except Exception as error:  # whatever a client may think of
+            words = f"{type(error).__name__}: {error}"
+            self._down()
+            self._store.dialled(words)
+            raise LinkFault(words) from error
         self._store.dialled(None)
         if not self._is_up:
             self._store.count("connections")

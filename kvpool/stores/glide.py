@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
-from kvpool.stores.blocking import BlockingStore, Command, Link, LinkFault, LinkRefused, Refusal
+from kvpool.stores.blocking import (
+    BlockingStore,
+    Command,
+    Link,
+    LinkFault,
+    LinkRefused,
+    LinkSilent,
+    Refusal,
+)
 from kvpool.stores.redis import RedisLink
 from kvpool.stores.url import StoreURL
 
@@ -79,6 +87,8 @@ class _GlideLink:
         options = glide_sync.BatchOptions(timeout=max(1, int(timeout_s * 1e3)))
         try:
             replies = self._client.exec(batch, raise_on_error=False, options=options)
+        except glide_sync.TimeoutError as error:
+            raise LinkSilent(_words(error)) from error
         except glide_sync.GlideError as error:
             raise LinkFault(_words(error)) from error
         return [

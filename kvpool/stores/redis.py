@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection, PythonRespSerializer, UnixDomainSocketConnection
 from redis.retry import Retry
 
-from kvpool.stores.blocking import BlockingStore, Command, Link, LinkFault, LinkRefused, Refusal
+from kvpool.stores.blocking import BlockingStore, Command, Link, LinkFault, LinkRefused, LinkSilent, Refusal
 from kvpool.stores.url import StoreURL
 
 PACKER_CUTOFF_NBYTES = 6000  # what is shorter is joined before it is sent, as redis-py does
@@ -57,13 +57,13 @@ class RedisLink:
             self._exchange([(b"PING",)])
         except redis.AuthenticationError as error:
             self.drop()
-            raise LinkRefused(f"AUTH: {_words(error)}") from error
+            raise LinkRefused(f"AUTH: {_words(error)}") from _alone(error)
         except redis.ResponseError as error:
             self.drop()
-            raise LinkRefused(_words(error)) from error
+            raise LinkRefused(_words(error)) from _alone(error)
         except (redis.RedisError, OSError) as error:
             self.drop()
-            raise LinkFault(_words(error)) from error
+            raise LinkFault(_words(error)) from _alone(error)
         except BaseException:
             self.drop()
             raise
@@ -80,8 +80,10 @@ class RedisLink:
         self._socket.deadline_s = time.monotonic() + timeout_s
         try:
             return self._exchange(commands)
+        except (redis.TimeoutError, TimeoutError) as error:
+            raise LinkSilent(_words(error)) from _alone(error)
         except (redis.RedisError, OSError) as error:
-            raise LinkFault(_words(error)) from error
+            raise LinkFault(_words(error)) from _alone(error)
 
     def drop(self) -> None:
         if self._connection is not None:
@@ -157,6 +159,11 @@ def _reply(connection: Any) -> Any:
         return connection.read_response(disable_decoding=True)
     except redis.ResponseError as error:
         return Refusal(_words(error))
+
+
+def _alone(error: Exception) -> Exception:
+    """Without its traceback: redis-py's parser keeps some errors in a cycle, and callers' buffers with them."""
+    return error.with_traceback(None)
 
 
 def _words(error: redis.RedisError | OSError) -> str:

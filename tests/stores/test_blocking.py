@@ -139,9 +139,9 @@ def test_what_one_thread_learns_the_others_know(server: Server, monkeypatch: pyt
             store.contains_many([key(1)], timeout_s=60)
         for _ in range(12):
             started = time.monotonic()
-            with pytest.raises(StoreUnavailable, match="refused"):
+            with pytest.raises(StoreUnavailable, match=r"refused|timed out"):
                 store.contains_many([key(1)], timeout_s=60)
-            assert time.monotonic() - started < 1.0
+            assert time.monotonic() - started < MARGIN_S
 
 
 def test_glide_leaves_no_hook_for_forks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
