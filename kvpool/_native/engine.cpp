@@ -7,12 +7,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <deque>
 #include <exception>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <unordered_map>
 
 #include "descriptor.h"
 
@@ -69,6 +72,19 @@ struct Core {
   std::condition_variable thread_ended;
   std::array<std::list<std::shared_ptr<Batch>>, kQueueCount> queues;
   std::size_t queued_items = 0;
+  // One item of a batch that is in nobody's hands, but for its batch's `waiting_`.
+  struct Waiter {
+    std::shared_ptr<Batch> batch;
+    std::size_t index;
+  };
+  // A put in the hands of a lane, and those of the same key and length that get its result.
+  struct Writing {
+    const Batch* batch;
+    std::size_t index;
+    std::vector<Waiter> waiters;
+  };
+  std::unordered_map<std::string_view, Writing> writing;  // by key, whose text the batch of the put holds
+  std::deque<Waiter> bereft;                              // the put that they waited for was given up
   // Every batch that is not done, by deadline; `expired` once the deadline has been acted on.
   std::map<std::pair<Clock::time_point, std::uint64_t>, std::shared_ptr<Batch>> deadlines;
   std::map<std::uint64_t, std::shared_ptr<Batch>> expired;
@@ -80,6 +96,7 @@ struct Core {
   std::atomic<bool> closing{false};
   std::array<std::array<std::atomic<std::uint64_t>, kStatusCount>, kOpCount> counts{};
   std::array<std::atomic<std::uint64_t>, kOpCount> ok_nbytes{};
+  std::atomic<std::uint64_t> joined_puts{0};
 
   using Lock = std::unique_lock<std::mutex>;
 
@@ -117,13 +134,19 @@ struct Core {
     Status expected = Status::kOk;
     if (!batch->stop_.compare_exchange_strong(expected, status)) return;
     const std::size_t untaken = batch->keys_.size() - batch->next_;
+    const std::size_t given_up = untaken + batch->waiting_.size();
     leave_queue(*batch);
     for (; batch->next_ < batch->keys_.size(); ++batch->next_) {
       batch->results_[batch->next_] = status;
       count(*batch, batch->next_, status);
     }
     queued_items -= untaken;
-    if (untaken != 0 && batch->unfinished_.fetch_sub(untaken, std::memory_order_acq_rel) == untaken) {
+    for (const std::size_t index : batch->waiting_) {
+      batch->results_[index] = status;
+      count(*batch, index, status);
+    }
+    batch->waiting_.clear();
+    if (given_up != 0 && batch->unfinished_.fetch_sub(given_up, std::memory_order_acq_rel) == given_up) {
       complete(*batch);
     } else {
       for (const auto& lane : lanes) lane->wake();
@@ -133,6 +156,9 @@ struct Core {
   // Under the lock.
   std::optional<Item> take() {
     for (auto& queue : queues) {
+      if (&queue == &queues.back()) {
+        if (auto item = take_bereft()) return item;
+      }
       while (!queue.empty()) {
         const std::shared_ptr<Batch> batch = queue.front();
         if (Clock::now() >= batch->deadline_) {
@@ -142,15 +168,68 @@ struct Core {
         const std::size_t index = batch->next_++;
         --queued_items;
         if (batch->next_ == batch->keys_.size()) leave_queue(*batch);
+        if (batch->op_ == Op::kPut && joins(batch, index)) continue;
         return std::optional<Item>(std::in_place, batch, index);
       }
     }
     return std::nullopt;
   }
 
+  // Under the lock: whether this put waits for one that is under way. If not, others will wait for it.
+  bool joins(const std::shared_ptr<Batch>& batch, std::size_t index) {
+    const auto [place, first] =
+        writing.try_emplace(batch->keys_[index].text, Writing{batch.get(), index, {}});
+    if (first) return false;
+    Writing& other = place->second;
+    // Of another length it cannot be the same content: whoever is wrong, this is not to be answered for it.
+    if (other.batch->buffers_[other.index].size() != batch->buffers_[index].size()) return false;
+    other.waiters.push_back({batch, index});
+    batch->waiting_.insert(index);
+    return true;
+  }
+
+  // Under the lock.
+  std::optional<Item> take_bereft() {
+    while (!bereft.empty()) {
+      const Waiter waiter = std::move(bereft.front());
+      bereft.pop_front();
+      // The batch was stopped, and this item with it.
+      if (waiter.batch->waiting_.erase(waiter.index) == 0) continue;
+      if (joins(waiter.batch, waiter.index)) continue;
+      return std::optional<Item>(std::in_place, waiter.batch, waiter.index);
+    }
+    return std::nullopt;
+  }
+
+  // A put has ended: so have those that waited for it, unless it was given up.
+  void end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error) {
+    const Lock lock(mutex);
+    const auto found = writing.find(batch.keys_[index].text);
+    if (found == writing.end() || found->second.batch != &batch || found->second.index != index) return;
+    std::vector<Waiter> waiters = std::move(found->second.waiters);
+    writing.erase(found);
+    if (waiters.empty()) return;
+    if (status == Status::kCancelled || status == Status::kTimedOut) {
+      std::move(waiters.begin(), waiters.end(), std::back_inserter(bereft));
+      work_arrived.notify_all();
+      for (const auto& lane : lanes) lane->wake();
+      return;
+    }
+    for (const Waiter& waiter : waiters) {
+      if (waiter.batch->waiting_.erase(waiter.index) == 0) continue;
+      waiter.batch->results_[waiter.index] = status;
+      counts[static_cast<std::size_t>(Op::kPut)][static_cast<std::size_t>(status)].fetch_add(
+          1, std::memory_order_relaxed);
+      joined_puts.fetch_add(1, std::memory_order_relaxed);
+      if (!error.empty() && !waiter.batch->error_) waiter.batch->error_ = error;
+      if (waiter.batch->unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(*waiter.batch);
+    }
+  }
+
   void finish(Batch& batch, std::size_t index, Status status, std::string error) {
     count(batch, index, status);
     batch.results_[index] = status;
+    if (batch.op_ == Op::kPut) end_waiters(batch, index, status, error);
     if (!error.empty()) {
       const Lock lock(mutex);
       if (!batch.error_) batch.error_ = std::move(error);
@@ -375,6 +454,7 @@ Counters Engine::counters() const {
       {"faults", sum(Status::kFault)},
       {"cancelled", sum(Status::kCancelled)},
       {"timed_out", sum(Status::kTimedOut)},
+      {"joined_puts", core_->joined_puts.load(std::memory_order_relaxed)},
   };
   {
     const Core::Lock lock(core_->mutex);
@@ -409,6 +489,8 @@ bool Engine::close(Clock::duration timeout) {
   for (auto& thread : ended) thread.join();
   // Batches outlive this: they keep the Core, but no descriptor.
   const Core::Lock lock(core_->mutex);
+  core_->writing.clear();
+  core_->bereft.clear();
   core_->lanes.clear();
   core_->completions.reset();
   return true;

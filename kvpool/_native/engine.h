@@ -4,11 +4,14 @@
 // the shared counter). The lane pulls Items from its Source, may have several in flight, and finishes each.
 //
 // Who owns what:
-// - Engine::Core::mutex guards the queues, the deadlines, the completion descriptor, and of each Batch `next_`,
-//   `error_` and its place in a queue. Nothing blocks under it (the eventfd is non-blocking).
+// - Engine::Core::mutex guards the queues, the deadlines, the completion descriptor, the puts that wait for
+//   another, and of each Batch `next_`, `waiting_`, `error_` and its place in a queue. Nothing blocks under it (the eventfd is non-blocking).
 // - Results of a batch: each byte is written once, by whoever took the item (its lane; or stop(), for items
-//   that no lane has taken), and read only after done().
+//   that no lane has taken; or finish() of the put that it waited for), and read only after done().
 // - Buffers are borrowed from the caller until done(): a batch is done when no lane touches them any more.
+//
+// A put of a key that some lane is putting just now waits for that one's result instead of being a second
+// transfer: a key names content. If the first is given up, one of those that wait takes its place.
 #pragma once
 
 #include <array>
@@ -23,6 +26,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -79,7 +83,8 @@ class Batch {
 
   std::vector<Status> results_;
   std::optional<std::string> error_;
-  std::size_t next_ = 0;  // the first item that nobody has taken
+  std::size_t next_ = 0;                     // the first item that nobody has taken
+  std::unordered_set<std::size_t> waiting_;  // taken, and waiting for another put of their key
   bool queued_ = false;
   std::list<std::shared_ptr<Batch>>::iterator place_;  // in the queue, while queued_
   std::uint64_t sequence_ = 0;

@@ -186,6 +186,74 @@ TEST(cancel_stops_queued_items_at_once_and_running_ones_soon) {
   CHECK(after->wait_until(soon()) && all(*after, Status::kOk));
 }
 
+TEST(puts_of_one_key_at_once_are_one_transfer) {
+  Gate gate;
+  const auto engine = make_engine(gate, 4);
+  std::vector<std::vector<std::byte>> buffers(16, std::vector<std::byte>(8));
+  std::vector<std::shared_ptr<Batch>> puts;
+  for (auto& buffer : buffers) puts.push_back(engine->submit(Op::kPut, make_keys(1), {buffer}, 20s));
+  CHECK(eventually([&] { return counter(*engine, "queued") == 0 && gate.count_waiting() == 1; }));
+  for (const auto& put : puts) CHECK(!put->done());
+  // Another length is no such content, and other operations wait for nothing.
+  std::vector<std::byte> longer(9);
+  const auto other = engine->submit(Op::kPut, make_keys(1), {longer}, 20s);
+  const auto contains = engine->submit(Op::kContains, make_keys(1), {}, 20s);
+  CHECK(eventually([&] { return gate.count_waiting() == 3; }));
+  gate.set_open(true);
+  for (const auto& put : puts) CHECK(put->wait_until(soon()) && all(*put, Status::kOk));
+  CHECK(other->wait_until(soon()) && contains->wait_until(soon()));
+  CHECK(gate.order.size() == 3);
+  CHECK(counter(*engine, "puts") == 17 && counter(*engine, "joined_puts") == 15);
+  CHECK(counter(*engine, "put_nbytes") == 17);
+  // What comes later is a transfer of its own.
+  const auto later = engine->submit(Op::kPut, make_keys(1), {buffers[0]}, 20s);
+  CHECK(later->wait_until(soon()) && gate.order.size() == 4);
+}
+
+TEST(who_waits_for_a_put_that_is_given_up_takes_its_place) {
+  Gate gate;
+  const auto engine = make_engine(gate, 2);
+  std::vector<std::vector<std::byte>> buffers(4, std::vector<std::byte>(8));
+  const auto first = engine->submit(Op::kPut, make_keys(1), {buffers[0]}, 20s);
+  CHECK(eventually([&] { return gate.count_waiting() == 1; }));
+  const auto second = engine->submit(Op::kPut, make_keys(1), {buffers[1]}, 20s);
+  const auto given_up = engine->submit(Op::kPut, make_keys(1), {buffers[2]}, 20s);
+  const auto late = engine->submit(Op::kPut, make_keys(1), {buffers[3]}, 50ms);
+  CHECK(eventually([&] { return counter(*engine, "queued") == 0; }));
+  // Those that wait are ended without the one that they wait for.
+  given_up->cancel();
+  CHECK(given_up->done() && all(*given_up, Status::kCancelled));
+  CHECK(late->wait_until(soon()) && all(*late, Status::kTimedOut));
+  first->cancel();
+  CHECK(first->wait_until(soon()) && all(*first, Status::kCancelled));
+  CHECK(!second->done());
+  gate.set_open(true);
+  CHECK(second->wait_until(soon()) && all(*second, Status::kOk));
+  CHECK(counter(*engine, "puts") == 1 && gate.order.size() == 2);
+}
+
+TEST(who_waits_for_a_put_that_fails_hears_why) {
+  Gate gate;
+  const auto engine = make_engine(gate, 2);
+  std::vector<std::vector<std::byte>> buffers(2, std::vector<std::byte>(8));
+  const auto first = engine->submit(Op::kPut, make_keys(1, 14), {buffers[0]}, 20s);
+  const auto second = engine->submit(Op::kPut, make_keys(1, 14), {buffers[1]}, 20s);
+  CHECK(eventually([&] { return counter(*engine, "queued") == 0; }));
+  gate.set_open(true);
+  for (const auto& put : {first, second}) {
+    CHECK(put->wait_until(soon()) && all(*put, Status::kFault));
+    CHECK(put->error() == "rank 14");
+  }
+  CHECK(gate.order.size() == 1);
+  // Closing ends those that wait, too.
+  gate.set_open(false);
+  const auto third = engine->submit(Op::kPut, make_keys(1), {buffers[0]}, 20s);
+  const auto fourth = engine->submit(Op::kPut, make_keys(1), {buffers[1]}, 20s);
+  CHECK(eventually([&] { return counter(*engine, "queued") == 0; }));
+  CHECK(engine->close(10s));
+  CHECK(third->done() && fourth->done() && all(*fourth, Status::kCancelled));
+}
+
 TEST(the_deadline_completes_queued_batches_though_every_thread_is_busy) {
   Gate gate;
   const auto engine = make_engine(gate, 1);
