@@ -539,6 +539,89 @@ TEST(resp_a_put_cancelled_in_the_middle_leaves_nothing_torn) {
   CHECK(!server.has(make_key(0).text));
 }
 
+// Good, slow and misbehaving by turns, while batches are cancelled at any point: the sanitizers see who touches a
+// buffer that was given back, or races with its owner.
+TEST(resp_batches_cancelled_at_any_point_leave_nothing_behind) {
+  constexpr unsigned kKeys = 6;
+  const Bytes value = make_payload(150'000);
+  std::atomic<unsigned> turns = 0;
+  std::atomic<bool> good = false;
+  Gate silence;
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (good || command[0] == "PING") return false;
+    std::minstd_rand random(turns.fetch_add(1) + 1);
+    random.discard(3);
+    switch (random() % 40) {
+      case 0:
+        peer.hang_up();
+        return true;
+      case 1:
+        peer.write("garbage\r\n");
+        return true;
+      case 2:  // says nothing more: what waits on this connection is over at its deadline
+        silence.pass();
+        return true;
+      case 3:
+      case 4:
+      case 5:
+        if (command[0] != "HMGET") return false;
+        for (const std::string reply = good_reply(parse_key(command[1]), value);
+             const char* piece : {"1", "2"}) {
+          const std::size_t half = reply.size() / 2;
+          peer.write(*piece == '1' ? std::string_view(reply).substr(0, half)
+                                   : std::string_view(reply).substr(half));
+          std::this_thread::sleep_for(1ms);
+        }
+        return true;
+      default:
+        return false;
+    }
+  });
+  for (unsigned i = 0; i < kKeys; ++i) {
+    const auto [h, b] = fields(make_key(i), value);
+    server.set(make_key(i).text, "h", h);
+    server.set(make_key(i).text, "b", b);
+  }
+  const auto engine = connect(server, 3);
+  std::atomic<unsigned> hits = 0;
+  std::vector<std::thread> clients;
+  for (unsigned seed = 1; seed <= 4; ++seed) {
+    clients.emplace_back([&, seed] {
+      std::minstd_rand random(seed);
+      for (int round = 0; round < 150; ++round) {
+        const Op op = random() % 3 == 0 ? Op::kPut : Op::kGet;
+        const auto keys = make_keys(kKeys);
+        std::vector<Bytes> buffers(kKeys, op == Op::kPut ? value : Bytes(value.size()));
+        auto batch = submit(*engine, op, keys, &buffers, 300ms);
+        // From at once to well after its end.
+        if (!batch->wait_until(Clock::now() + std::chrono::microseconds(random() % 3000))) batch->cancel();
+        CHECK(batch->wait_until(Clock::now() + 10s));
+        for (unsigned i = 0; i < kKeys; ++i) {
+          if (batch->results()[i] != Status::kOk) continue;
+          CHECK(buffers[i] == value);
+          hits += op == Op::kGet;
+        }
+        for (Bytes& buffer : buffers) std::fill(buffer.begin(), buffer.end(), std::byte{0xee});
+      }
+    });
+  }
+  for (auto& client : clients) client.join();
+  CHECK(hits != 0);
+  CHECK(counter(*engine, "cancelled") != 0);
+  // A put that was cancelled, and freed, has left no byte of what came into its place.
+  CHECK(counter(*engine, "damaged") == 0);
+  good = true;
+  silence.open();
+  for (unsigned i = 0; i < kKeys; ++i) {
+    const auto [h, b] = fields(make_key(i), value);
+    const auto kept = server.value(make_key(i).text);
+    CHECK(kept.at("h") == h && kept.at("b") == b);
+    CHECK(gets(*engine, make_key(i), value));
+  }
+  CHECK(counter(*engine, "queued") == 0);
+  CHECK(engine->close(5s));
+}
+
 TEST(resp_closing_does_not_wait_for_the_server) {
   Gate gate;
   RespServer server([&](Peer&, const Command& command) {
