@@ -59,6 +59,8 @@ class RespLane : public Lane {
     if (woken) {
       eventfd_t count;
       [[maybe_unused]] const int ignored = eventfd_read(woken_fd_.get(), &count);
+      // Who closes wakes once, and this may have been that: nothing would end the next wait.
+      if (source.closing()) return;
       more_ = true;
       // Who closes wakes once, and this may have been that: nothing would end the next wait.
       if (source.closing()) return;
