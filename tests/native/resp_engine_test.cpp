@@ -560,6 +560,7 @@ TEST(resp_batches_cancelled_at_any_point_leave_nothing_behind) {
         return true;
       case 2:  // says nothing more: what waits on this connection is over at its deadline
         silence.pass();
+        peer.hang_up();
         return true;
       case 3:
       case 4:
