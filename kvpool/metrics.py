@@ -37,6 +37,10 @@ STORED_BYTES = Metric("kvpool_stored_bytes_total", "Bytes written to the pool.")
 STORE_SKIPPED_BLOCKS = Metric(
     "kvpool_store_skipped_blocks_total", "Blocks that were not written to the pool, by cause.", "cause"
 )
+REFUSED_KEYS = Metric(
+    "kvpool_refused_keys_total",
+    "Keys that were faults at once, because the pool's server is known to be away.",
+)
 
 ALL: tuple[Metric, ...] = (
     LOOKUP_REQUESTS,
@@ -50,6 +54,7 @@ ALL: tuple[Metric, ...] = (
     STORED_BLOCKS,
     STORED_BYTES,
     STORE_SKIPPED_BLOCKS,
+    REFUSED_KEYS,
 )
 
 # By the field of ``kvpool.index.fleet.Totals`` that it shows.
@@ -81,6 +86,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
         """Add ``amount``; ``label`` must be given exactly for the metrics that have one."""
@@ -88,6 +94,11 @@ class Counters:
         if amount:
             key = f"{metric.name}/{label}" if label else metric.name
             self._sums[key] = self._sums.get(key, 0) + amount
+
+    def add_growth(self, metric: Metric, total: float) -> None:
+        """Add what ``total``, which somebody else counts, has grown by since the last call."""
+        self.add(metric, total - self._totals.get(metric.name, 0))
+        self._totals[metric.name] = total
 
     def take(self) -> dict[str, float]:
         """Return the sums and start again from nothing."""

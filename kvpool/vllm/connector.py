@@ -141,7 +141,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         half = self._worker or self._scheduler
-        samples = half.counters.take() if half is not None else {}
+        samples = half.stats() if half is not None else {}
         return PoolStats(samples) if samples else None
 
     def shutdown(self) -> None:

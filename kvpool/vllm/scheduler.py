@@ -9,6 +9,7 @@ Threads: the engine's scheduler thread only.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from vllm.v1.request import Request
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
-from kvpool.errors import StoreUnavailable
+from kvpool.errors import StoreClosed, StoreUnavailable
 from kvpool.keys import Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, Transfer
@@ -400,4 +401,6 @@ class SchedulerHalf:
 
     def stats(self) -> dict[str, float]:
         """Samples since the last call."""
+        with contextlib.suppress(StoreClosed):
+            self.counters.add_growth(metrics.REFUSED_KEYS, self._store.counters().get("refused", 0))
         return self.counters.take()

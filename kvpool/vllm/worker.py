@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from vllm.logger import init_logger
 
+from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError
 from kvpool.index.registry import Announcer
@@ -196,6 +197,12 @@ class WorkerHalf:
             return None
         report, self._report = self._report, PoolWorkerMetadata()
         return report
+
+    def stats(self) -> dict[str, float]:
+        """Samples since the last call."""
+        if self._store is not None:
+            self.counters.add_growth(metrics.REFUSED_KEYS, self._store.counters().get("refused", 0))
+        return self.counters.take()
 
     def close(self) -> None:
         """Let stores in flight end, within a few seconds, and release everything."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.index.worker import Publisher, Worker
 from kvpool.index.worker_record import unpack_worker
@@ -17,6 +19,7 @@ from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata
 from kvpool.vllm.worker import WorkerHalf
 from tests.conftest import eventually
+from tests.stores.misbehaving import misbehaving
 
 pytestmark = [pytest.mark.vllm]
 
@@ -119,6 +122,25 @@ def test_first_report_names_the_facts_of_this_rank(worker: WorkerHalf) -> None:
     assert report.facts == {RANK: FACTS}
     assert report.broken == {}
     assert worker.take_report() is None, "once"
+
+
+def test_keys_that_are_refused_while_the_pool_is_away_are_counted(cache: torch.Tensor) -> None:
+    with misbehaving() as server:
+        worker = WorkerHalf(PoolConfig(pool=server.url), rank=RANK)
+        worker.register([[cache]], FACTS)
+        worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+        stored(worker, 10)
+        assert metrics.REFUSED_KEYS.name not in worker.stats()
+    tags = itertools.count(11)
+
+    def refused() -> bool:
+        worker.start_stores(PoolMetadata(stores=refs((2, 4)), tags=[next(tags)]))
+        worker.poll(idle=True)
+        return worker.stats().get(metrics.REFUSED_KEYS.name, 0) > 0
+
+    assert eventually(refused)
+    assert eventually(refused), "it goes on growing"
+    worker.close()
 
 
 def test_blocks_go_and_come_back_under_this_ranks_keys(
