@@ -175,6 +175,16 @@ class Misbehaving:
         return b"-ERR unknown command\r\n"
 
 
+def says(reply: bytes) -> Harm:
+    """The same to everything."""
+    return lambda peer, words, good: peer.send(reply)
+
+
+def to(name: bytes, change: Callable[[Sequence[bytes], bytes], bytes]) -> Harm:
+    """A good server, but for what ``change`` makes of the reply to commands of this name."""
+    return lambda peer, words, good: peer.send(change(words, good) if words[0] == name else good)
+
+
 def bulk(data: bytes | None) -> bytes:
     return b"$-1\r\n" if data is None else b"$%d\r\n%s\r\n" % (len(data), data)
 

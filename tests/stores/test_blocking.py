@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 import warnings
@@ -19,6 +18,7 @@ from kvpool.stores import blocking
 from kvpool.stores.store import Store
 from tests.conftest import eventually
 from tests.stores.conformance import MIB, key, keys, payload
+from tests.stores.misbehaving import misbehaving, says, to
 from tests.stores.servers import Server, running
 
 MARGIN_S = 0.5
@@ -158,75 +158,18 @@ def test_glide_leaves_no_hook_for_forks(server: Server, monkeypatch: pytest.Monk
 # ---------------------------------------------------------------------- a server that misbehaves
 
 
-class Rogue:
-    """A server that answers each command as ``answer`` says: pieces of bytes, each after a pause in seconds."""
-
-    def __init__(self, answer: Callable[[bytes], list[tuple[float, bytes]]]) -> None:
-        self._answer = answer
-        self._stop = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self.dials = 0
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self.dials += 1
-            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
-            self._threads[-1].start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError), connection, connection.makefile("rb") as asked:
-            while line := asked.readline():
-                words = []
-                for _ in range(int(line[1:])):
-                    words.append(asked.read(int(asked.readline()[1:]) + 2)[:-2])
-                for pause_s, piece in self._answer(words[0]):
-                    if self._stop.wait(pause_s):
-                        return
-                    connection.sendall(piece)
-
-    def __enter__(self) -> Rogue:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._listener.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10)
-            assert not thread.is_alive()
-        self._listener.close()
-
-
-def polite(word: bytes) -> list[tuple[float, bytes]]:
-    return [(0.0, b"+PONG\r\n" if word == b"PING" else b"+OK\r\n")]
-
-
 def test_an_evicted_value_has_no_room() -> None:
     """The server kept it, and evicted it before it was told how long to keep it."""
-    replies = {b"HSET": b":2\r\n", b"PEXPIRE": b":0\r\n"}
-    with (
-        Rogue(lambda word: [(0.0, replies[word])] if word in replies else polite(word)) as rogue,
-        open_store(f"valkey://127.0.0.1:{rogue.port}?client=redis") as store,
-    ):
+    with misbehaving() as server, open_store(f"{server.url}?client=redis") as store:
+        server.misbehave(to(b"PEXPIRE", lambda words, good: b":0\r\n"))
         assert store.put_many([key(1)], [b"x"]) == [False]
         assert store.counters()["no_room"] == 1
         assert store.counters()["puts"] == 0
 
 
 def test_a_server_that_is_away_is_asked_again_in_pauses() -> None:
-    away = threading.Event()
-
-    def answer(word: bytes) -> list[tuple[float, bytes]]:
-        return [(0.0, b"-LOADING it is\r\n")] if away.is_set() else polite(word)
-
-    with Rogue(answer) as rogue, open_store(f"valkey://127.0.0.1:{rogue.port}?client=redis") as store:
-        away.set()
+    with misbehaving() as server, open_store(f"{server.url}?client=redis") as store:
+        server.misbehave(says(b"-LOADING it is\r\n"), when_dialled=True)
         started, calls = time.monotonic(), 0
         while time.monotonic() - started < 0.4:
             calls += 1
@@ -237,18 +180,12 @@ def test_a_server_that_is_away_is_asked_again_in_pauses() -> None:
 
 
 def test_a_surplus_reply_is_not_taken_for_the_next_one() -> None:
-    def answer(word: bytes) -> list[tuple[float, bytes]]:
+    with misbehaving() as server, open_store(f"{server.url}?client=redis&connections=1") as store:
         # The surplus says that the next key is there; it is not.
-        return [(0.0, b":0\r\n"), (0.0, b":1\r\n")] if word == b"EXISTS" else polite(word)
-
-    with (
-        Rogue(answer) as rogue,
-        open_store(f"valkey://127.0.0.1:{rogue.port}?client=redis&connections=1") as store,
-    ):
+        server.misbehave(to(b"EXISTS", lambda words, good: good + b":1\r\n"))
         for number in range(5):
             threading.Event().wait(0.05)  # so that the surplus is there
             assert store.contains_many([key(number)]) == [False]
-        assert rogue.dials >= 5
         assert store.counters()["disconnections"] == 4
 
 
@@ -258,10 +195,8 @@ def test_a_surplus_reply_is_not_taken_for_the_next_one() -> None:
 @pytest.mark.parametrize("verb", ["put", "get", "contains", "delete"])
 def test_a_reply_that_does_not_fit_is_a_fault_and_costs_the_connection(reply: bytes, verb: str) -> None:
     value = payload(1, 1000)
-    with (
-        Rogue(lambda word: polite(word) if word in (b"PING", b"CLIENT") else [(0.0, reply)]) as rogue,
-        open_store(f"valkey://127.0.0.1:{rogue.port}?client=redis&connections=1") as store,
-    ):
+    with misbehaving() as server, open_store(f"{server.url}?client=redis&connections=1") as store:
+        server.misbehave(says(reply))
         calls: dict[str, Callable[[], object]] = {
             "put": lambda: store.put_many([key(1)], [value]),
             "get": lambda: store.get_many_into([key(1)], [bytearray(1000)]),

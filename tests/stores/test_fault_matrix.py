@@ -22,7 +22,7 @@ from kvpool.record import pack_header
 from kvpool.stores.store import Store
 from tests.conftest import eventually
 from tests.stores.conformance import keys, payload
-from tests.stores.misbehaving import Harm, HungUp, Misbehaving, Peer, bulk, fields, misbehaving
+from tests.stores.misbehaving import Harm, HungUp, Misbehaving, Peer, bulk, fields, misbehaving, says, to
 from tests.stores.servers import CLIENTS, with_client
 from tests.stores.traffic import MARGIN_S
 
@@ -41,16 +41,6 @@ class Buffer(bytearray):
 
 
 # ---------------------------------------------------------------------- harms
-
-
-def says(reply: bytes) -> Harm:
-    """The same to everything."""
-    return lambda peer, words, good: peer.send(reply)
-
-
-def to(name: bytes, change: Callable[[Sequence[bytes], bytes], bytes]) -> Harm:
-    """A good server, but for what ``change`` makes of the reply to commands of this name."""
-    return lambda peer, words, good: peer.send(change(words, good) if words[0] == name else good)
 
 
 def record(text: bytes, header_of: bytes, payload_: bytes) -> bytes:
