@@ -162,8 +162,12 @@ def _reply(connection: Any) -> Any:
 
 
 def _alone(error: Exception) -> Exception:
-    """Without its traceback: redis-py's parser keeps some errors in a cycle, and callers' buffers with them."""
-    return error.with_traceback(None)
+    """Without tracebacks: redis-py keeps some errors in cycles with its frames, and callers' buffers with them."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__context__
+    return error
 
 
 def _words(error: redis.RedisError | OSError) -> str:

@@ -120,3 +120,25 @@ def test_a_dead_server_costs_one_deadline_and_is_back_within_a_second(trouble: T
     assert target == value
     assert eventually(lambda: serves(store, 3) and store.counters()["up_connections"] >= 1)
     assert store.counters()["damaged"] == 0
+
+
+def test_what_is_under_way_ends_in_time_and_is_let_go(trouble: Trouble, store: Store) -> None:
+    """Loads on every connection, while the server goes."""
+    values = [payload(number, 1 << 20) for number in range(12)]
+    assert store.put_many(keys(12), values) == [True] * 12
+    targets = [bytearray(1 << 20) for _ in values]
+    trouble.begin()
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        store.get_many_into(keys(12), targets, timeout_s=DEADLINE_S)
+    assert time.monotonic() - started < DEADLINE_S + MARGIN_S
+    for target in targets:
+        target.extend(b"!")  # refused while somebody holds it
+    trouble.end()
+    assert eventually(lambda: serves(store, 20))
+    targets = [bytearray(1 << 20) for _ in values]
+    found = store.get_many_into(keys(12), targets)
+    # One that was killed comes back empty.
+    assert found == [not isinstance(trouble, (Killed, BlackHole))] * 12
+    assert all(target == value for target, value, hit in zip(targets, values, found, strict=True) if hit)
+    assert store.counters()["damaged"] == 0
