@@ -120,7 +120,7 @@ _PROCESS = """
 import sys, threading
 from kvpool import open_store
 url, key, writers = sys.argv[1], sys.argv[2], int(sys.argv[3])
-value = bytes(range(256)) * 4096
+value = bytes(range(256)) * 65536
 with open_store(url) as store:
     print("ready", flush=True)
     sys.stdin.readline()
@@ -160,6 +160,6 @@ def test_processes_that_write_one_key_at_once_send_it_about_once_each(tmp_path: 
                 process.communicate()
         assert server.client.info("commandstats")["cmdstat_hset"]["calls"] == sent
         with open_store(server.url) as store:
-            target = bytearray(1 << 20)
+            target = bytearray(16 << 20)
             assert store.get_many_into([key(1)], [target]) == [True]
-            assert target == bytes(range(256)) * 4096
+            assert target == bytes(range(256)) * 65536
