@@ -162,9 +162,10 @@ class FileLane : public Lane {
   Outcome get(const Item& item, const std::string& path) {
     const Descriptor file(open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
     if (!file) {
-      if (errno == ENOENT) return {Status::kMiss};
-      if (errno == ELOOP || errno == ENXIO) return damaged(path, Damage::kLength);  // a link; a socket
-      return fault("get", path, errno);
+      const int error = errno;
+      if (error == ENOENT) return {Status::kMiss};
+      if (error == ELOOP || error == ENXIO) return damaged(path, Damage::kLength);  // a link; a socket
+      return unreadable(path, error);
     }
     struct stat info;
     if (fstat(file.get(), &info) != 0) return fault("get", path, errno);
@@ -179,7 +180,7 @@ class FileLane : public Lane {
       const std::span<std::byte> first = payload.first(std::min(payload.size(), kChunkNbytes));
       const iovec parts[2] = {{&header, sizeof header}, {first.data(), first.size()}};
       const ssize_t n = retry([&] { return preadv(file.get(), parts, 2, 0); });
-      if (n < 0) return fault("get", path, errno);
+      if (n < 0) return unreadable(path, errno);
       if (static_cast<std::size_t>(n) < sizeof header) return damaged(path, Damage::kTruncated);
       got = static_cast<std::size_t>(n) - sizeof header;
     }
@@ -197,7 +198,7 @@ class FileLane : public Lane {
       const ssize_t n = retry([&] {
         return pread(file.get(), chunk.data(), chunk.size(), static_cast<off_t>(kRecordHeaderNbytes + got));
       });
-      if (n < 0) return fault("get", path, errno);
+      if (n < 0) return unreadable(path, errno);
       if (n == 0) return damaged(path, Damage::kLength);
       checksum.update(chunk.first(static_cast<std::size_t>(n)));
       got += static_cast<std::size_t>(n);
@@ -210,10 +211,19 @@ class FileLane : public Lane {
   // Counts and removes a record that cannot be what it claims to be. A good one that a writer renames into
   // its place just now goes with it: that is a miss more, never a wrong byte.
   Outcome damaged(const std::string& path, Damage damage) {
+    remove(path);
+    return counted(damage);
+  }
+
+  // A record that contains() finds and nobody can read would fail every load of its prefix, and never be put again:
+  // it goes as well. Where it cannot even be removed, the file system is at fault and not the record.
+  Outcome unreadable(const std::string& path, int error) {
+    if ((error == EACCES || error == EIO) && remove(path) == 0) return counted(Damage::kTruncated);
+    return fault("get", path, error);
+  }
+
+  Outcome counted(Damage damage) {
     backend_.damaged_[static_cast<std::size_t>(damage)].fetch_add(1, std::memory_order_relaxed);
-    struct stat info;
-    const bool there = lstat(path.c_str(), &info) == 0;
-    remove(path, there && S_ISREG(info.st_mode) ? static_cast<std::uint64_t>(info.st_size) : 0);
     return {Status::kMiss};
   }
 
@@ -229,14 +239,19 @@ class FileLane : public Lane {
   }
 
   Outcome remove_record(const std::string& path) {
-    struct stat info;
-    if (lstat(path.c_str(), &info) != 0) {
-      return errno == ENOENT ? Outcome{Status::kMiss} : fault("delete", path, errno);
-    }
-    if (const int error = remove(path, static_cast<std::uint64_t>(info.st_size)); error != 0) {
+    if (const int error = remove(path); error != 0) {
       return error == ENOENT ? Outcome{Status::kMiss} : fault("delete", path, error);
     }
     return {Status::kOk};
+  }
+
+  // Removes what lies in a record's place, whatever it is, but for a directory that is not empty. Returns 0 or
+  // an errno.
+  int remove(const std::string& path) {
+    struct stat info;
+    if (lstat(path.c_str(), &info) != 0) return errno;
+    if (S_ISDIR(info.st_mode)) return rmdir(path.c_str()) == 0 ? 0 : errno;
+    return remove(path, S_ISREG(info.st_mode) ? static_cast<std::uint64_t>(info.st_size) : 0);
   }
 
   // Unlinks a file and takes its bytes off the counter. If the lock is not to be had soon, a pass is under
@@ -366,6 +381,7 @@ class FileLane : public Lane {
           struct stat old;
           if (lstat(from, &old) != 0) break;
           if (S_ISDIR(old.st_mode)) {
+            if (rmdir(from) == 0) break;
             renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_EXCHANGE);
             return EISDIR;
           }

@@ -227,6 +227,11 @@ TEST(each_damage_is_a_miss_and_gone) {
          fs::rename(path_of(root, i), root / "elsewhere");
          fs::create_symlink(root / "elsewhere", path_of(root, i));
        }},
+      {"damaged_length",
+       [&](unsigned i) {
+         fs::remove(path_of(root, i));
+         fs::create_directory(path_of(root, i));
+       }},
   };
   for (unsigned i = 0; i < cases.size(); ++i) {
     CHECK(put(*engine, i, kNbytes) == Status::kOk);
@@ -257,10 +262,17 @@ TEST(a_put_over_something_strange_works_or_says_why) {
   fs::remove(path_of(root, 1));
   fs::create_directory(path_of(root, 1));
   CHECK(ask(*engine, Op::kContains, 1) == Status::kMiss);
+  CHECK(put(*engine, 1, 100) == Status::kOk);  // over an empty directory
+  CHECK(get(*engine, 1, 100) == Status::kOk);
+  CHECK(counter(*engine, "stored_nbytes") >= tree_nbytes(root) && tree_nbytes(root) == 164);
+  fs::remove(path_of(root, 1));
+  fs::create_directories(path_of(root, 1) / "inside");
   std::string error;
   CHECK(put(*engine, 1, 100, &error) == Status::kFault);
   CHECK(error == "put " + path_of(root, 1).string() + ": Is a directory");
   CHECK(get(*engine, 1, 100) == Status::kMiss);
+  CHECK(fs::exists(path_of(root, 1) / "inside"));
+  CHECK(ask(*engine, Op::kDelete, 1) == Status::kFault);
   CHECK(no_temporaries(root));
   // A file where the namespace's directory belongs.
   fs::remove_all(root / "blocks/t");

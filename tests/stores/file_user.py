@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from pathlib import Path
 
 from kvpool.errors import KVPoolError
 from kvpool.stores.file import FileStore
@@ -50,12 +51,36 @@ def put_for_ever(directory: str) -> None:
             version += 1
 
 
-def open_as_nobody(directory: str) -> None:
-    """Try to open the store as a user who may not write there."""
+def _become_nobody() -> None:
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
+
+
+def unreadable_as_nobody(directory: str) -> None:
+    """Meet a record without the right to read it, among others; see that it is replaced."""
+    _become_nobody()
+    names, values = [key(n) for n in range(3)], [payload(n, 1000) for n in range(3)]
+    with FileStore(directory, MIB, 1) as store:
+        store.put_many(names, values)
+        _, tenant, namespace, hashed, group, rank = names[1].split(":")
+        place = Path(directory) / "blocks" / tenant / namespace / hashed[:3]
+        path = place / f"{hashed}.{group}.{rank}"
+        path.chmod(0)
+        assert store.get_many_into(names, [bytearray(1000) for _ in names]) == [True, False, True]
+        assert store.contains_many(names) == [True, False, True]
+        damaged = store.counters()["damaged"]
+        assert store.put_many(names, values) == [True] * 3
+        targets = [bytearray(1000) for _ in names]
+        assert store.get_many_into(names, targets) == [True] * 3
+        assert targets == values
+    print(f"miss {damaged} damaged, then right")
+
+
+def open_as_nobody(directory: str) -> None:
+    """Try to open the store as a user who may not write there."""
+    _become_nobody()
     try:
         FileStore(directory, MIB, 1).close()
     except KVPoolError as error:
@@ -63,6 +88,9 @@ def open_as_nobody(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    {"share": share, "put_for_ever": put_for_ever, "open_as_nobody": open_as_nobody}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    {
+        "share": share,
+        "put_for_ever": put_for_ever,
+        "open_as_nobody": open_as_nobody,
+        "unreadable_as_nobody": unreadable_as_nobody,
+    }[sys.argv[1]](*sys.argv[2:])
