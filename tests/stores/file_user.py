@@ -37,6 +37,25 @@ def share(directory: str, seed: str) -> None:
     print(hits)
 
 
+SMALL_CAPACITY_NBYTES = 4 * MIB
+RECORD_NBYTES = 10_000 + 64
+HOT = range(100_000, 100_040)  # a tenth of what the store keeps
+
+
+def fill(directory: str, first: str) -> None:
+    """Put 400 values of its own, and read those that all share after every four; prints what was evicted."""
+    hot = [key(number) for number in HOT]
+    with FileStore(directory, SMALL_CAPACITY_NBYTES, 2) as store:
+        for number in range(int(first), int(first) + 400, 4):
+            names = [key(n) for n in range(number, number + 4)]
+            assert store.put_many(names, [payload(number, 10_000)] * 4, timeout_s=60) == [True] * 4
+            targets = [bytearray(10_000) for _ in hot]
+            assert all(store.get_many_into(hot, targets, timeout_s=60)), "what was just used is gone"
+        counters = store.counters()
+    assert counters["damaged"] == counters["faults"] == counters["no_room"] == 0, counters
+    print(counters["evicted"], counters["eviction_passes"])
+
+
 def put_for_ever(directory: str) -> None:
     """Put until killed; says so once the first values are in."""
     with FileStore(directory, 256 * MIB, 4) as store:
@@ -90,6 +109,7 @@ def open_as_nobody(directory: str) -> None:
 if __name__ == "__main__":
     {
         "share": share,
+        "fill": fill,
         "put_for_ever": put_for_ever,
         "open_as_nobody": open_as_nobody,
         "unreadable_as_nobody": unreadable_as_nobody,

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +19,9 @@ from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores.announcements import ORPHAN_AGE_S, Announcements
 from kvpool.stores.file import FileStore
 from kvpool.stores.store import Store
-from tests.stores.conformance import MIB, OpenStore, StoreConformance, key, keys
-from tests.stores.file_user import VALUE_NBYTES
+from tests.conftest import eventually
+from tests.stores.conformance import MIB, OpenStore, StoreConformance, key, keys, payload
+from tests.stores.file_user import HOT, RECORD_NBYTES, SMALL_CAPACITY_NBYTES, VALUE_NBYTES
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -49,6 +53,22 @@ def run_user(what: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def held_and_counted_nbytes(root: Path) -> tuple[int, int]:
+    """Sizes of all files and the shared counter, under the lock of an eviction pass: nothing moves meanwhile."""
+    with (root / "usage").open("rb") as usage:
+
+        def locked() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            return False
+
+        assert eventually(locked)
+        files = [path for folder in ("tmp", "blocks") for path in (root / folder).rglob("*")]
+        held = sum(path.stat().st_size for path in files if path.is_file())
+        return held, int.from_bytes(usage.read(16)[8:], "little")
 
 
 def record_files(root: Path) -> list[Path]:
@@ -178,6 +198,38 @@ def test_processes_share_a_directory(root: Path) -> None:
         assert int(out) > 0
     assert sum(path.stat().st_size for path in record_files(root)) <= 4 * MIB
     assert {path.stat().st_size for path in record_files(root)} <= {VALUE_NBYTES + 64}
+
+
+def test_the_capacity_and_what_is_used_hold_under_many_writers(root: Path) -> None:
+    """A put reserves its bytes before it writes: the files never exceed the capacity, by nothing."""
+    writers = 4
+    with FileStore(str(root), SMALL_CAPACITY_NBYTES, 1) as store:
+        names, values = [key(number) for number in HOT], [payload(number, 10_000) for number in HOT]
+        assert all(store.put_many(names, values))
+        users = [run_user("fill", str(root), str(number * 1000)) for number in range(writers)]
+        looks = 0
+        try:
+            while any(user.poll() is None for user in users):
+                held, counted = held_and_counted_nbytes(root)
+                assert held <= counted <= SMALL_CAPACITY_NBYTES
+                looks += 1
+                threading.Event().wait(0.01)  # the writers need the lock, too
+        finally:
+            for user in users:
+                if looks == 0 or user.poll() is None:
+                    user.kill()
+            outs = [user.communicate(timeout=120) for user in users]
+        assert [user.returncode for user in users] == [0] * writers, outs
+        assert looks > 3
+        targets = [bytearray(10_000) for _ in names]
+        assert store.get_many_into(names, targets) == [True] * len(names)
+        assert targets == values
+
+        # Each record was evicted once, and no pass followed another for the same need: each frees a tenth.
+        evicted, passes = (sum(int(out.split()[column]) for out, _ in outs) for column in (0, 1))
+        assert evicted + len(record_files(root)) == writers * 400 + len(names)
+        opened = writers  # each passes once when it opens
+        assert passes - opened <= evicted * RECORD_NBYTES / (SMALL_CAPACITY_NBYTES / 10) + 1
 
 
 def test_two_stores_on_one_directory_see_each_other(root: Path) -> None:
