@@ -200,6 +200,7 @@ Stream::Result Stream::tls_send(std::span<const iovec> parts) {
     tls_->flush();
     if (tls_->owes()) return {State::kBlocked};
   }
+  if (tls_->send_error != 0) return fail(State::kFailed, words_of(tls_->send_error));
   std::size_t taken = 0;
   const auto write = [&](const void* data, std::size_t size) {
     if (size == 0) return;
@@ -229,7 +230,8 @@ Stream::Result Stream::tls_send(std::span<const iovec> parts) {
     if (!may_go_on()) break;
   }
   if (may_go_on()) write(tls_->gathered.data(), gathered);
-  if (tls_->send_error != 0) return fail(State::kFailed, words_of(tls_->send_error));
+  // A failure in the middle is told by the next call: what went before it may have reached the other side.
+  if (taken == 0 && tls_->send_error != 0) return fail(State::kFailed, words_of(tls_->send_error));
   return {State::kMoved, taken};
 }
 
