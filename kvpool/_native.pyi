@@ -106,9 +106,13 @@ def open_file_engine(root: str, capacity_nbytes: int, threads: int) -> Engine: .
 class RespError(RuntimeError):
     """A Redis or Valkey server refused at open, in its own words: ``host:6379: AUTH: WRONGPASS ...``."""
 
+class TlsError(RuntimeError):
+    """A file for TLS cannot be used: its path and why, nothing of its contents."""
+
 # A Redis or Valkey server: give host and port, or unix_path; empty text for what is not used. Connects once and
-# checks, for at most 2 s an address, then keeps `connections` of its own. OSError when the server cannot be
-# reached, RespError when it refuses.
+# checks, for at most 2 s an address, then keeps `connections` of its own. `tls`: paths of PEM files: authorities
+# (empty: the system's), a client's certificate and its key (both or none); None: in plain. OSError when the server
+# cannot be reached, RespError when it refuses, TlsError before either.
 def open_resp_engine(
     host: str,
     port: int,
@@ -118,6 +122,7 @@ def open_resp_engine(
     database: int,
     ttl_s: float,
     connections: int,
+    tls: tuple[str, str, str] | None,
 ) -> Engine: ...
 
 class BareServer:
@@ -161,7 +166,12 @@ class Topology:
 
 # Several servers: nobody serves anything until the first install(). The topology is closed with the engine.
 def open_routed_resp_engine(
-    user: str, password: str, database: int, ttl_s: float, connections: int
+    user: str,
+    password: str,
+    database: int,
+    ttl_s: float,
+    connections: int,
+    tls: tuple[str, str, str] | None,
 ) -> tuple[Engine, Topology]: ...
 
 class MalformedEvents(ValueError):

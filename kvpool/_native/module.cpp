@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "bare.h"
@@ -26,6 +27,7 @@
 #include "record.h"
 #include "resp.h"
 #include "table.h"
+#include "tls.h"
 #include "tokens.h"
 
 namespace nb = nanobind;
@@ -313,8 +315,19 @@ PyEngine open_file_engine(const std::string& root, std::uint64_t capacity_nbytes
   throw nb::python_error();
 }
 
+using PyTlsFiles = std::tuple<std::string, std::string, std::string>;
+
+TlsFiles to_tls_files(const PyTlsFiles& files) {
+  const auto& [ca, cert, key] = files;
+  if (cert.empty() != key.empty()) throw std::invalid_argument("cert and key go together");
+  for (const std::string* path : {&ca, &cert, &key}) {
+    if (path->find('\0') != std::string::npos) throw std::invalid_argument("no path may hold a zero byte");
+  }
+  return {ca, cert, key};
+}
+
 RespSettings resp_settings(const std::string& user, const std::string& password, int database, double ttl_s,
-                           unsigned connections) {
+                           unsigned connections, const std::optional<PyTlsFiles>& tls) {
   for (const std::string* text : {&user, &password}) {
     if (text->find('\0') != std::string::npos) throw std::invalid_argument("no setting may hold a zero byte");
   }
@@ -328,13 +341,14 @@ RespSettings resp_settings(const std::string& user, const std::string& password,
   settings.password = password;
   settings.database = static_cast<unsigned>(database);
   settings.ttl = std::chrono::milliseconds(static_cast<std::int64_t>(ttl_s * 1e3));
+  if (tls) settings.tls = without_gil([&] { return std::make_shared<TlsContext>(to_tls_files(*tls)); });
   return settings;
 }
 
 PyEngine open_resp_engine(const std::string& host, int port, const std::string& unix_path,
                           const std::string& user, const std::string& password, int database, double ttl_s,
-                          unsigned connections) {
-  RespSettings settings = resp_settings(user, password, database, ttl_s, connections);
+                          unsigned connections, const std::optional<PyTlsFiles>& tls) {
+  RespSettings settings = resp_settings(user, password, database, ttl_s, connections, tls);
   if (unix_path.empty() == host.empty()) throw std::invalid_argument("give a host or a unix_path");
   for (const std::string* text : {&host, &unix_path}) {
     if (text->find('\0') != std::string::npos) throw std::invalid_argument("no setting may hold a zero byte");
@@ -411,8 +425,9 @@ class PyTopology {
 };
 
 nb::tuple open_routed_resp_engine(const std::string& user, const std::string& password, int database,
-                                  double ttl_s, unsigned connections) {
-  auto topology = std::make_shared<Topology>(resp_settings(user, password, database, ttl_s, connections));
+                                  double ttl_s, unsigned connections, const std::optional<PyTlsFiles>& tls) {
+  auto topology =
+      std::make_shared<Topology>(resp_settings(user, password, database, ttl_s, connections, tls));
   try {
     PyEngine engine(without_gil(
         [&] { return std::make_unique<Engine>(std::make_unique<RespBackend>(topology), connections); }));
@@ -618,8 +633,9 @@ NB_MODULE(_native, m) {
 
   m.def("open_file_engine", &open_file_engine, "root"_a, "capacity_nbytes"_a, "threads"_a);
   nb::exception<RespError>(m, "RespError");
+  nb::exception<TlsError>(m, "TlsError");
   m.def("open_resp_engine", &open_resp_engine, "host"_a, "port"_a, "unix_path"_a, "user"_a, "password"_a,
-        "database"_a, "ttl_s"_a, "connections"_a);
+        "database"_a, "ttl_s"_a, "connections"_a, "tls"_a.none());
 
   auto bare_server = nb::class_<BareServer>(m, "BareServer");
   bare_server.def(
@@ -645,5 +661,5 @@ NB_MODULE(_native, m) {
       .def("close", &PyTopology::close)
       .def("closed", &PyTopology::closed);
   m.def("open_routed_resp_engine", &open_routed_resp_engine, "user"_a, "password"_a, "database"_a, "ttl_s"_a,
-        "connections"_a);
+        "connections"_a, "tls"_a.none());
 }

@@ -116,7 +116,7 @@ Dial::State Dial::step(Clock::time_point now) {
       case Phase::kHandshake: {
         const Stream::Result result = stream_.handshake();
         if (result.state == Stream::State::kBlocked) return State::kUnderWay;
-        if (result.state != Stream::State::kMoved) return fail(EPROTO, stream_.error());
+        if (result.state != Stream::State::kMoved) return fail(EPROTO, "TLS handshake: " + stream_.error());
         phase_ = Phase::kGreeting;
         break;
       }

@@ -49,9 +49,6 @@ TlsContext::TlsContext(const TlsFiles& files) : context_(SSL_CTX_new(TLS_client_
   SSL_CTX_set_verify(context, SSL_VERIFY_PEER, nullptr);
   SSL_CTX_set_read_ahead(context, 1);
   SSL_CTX_set_default_read_buffer_len(context, kReadAheadNbytes);
-  // OpenSSL would ask on the terminal.
-  SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void*) { return -1; });
-
   if (files.ca.empty()) {
     if (SSL_CTX_set_default_verify_paths(context) != 1) {
       throw TlsError("the system's authorities cannot be read: " + tls_words());
@@ -63,6 +60,13 @@ TlsContext::TlsContext(const TlsFiles& files) : context_(SSL_CTX_new(TLS_client_
     }
   }
   if (files.cert.empty()) return;
+  // OpenSSL would ask on the terminal.
+  bool has_passphrase = false;
+  SSL_CTX_set_default_passwd_cb_userdata(context, &has_passphrase);
+  SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void* asked) {
+    *static_cast<bool*>(asked) = true;
+    return -1;
+  });
   check_readable("the client certificate", files.cert);
   if (SSL_CTX_use_certificate_chain_file(context, files.cert.c_str()) != 1) {
     refuse("the client certificate", files.cert);
@@ -70,8 +74,12 @@ TlsContext::TlsContext(const TlsFiles& files) : context_(SSL_CTX_new(TLS_client_
   check_readable("the private key", files.key);
   // It compares them, where a certificate is there already.
   if (SSL_CTX_use_PrivateKey_file(context, files.key.c_str(), SSL_FILETYPE_PEM) != 1) {
+    if (has_passphrase)
+      throw TlsError(files.key + ": the private key has a passphrase: store it without one");
     refuse("the private key", files.key);
   }
+  SSL_CTX_set_default_passwd_cb(context, nullptr);
+  SSL_CTX_set_default_passwd_cb_userdata(context, nullptr);
 }
 
 TlsContext::Session TlsContext::session(const std::string& host) const {

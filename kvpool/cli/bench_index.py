@@ -16,21 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-import msgpack
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvpool.cli.bench_events import MOST_HOLDERS, PROMPT_BLOCKS, payloads
 from kvpool.cli.bench_rpc import RpcRow, measure_rpc
 from kvpool.index import PrefixIndex
 
 SEED = 5
-PROMPT_BLOCKS = 8192
 SHORT_BLOCKS = 64
-EVENT_BLOCKS = 16
-BATCH_BLOCKS = 1024  # about what a busy engine publishes with one step
-BLOCK_TOKENS = 16
-MOST_HOLDERS = 8
 
 
 @dataclass(frozen=True)
@@ -169,35 +164,6 @@ def _end(found: dict[int, int], workers: int, count: int) -> None:
         worker = workers & -workers
         found[worker.bit_length() - 1] = count
         workers ^= worker
-
-
-def payloads(hashes: Sequence[int], *, tokens: bool) -> list[bytes]:
-    """What vLLM would publish for these blocks, in batches."""
-    events = []
-    for at in range(0, len(hashes), EVENT_BLOCKS):
-        part = hashes[at : at + EVENT_BLOCKS]
-        count = len(part) * BLOCK_TOKENS if tokens else 0
-        events.append(
-            {
-                "type": "BlockStored",
-                "block_hashes": part,
-                "parent_block_hash": hashes[at - 1] if at else None,
-                "token_ids": _tokens(part[0], count),
-                "block_size": BLOCK_TOKENS,
-                "lora_id": None,
-                "medium": "GPU",
-                "lora_name": None,
-                "group_idx": 0,
-                "kv_cache_spec_kind": "full_attention",
-            }
-        )
-    step = BATCH_BLOCKS // EVENT_BLOCKS
-    return [msgpack.packb([0.0, events[at : at + step], 0]) for at in range(0, len(events), step)]
-
-
-def _tokens(seed: int, count: int) -> list[int]:
-    """Token ids of a large vocabulary: most take three bytes or five."""
-    return [(seed + 7919 * i) % 128_000 for i in range(count)]
 
 
 def _clock(index: PrefixIndex, worker: str, payloads: Sequence[bytes]) -> float:

@@ -16,14 +16,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from kvpool.cli.bench_events import BLOCK_TOKENS, MOST_HOLDERS, PROMPT_BLOCKS, payloads
 from kvpool.errors import IndexUnavailable
 from kvpool.hashing import seed_id
 from kvpool.index import Publisher, Worker
 from kvpool.v1 import index_pb2 as pb
 
-PROMPT_BLOCKS = 8192
-MOST_HOLDERS = 8
-BLOCK_TOKENS = 16
 MODEL = "bench"
 TURNS = 25  # calls of one kind before the other's turn
 START_TIMEOUT_S = 300.0
@@ -153,7 +151,6 @@ def main() -> None:
 async def _serve(blocks: int, workers: int) -> None:
     import grpc.aio
 
-    from kvpool.cli.bench_index import payloads
     from kvpool.index.fleet import Fleet
     from kvpool.index.roster import Roster
     from kvpool.index.service import IndexServer

@@ -22,6 +22,7 @@ import time
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from kvpool import _native
@@ -31,7 +32,9 @@ from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import ServerStore, server_name
 from kvpool.stores.server_announcements import ServerAnnouncements
 from kvpool.stores.store import DEFAULT_TIMEOUT_S
+from kvpool.stores.tls import advice
 from kvpool.stores.url import StoreURL
+from kvpool.stores.valkey import ValkeyStore
 
 WINDOW_NBYTES = 1 << 20  # of values; a call takes no more keys once it has so many
 WINDOW_KEYS = 256
@@ -178,11 +181,14 @@ class BlockingStore(ServerStore):
     """A store whose values are moved by ``url.threads`` threads, each with a ``Link`` of the subclass's making.
 
     Blocking: one link is dialled, for 2 seconds an address at most. Errors: ``ConfigError`` when the server refuses
-    user, password or database; ``StoreUnavailable`` when it cannot be reached.
+    user, password or database, or a file for TLS cannot be used; ``StoreUnavailable`` when it cannot be reached.
     """
 
     def __init__(self, url: StoreURL) -> None:
         super().__init__(server_name(url))
+        if url.tls is not None:
+            # It reads what the server says before it hangs up, and tells what to change; redis-py and GLIDE do not.
+            ValkeyStore(replace(url, threads=1)).close()
         self._url = url
         self._primaries = Primaries(url, self._name)
         self._announced = ServerAnnouncements(lambda: url, self._name)
@@ -202,9 +208,7 @@ class BlockingStore(ServerStore):
                 f"{self._name}: the server refuses: {error}; correct user, password or database"
             ) from error
         except LinkFault as error:
-            raise StoreUnavailable(
-                f"{self._name}: cannot connect: {error}; check that the server runs there"
-            ) from error
+            raise StoreUnavailable(f"{self._name}: cannot connect: {error}; {advice(str(error))}") from error
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Daemons: a program that forgets to close the store ends all the same.
         self._threads = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
@@ -23,6 +24,7 @@ from kvpool.stores.blocking import (
     Refusal,
 )
 from kvpool.stores.redis import RedisLink
+from kvpool.stores.tls import Tls
 from kvpool.stores.url import StoreURL
 
 if TYPE_CHECKING:
@@ -115,7 +117,10 @@ def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
         protocol=glide_sync.ProtocolVersion.RESP2,
         request_timeout=timeout_ms,
         reconnect_strategy=glide_sync.BackoffStrategy(_RETRIES, _FACTOR_MS, _BASE),
-        advanced_config=glide_sync.AdvancedGlideClientConfiguration(connection_timeout=timeout_ms),
+        use_tls=url.tls is not None,
+        advanced_config=glide_sync.AdvancedGlideClientConfiguration(
+            connection_timeout=timeout_ms, tls_config=_tls(url.tls) if url.tls is not None else None
+        ),
     )
     # What create() does, but for a hook that it leaves in the process for good, by which every child that is ever
     # forked dials for this client: for one that could not be made, too.
@@ -129,6 +134,22 @@ def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
             raise LinkRefused(f"{words} (GLIDE needs +info)") from error
         raise LinkFault(words) from error
     return client
+
+
+def _tls(tls: Tls) -> glide_sync.TlsAdvancedConfiguration:
+    import glide_sync
+
+    def contents(path: str) -> bytes | None:
+        return Path(path).read_bytes() if path else None
+
+    try:
+        return glide_sync.TlsAdvancedConfiguration(
+            root_pem_cacerts=contents(tls.ca),
+            client_cert_pem=contents(tls.cert),
+            client_key_pem=contents(tls.key),
+        )
+    except OSError as error:
+        raise LinkFault(f"{error.filename}: {error.strerror}") from error
 
 
 def _words(error: Exception) -> str:

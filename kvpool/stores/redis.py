@@ -7,6 +7,7 @@ one is always used. The timeouts of redis-py bound each call of the socket by it
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from redis.connection import Connection, PythonRespSerializer, UnixDomainSocketC
 from redis.retry import Retry
 
 from kvpool.stores.blocking import BlockingStore, Command, Link, LinkFault, LinkRefused, LinkSilent, Refusal
+from kvpool.stores.tls import Tls
 from kvpool.stores.url import StoreURL
 
 PACKER_CUTOFF_NBYTES = 6000  # what is shorter is joined before it is sent, as redis-py does
@@ -44,7 +46,7 @@ class RedisLink:
     def __init__(self, url: StoreURL) -> None:
         self._url = url
         self._connection: Any = None  # redis-py's connections have no types
-        self._socket: _DeadlineSocket | None = None
+        self._socket: _Deadline | None = None
 
     def dial(self, timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
@@ -103,7 +105,11 @@ class RedisLink:
         kind: Any = UnixDomainSocketConnection if self._url.path else Connection
 
         def bounded(plain: socket.socket) -> socket.socket:
-            self._socket = _DeadlineSocket(plain, end_s)
+            if self._url.tls is None:
+                self._socket = _Deadline(fileno=plain.detach())
+            else:
+                self._socket = _under_tls(plain, self._url.tls, self._url.host, end_s)
+            self._socket.deadline_s = end_s
             return self._socket
 
         class Bounded(kind):  # type: ignore[misc]
@@ -126,12 +132,10 @@ class RedisLink:
         )
 
 
-class _DeadlineSocket(socket.socket):
-    """A connected socket, taken over, of which every call that may block ends at ``deadline_s`` (monotonic)."""
+class _Deadline(socket.socket):
+    """A connected socket of which every call that may block ends at ``deadline_s`` (monotonic)."""
 
-    def __init__(self, plain: socket.socket, deadline_s: float) -> None:
-        super().__init__(fileno=plain.detach())
-        self.deadline_s = deadline_s
+    deadline_s = 0.0
 
     def recv(self, *arguments: Any) -> bytes:
         self._bound()
@@ -140,6 +144,10 @@ class _DeadlineSocket(socket.socket):
     def recv_into(self, *arguments: Any) -> int:
         self._bound()
         return super().recv_into(*arguments)
+
+    def send(self, *arguments: Any) -> int:  # what sendall() calls under TLS
+        self._bound()
+        return super().send(*arguments)
 
     def sendall(self, *arguments: Any) -> None:
         self._bound()
@@ -152,6 +160,24 @@ class _DeadlineSocket(socket.socket):
         if left_s <= 0:
             raise TimeoutError("no answer in time")
         self.settimeout(left_s)
+
+
+class _TlsDeadline(_Deadline, ssl.SSLSocket):
+    """The same under TLS."""
+
+
+def _under_tls(plain: socket.socket, tls: Tls, host: str, deadline_s: float) -> _TlsDeadline:
+    """Takes ``plain`` over, and shakes hands until ``deadline_s`` at most. Errors: ``OSError``."""
+    try:
+        context = tls.context()
+        context.sslsocket_class = _TlsDeadline
+        plain.settimeout(max(deadline_s - time.monotonic(), 1e-3))
+        wrapped = context.wrap_socket(plain, server_hostname=host)
+    except BaseException:
+        plain.close()
+        raise
+    assert isinstance(wrapped, _TlsDeadline)
+    return wrapped
 
 
 def _reply(connection: Any) -> Any:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import StoreUnavailable
 from kvpool.keys import tenant_of
@@ -173,18 +173,23 @@ def connect(url: StoreURL, *, timeout_s: float) -> redis.Redis:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
-    return redis.Redis(
-        host=url.host or "localhost",
-        port=url.port,
-        unix_socket_path=url.path or None,
-        username=url.user or None,
-        password=url.password or None,
-        db=url.database,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,
-    )
+    settings: dict[str, Any] = {
+        "username": url.user or None,
+        "password": url.password or None,
+        "db": url.database,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    if url.path:
+        return redis.Redis(unix_socket_path=url.path, **settings)
+    if url.tls is None:
+        return redis.Redis(host=url.host, port=url.port, **settings)
+    from kvpool.stores.redis_tls import TlsConnection
+
+    pool = redis.ConnectionPool(TlsConnection, host=url.host, port=url.port, tls=url.tls, **settings)
+    return redis.Redis.from_pool(pool)
 
 
 def _announced(server: redis.Redis, index: str, prefix: str) -> list[str]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
 from kvpool.errors import ConfigError
+from kvpool.stores.tls import Tls
 from kvpool.wording import format_nbytes, parse_nbytes, redact, unknown
 
+TLS_SCHEMES = ("rediss", "valkeys")
 MANY_SERVERS = ("valkey+cluster", "valkey+sentinel")
-SERVER_SCHEMES = ("redis", "valkey", "valkey+unix", *MANY_SERVERS)
+SERVER_SCHEMES = ("redis", "valkey", "valkey+unix", *TLS_SCHEMES, *MANY_SERVERS)
 SCHEMES = ("file", "memory", *SERVER_SCHEMES)
-LATER_SCHEMES = ("rediss", "valkeys")
-AVAILABLE = "file:///dir, valkey://host:6379, valkey+unix:///socket or memory://"
+AVAILABLE = "file:///dir, valkey://host:6379, valkeys://host:6379, valkey+unix:///socket or memory://"
 MIN_CAPACITY_NBYTES = 1 << 20
 DEFAULT_FILE_CAPACITY_NBYTES = 10 << 30
 DEFAULT_MEMORY_CAPACITY_NBYTES = 1 << 30
@@ -36,10 +37,22 @@ _PARAMETERS = {
     "file": ("capacity", "threads"),
     "memory": ("capacity",),
     "redis": ("client", "connections", "ttl"),
+    "rediss": ("ca", "cert", "client", "connections", "key", "ttl"),
     "valkey": ("client", "connections", "ttl"),
-    "valkey+cluster": ("client", "connections", "ttl"),
-    "valkey+sentinel": ("client", "connections", "sentinel_password", "sentinel_user", "ttl"),
+    "valkey+cluster": ("ca", "cert", "client", "connections", "key", "tls", "ttl"),
+    "valkey+sentinel": (
+        "ca",
+        "cert",
+        "client",
+        "connections",
+        "key",
+        "sentinel_password",
+        "sentinel_user",
+        "tls",
+        "ttl",
+    ),
     "valkey+unix": ("client", "connections", "db", "ttl"),
+    "valkeys": ("ca", "cert", "client", "connections", "key", "ttl"),
 }
 _HOST = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?"
@@ -58,7 +71,8 @@ class StoreURL:
     of its own to each server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``.
     ``nodes``: (host, port) of nodes of a cluster, or of the sentinels that know the servers of ``service``.
     ``password``, ``sentinel_password``: not in ``repr``. ``ttl_s``: how long a server keeps a value. ``client``:
-    of ``CLIENTS``, what moves the values to and from a server.
+    of ``CLIENTS``, what moves the values to and from a server. ``tls``: how servers are spoken to under TLS; None:
+    in plain.
     """
 
     scheme: str
@@ -72,6 +86,7 @@ class StoreURL:
     database: int = 0
     ttl_s: int = 0
     client: str = CLIENTS[0]
+    tls: Tls | None = None
     nodes: tuple[tuple[str, int], ...] = ()
     service: str = ""
     sentinel_user: str = ""
@@ -81,10 +96,11 @@ class StoreURL:
     def parse(cls, url: str) -> StoreURL:
         """Read ``memory://[?capacity=1GiB]``, ``file:///dir[?capacity=10GiB][&threads=2]``,
         ``valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2][&client=native]`` (or
-        ``redis://``), or ``valkey+unix://[[user]:password@]/socket[?db=0]`` with the same parameters,
+        ``redis://``), ``valkeys://`` or ``rediss://`` with ``[?ca=/path.pem][&cert=/path.pem&key=/path.pem]`` besides,
+        or ``valkey+unix://[[user]:password@]/socket[?db=0]`` with the same parameters,
         ``valkey+cluster://[[user]:password@]host[:6379],...`` or
         ``valkey+sentinel://[[user]:password@]host[:26379],.../service[/db][?sentinel_user=..&sentinel_password=..]``,
-        with ``ttl`` and ``connections``.
+        with ``ttl`` and ``connections``, and with ``tls=true`` the files of TLS.
 
         Errors: ``ConfigError`` that says what to write instead, and never shows a password.
         """
@@ -94,10 +110,8 @@ class StoreURL:
                 f"{_shown(url)} is not a store URL: write {AVAILABLE}; percent-encode spaces, # and ?"
             )
         scheme = match["scheme"]
-        if scheme in LATER_SCHEMES:
-            raise ConfigError(f"{redact(url)}: {scheme}:// is not available in this version; use {AVAILABLE}")
         if scheme not in SCHEMES:
-            raise ConfigError(f"{redact(url)}: {unknown('store', scheme, SCHEMES + LATER_SCHEMES)}")
+            raise ConfigError(f"{redact(url)}: {unknown('store', scheme, SCHEMES)}")
         query = _query(url, match["query"] or "", _PARAMETERS[scheme])
         if scheme in SERVER_SCHEMES:
             return _server(url, scheme, match["host"], match["path"], query)
@@ -212,7 +226,8 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
     if found is None:
         raise ConfigError(f"{redact(url)}: write {scheme}://host:{DEFAULT_PORT}, with a port from 1 to 65535")
     database = _database(url, path[1:])
-    return StoreURL(scheme, "", 0, threads, *found, user, password, database, ttl_s, client)
+    tls = _tls(url, query) if scheme in TLS_SCHEMES else None
+    return StoreURL(scheme, "", 0, threads, *found, user, password, database, ttl_s, client, tls)
 
 
 def _many_servers(url: str, hosts: str, path: str, query: Mapping[str, str], common: StoreURL) -> StoreURL:
@@ -225,7 +240,7 @@ def _many_servers(url: str, hosts: str, path: str, query: Mapping[str, str], com
         raise ConfigError(
             f"{redact(url)}: write {common.scheme}://{shape}, with 1 to {MAX_NODES} hosts and ports from 1 to 65535"
         )
-    common = replace(common, nodes=tuple(node for node in nodes if node))
+    common = replace(common, nodes=tuple(node for node in nodes if node), tls=_tls_of_many(url, query))
     if is_cluster:
         if path not in ("", "/"):
             raise ConfigError(f"{redact(url)}: a cluster has no databases; leave {path} away")
@@ -255,6 +270,25 @@ def _host(text: str, default_port: int) -> tuple[str, int] | None:
 
 def _database(url: str, text: str) -> int:
     return _whole(url, {"a database": text} if text else {}, "a database", 0, 0, MAX_DATABASE)
+
+
+def _tls_of_many(url: str, query: Mapping[str, str]) -> Tls | None:
+    if query.get("tls", "false") not in ("true", "false"):
+        raise ConfigError(f"{redact(url)}: tls is true or false, not {query['tls']!r:.20}")
+    if query.get("tls") == "true":
+        return _tls(url, query)
+    if files := sorted({"ca", "cert", "key"} & set(query)):
+        raise ConfigError(f"{redact(url)}: {files[0]} is for TLS; add tls=true")
+    return None
+
+
+def _tls(url: str, query: Mapping[str, str]) -> Tls:
+    for name in ("ca", "cert", "key"):
+        if not query.get(name, "/").startswith("/") or "\0" in query.get(name, ""):
+            raise ConfigError(f"{redact(url)}: {name} is the absolute path of a PEM file")
+    if ("cert" in query) != ("key" in query):
+        raise ConfigError(f"{redact(url)}: cert and key go together: a certificate and its private key")
+    return Tls(query.get("ca", ""), query.get("cert", ""), query.get("key", ""))
 
 
 def _ttl_s(url: str, query: Mapping[str, str]) -> int:

@@ -13,6 +13,7 @@ from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import ServerStore, server_name
 from kvpool.stores.server_announcements import SLOT, ServerAnnouncements
 from kvpool.stores.store import DEFAULT_TIMEOUT_S
+from kvpool.stores.tls import advice
 from kvpool.stores.topology_watch import TopologyWatch
 from kvpool.stores.url import StoreURL
 
@@ -26,8 +27,8 @@ class ValkeyStore(NativeStore, ServerStore):
     ``url``: one of the schemes of ``SERVER_SCHEMES``; its ``threads`` is the number of connections.
     Blocking: one connection is made and asked for a PING, for 2 seconds an address at most; of a cluster or of
     sentinels, one after the other is asked for the servers of the pool.
-    Errors: ``ConfigError`` when the server refuses user, password or database; ``StoreUnavailable`` when it
-    cannot be reached.
+    Errors: ``ConfigError`` when the server refuses user, password or database, or a file for TLS cannot be used;
+    ``StoreUnavailable`` when it cannot be reached.
     """
 
     def __init__(self, url: StoreURL) -> None:
@@ -54,9 +55,12 @@ class ValkeyStore(NativeStore, ServerStore):
 
 
 def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.Engine, TopologyWatch]:
-    engine, topology = _native.open_routed_resp_engine(
-        url.user, url.password, url.database, url.ttl_s, url.threads
-    )
+    try:
+        engine, topology = _native.open_routed_resp_engine(
+            url.user, url.password, url.database, url.ttl_s, url.threads, _files(url)
+        )
+    except _native.TlsError as error:
+        raise ConfigError(f"{server_name(url)}: {error}") from error
     try:
         return engine, TopologyWatch(topology, primaries)
     except BaseException:
@@ -67,8 +71,18 @@ def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.Engine, Top
 def _open_one(url: StoreURL, name: str) -> _native.Engine:
     try:
         return _native.open_resp_engine(
-            url.host, url.port, url.path, url.user, url.password, url.database, url.ttl_s, url.threads
+            url.host,
+            url.port,
+            url.path,
+            url.user,
+            url.password,
+            url.database,
+            url.ttl_s,
+            url.threads,
+            _files(url),
         )
+    except _native.TlsError as error:
+        raise ConfigError(f"{name}: {error}") from error
     except _native.RespError as error:
         if any(sign in str(error) for sign in _SETTINGS):
             raise ConfigError(
@@ -76,6 +90,9 @@ def _open_one(url: StoreURL, name: str) -> _native.Engine:
             ) from error
         raise StoreUnavailable(f"{name}: the server refuses: {error}") from error
     except OSError as error:
-        raise StoreUnavailable(
-            f"{name}: cannot connect: {error.strerror or error}; check that the server runs there"
-        ) from error
+        words = error.strerror or str(error)
+        raise StoreUnavailable(f"{name}: cannot connect: {words}; {advice(words)}") from error
+
+
+def _files(url: StoreURL) -> tuple[str, str, str] | None:
+    return url.tls.files() if url.tls is not None else None

@@ -29,6 +29,7 @@ class Harm(Enum):
     CLOSE = 0  # both sides see its end, after what was passed on
     RESET = 1  # both sides see an error; what they have not read yet is lost
     SILENCE = 2  # it stands, and nothing more goes that way
+    FLIP = 3  # a bit of the last byte is another one; all goes on
 
 
 class Proxy:
@@ -140,8 +141,11 @@ class Proxy:
             if self._armed is not None and self._armed[0] is way:
                 left = self._armed[1] - self._passed_nbytes[way]
                 if left <= len(piece):
-                    piece = piece[:left]
-                    connection.harmed_way, connection.harm = way, self._armed[2]
+                    if self._armed[2] is Harm.FLIP:
+                        piece = piece[: left - 1] + bytes([piece[left - 1] ^ 1]) + piece[left:]
+                    else:
+                        piece = piece[:left]
+                        connection.harmed_way, connection.harm = way, self._armed[2]
                     self._armed = None
                     self._harmed += 1
             self._passed_nbytes[way] += len(piece)

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
@@ -21,6 +21,7 @@ from redis.retry import Retry
 
 from kvpool.cli.engine_process import free_ports
 from tests.conftest import eventually
+from tests.stores.certificates import Authority, Pair
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "servers" / "bin"
 SERVERS = ("redis-server", "valkey-server")
@@ -98,10 +99,51 @@ class Server:
             return False
 
 
+_AnyServer = TypeVar("_AnyServer", bound=Server)
+
+
+class TlsServer(Server):
+    """One that speaks TLS on ``tls_port``, and in plain to the test's own ``client``.
+
+    ``pair``: its certificate; None: one for localhost and 127.0.0.1. ``demands_certificate``: of its clients.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        authority: Authority,
+        *,
+        pair: Pair | None = None,
+        demands_certificate: bool = False,
+    ) -> None:
+        self.authority = authority
+        self.pair = pair or authority.issue("server", names=("localhost", "127.0.0.1"))
+        (self.tls_port,) = free_ports(1)
+        super().__init__(
+            name, folder, "--tls-port", str(self.tls_port), "--tls-cert-file", str(self.pair.cert),
+            "--tls-key-file", str(self.pair.key), "--tls-ca-cert-file", str(authority.ca),
+            "--tls-auth-clients", "yes" if demands_certificate else "no",
+        )  # fmt: skip
+
+    @property
+    def url(self) -> str:
+        return self.url_at(self.tls_port)
+
+    def url_at(self, port: int, host: str = "127.0.0.1", userinfo: str = "", path: str = "") -> str:
+        return f"valkeys://{userinfo}{host}:{port}{path}?ca={self.authority.ca}"
+
+
 @contextmanager
 def running(name: str, folder: Path, *options: str) -> Iterator[Server]:
     """A server of this name with its files in ``folder``, until the end of the block."""
-    server = Server(name, folder, *options)
+    with started(Server(name, folder, *options)) as server:
+        yield server
+
+
+@contextmanager
+def started(server: _AnyServer) -> Iterator[_AnyServer]:
+    """The server runs until the end of the block."""
     try:
         server.start()
         yield server

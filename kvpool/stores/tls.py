@@ -1,0 +1,63 @@
+"""How a server is spoken to under TLS: whom this side trusts, how it proves who it is, and what to change when
+that fails."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Absolute paths of PEM files: ``ca``, the authorities that are trusted, empty for the system's; ``cert`` and
+    ``key``, a client's certificate with its chain and the private key without a passphrase, both or none.
+
+    The server's certificate must be for the host that the URL names; nothing switches that off.
+    """
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    def files(self) -> tuple[str, str, str]:
+        """For the native client."""
+        return self.ca, self.cert, self.key
+
+    def context(self) -> ssl.SSLContext:
+        """For a client in Python; the files are read again. Errors: ``OSError``."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.hostname_checks_common_name = False
+        if self.ca:
+            context.load_verify_locations(self.ca)
+        else:
+            context.set_default_verify_paths()
+        if self.cert:
+            context.load_cert_chain(self.cert, self.key, password="")  # it would ask on the terminal
+        return context
+
+
+# What stands in the words of OpenSSL, or in our own -> what to change. The first that fits counts.
+_ADVICE = {
+    "certificate has expired": "renew the server's certificate",
+    "certificate is not yet valid": "correct the server's certificate, or this host's clock",
+    "hostname mismatch": "write a name that the server's certificate holds, or have one issued for this name",
+    "ip address mismatch": "write a name or address that the server's certificate holds, or have one issued for this",
+    "certificate verify failed": "name the file of the authority that signed the server's certificate: ?ca=/path.pem",
+    "certificate required": "the server demands a client certificate: add ?cert=/path.pem&key=/path.pem",
+    "handshake failure": "if the server demands a client certificate, add ?cert=/path.pem&key=/path.pem",
+    "alert unknown ca": "use a client certificate of an authority that the server trusts",
+    "alert bad certificate": "use a client certificate of an authority that the server trusts",
+    "alert certificate expired": "renew the client certificate",
+    "wrong version number": "the port speaks no TLS: write valkey://, or the port that the server has for TLS",
+    "tls handshake": "check that the server runs there, and that this is its port for TLS",
+    "connection reset by peer": "if this is the server's port for TLS, write valkeys://",
+    "closed the connection": "if this is the server's port for TLS, write valkeys://",
+}
+_OTHERWISE = "check that the server runs there"
+
+
+def advice(words: str) -> str:
+    """What to change when connecting to a server has failed with ``words``, for the end of a line."""
+    folded = words.lower()
+    return next((advised for sign, advised in _ADVICE.items() if sign in folded), _OTHERWISE)
