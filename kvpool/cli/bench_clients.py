@@ -2,7 +2,7 @@
 
 - ``kvpool``: the store that the pool's URL opens.
 - ``bare loop``, twice: the plainest native loop over the same server or directory, the bar; against itself it shows how
-  much the machine wavers.
+  much the machine wavers. Not under TLS, and not in a cluster.
 - ``glide``, ``redis-py``: kvpool's stores of ``?client=``, which do the same job: records that prove themselves, in the
   same layout, moved by that client. ``python files``: a plain loop in a directory.
 - ``--peers``: other projects' clients, each in a process and an environment of its own (``bench_peer.py``).
@@ -86,13 +86,13 @@ def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> It
             found += [BareFiles(name, folder, url.threads) for name in (BARE, BARE_AGAIN)]
             found.append(PythonFiles(folder))
         else:
-            found += [BareServer(name, url) for name in (BARE, BARE_AGAIN)]
-            if not url.path:  # GLIDE has no Unix sockets
-                other = opened.enter_context(open_store(replace(url, client="glide")))
-                found.append(StoreClient("glide", other))
-            found.append(
-                StoreClient("redis-py", opened.enter_context(open_store(replace(url, client="redis"))))
-            )
+            if url.tls is None and not url.nodes:
+                found += [BareServer(name, url) for name in (BARE, BARE_AGAIN)]
+            if not url.nodes:  # the others know one server only
+                names = ("redis",) if url.path else ("glide", "redis")  # GLIDE has no Unix sockets
+                for name in names:
+                    other = opened.enter_context(open_store(replace(url, client=name)))
+                    found.append(StoreClient({"redis": "redis-py"}.get(name, name), other))
             if peers is not None:
                 found += [opened.enter_context(Peer(name, url, peers)) for name in PEERS]
         yield found
@@ -238,8 +238,8 @@ class Peer:
         python = folder / peer / "bin" / "python"
         if not python.exists():
             raise ConfigError(f"there is no {python}: make bench-peers makes it, in a clone of kvpool")
-        if url.path:
-            raise ConfigError("--peers needs valkey://host:port: not all of them can use a Unix socket")
+        if url.path or url.nodes or url.tls is not None:
+            raise ConfigError("--peers needs valkey://host:port: not all of them can use anything else")
         self._prefix = _plain_prefix()
         self._process = subprocess.Popen(
             [python, "-I", bench_peer.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0

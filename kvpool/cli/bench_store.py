@@ -153,8 +153,8 @@ def _ratio(numerators: list[float], denominators: list[float]) -> float:
 
 @contextlib.contextmanager
 def _used_memory(url: StoreURL, wanted_nbytes: int) -> Iterator[Callable[[], int] | None]:
-    """Asks a server how much memory it uses; refuses one that would evict for us. None where there is no server."""
-    if url.scheme not in SERVER_SCHEMES:
+    """Asks a server how much memory it uses; refuses one that would evict for us. None where there is not one."""
+    if url.scheme not in SERVER_SCHEMES or url.nodes:
         yield None
         return
     import redis
