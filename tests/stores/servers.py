@@ -113,7 +113,7 @@ class TlsServer(Server):
         name: str,
         folder: Path,
         authority: Authority,
-        *,
+        *options: str,
         pair: Pair | None = None,
         demands_certificate: bool = False,
     ) -> None:
@@ -123,7 +123,7 @@ class TlsServer(Server):
         super().__init__(
             name, folder, "--tls-port", str(self.tls_port), "--tls-cert-file", str(self.pair.cert),
             "--tls-key-file", str(self.pair.key), "--tls-ca-cert-file", str(authority.ca),
-            "--tls-auth-clients", "yes" if demands_certificate else "no",
+            "--tls-auth-clients", "yes" if demands_certificate else "no", *options,
         )  # fmt: skip
 
     @property
@@ -152,10 +152,21 @@ def started(server: _AnyServer) -> Iterator[_AnyServer]:
 
 
 class Cluster:
-    """Primaries that share the slots, each with ``replicas`` replicas; started and joined when it is made."""
+    """Primaries that share the slots, each with ``replicas`` replicas; started and joined when it is made.
 
-    def __init__(self, name: str, folder: Path, *, primaries: int = 3, replicas: int = 0) -> None:
-        self.primaries = primaries
+    ``authority``: signs certificates for nodes that speak TLS, to each other too; None: no TLS.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        primaries: int = 3,
+        replicas: int = 0,
+        authority: Authority | None = None,
+    ) -> None:
+        self.primaries, self._authority = primaries, authority
         self.servers: list[Server] = []
         self._folder, self._name = folder, name
         for number in range(primaries * (1 + replicas)):
@@ -170,17 +181,24 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return "valkey+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        if self._authority is None:
+            return "valkey+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        ports = [server.tls_port for server in self.servers if isinstance(server, TlsServer)]
+        nodes = ",".join(f"127.0.0.1:{port}" for port in ports)
+        return f"valkey+cluster://{nodes}?tls=true&ca={self._authority.ca}"
 
     def _make(self, number: int) -> Server:
         folder = self._folder / str(number)
         folder.mkdir()
         (bus_port,) = free_ports(1)
-        return Server(
-            self._name, folder, "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
+        options = (
+            "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
             "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no",
             "--repl-diskless-sync-delay", "0", "--cluster-allow-replica-migration", "no",
         )  # fmt: skip
+        if self._authority is not None:
+            return TlsServer(self._name, folder, self._authority, "--tls-cluster", "yes", *options)
+        return Server(self._name, folder, *options)
 
     def _join(self, replicas: int) -> None:
         first = self.servers[0]
@@ -189,7 +207,8 @@ class Cluster:
             server.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for server in self.servers[1:]:
             bus_port = server.client.config_get("cluster-port")["cluster-port"]
-            first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", server.port, bus_port)
+            port = server.tls_port if isinstance(server, TlsServer) else server.port
+            first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus_port)
         step = 16384 // self.primaries
         for number, server in enumerate(self.servers[: self.primaries]):
             last = 16383 if number == self.primaries - 1 else (number + 1) * step - 1
@@ -238,7 +257,8 @@ class Cluster:
 
     def move_keys(self, slot: int, giver: Server, to: Server) -> None:
         while keys := giver.client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
-            giver.client.execute_command("MIGRATE", "127.0.0.1", to.port, "", 0, 5000, "KEYS", *keys)
+            port = to.tls_port if isinstance(to, TlsServer) else to.port
+            giver.client.execute_command("MIGRATE", "127.0.0.1", port, "", 0, 5000, "KEYS", *keys)
 
     def end_move(self, slot: int, to: Server) -> None:
         to_id = to.client.execute_command("CLUSTER MYID").decode()

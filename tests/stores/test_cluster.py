@@ -14,6 +14,7 @@ from kvpool.cli.doctor import run_doctor
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores.store import Store
 from tests.conftest import eventually
+from tests.stores.certificates import Authority
 from tests.stores.conformance import OpenStore, StoreConformance, key, keys, payload
 from tests.stores.servers import SERVERS, Cluster, Server
 from tests.stores.traffic import MARGIN_S, Traffic, serves
@@ -304,3 +305,25 @@ def test_users_and_their_rights(cluster: Cluster) -> None:
         open_store(f"valkey+cluster://worker:hunter3@{hosts}")
     assert "hunter3" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_cluster_under_tls(name: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cluster = Cluster(name, tmp_path, authority=authority)
+    try:
+        with open_store(cluster.url) as store:
+            puts_and_gets(store)
+            assert all(held(server) for server in cluster.servers), "every node was reached"
+            moved = slot(cluster, keys(1)[0])
+            giver = cluster.holder(moved)
+            to = next(server for server in cluster.servers if server is not giver)
+            cluster.begin_move(moved, to)
+            cluster.move_keys(moved, giver, to)
+            cluster.end_move(moved, to)
+            puts_and_gets(store)
+            assert store.counters()["moved"] + store.counters()["asked"] > 0
+        with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+            open_store(cluster.url.replace(str(authority.ca), str(Authority(tmp_path, "another").ca)))
+    finally:
+        cluster.kill()
