@@ -38,7 +38,7 @@ def refused(*arguments: str, **options: Any) -> str:
         (["demo", "--pool", "fiel:///x"], 'did you mean "file"?'),
         (["demo", "--pool", "file:///etc/passwd"], "choose a directory"),
         (["demo", "--pool", "file:///x?capacty=1GiB"], "capacity"),
-        (["demo", "--pool", "valkeys://user:secret@host"], "not available in this version"),
+        (["demo", "--pool", "valkeys://user:secret@127.0.0.1:1?ca=/nowhere.pem"], "/nowhere.pem"),
         (["bench", "store", "--pool", "file:///proc/nowhere"], "file:///proc/nowhere"),
         (["bench", "store", "--rounds", "0"], "--rounds"),
         (["bench", "store", "--batch-bytes", "0"], "--batch-bytes"),
