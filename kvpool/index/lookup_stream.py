@@ -29,7 +29,8 @@ class LookupStream:
 
     Answers come in the order of the questions, so one that takes long holds up those behind it. What ``lookup`` of a
     client would raise for a question ends the stream: those behind it get ``IndexUnavailable``, as does every later
-    one. Then make another stream, as after an ``IndexUnavailable`` of any kind.
+    one; so may it itself, when another was being sent at that moment. Then make another stream, as after an
+    ``IndexUnavailable`` of any kind.
     """
 
     def __init__(self, target: str, call: Any, timeout_s: float) -> None:
@@ -109,9 +110,11 @@ class LookupStream:
                     answer.set_result(reply)
             self._end(channel.ended(self._target))
         except grpc.RpcError as error:
-            first = channel.error_of(self._target, self._timeout_s, error)
-            if self._waiting and not (refused := self._waiting.popleft()).done():
-                refused.set_exception(first)
+            # gRPC puts a status of its own in the index's place when something was being sent as the call ended.
+            if error.code() is not grpc.StatusCode.INTERNAL:
+                first = channel.error_of(self._target, self._timeout_s, error)
+                if self._waiting and not (refused := self._waiting.popleft()).done():
+                    refused.set_exception(first)
             self._end(channel.ended(self._target))
         finally:
             self._call.cancel()

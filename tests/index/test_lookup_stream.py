@@ -82,19 +82,30 @@ def test_what_is_refused_ends_the_stream(options: dict[str, Any], error: type[Ex
         options["hashes64"] = packed64([1])
 
     async def use(stream: LookupStream) -> None:
-        first, wrong, behind = await asyncio.gather(
-            matched(stream, 5), stream.lookup(model, **options), matched(stream, 1), return_exceptions=True
-        )
-        assert first == 5
-        assert isinstance(wrong, error)
-        assert says in str(wrong)
-        assert isinstance(behind, IndexUnavailable)
+        assert await matched(stream, 5) == 5
+        with pytest.raises(error, match=says):
+            await stream.lookup(model, **options)
         with pytest.raises(IndexUnavailable, match="make another"):
             await matched(stream, 1)
 
     with serving(a_fleet()) as served:
         streaming(served.target, use)
         streaming(served.target, lambda stream: matched(stream, 1))  # type: ignore[arg-type, return-value]
+
+
+def test_what_is_refused_ends_those_behind_it() -> None:
+    async def use(stream: LookupStream) -> None:
+        assert await matched(stream, 5) == 5
+        wrong, *behind = await asyncio.gather(
+            stream.lookup("other", hashes64=packed64([1])),
+            *(matched(stream, 1) for _ in range(20)),
+            return_exceptions=True,
+        )
+        assert isinstance(wrong, (UnknownModel, IndexUnavailable))
+        assert all(isinstance(answer, IndexUnavailable) for answer in behind)
+
+    with serving(a_fleet()) as served:
+        streaming(served.target, use)
 
 
 def test_what_cannot_be_sent_leaves_the_stream_as_it_was() -> None:
