@@ -44,6 +44,8 @@ DIAL_S = 2.0
 # While a server is away it is asked for PROBE_S, then left alone for a pause: together below a second, so that it is
 # used again so soon after its return.
 PROBE_S = 0.5
+# Under TLS a dial enters the interpreter dozens of times, and where that is busy each may take its switch interval.
+TLS_PROBE_S = DIAL_S
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
 # The last bytes of a payload stand beside the header, which keeps both fields inside the allocator's size classes.
 TAIL_NBYTES = 128
@@ -197,6 +199,7 @@ class BlockingStore(ServerStore):
         self._queue: deque[_Batch] = deque()
         self._closing = False
         self._doubts = 0  # how often a link failed
+        self.probe_s = PROBE_S if url.tls is None else TLS_PROBE_S
         self._breaker = _Breaker()
         self._probing = False  # a thread of the store dials, to close the breaker
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -445,7 +448,7 @@ class _Lane:
             while (work := self._store._take()) is not None:
                 if isinstance(work, _Probe):
                     with contextlib.suppress(LinkFault):
-                        self._dial(PROBE_S)
+                        self._dial(self._store.probe_s)
                 else:
                     self._store._put_down(work.batch, work.start, *self._outcome(*work))
                 del work  # an idle thread holds no batch

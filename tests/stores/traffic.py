@@ -32,7 +32,11 @@ def serves(store: Store, number: int = 1) -> bool:
 
 
 class Traffic:
-    """Puts and gets in a thread, until told to end: every hit is compared, every call is timed."""
+    """Puts and gets in a thread, until told to end: every hit is compared, every call is timed.
+
+    A fault is followed by a millisecond's rest, as a caller would have other things to do: one that asks again without
+    end holds the interpreter, which a client in Python needs to dial.
+    """
 
     def __init__(self, store: Store, timeout_s: float) -> None:
         self.store, self.timeout_s = store, timeout_s
@@ -70,6 +74,7 @@ class Traffic:
             return call()
         except StoreUnavailable:
             self.faults += 1
+            self._stop.wait(0.001)
             return []
         finally:
             self.longest_s = max(self.longest_s, time.monotonic() - started)
