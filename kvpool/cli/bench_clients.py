@@ -19,9 +19,7 @@ import os
 import secrets
 import selectors
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,14 +110,14 @@ class _Here:
         self._put(values.sources)
 
     def put(self, count: int) -> float:
-        return _timed(lambda: self._put(self._values.sources[:count]))
+        return bench_peer.timed(lambda: self._put(self._values.sources[:count]))
 
     def get(self, count: int) -> float:
         targets = self._values.targets[:count]
         nothing = bytes(self._values.nbytes)
         for target in targets:
             target[:] = nothing
-        taken_s = _timed(lambda: self._get(targets))
+        taken_s = bench_peer.timed(lambda: self._get(targets))
         if targets != self._values.sources[:count]:
             raise RuntimeError(f"{self.name} gave other bytes than it took")
         return taken_s
@@ -128,7 +126,7 @@ class _Here:
         return None
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
-        return _busy_interpreter()
+        return bench_peer.busy_interpreter()
 
     def _put(self, sources: Views) -> None:
         raise NotImplementedError
@@ -148,7 +146,7 @@ class StoreClient(_Here):
 
     def exists(self, count: int) -> float:
         keys = self._keys(count)
-        return _timed(lambda: _all(self._store.contains_many(keys, timeout_s=TIMEOUT_S)))
+        return bench_peer.timed(lambda: _all(self._store.contains_many(keys, timeout_s=TIMEOUT_S)))
 
     def empty(self) -> None:
         self._store.delete_many(self._keys(self._values.count), timeout_s=TIMEOUT_S)
@@ -184,18 +182,25 @@ class BareServer(_Here):
         self._loop.get(_plain_keys(self._prefix, len(targets)), targets)
 
 
-class BareFiles(_Here):
+class _Folder(_Here):
+    """A file for each value, in a folder of this client's own."""
+
     whole_batches = True
 
-    def __init__(self, name: str, folder: Path, threads: int) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name)
-        self._folder = folder / secrets.token_hex(8)
+        self._folder = folder
         self._folder.mkdir()
-        self._loop = _native.BareFiles(str(self._folder), threads)
 
     def empty(self) -> None:
         for path in self._folder.iterdir():
             path.unlink()
+
+
+class BareFiles(_Folder):
+    def __init__(self, name: str, folder: Path, threads: int) -> None:
+        super().__init__(name, folder / secrets.token_hex(8))
+        self._loop = _native.BareFiles(str(self._folder), threads)
 
     def _put(self, sources: Views) -> None:
         self._loop.put(_plain_keys("", len(sources)), sources)
@@ -204,19 +209,11 @@ class BareFiles(_Here):
         self._loop.get(_plain_keys("", len(targets)), targets)
 
 
-class PythonFiles(_Here):
-    """One file a value: ``write``, ``readinto``."""
-
-    whole_batches = True
+class PythonFiles(_Folder):
+    """``write``, ``readinto``."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__("python files")
-        self._folder = folder / "python"
-        self._folder.mkdir()
-
-    def empty(self) -> None:
-        for path in self._folder.iterdir():
-            path.unlink()
+        super().__init__("python files", folder / "python")
 
     def _put(self, sources: Views) -> None:
         for index, source in enumerate(sources):
@@ -306,24 +303,6 @@ class Peer:
         if "error" in answer:
             raise RuntimeError(f"{self.name} could not {do}: {answer['error']}")
         return answer["result"]
-
-
-@contextlib.contextmanager
-def _busy_interpreter() -> Iterator[None]:
-    stop = threading.Event()
-    thread = threading.Thread(target=bench_peer.spin, args=(stop,), name="kvpool-bench-spin")
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _timed(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def _plain_prefix() -> str:

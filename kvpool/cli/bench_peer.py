@@ -7,24 +7,37 @@ where it has none. Values are plain strings: nothing is proven.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 TIMEOUT_S = 60.0
 
 
-def spin(stop: threading.Event) -> None:
-    """Never lets go of the interpreter by itself."""
-    count = 0
-    while not stop.is_set():
-        for _ in range(10_000):
-            count += 1
+@contextlib.contextmanager
+def busy_interpreter() -> Iterator[None]:
+    """A pure-Python thread that never lets go of the interpreter by itself."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        count = 0
+        while not stop.is_set():
+            for _ in range(10_000):
+                count += 1
+
+    thread = threading.Thread(target=spin, name="kvpool-bench-spin", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 class LMCache:
@@ -173,8 +186,7 @@ class Turns:
         self._keys: list[str] = []
         self._sources: list[memoryview] = []
         self._targets: list[memoryview] = []
-        self._stop = threading.Event()
-        self._spinning: threading.Thread | None = None
+        self._busy = contextlib.ExitStack()
 
     def do(self, asked: dict[str, Any]) -> Any:
         count = asked.get("count", 0)
@@ -203,20 +215,13 @@ class Turns:
                 raise RuntimeError("it did not find what it put")
             return taken_s
         elif asked["do"] == "busy":
-            self._spin(asked["on"])
+            if asked["on"]:
+                self._busy.enter_context(busy_interpreter())
+            else:
+                self._busy.close()
         elif asked["do"] == "empty":
             self._client.delete(self._keys)
         return None
-
-    def _spin(self, on: bool) -> None:
-        if on:
-            self._stop.clear()
-            self._spinning = threading.Thread(target=spin, args=(self._stop,), daemon=True)
-            self._spinning.start()
-        elif self._spinning is not None:
-            self._stop.set()
-            self._spinning.join()
-            self._spinning = None
 
 
 def timed(work: Callable[[], Any]) -> float:

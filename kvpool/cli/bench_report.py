@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool.cli.bench_clients import BARE, BARE_AGAIN, LMCACHE, OWN
+from kvpool.cli.host_settings import congestion_control_name
 from kvpool.errors import ConfigError
 from kvpool.wording import format_nbytes
 
@@ -84,7 +85,7 @@ def show(report: Report, as_json: bool) -> None:
         "payload. over best: kvpool over the fastest of the clients in Python.",
         highlight=False,
     )
-    if (control := _congestion_control()) == "bbr":
+    if (control := congestion_control_name()) == "bbr":
         console.print(
             f"This host's TCP uses {control}, which paces what it sends; between neighbours, cubic is faster: "
             "sysctl net.ipv4.tcp_congestion_control=cubic, here and on the server's host.",
@@ -137,13 +138,6 @@ def _existence(report: Report) -> Table:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _congestion_control() -> str:
-    try:
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    except OSError:
-        return ""
 
 
 def draw(rows: list[Row], path: Path) -> None:

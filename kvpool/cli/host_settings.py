@@ -10,12 +10,17 @@ from kvpool.cli.finding import Finding, note
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
+def congestion_control_name(path: Path = CONGESTION_CONTROL) -> str:
+    """How TCP on this host decides how fast to send; empty where it is not shown to this container."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 def host_findings(congestion_control: Path = CONGESTION_CONTROL) -> Iterator[Finding]:
     """Look at this host (in a container: at the container's own network). Never raises."""
-    try:
-        name = congestion_control.read_text().strip()
-    except OSError:  # not shown to this container
-        return
+    name = congestion_control_name(congestion_control)
     if name.startswith("bbr"):
         # Measured on one host: 2 MiB puts 2.2 GB/s against 2.5 with cubic, gets 2.9 against 3.4; 512 KiB gets 2.1
         # against 3.1.
