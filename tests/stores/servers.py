@@ -183,8 +183,7 @@ class Cluster:
     def url(self) -> str:
         if self._authority is None:
             return "valkey+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
-        ports = [server.tls_port for server in self.servers if isinstance(server, TlsServer)]
-        nodes = ",".join(f"127.0.0.1:{port}" for port in ports)
+        nodes = ",".join(f"127.0.0.1:{port_of(server)}" for server in self.servers)
         return f"valkey+cluster://{nodes}?tls=true&ca={self._authority.ca}"
 
     def _make(self, number: int) -> Server:
@@ -207,8 +206,7 @@ class Cluster:
             server.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for server in self.servers[1:]:
             bus_port = server.client.config_get("cluster-port")["cluster-port"]
-            port = server.tls_port if isinstance(server, TlsServer) else server.port
-            first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus_port)
+            first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", port_of(server), bus_port)
         step = 16384 // self.primaries
         for number, server in enumerate(self.servers[: self.primaries]):
             last = 16383 if number == self.primaries - 1 else (number + 1) * step - 1
@@ -257,8 +255,7 @@ class Cluster:
 
     def move_keys(self, slot: int, giver: Server, to: Server) -> None:
         while keys := giver.client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
-            port = to.tls_port if isinstance(to, TlsServer) else to.port
-            giver.client.execute_command("MIGRATE", "127.0.0.1", port, "", 0, 5000, "KEYS", *keys)
+            giver.client.execute_command("MIGRATE", "127.0.0.1", port_of(to), "", 0, 5000, "KEYS", *keys)
 
     def end_move(self, slot: int, to: Server) -> None:
         to_id = to.client.execute_command("CLUSTER MYID").decode()
@@ -271,21 +268,25 @@ class Cluster:
 
 
 class Watched:
-    """A primary with a replica, and three sentinels that watch it as ``pool``."""
+    """A primary with a replica, and three sentinels that watch it as ``pool``.
+
+    ``authority``: signs certificates for all five, which speak TLS to each other too; None: no TLS.
+    """
 
     SERVICE = "pool"
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, *, authority: Authority | None = None) -> None:
         self.sentinels: list[Server] = []
+        self._authority = authority
         folders = [folder / one for one in ("primary", "replica", "sentinel-0", "sentinel-1", "sentinel-2")]
         for one in folders:
             one.mkdir()
-        self.primary = Server(name, folders[0])
-        self.replica = Server(
+        self.primary = self._server(name, folders[0])
+        self.replica = self._server(
             name,
             folders[1],
             "--replicaof",
-            f"127.0.0.1 {self.primary.port}",
+            f"127.0.0.1 {port_of(self.primary)}",
             "--repl-diskless-sync-delay",
             "0",
         )
@@ -302,17 +303,27 @@ class Watched:
 
     @property
     def url(self) -> str:
-        hosts = ",".join(f"127.0.0.1:{one.port}" for one in self.sentinels)
-        return f"valkey+sentinel://{hosts}/{self.SERVICE}"
+        hosts = ",".join(f"127.0.0.1:{port_of(one)}" for one in self.sentinels)
+        tls = f"?tls=true&ca={self._authority.ca}" if self._authority else ""
+        return f"valkey+sentinel://{hosts}/{self.SERVICE}{tls}"
+
+    def _server(self, name: str, folder: Path, *options: str) -> Server:
+        if self._authority is None:
+            return Server(name, folder, *options)
+        return TlsServer(name, folder, self._authority, "--tls-replication", "yes", *options)
 
     def _watch(self, name: str, folder: Path) -> Server:
         settings = folder / "sentinel.conf"
         settings.write_text(
-            f"sentinel monitor {self.SERVICE} 127.0.0.1 {self.primary.port} 2\n"
+            f"sentinel monitor {self.SERVICE} 127.0.0.1 {port_of(self.primary)} 2\n"
             f"sentinel down-after-milliseconds {self.SERVICE} 1000\n"
             f"sentinel failover-timeout {self.SERVICE} 10000\n"
         )
-        sentinel = Sentinel(name, folder)
+        sentinel: Server
+        if self._authority is None:
+            sentinel = Sentinel(name, folder)
+        else:
+            sentinel = TlsSentinel(name, folder, self._authority, "--tls-replication", "yes")
         sentinel.start()
         return sentinel
 
@@ -331,4 +342,13 @@ class Sentinel(Server):
     def command(self) -> list[str]:
         return [find(self.name), str(self.folder / "sentinel.conf"), "--sentinel", "--port", str(self.port),
                 "--bind", "127.0.0.1", "--dir", str(self.folder),
-                "--logfile", str(self.folder / "log")]  # fmt: skip
+                "--logfile", str(self.folder / "log"), *self.options]  # fmt: skip
+
+
+class TlsSentinel(TlsServer, Sentinel):
+    """One that speaks TLS on ``tls_port``, and in plain to the test's own ``client``."""
+
+
+def port_of(server: Server) -> int:
+    """Where clients and other servers find it."""
+    return server.tls_port if isinstance(server, TlsServer) else server.port

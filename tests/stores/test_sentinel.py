@@ -13,7 +13,9 @@ from kvpool.cli.doctor import run_doctor
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores.store import Store
 from tests.conftest import eventually
+from tests.stores.certificates import Authority
 from tests.stores.conformance import OpenStore, StoreConformance, key
+from tests.stores.misbehaving import bulk, misbehaving, says
 from tests.stores.servers import SERVERS, Server, Watched
 from tests.stores.traffic import MARGIN_S, Traffic, serves
 
@@ -128,3 +130,36 @@ def test_a_primary_that_hands_over_is_left(name: str, tmp_path: Path) -> None:
             assert watched.replica.client.exists(key(1)) == 1
     finally:
         watched.kill()
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_everybody_speaks_tls(name: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    watched = Watched(name, tmp_path, authority=authority)
+    try:
+        with open_store(watched.url) as store:
+            assert serves(store)
+            watched.primary.kill()
+            assert eventually(lambda: role(watched.replica) == "master", within_s=30)
+            assert eventually(lambda: serves(store, OTHER), within_s=30)
+            assert watched.replica.client.exists(key(OTHER)) == 1
+        with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+            open_store(watched.url.replace(str(authority.ca), str(Authority(tmp_path, "another").ca)))
+    finally:
+        watched.kill()
+
+
+def test_a_sentinel_that_names_a_replica_is_not_believed(watched: Watched) -> None:
+    """As one does that has not heard of a failover yet."""
+
+    def named(port: int) -> bytes:
+        return b"*2\r\n" + bulk(b"127.0.0.1") + bulk(b"%d" % port)
+
+    with misbehaving() as sentinel:
+        url = f"valkey+sentinel://127.0.0.1:{sentinel.port}/pool"
+        sentinel.misbehave(says(named(watched.replica.port)))
+        with pytest.raises(StoreUnavailable, match="which sentinels name, is no primary yet"):
+            open_store(url)
+        sentinel.misbehave(says(named(watched.primary.port)))
+        with open_store(url) as store:
+            assert serves(store)
