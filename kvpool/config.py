@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -25,7 +25,7 @@ from kvpool.tenant import check_tenant
 from kvpool.wording import nearest, parse_nbytes, redact, unknown
 from kvpool.worker_name import check_worker_name
 
-__all__ = ["PoolConfig", "hash_seed", "redact"]
+__all__ = ["PoolConfig", "TierConfig", "hash_seed", "redact"]
 
 ENVIRONMENT_PREFIX = "KVPOOL_"
 CONFIG_VARIABLE = "KVPOOL_CONFIG"
@@ -35,7 +35,7 @@ _TYPO_LIKENESS = 0.8  # KVPOOL_PORT, which Kubernetes sets for a service named k
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
 
-_Model = TypeVar("_Model", bound="PoolConfig")
+_Model = TypeVar("_Model", bound="_Settings")
 
 
 def _nbytes(value: object) -> object:
@@ -45,11 +45,10 @@ def _nbytes(value: object) -> object:
 Nbytes = Annotated[int, BeforeValidator(_nbytes)]
 
 
-class PoolConfig(BaseModel):
-    """What one worker needs to know to use a pool; strict, frozen, checked when it is made.
+class _Settings(BaseModel):
+    """What every use of a pool needs to know; strict, frozen, checked when it is made.
 
-    Make it with ``PoolConfig.load``. Every field is also a variable of the environment, ``KVPOOL_POOL`` and
-    so on.
+    Make it with ``load``. Every field is also a variable of the environment, ``KVPOOL_POOL`` and so on.
     The pool's URL may hold a password: ``repr`` and ``str`` show it redacted; ``redact(url)`` does so
     elsewhere.
     """
@@ -58,6 +57,7 @@ class PoolConfig(BaseModel):
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True,
         protected_namespaces=(), validate_default=True,
     )  # fmt: skip
+    PLACE: ClassVar[str] = "kv_connector_extra_config"
 
     pool: str = Field(
         min_length=1,
@@ -65,36 +65,13 @@ class PoolConfig(BaseModel):
         description="URL of the store, such as file:///dir or valkey://host:6379",
     )
     tenant: str = Field("default", description="keys of different tenants never meet")
-    model_id: str | None = Field(
-        None,
-        min_length=1,
-        max_length=1024,
-        description="names the model where nodes mount it under different paths",
-    )
     budget_s: float = Field(
         0.5, gt=0, le=60,
         description="longest that the existence check, or a load that makes no progress, may delay a request",
     )  # fmt: skip
     max_load_s: float = Field(10.0, gt=0, le=600, description="longest that one load may take in all")
-    staging_nbytes: Nbytes = Field(
-        256 << 20, ge=1 << 20, le=1 << 40, description="memory between device and store; accepts 256MiB"
-    )
-    max_store_nbytes_per_s: Nbytes = Field(
-        0, ge=0, le=1 << 50, description="cap on what this worker writes to the pool; 0: none; accepts 500MB"
-    )
     threads: int | None = Field(
         None, ge=1, le=64, description="native threads that move bytes; unset: what the URL says, or 2"
-    )
-    advertise_host: str | None = Field(
-        None,
-        description="host by which indexes and routers reach this worker; unset: the one that faces the pool",
-    )
-    http_port: int = Field(8000, ge=1, le=65535, description="port of the engine's own HTTP server")
-    worker: str | None = Field(
-        None, description="name of this worker in the index; unset: host and port of its events"
-    )
-    lease_s: float = Field(
-        10.0, ge=3, le=3600, description="how long after its end a worker that was killed is still announced"
     )
 
     @field_validator("pool")
@@ -109,18 +86,6 @@ class PoolConfig(BaseModel):
     @classmethod
     def _tenant_fits_a_key(cls, tenant: str) -> str:
         return check_tenant(tenant)
-
-    @field_validator("advertise_host")
-    @classmethod
-    def _host_fits_an_address(cls, host: str | None) -> str | None:
-        if host is not None and not _is_reachable(host):
-            raise ValueError("write the host name or IP address by which others reach this worker")
-        return host
-
-    @field_validator("worker")
-    @classmethod
-    def _worker_fits_a_key(cls, worker: str | None) -> str | None:
-        return worker if worker is None else check_worker_name(worker)
 
     def __repr_args__(self) -> Any:
         for name, value in super().__repr_args__():
@@ -159,7 +124,60 @@ class PoolConfig(BaseModel):
         except ValidationError as error:
             # The chained error is left out on purpose: pydantic's text has many lines and may hold the
             # password.
-            raise ConfigError(_one_line(error.errors(include_input=True), spelled)) from None
+            raise ConfigError(_one_line(error.errors(include_input=True), spelled, cls)) from None
+
+
+class PoolConfig(_Settings):
+    """What one worker needs to know to use a pool through the connector: ``kv_connector_extra_config``."""
+
+    model_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="names the model where nodes mount it under different paths",
+    )
+    staging_nbytes: Nbytes = Field(
+        256 << 20, ge=1 << 20, le=1 << 40, description="memory between device and store; accepts 256MiB"
+    )
+    max_store_nbytes_per_s: Nbytes = Field(
+        0, ge=0, le=1 << 50, description="cap on what this worker writes to the pool; 0: none; accepts 500MB"
+    )
+    advertise_host: str | None = Field(
+        None,
+        description="host by which indexes and routers reach this worker; unset: the one that faces the pool",
+    )
+    http_port: int = Field(8000, ge=1, le=65535, description="port of the engine's own HTTP server")
+    worker: str | None = Field(
+        None, description="name of this worker in the index; unset: host and port of its events"
+    )
+    lease_s: float = Field(
+        10.0, ge=3, le=3600, description="how long after its end a worker that was killed is still announced"
+    )
+
+    @field_validator("advertise_host")
+    @classmethod
+    def _host_fits_an_address(cls, host: str | None) -> str | None:
+        if host is not None and not _is_reachable(host):
+            raise ValueError("write the host name or IP address by which others reach this worker")
+        return host
+
+    @field_validator("worker")
+    @classmethod
+    def _worker_fits_a_key(cls, worker: str | None) -> str | None:
+        return worker if worker is None else check_worker_name(worker)
+
+
+class TierConfig(_Settings):
+    """What the tier ``KVPoolTier`` needs to know: its entry in ``secondary_tiers``, without type and module_path."""
+
+    PLACE: ClassVar[str] = "the tier's entry in secondary_tiers"
+
+    # The interface of tiers tells none of this, so somebody has to.
+    model_id: str = Field(
+        min_length=1,
+        max_length=1024,
+        description="names model, revision, quantization and attention backend: engines of one name share",
+    )
 
 
 def hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
@@ -204,14 +222,14 @@ def _from_text(text: str, annotation: Any) -> str | int | float:
     return text
 
 
-def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str]) -> str:
+def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str], settings: type[_Settings]) -> str:
     """The first thing that is wrong, in one sentence, without the value where that may be a secret."""
     error = errors[0]
     name = str(error["loc"][0])
     if error["type"] == "missing":
         return (
-            f'setting "{name}" is missing: set "{name}" in kv_connector_extra_config '
-            f"or {ENVIRONMENT_PREFIX}{name.upper()} in the environment, for example to file:///dir or valkey://host:6379"
+            f'setting "{name}" is missing: set "{name}" in {settings.PLACE} or {ENVIRONMENT_PREFIX}{name.upper()} in '
+            f"the environment; {settings.model_fields[name].description}"
         )
     cause = error.get("ctx", {}).get("error")
     problem = str(cause) if cause is not None else error["msg"].removeprefix("Input ")

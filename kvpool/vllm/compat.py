@@ -185,6 +185,39 @@ def engine_facts(
     return facts | layout_of(groups_of(cache), layers, kv_dtype.removeprefix("torch.")).facts()
 
 
+def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]:
+    """Every fact that a tier is told (``vllm/v1/kv_offload/config.py``); ``model_id`` stands for the others.
+
+    The sizes of parallel groups are always among them: a row holds the bytes of every rank side by side.
+    """
+    parallel = config.parallel
+    facts: dict[str, Fact] = {
+        "engine": "vllm",
+        "integration": "tier",
+        "model": model_id,
+        "kv_dtype": config.model.dtype,
+        "hash_seed": seed_id(hash_seed()),
+        "hash_block_tokens": config.cache.tokens_per_hash,
+        "hash_tags": _hash_tags(),
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "chunk_nbytes": chunk_nbytes,
+        "kv_cache_layout": config.kv_cache_layout or "",
+        "canonical_layout": config.canonical_layout,
+        "replicated_layout": config.replicated_layout,
+        "tensor_parallel": parallel.tp_size,
+        "pipeline_parallel": parallel.pp_size,
+        "prefill_context_parallel": parallel.pcp_size,
+        "decode_context_parallel": parallel.dcp_size,
+        "device": current_platform.device_type,
+    }
+    if current_platform.device_type == "cpu":
+        facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    for index, group in enumerate(config.groups):
+        facts[f"group{index}.block_tokens"] = group.tokens_per_block
+        facts[f"group{index}.layers"] = _digest(list(group.layer_names))
+    return facts
+
+
 def _digest(value: object) -> str:
     """A short fingerprint of what is long."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

@@ -6,7 +6,6 @@ Interface: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (``KVConnect
 from __future__ import annotations
 
 import functools
-import multiprocessing
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.stores import open_store
 from kvpool.vllm import compat
 from kvpool.vllm.announcement import describe
+from kvpool.vllm.guard import refuse
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from kvpool.vllm.stats import PoolPromMetrics, PoolStats
@@ -90,7 +90,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         except (ConfigError, StoreUnavailable) as error:
             # The workers are made first and cannot end an engine in one line: the scheduler says it for both.
             if role is KVConnectorRole.SCHEDULER:
-                _refuse(error)
+                refuse(error)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -223,15 +223,3 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def _planner(self) -> SchedulerHalf:
         assert self._scheduler is not None, "called on a worker"
         return self._scheduler
-
-
-def _refuse(error: Exception) -> None:
-    """End the start with one line.
-
-    vLLM starts an engine in a process of its own, where an exception would print pages of its call stack above
-    the one sentence that helps; there, the sentence is all. In the caller's own process it is an exception.
-    """
-    sentence = f"kvpool refuses to start: {error}"
-    if multiprocessing.parent_process() is not None:
-        raise SystemExit(sentence)
-    raise EngineRefused(sentence) from error
