@@ -27,6 +27,10 @@ class MalformedEvents(KVPoolError, ValueError):
     """A batch of KV events is not what an engine sends; nothing of it was applied. Names the byte."""
 
 
+class SnapshotRefused(KVPoolError, ValueError):
+    """A snapshot of an index is damaged, too old, or of another version; the index starts without it."""
+
+
 class IndexUnavailable(KVPoolError):
     """The index could not answer in time or at all; a router goes on without it. Says which and what to do."""
 

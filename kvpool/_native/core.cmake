@@ -35,6 +35,7 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/socket.cpp
   ${CMAKE_CURRENT_LIST_DIR}/stream.cpp
   ${CMAKE_CURRENT_LIST_DIR}/table.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/table_image.cpp
   ${CMAKE_CURRENT_LIST_DIR}/tls.cpp
   ${CMAKE_CURRENT_LIST_DIR}/topology.cpp
   ${CMAKE_CURRENT_LIST_DIR}/usage.cpp)

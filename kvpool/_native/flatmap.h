@@ -48,6 +48,10 @@ class FlatMap {
   template <typename IsDead>
   void sweep_segment(std::uint64_t& cursor, IsDead is_dead);
 
+  // Calls visit(key, value) for each entry, in no particular order.
+  template <typename Visit>
+  void for_each(Visit visit) const;
+
   std::size_t size() const { return size_; }
   std::size_t nbytes() const;
   // How often an entry stands behind a bucket that it would rather be in: 0 when there are no entries.
@@ -163,6 +167,19 @@ void FlatMap::sweep_segment(std::uint64_t& cursor, IsDead is_dead) {
   // The first mixed key behind the segment; wraps to 0 behind the last one.
   const unsigned shift = 64 - segment.depth;
   cursor = segment.depth == 0 ? 0 : ((cursor >> shift) + 1) << shift;
+}
+
+template <typename Visit>
+void FlatMap::for_each(Visit visit) const {
+  for (const auto& segment : segments_) {
+    for (std::size_t i = 0; i <= segment->mask; ++i) {
+      const Bucket& bucket = segment->buckets[i];
+      for (unsigned used = bucket.used; used != 0; used &= used - 1) {
+        const auto entry = static_cast<std::size_t>(std::countr_zero(used));
+        visit(bucket.key[entry], bucket.value[entry]);
+      }
+    }
+  }
 }
 
 }  // namespace kvpool

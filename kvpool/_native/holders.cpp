@@ -65,6 +65,12 @@ SetId HolderSets::changed(SetId set, SeatId seat, Tier tier, bool add) {
   return to;
 }
 
+SetId HolderSets::of(std::span<const Holding> holdings) {
+  std::uint64_t digest = 0;
+  for (const Holding holding : holdings) digest += digest_of(holding);
+  return intern(holdings, digest);
+}
+
 SetId HolderSets::intern(std::span<const Holding> holdings, std::uint64_t digest) {
   const std::uint32_t* known = by_digest_.find(digest);
   if (known != nullptr && std::ranges::equal(at(*known).holdings(), holdings)) return *known;

@@ -57,6 +57,8 @@ class HolderSets {
   // The set that differs from `set` by one holder. No block counts for the answer yet: move() one there.
   SetId with(SetId set, SeatId seat, Tier tier);
   SetId without(SetId set, SeatId seat, Tier tier);
+  // The set of exactly these holdings, at least one, by seat, rising. move() a block there.
+  SetId of(std::span<const Holding> holdings);
   // One block goes from one set to another, or comes from or goes to kNobody. A set without blocks is freed.
   void move(SetId from, SetId to);
 
@@ -66,6 +68,8 @@ class HolderSets {
 
   // Sets in use.
   std::size_t size() const { return size_; }
+  // Every SetId is below this.
+  SetId limit() const { return used_; }
   std::size_t nbytes() const;
 
  private:

@@ -20,6 +20,7 @@
 
 #include "bare.h"
 #include "buffers.h"
+#include "checksum.h"
 #include "engine.h"
 #include "events.h"
 #include "file.h"
@@ -27,6 +28,7 @@
 #include "record.h"
 #include "resp.h"
 #include "table.h"
+#include "table_image.h"
 #include "tls.h"
 #include "tokens.h"
 
@@ -117,6 +119,17 @@ nb::bytes py_digest(std::string_view algorithm_name, nb::handle data) {
   const Bytes bytes(data);
   const std::string result = without_gil([&] { return digest(algorithm, bytes.get()); });
   return nb::bytes(result.data(), result.size());
+}
+
+std::uint64_t py_checksum(nb::handle data) {
+  const Bytes bytes(data);
+  const auto compute = [&] {
+    Checksum checksum;
+    checksum.update(bytes.get());
+    return checksum.digest();
+  };
+  // 1 MiB takes some 50 us; getting the lock back takes longer where other threads want it.
+  return bytes.get().size() < (std::size_t{1} << 20) ? compute() : without_gil(compute);
 }
 
 nb::bytes py_pack_header(std::string_view key_text, nb::handle payload) {
@@ -486,10 +499,24 @@ class PyMatches {
   Matches matches_;
 };
 
+class PyTableImage {
+ public:
+  explicit PyTableImage(TableImage image) : image_(std::move(image)) {}
+
+  nb::bytes pack() const {
+    const std::vector<std::byte> packed = without_gil([this] { return pack_image(image_); });
+    return nb::bytes(packed.data(), packed.size());
+  }
+
+ private:
+  TableImage image_;
+};
+
 class PyTable {
  public:
   PyTable(std::size_t max_blocks, bool reuse_reports)
-      : table_(std::make_unique<Table>(max_blocks, reuse_reports)) {}
+      : PyTable(std::make_unique<Table>(max_blocks, reuse_reports)) {}
+  explicit PyTable(std::unique_ptr<Table> table) : table_(std::move(table)) {}
   PyTable(const PyTable&) = delete;
   PyTable& operator=(const PyTable&) = delete;
   ~PyTable() {
@@ -552,6 +579,17 @@ class PyTable {
     return list;
   }
 
+  nb::object content(nb::handle worker) const {
+    const std::string_view name = utf8_view(worker, "worker must be a str");
+    const std::optional<Content> content = without_gil([&] { return table_->content(name); });
+    if (!content) return nb::none();
+    return nb::make_tuple(content->digest, content->blocks);
+  }
+
+  PyTableImage image() const {
+    return PyTableImage(without_gil([this] { return table_->image(); }));
+  }
+
   nb::dict stats() const {
     const TableStats stats = without_gil([this] { return table_->stats(); });
     nb::dict result;
@@ -572,6 +610,12 @@ class PyTable {
   std::unique_ptr<Table> table_;
   std::uint64_t malformed_batches_ = 0;
 };
+
+PyTable* py_table_of(nb::handle packed, std::size_t max_blocks, bool reuse_reports) {
+  const Bytes bytes(packed);
+  return new PyTable(without_gil(
+      [&] { return std::make_unique<Table>(max_blocks, reuse_reports, unpack_image(bytes.get())); }));
+}
 
 }  // namespace
 }  // namespace kvpool
@@ -598,6 +642,7 @@ NB_MODULE(_native, m) {
   m.def("hash_chain64", &py_hash_chain64, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a,
         "extras"_a);
   m.def("digest", &py_digest, "algorithm"_a, "data"_a);
+  m.def("checksum", &py_checksum, "data"_a);
   m.def("checksum_isa", &checksum_isa);
   m.def("pack_header", &py_pack_header, "key"_a, "payload"_a);
   m.def("verify_record", &py_verify_record, "key"_a, "header"_a, "payload"_a);
@@ -629,7 +674,13 @@ NB_MODULE(_native, m) {
       .def("remove_worker", &PyTable::remove_worker, "worker"_a.none())
       .def("clear", &PyTable::clear, "worker"_a.none(), "dp_rank"_a.none(), "tiers"_a)
       .def("workers", &PyTable::workers)
+      .def("content", &PyTable::content, "worker"_a.none())
+      .def("image", &PyTable::image)
       .def("stats", &PyTable::stats);
+  nb::exception<DamagedImage>(m, "DamagedImage", PyExc_ValueError);
+  nb::class_<PyTableImage>(m, "TableImage").def("pack", &PyTableImage::pack);
+  m.def("table_of", &py_table_of, "packed"_a.none(), "max_blocks"_a, "reuse_reports"_a,
+        nb::rv_policy::take_ownership);
 
   m.def("open_file_engine", &open_file_engine, "root"_a, "capacity_nbytes"_a, "threads"_a);
   nb::exception<RespError>(m, "RespError");

@@ -60,6 +60,15 @@ std::uint64_t random_seed() {
   return std::uint64_t{device()} << 32 | device();
 }
 
+// The finalizer of splitmix64. Part of what a digest means: replicas compare them.
+std::uint64_t mix(std::uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
+  return value ^ (value >> 31);
+}
+std::uint64_t digest_of(std::uint64_t hash) { return mix(hash + 0x9e3779b97f4a7c15ULL); }
+std::uint64_t digest_of_copy(std::uint64_t hash) { return mix(hash + 0xd1b54a32d192ed03ULL); }
+
 template <typename Thing>
 std::uint32_t take_place(std::vector<Thing>& things, std::vector<std::uint32_t>& free) {
   if (!free.empty()) {
@@ -238,15 +247,18 @@ void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t
       }
       std::unique_ptr<FlatMap>& more = seats_[seat].more_copies;
       if (!more) more = std::make_unique<FlatMap>(random_seed());
-      const auto [copies, is_new] = more->insert(hashes[i], 1);
-      if (copies != nullptr && !is_new && *copies != ~std::uint32_t{0}) ++*copies;
+      const auto [copies, is_new] = more->insert(hashes[i], 0);
+      if (copies != nullptr && *copies != ~std::uint32_t{0}) {
+        ++*copies;
+        seats_[seat].digests[static_cast<std::size_t>(Tier::kDevice)] += digest_of_copy(hashes[i]);
+      }
       ++applied.copied;
       continue;
     }
     if (sets_[*set].empty()) ++held_;
     sets_.move(*set, to);
     *set = to;
-    ++seats_[seat].blocks[static_cast<std::size_t>(event.tier)];
+    enter(seat, event.tier, hashes[i]);
     ++applied.stored;
   }
 }
@@ -263,6 +275,7 @@ void Table::remove(SeatId seat, const Event& event, std::span<const std::uint64_
     }
     if (more != nullptr && more->size() != 0) {
       if (std::uint32_t* copies = more->find(hashes[i])) {
+        seats_[seat].digests[static_cast<std::size_t>(Tier::kDevice)] -= digest_of_copy(hashes[i]);
         if (--*copies == 0) more->erase(hashes[i]);
         ++applied.uncopied;
         continue;
@@ -274,9 +287,19 @@ void Table::remove(SeatId seat, const Event& event, std::span<const std::uint64_
       blocks_.erase(hashes[i]);
       --held_;
     }
-    --seats_[seat].blocks[static_cast<std::size_t>(event.tier)];
+    leave(seat, event.tier, hashes[i]);
     ++applied.removed;
   }
+}
+
+void Table::enter(SeatId seat, Tier tier, std::uint64_t hash) {
+  ++seats_[seat].blocks[static_cast<std::size_t>(tier)];
+  seats_[seat].digests[static_cast<std::size_t>(tier)] += digest_of(hash);
+}
+
+void Table::leave(SeatId seat, Tier tier, std::uint64_t hash) {
+  --seats_[seat].blocks[static_cast<std::size_t>(tier)];
+  seats_[seat].digests[static_cast<std::size_t>(tier)] -= digest_of(hash);
 }
 
 void Table::drop(std::span<const std::uint32_t> ranks, Tiers tiers) {
@@ -300,7 +323,7 @@ void Table::drop(std::span<const Tiers> gone) {
   held_ -= sets_.drop(gone);
   for (SeatId seat = 0; seat < gone.size(); ++seat) {
     for (unsigned tier = 0; tier < kTierCount; ++tier) {
-      if ((gone[seat] >> tier & 1U) != 0) seats_[seat].blocks[tier] = 0;
+      if ((gone[seat] >> tier & 1U) != 0) seats_[seat].blocks[tier] = seats_[seat].digests[tier] = 0;
     }
     if ((gone[seat] & tiers_of(Tier::kDevice)) != 0) seats_[seat].more_copies.reset();
   }
@@ -348,6 +371,89 @@ void Table::sweep(std::size_t segments) {
       return true;
     });
   }
+}
+
+// ---- at rest
+
+Table::Table(std::size_t max_blocks, bool reuse_reports, const TableImage& image)
+    : Table(max_blocks, reuse_reports) {
+  // Nobody else knows this table yet: no lock. Seats are given out from 0 on, so a place in the image is a SeatId.
+  for (std::size_t i = 0; i < image.seats.size(); ++i) {
+    const TableImage::Seat& seat = image.seats[i];
+    const auto place = seat_of(worker_of(seat.worker), seat.dp_rank, seat.group);
+    if (place != static_cast<SeatId>(i))
+      throw DamagedImage("a seat stands there twice, or there are too many");
+    if (seat.whole) continue;
+    seats_[*place].whole = false;
+    --ranks_[seats_[*place].rank].whole_seats;
+  }
+  std::vector<SetId> sets(image.set_ends.size());
+  for (std::size_t i = 0; i < sets.size(); ++i) sets[i] = sets_.of(image.set(i));
+  for (std::size_t i = 0; i < image.hashes.size(); ++i) {
+    if (i + kAhead < image.hashes.size()) blocks_.prefetch(image.hashes[i + kAhead]);
+    const std::uint64_t hash = image.hashes[i];
+    const SetId set = sets[image.set_of[i]];
+    const auto [place, is_new] =
+        blocks_.size() < max_blocks_ ? blocks_.insert(hash, set) : std::pair(blocks_.find(hash), false);
+    if (place == nullptr) {
+      ++total_.refused;
+      continue;
+    }
+    if (!is_new) throw DamagedImage("a block stands there twice");
+    sets_.move(kNobody, set);
+    ++held_;
+    for (const Holding holding : sets_[set]) {
+      for (unsigned tiers = holding.tiers(); tiers != 0; tiers &= tiers - 1) {
+        enter(holding.seat(), static_cast<Tier>(std::countr_zero(tiers)), hash);
+      }
+    }
+  }
+  for (const TableImage::Copies& copies : image.copies) {
+    const std::uint32_t* set = blocks_.find(copies.hash);
+    if (set == nullptr) continue;  // refused
+    if ((sets_.tiers(*set, copies.seat) & tiers_of(Tier::kDevice)) == 0) {
+      throw DamagedImage("copies of a block that their holder does not have");
+    }
+    std::unique_ptr<FlatMap>& more = seats_[copies.seat].more_copies;
+    if (!more) more = std::make_unique<FlatMap>(random_seed());
+    if (!more->insert(copies.hash, copies.more).second) throw DamagedImage("copies stand there twice");
+    seats_[copies.seat].digests[static_cast<std::size_t>(Tier::kDevice)] +=
+        copies.more * digest_of_copy(copies.hash);
+  }
+}
+
+TableImage Table::image() const {
+  constexpr std::uint32_t kNowhere = ~std::uint32_t{0};
+  TableImage image;
+  const auto held = read();
+  std::vector<SeatId> places(seats_.size(), kNowhere);
+  for (SeatId seat = 0; seat < seats_.size(); ++seat) {
+    if (!seats_[seat].in_use) continue;
+    const Rank& rank = ranks_[seats_[seat].rank];
+    const auto place = static_cast<SeatId>(image.seats.size());
+    places[seat] = place;
+    image.seats.push_back(
+        {*workers_[rank.worker].name, rank.dp_rank, seats_[seat].group, seats_[seat].whole});
+    if (!seats_[seat].more_copies) continue;
+    seats_[seat].more_copies->for_each(
+        [&](std::uint64_t hash, std::uint32_t more) { image.copies.push_back({place, more, hash}); });
+  }
+  image.hashes.reserve(held_);
+  image.set_of.reserve(held_);
+  std::vector<std::uint32_t> set_places(sets_.limit(), kNowhere);
+  blocks_.for_each([&](std::uint64_t hash, SetId set) {
+    const auto holdings = sets_[set];
+    if (holdings.empty()) return;  // it waits to be swept
+    if (set_places[set] == kNowhere) {
+      set_places[set] = static_cast<std::uint32_t>(image.set_ends.size());
+      for (const Holding holding : holdings)
+        image.holdings.emplace_back(places[holding.seat()], holding.tiers());
+      image.set_ends.push_back(image.holdings.size());
+    }
+    image.hashes.push_back(hash);
+    image.set_of.push_back(set_places[set]);
+  });
+  return image;
 }
 
 // ---- reading
@@ -444,6 +550,25 @@ std::vector<std::string> Table::workers() const {
   names.reserve(worker_by_name_.size());
   for (const auto& [name, worker] : worker_by_name_) names.push_back(name);
   return names;
+}
+
+std::optional<Content> Table::content(std::string_view worker) const {
+  const auto held = read();
+  const auto known = worker_by_name_.find(worker);
+  if (known == worker_by_name_.end()) return std::nullopt;
+  Content content;
+  for (const std::uint32_t rank : workers_[known->second].ranks) {
+    for (const SeatId seat : ranks_[rank].seats) {
+      for (unsigned tier = 0; tier < kTierCount; ++tier) {
+        if (seats_[seat].blocks[tier] == 0) continue;
+        const std::uint64_t where =
+            (std::uint64_t{ranks_[rank].dp_rank} << 16 | seats_[seat].group) << 2 | tier;
+        content.digest += mix(seats_[seat].digests[tier] ^ mix(where + 1));
+        content.blocks += seats_[seat].blocks[tier];
+      }
+    }
+  }
+  return content;
 }
 
 TableStats Table::stats() const {

@@ -130,7 +130,11 @@ def _pairs(option: str, given: list[str] | None) -> dict[str, Any]:
 def doctor(
     pool: Annotated[str | None, typer.Option(help="URL of the store to examine.")] = None,
     index: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address of the index to examine.")
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address of the index to examine; give it again for each of its replicas, to compare them.",
+        ),
     ] = None,
     tenant: Annotated[str, typer.Option(help="Whose part of the pool.")] = "default",
     as_json: Json = False,
@@ -139,11 +143,11 @@ def doctor(
 
     Exits with 1 when there is a problem. Writes one small block and takes it away again.
     """
-    if pool is None and index is None:
+    if pool is None and not index:
         raise ConfigError("name what to examine: --pool URL, --index HOST:PORT, or both")
     from kvpool.cli.doctor import run_doctor
 
-    if not run_doctor(pool=pool, index=index, tenant=tenant, as_json=as_json):
+    if not run_doctor(pool=pool, indexes=index or [], tenant=tenant, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -191,12 +195,34 @@ def index(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Show Prometheus metrics there.")
     ] = None,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Keep what is known in this file, and begin with it at the next start."
+        ),
+    ] = None,
+    snapshot_every: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=86400, help="How often the file is written.")
+    ] = 60.0,
+    bootstrap: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Begin with what the index there knows, if it answers."),
+    ] = None,
+    warm_up: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, max=86400, help="Longest time until health says that the index serves."
+        ),
+    ] = 15.0,
 ) -> None:
     """Serve the prefix index: which worker holds how much of a prompt. Runs until SIGTERM or Ctrl-C."""
     with _extra():
         from kvpool.cli.index import run_index
 
-    run_index(listen=listen, pool=pool, workers=worker or [], max_blocks=max_blocks, metrics=metrics)
+    run_index(
+        listen=listen, pool=pool, workers=worker or [], max_blocks=max_blocks, metrics=metrics, snapshot=snapshot,
+        snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up,
+    )  # fmt: skip
 
 
 @app.command()

@@ -21,6 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvpool.cli.bench_events import MOST_HOLDERS, PROMPT_BLOCKS, payloads
+from kvpool.cli.bench_restart import RestartRow, measure_restart
 from kvpool.cli.bench_rpc import RpcRow, measure_rpc
 from kvpool.index import PrefixIndex
 
@@ -61,17 +62,23 @@ def run_bench_index(*, blocks: int, workers: Sequence[int], rounds: int, as_json
             rows.append(_measure(shape, count, max(1, blocks // PROMPT_BLOCKS), rounds))
             progress.advance(task)
         rpc_rows: list[RpcRow] = []
+        restart: RestartRow | None = None
         if importlib.util.find_spec("grpc") is not None:
             progress.update(task, description="asking over gRPC")
             rpc_rows = measure_rpc(blocks, max(workers), rounds)
+            progress.update(task, description="killing and starting again")
+            restart = measure_restart(blocks, max(workers))
     index = PrefixIndex()
     call_us = _percentile(_times(lambda _: index.match(b""), 2000, 1), 0.5)
     if as_json:
         print(json.dumps({"call_us": call_us, "rows": [asdict(row) for row in rows],
-                          "rpc": [asdict(row) for row in rpc_rows]}))  # fmt: skip
+                          "rpc": [asdict(row) for row in rpc_rows],
+                          "restart": restart and asdict(restart)}))  # fmt: skip
         return
     _print(rows, call_us)
     _print_rpc(rpc_rows, max(workers))
+    if restart is not None:
+        _print_restart(restart)
 
 
 def _measure(shape: str, workers: int, prompts: int, rounds: int) -> Row:
@@ -234,3 +241,18 @@ def _print_rpc(rows: Sequence[RpcRow], workers: int) -> None:
             row.kind, f"{row.callers}", *(f"{each:.0f}" for each in times), f"{row.p50_over_echo:.2f}"
         )
     console.print(table)
+
+
+def _print_restart(row: RestartRow) -> None:
+    table = Table(
+        title=f"A restart with {row.blocks:,} blocks at {row.workers} workers: bytes a block in the file; ms for which "
+        "batches wait; seconds to pack and write, and to read and take over. Killed with one worker of as many blocks: "
+        "seconds until it listens, and until it answers as before."
+    )
+    for name in ("B", "copy, ms", "write, s", "restore, s", "listens, s", "answers, s"):
+        table.add_column(name, justify="right")
+    table.add_row(
+        f"{row.block_nbytes:.1f}", f"{row.copy_ms:.1f}", f"{row.write_s:.2f}", f"{row.restore_s:.2f}",
+        f"{row.killed_listens_s:.2f}", f"{row.killed_answers_s:.2f}",
+    )  # fmt: skip
+    Console().print(table)

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from kvpool.cli.file_system import file_system_findings
 from kvpool.cli.finding import Finding, note, ok, problem
-from kvpool.cli.fleet_check import announced_workers, index_findings, worker_findings
+from kvpool.cli.fleet_check import announced_workers, index_findings, replica_findings, worker_findings
 from kvpool.cli.host_settings import host_findings
 from kvpool.cli.server_settings import server_findings
 from kvpool.errors import KVPoolError, StoreUnavailable
@@ -36,7 +36,7 @@ MAX_DIFFERENCES_SHOWN = 8
 _STYLE = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
-def run_doctor(*, pool: str | None, index: str | None, tenant: str, as_json: bool) -> bool:
+def run_doctor(*, pool: str | None, indexes: Sequence[str], tenant: str, as_json: bool) -> bool:
     """Examine what is named and print what was found; True without a problem.
 
     Blocking, for some seconds. Errors: ``ConfigError`` for a URL or tenant that is none.
@@ -47,8 +47,10 @@ def run_doctor(*, pool: str | None, index: str | None, tenant: str, as_json: boo
         examined = _Pool(StoreURL.parse(pool), pool, check_tenant(tenant))
         findings += examined.findings()
         announced = examined.workers
-    if index is not None:
+    for index in indexes:
         findings += index_findings(index, announced, tenant)
+    for replica in indexes[1:]:
+        findings += replica_findings(indexes[0], replica)
     good = all(finding.level != "problem" for finding in findings)
     if as_json:
         print(json.dumps({"ok": good, "findings": [finding._asdict() for finding in findings]}))

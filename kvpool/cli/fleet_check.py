@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
@@ -17,6 +18,8 @@ from kvpool.stores import Store
 
 CONNECT_S = 1.0
 MAX_ENDPOINTS = 64  # that are tried
+COMPARISONS = 10  # of two indexes, until they say the same of every rank
+BETWEEN_S = 0.2
 EVENTS_ON = (
     "start it with --kv-events-config "
     '\'{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\''
@@ -167,3 +170,60 @@ def _hashing(client: IndexClient, statuses: list[WorkerStatus]) -> Iterator[Find
             client.lookup(model, token_ids=[0], tenant=tenant)
         except UnknownModel as error:
             yield problem("index", str(error), "or ask it by block hashes")
+
+
+def replica_findings(target: str, other: str) -> Iterator[Finding]:
+    """Whether two indexes know the same of the workers that both follow. Blocking, for two seconds where they do not.
+
+    They are compared at equal sequences, so one that is a little behind is no finding.
+    """
+    differing: dict[_Rank, tuple[int, int]] = {}
+    compared: set[_Rank] = set()
+    with IndexClient(target) as one, IndexClient(other) as two:
+        for turn in range(COMPARISONS):
+            if turn:
+                time.sleep(BETWEEN_S)
+            try:
+                here, there = _contents(one.workers()), _contents(two.workers())
+            except IndexUnavailable:  # a finding of index_findings
+                return
+            for rank in here.keys() & there.keys():
+                (sequence, digest, blocks), (its_sequence, its_digest, its_blocks) = here[rank], there[rank]
+                if sequence != its_sequence:
+                    continue
+                compared.add(rank)
+                if digest == its_digest:
+                    differing.pop(rank, None)
+                else:
+                    differing[rank] = (blocks, its_blocks)
+            if not differing and compared >= here.keys() & there.keys():
+                break
+    for (worker, _, dp_rank), (blocks, its_blocks) in sorted(differing.items()):
+        yield problem(
+            "replicas",
+            f"after the same batch of rank {dp_rank} of worker {worker}, {target} knows of {blocks} blocks and {other} "
+            f"of {its_blocks}, and not of the same",
+            "the one that has missed batches (resets in ListWorkers) knows less: start it anew with --bootstrap of the "
+            "other",
+        )
+    for worker in sorted({rank[0] for rank in here.keys() ^ there.keys()}):
+        yield note(
+            "replicas",
+            f"worker {worker} is not followed well, or as the same start, by both {target} and {other}",
+            "give both the same --pool and --worker",
+        )
+    if not differing:
+        yield ok("replicas", f"{target} and {other} know the same of {len(compared)} ranks")
+
+
+_Rank = tuple[str, str, int]  # worker, its incarnation, rank
+
+
+def _contents(statuses: list[WorkerStatus]) -> dict[_Rank, tuple[int, int, int]]:
+    """(sequence, digest, blocks) of each rank that is trusted."""
+    return {
+        (status.worker.id, status.worker.incarnation, one.dp_rank): (one.sequence, one.digest, one.blocks)
+        for status in statuses
+        for one in status.publishers
+        if not one.stale
+    }

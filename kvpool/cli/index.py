@@ -7,18 +7,25 @@ import logging
 import re
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from kvpool.config import hash_seed, redact
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError, SnapshotRefused
+from kvpool.index import snapshot_file
 from kvpool.index.admission import check_worker
+from kvpool.index.channel import check_target
+from kvpool.index.client import IndexClient
 from kvpool.index.exporter import Exporter
 from kvpool.index.feed import EventFeed
 from kvpool.index.fleet import Fleet
 from kvpool.index.registry import WorkerWatch
 from kvpool.index.roster import Roster
 from kvpool.index.service import IndexServer
+from kvpool.index.snapshot import Snapshot, unpack
+from kvpool.index.snapshot_file import SnapshotFile
 from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.stores import Store, visit_store
 from kvpool.stores.url import StoreURL
@@ -26,25 +33,59 @@ from kvpool.wording import unknown
 
 _FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")
 _NUMBER = re.compile(r"[0-9]{1,9}")
+BOOTSTRAP_TIMEOUT_S = 30.0
+
+logger = logging.getLogger("kvpool.index")
 
 
 def run_index(
-    *, listen: str, pool: str | None, workers: Sequence[str], max_blocks: int, metrics: str | None
+    *,
+    listen: str,
+    pool: str | None,
+    workers: Sequence[str],
+    max_blocks: int,
+    metrics: str | None,
+    snapshot: str | None,
+    snapshot_every_s: float,
+    bootstrap: str | None,
+    warm_up_s: float,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Errors: ``ConfigError``, before anything is served."""
     fleet = Fleet(max_blocks=max_blocks, seed=hash_seed())
+    file = None if snapshot is None else Path(snapshot)
+    if file is not None:
+        snapshot_file.check_place(file)
+    if bootstrap is not None:
+        check_target(bootstrap)
     named = [parse_worker(text, fleet.seed_id) for text in workers]
     if len({worker.id for worker in named}) != len(named):
         raise ConfigError("--worker: two workers of one tenant have the same name")
     _log_lines()
-    asyncio.run(_serve(fleet, listen, pool, named, metrics))
+    asyncio.run(_serve(fleet, listen, pool, named, metrics, file, snapshot_every_s, bootstrap, warm_up_s))
 
 
 async def _serve(
-    fleet: Fleet, listen: str, pool: str | None, workers: Sequence[Worker], metrics: str | None
+    fleet: Fleet,
+    listen: str,
+    pool: str | None,
+    workers: Sequence[Worker],
+    metrics: str | None,
+    file: Path | None,
+    snapshot_every_s: float,
+    bootstrap: str | None,
+    warm_up_s: float,
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
     ended = asyncio.Event()
+    complete = False  # everybody who is to be followed has been named
+    watch: WorkerWatch | None = None
+
+    def is_warm() -> bool:
+        return complete and (watch is None or watch.rounds > 0) and fleet.joining == 0
+
+    def take() -> Snapshot:
+        return Snapshot(time.time(), "" if watch is None else watch.life, fleet.freeze())
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
@@ -52,9 +93,13 @@ async def _serve(
         store = None if pool is None else parts.enter_context(_open_pool(pool))
         roster = Roster(fleet, EventFeed(fleet))
         parts.callback(roster.close)
+        life = None if store is None else _life(store)
+        if file is not None or bootstrap is not None:
+            flags = {worker.id for worker in workers}
+            await asyncio.to_thread(lambda: _warm_up(roster, file, bootstrap, flags, life))
         exporter = Exporter(fleet)
         parts.callback(exporter.close)
-        server = IndexServer(roster, observer=exporter)
+        server = IndexServer(roster, observer=exporter, is_warm=is_warm, warm_up_s=warm_up_s, take=take)
         parts.push_async_callback(server.stop)
         port = await server.start(listen)
         shown = f", metrics on port {exporter.serve(metrics)}" if metrics is not None else ""
@@ -66,8 +111,12 @@ async def _serve(
                 on_worker=lambda worker, keep_s: roster.add(worker, "pool", keep_s),
                 on_gone=lambda worker_id: roster.remove(worker_id, "pool"),
                 on_pool_lost=fleet.forget_pool,
+                life=life or "",
             )
             parts.callback(watch.close)
+        complete = True
+        if file is not None:
+            parts.callback(SnapshotFile(file, take, every_s=snapshot_every_s).close)
         named = f"{len(workers)} workers" if len(workers) != 1 else "1 worker"
         host = listen.rpartition(":")[0]
         print(
@@ -75,6 +124,48 @@ async def _serve(
             flush=True,
         )
         await server.wait(ended)
+
+
+def _warm_up(
+    roster: Roster, file: Path | None, bootstrap: str | None, flags: Collection[str], life: str | None
+) -> None:
+    """Begin with what a peer that is warm knows, else with what the file says, else with nothing. Blocking."""
+
+    def of_peer() -> Snapshot | None:
+        if bootstrap is None:
+            return None
+        with IndexClient(bootstrap) as peer:
+            return unpack(peer.snapshot(timeout_s=BOOTSTRAP_TIMEOUT_S))
+
+    def of_file() -> Snapshot | None:
+        return None if file is None else snapshot_file.read(file)
+
+    for where, get in ((bootstrap, of_peer), (file, of_file)):
+        try:
+            snapshot = get()
+            if snapshot is None:
+                continue
+            age_s = snapshot_file.age(snapshot)
+            roster.restore(snapshot, age_s=age_s, flags=flags, life=life)
+        except (IndexUnavailable, SnapshotRefused) as error:
+            logger.warning("no snapshot is taken over: %s", error)
+            continue
+        totals = roster.fleet.totals()
+        logger.info(
+            "%d workers with %d blocks are back from %s, %.0f s old; each is credited when it has proved itself",
+            totals.workers,
+            totals.blocks,
+            where,
+            age_s,
+        )
+        return
+
+
+def _life(store: Store) -> str:
+    try:
+        return store.life()
+    except KVPoolError:  # the watch says so, and tries again
+        return ""
 
 
 def _open_pool(pool: str) -> Store:

@@ -72,7 +72,8 @@ class PublisherStatus:
 
     ``sequence``: of the last batch applied, 0 also before the first. ``batches``: applied. ``gaps``: times that
     batches were missing. ``replays``: gaps that a replay closed. ``resets``: times that all it held was forgotten.
-    ``staleness_ms``, ``stale``: as in ``Lookup``. ``problem``: one line; empty: none.
+    ``staleness_ms``, ``stale``: as in ``Lookup``. ``problem``: one line; empty: none. ``digest``, ``blocks``: what it
+    holds in its own tiers after that batch, as ``Content``: the same in every index that followed it to this sequence.
     """
 
     dp_rank: int
@@ -84,6 +85,8 @@ class PublisherStatus:
     staleness_ms: int = 0
     stale: bool = False
     problem: str = ""
+    digest: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError, UnknownModel
 from kvpool.index import codec
 from kvpool.index.codec import Answer, Call
+from kvpool.v1 import index_pb2 as pb
 from kvpool.wording import parse_address
 
 DEFAULT_TIMEOUT_S = 1.0
@@ -64,6 +65,16 @@ def open_calls(channel: Any) -> dict[str, Any]:
 def open_stream(channel: Any) -> Any:
     """A call of ``LookupStream``, under way."""
     return channel.stream_stream(f"/{codec.SERVICE}/LookupStream", request_serializer=_packed)()
+
+
+def open_snapshot(channel: Any, timeout_s: float) -> Any:
+    """The chunks of a ``Snapshot``, as they come."""
+    call = channel.unary_stream(
+        f"/{codec.SERVICE}/Snapshot",
+        request_serializer=_packed,
+        response_deserializer=pb.SnapshotChunk.FromString,
+    )
+    return call(pb.SnapshotRequest(), timeout=timeout_s)
 
 
 def read(target: str, call: Call[Answer], reply: bytes) -> Answer:

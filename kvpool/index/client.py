@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvpool.errors import IndexUnavailable
 from kvpool.hashing import Multimodal
 from kvpool.index import channel, codec
 from kvpool.index.answer import Lookup, WorkerStatus
 from kvpool.index.codec import Answer, Call
+from kvpool.index.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
 from kvpool.index.worker import DEFAULT_TENANT, Worker
 
 if TYPE_CHECKING:
@@ -80,6 +82,30 @@ class IndexClient:
     def remove(self, name: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None) -> bool:
         """Forget a worker and all it holds, until it announces itself again; False if it is not known."""
         return self._answer(codec.remove_call(name, tenant), timeout_s)
+
+    def snapshot(self, *, timeout_s: float | None = None) -> bytearray:
+        """All that the index knows, for ``kvpool.index.snapshot.unpack``; its bytes are not judged here.
+
+        For an index that is about to start. Errors: also ``IndexUnavailable`` when that one is not warm itself.
+        """
+        limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
+        if self._closed:
+            raise channel.closed(self._target)
+        found = bytearray()
+        try:
+            call = channel.open_snapshot(self._channel, limit_s)
+            for chunk in call:
+                found += chunk.data
+                if len(found) > MAX_SNAPSHOT_NBYTES:
+                    call.cancel()
+                    raise IndexUnavailable(
+                        f"the snapshot of {self._target} has more than {MAX_SNAPSHOT_NBYTES} bytes"
+                    )
+        except grpc.RpcError as error:
+            raise channel.error_of(self._target, limit_s, error) from error
+        except ValueError as error:  # closed by another thread, just now
+            raise channel.closed(self._target) from error
+        return found
 
     def close(self) -> None:
         """End the connection, and calls under way with it. May be called again."""

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import zmq
@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvpool.errors import KVPoolError
 from kvpool.index.sequence import Sequence
-from kvpool.index.worker import EventSink, Publisher, Worker
+from kvpool.index.worker import EventSink, Position, Publisher, Worker
 
 PROBE_S = 2.0  # an idle publisher is asked that often whether there is anything later
 ANSWER_S = 2.0  # how long a replay may bring nothing
@@ -75,12 +75,13 @@ class EventFeed:
         self._thread = threading.Thread(target=self._run, name="kvpool-feed", daemon=True)
         self._thread.start()
 
-    def follow(self, worker: Worker) -> None:
+    def follow(self, worker: Worker, positions: Mapping[int, Position] | None = None) -> None:
         """Subscribe to all publishers of a worker (one that ``check_worker`` has passed); returns at once.
 
-        One with the same id that is followed already is left first.
+        One with the same id that is followed already is left first. ``positions``: by rank, where the sink has what
+        came up to there; see ``Sequence``.
         """
-        self._order(lambda: self._follow(worker))
+        self._order(lambda: self._follow(worker, positions or {}))
 
     def unfollow(self, worker_id: str) -> None:
         """Leave a worker; nothing happens if it is not followed.
@@ -155,14 +156,20 @@ class EventFeed:
                     at = min(at, link.probe_at if link.sequence.is_live else link.ask_at)
         return at
 
-    def _follow(self, worker: Worker) -> None:
+    def _follow(self, worker: Worker, positions: Mapping[int, Position]) -> None:
         self._unfollow(worker.id)
         links = self._followed[worker.id] = []
         for publisher in worker.publishers:
             if not publisher.events:
                 self._sink.mark(worker.id, publisher.dp_rank, stale=True, problem="it publishes no KV events")
                 continue
-            sequence = Sequence(self._sink, worker.id, publisher.dp_rank, can_replay=bool(publisher.replay))
+            sequence = Sequence(
+                self._sink,
+                worker.id,
+                publisher.dp_rank,
+                can_replay=bool(publisher.replay),
+                position=positions.get(publisher.dp_rank),
+            )
             events = self._socket(zmq.SUB)
             monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             events.subscribe(b"")

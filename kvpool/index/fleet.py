@@ -19,18 +19,22 @@ whole values without it. ``_Rank.lock`` guards the rank's holder in the table an
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvpool.errors import ConfigError, KVPoolError, UnknownModel
+from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused, UnknownModel
 from kvpool.hashing import BlockHasher, Multimodal, len_tokens, seed_id
 from kvpool.index.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_worker
 from kvpool.index.answer import Lookup, PublisherStatus, WorkerStatus
-from kvpool.index.table import DEFAULT_MAX_BLOCKS, Matches, PrefixIndex
-from kvpool.index.worker import DEFAULT_TENANT, Publisher, Worker
+from kvpool.index.sequence import batch_digest
+from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
+from kvpool.index.table import DEFAULT_MAX_BLOCKS, Content, Matches, PrefixIndex
+from kvpool.index.worker import DEFAULT_TENANT, Position, Publisher, Worker
 from kvpool.tenant import check_tenant
 from kvpool.wording import nearest, unknown
 
@@ -50,6 +54,9 @@ MAX_PROMPT_BLOCKS = 1 << 22
 MAX_PROMPT_TOKENS = 1 << 22
 MAX_MULTIMODAL = 65536
 MAX_LEASE_S = 86400.0
+# How long a worker that comes back from a snapshot waits for the pool to announce it: as long as a watch keeps those
+# that it cannot read (kvpool.index.registry).
+THAWED_LEASE_S = 60.0
 MAX_PROBLEM_CHARS = 300
 MAX_STALENESS_MS = (1 << 32) - 1
 MOST_NAMED = 10  # of the known models, in an error
@@ -58,6 +65,8 @@ assert MAX_RANKS + MAX_NAMESPACES <= 65536
 assert MAX_PUBLISHERS <= MAX_RANKS
 
 logger = logging.getLogger("kvpool.index")
+
+_HOLDER = re.compile(r"rank/([0-9]{1,18})")
 
 
 class Totals(NamedTuple):
@@ -87,9 +96,9 @@ class _Key(NamedTuple):
 
 
 class _Partition:
-    def __init__(self, key: _Key, max_blocks: int, seed: str | None) -> None:
+    def __init__(self, key: _Key, index: PrefixIndex, seed: str | None) -> None:
         self.key = key
-        self.index = PrefixIndex(max_blocks=max_blocks)
+        self.index = index
         self.members = _Members(())
         self.namespaces: Counter[str] = Counter()  # workers of each; 0: only the pool has it
         self.hasher: BlockHasher | None = None
@@ -136,7 +145,7 @@ class _Rank:
     """One rank of one start of a worker."""
 
     __slots__ = (
-        "batches", "gaps", "gone", "heard_at_s", "holder", "index", "joining", "lock", "malformed",
+        "batch_digest", "batches", "gaps", "gone", "heard_at_s", "holder", "index", "joining", "lock", "malformed",
         "marked", "pool", "problem", "publisher", "replays", "resets", "sequence", "version", "worker",
     )  # fmt: skip
 
@@ -151,6 +160,7 @@ class _Rank:
         self.lock = threading.Lock()
         self.version = 0  # odd: a change is under way
         self.sequence = 0
+        self.batch_digest = 0  # of the batch of that number; 0: there is none
         self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
         self.joining = True  # until it is known for the first time that no later batch is missing
         self.heard_at_s = now_s  # when that was last known
@@ -165,10 +175,21 @@ class _Rank:
     def staleness_ms(self, now_s: float) -> int:
         return _staleness_ms(now_s - self.heard_at_s)
 
+    @property
+    def position(self) -> Position | None:
+        """From where another index could go on; None: it could not know whether it is still the same publisher."""
+        if not self.batch_digest or not self.publisher.replay:
+            return None
+        return Position(self.sequence, self.batch_digest)
+
     def status(self, now_s: float) -> PublisherStatus:
+        with self.lock:
+            sequence, content = self.sequence, self.index.content(self.holder) or Content(0, 0)
         return PublisherStatus(
             dp_rank=self.publisher.dp_rank,
-            sequence=self.sequence,
+            sequence=sequence,
+            digest=content.digest,
+            blocks=content.blocks,
             batches=self.batches,
             gaps=self.gaps,
             replays=self.replays,
@@ -331,6 +352,11 @@ class Fleet:
             ]
         return sorted(found, key=lambda status: (status.worker.tenant, status.worker.name))
 
+    @property
+    def joining(self) -> int:
+        """Ranks with events that were not heard from yet."""
+        return sum(rank.joining and bool(rank.publisher.events) for rank in tuple(self._ranks.values()))
+
     def totals(self) -> Totals:
         """What a metrics page shows."""
         with self._lock:
@@ -362,6 +388,61 @@ class Fleet:
                         partition.index.remove_worker(_pool(namespace))
         logger.info("the pool was emptied: what it held is forgotten")
 
+    # ---- at rest
+
+    def freeze(self) -> tuple[PartitionState, ...]:
+        """A copy of what is known of the workers there are: the blocks of a rank are exactly those of its position.
+
+        Batches, and who joins or leaves, wait while the tables are copied (``PrefixIndex.image``); lookups go on.
+        """
+        with self._lock:
+            now_s = self._clock()
+            entries: dict[_Partition, list[_Entry]] = {}
+            for entry in self._entries.values():
+                entries.setdefault(entry.partition, []).append(entry)
+            return tuple(_freeze(partition, members, now_s) for partition, members in entries.items())
+
+    def thaw(
+        self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None
+    ) -> list[tuple[Worker, dict[int, Position]]]:
+        """Take over what a snapshot knows, into a fleet that knows nothing yet; who is to be followed, and from where.
+
+        Each rank is stale, and not credited, until its publisher has proved that it is still the one of that position:
+        ``EventFeed`` asks for that. A rank without a position begins with nothing. ``age_s``: of the snapshot, in which
+        leases of calls have gone on. ``flags``: ids of those that flags name; others that flags have named stay away.
+        ``life``: of the pool now; None: there is no pool, and who announced itself there stays away. A pool of another
+        life, or of none that is known, is taken to hold nothing. Errors: ``SnapshotRefused``; nothing is known then.
+        """
+        indexes = [
+            PrefixIndex.of_image(state.packed_image, max_blocks=self._max_blocks)
+            for state in snapshot.partitions
+        ]
+        pooled = bool(life) and life == snapshot.life
+        with self._lock:
+            assert not self._entries
+            # Behind all that the snapshot names, so that no start of now is taken for one of them.
+            numbers = [_HOLDER.fullmatch(name) for index in indexes for name in index.workers()]
+            self._next_holder = max((int(found[1]) + 1 for found in numbers if found), default=0)
+            try:
+                entries: list[_Entry] = []
+                for state, index in zip(snapshot.partitions, indexes, strict=True):
+                    workers = [
+                        (one, lease_s)
+                        for one in state.workers
+                        if (lease_s := _thawed_lease_s(one, age_s, flags, life is not None)) != 0
+                    ]
+                    entries += self._thaw(index, workers, state.namespaces if pooled else ())
+                return [
+                    (
+                        entry.worker,
+                        {rank.publisher.dp_rank: rank.position for rank in entry.ranks if rank.position},
+                    )
+                    for entry in entries
+                ]
+            except KVPoolError as error:
+                self._entries, self._ranks, self._models = {}, {}, {}
+                raise SnapshotRefused(f"this snapshot cannot be followed: {error}") from error
+
     # ---- what they say (EventSink)
 
     def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
@@ -375,7 +456,7 @@ class Fleet:
             rank.version += 1
             try:
                 rank.index.apply(rank.holder, payload, dp_rank=dp_rank, pool=rank.pool or None)
-                rank.sequence = sequence
+                rank.sequence, rank.batch_digest = sequence, batch_digest(payload)
                 rank.batches += 1
                 if not rank.joining:  # while it joins, batches of long ago are told
                     rank.heard_at_s = self._clock()
@@ -406,7 +487,7 @@ class Fleet:
                 return
             rank.version += 1
             rank.index.clear(rank.holder)
-            rank.sequence = 0
+            rank.sequence = rank.batch_digest = 0
             rank.resets += 1
             rank.problem = _one_line(problem)
             rank.version += 1
@@ -559,6 +640,38 @@ class Fleet:
 
     # ---- under _lock
 
+    def _thaw(
+        self,
+        index: PrefixIndex,
+        workers: Iterable[tuple[WorkerState, float | None]],
+        namespaces: Sequence[str],
+    ) -> list[_Entry]:
+        now_s = self._clock()
+        entries: list[_Entry] = []
+        kept: set[str] = set()
+        for state, lease_s in workers:
+            if state.worker.id in self._entries:
+                raise SnapshotRefused(f"worker {state.worker.id} is there twice")
+            known = {rank.publisher.dp_rank: rank for rank in state.ranks if rank.position is not None}
+            for rank in known.values():
+                if rank.holder in kept or _HOLDER.fullmatch(rank.holder) is None:
+                    raise SnapshotRefused(f"worker {state.worker.id} has blocks that are not its own")
+                kept.add(rank.holder)
+            self._make_room(state.worker, None)
+            source = next((source for source in SOURCES if source == state.source), None)
+            if source is None:
+                raise SnapshotRefused(f"worker {state.worker.id} was named by nobody that this version knows")
+            expires_at_s = None if lease_s is None else now_s + lease_s
+            entries.append(self._enter(state.worker, source, expires_at_s, now_s, index, known))
+            if entries[-1].partition.index is not index:
+                raise SnapshotRefused("workers of one table do not belong together")
+        for namespace in namespaces[:MAX_NAMESPACES] if entries else ():
+            entries[0].partition.namespaces.setdefault(namespace, 0)
+            kept.add(_pool(namespace))
+        for holder in set(index.workers()) - kept:
+            index.remove_worker(holder)
+        return entries
+
     def _renew(self, entry: _Entry, worker: Worker) -> None:
         if entry.worker.namespace != worker.namespace:
             self._enter_namespace(entry.partition, worker.namespace)
@@ -604,22 +717,37 @@ class Fleet:
             else:
                 del self._models[name]
 
-    def _enter(self, worker: Worker, source: Source, expires_at_s: float | None, now_s: float) -> None:
+    def _enter(
+        self,
+        worker: Worker,
+        source: Source,
+        expires_at_s: float | None,
+        now_s: float,
+        thawed: PrefixIndex | None = None,
+        known: Mapping[int, RankState] | None = None,
+    ) -> _Entry:
         name = (worker.tenant, worker.model)
         partitions = self._models.get(name, ())
         partition = _find(partitions, worker)
         if partition is None:
-            partition = _Partition(_key(worker), self._max_blocks, self._seed)
+            partition = _Partition(
+                _key(worker), thawed or PrefixIndex(max_blocks=self._max_blocks), self._seed
+            )
             self._models[name] = (*partitions, partition)
         self._enter_namespace(partition, worker.namespace)
         ranks = []
         for publisher in worker.publishers:
-            holder = f"rank/{self._next_holder}"
+            state = (known or {}).get(publisher.dp_rank)
+            holder = f"rank/{self._next_holder}" if state is None else state.holder
             self._next_holder += 1
-            ranks.append(_Rank(worker, publisher, partition.index, holder, now_s))
-            self._ranks[worker.id, publisher.dp_rank] = ranks[-1]
+            rank = _Rank(worker, publisher, partition.index, holder, now_s)
+            if state is not None and state.position is not None:
+                rank.sequence, rank.batch_digest = state.position
+            ranks.append(rank)
+            self._ranks[worker.id, publisher.dp_rank] = rank
         partition.members = _Members((*partition.members.ranks, *ranks))
-        self._entries[worker.id] = _Entry(worker, source, expires_at_s, partition, tuple(ranks))
+        self._entries[worker.id] = entry = _Entry(worker, source, expires_at_s, partition, tuple(ranks))
+        return entry
 
     def _forget(self, entry: _Entry) -> None:
         partition = entry.partition
@@ -655,6 +783,37 @@ class Fleet:
     def _leave_namespace(self, partition: _Partition, namespace: str) -> None:
         if namespace:
             partition.namespaces[namespace] -= 1
+
+
+def _freeze(partition: _Partition, entries: Iterable[_Entry], now_s: float) -> PartitionState:
+    """Under ``_lock``: nobody else takes the locks of several ranks."""
+    with ExitStack() as held:
+        for rank in partition.members.ranks:
+            held.enter_context(rank.lock)
+        return PartitionState(
+            tuple(
+                WorkerState(
+                    entry.worker,
+                    entry.source,
+                    None if entry.expires_at_s is None else entry.expires_at_s - now_s,
+                    tuple(RankState(rank.publisher, rank.holder, rank.position) for rank in entry.ranks),
+                )
+                for entry in entries
+            ),
+            tuple(partition.namespaces),
+            partition.index.image(),
+        )
+
+
+def _thawed_lease_s(
+    state: WorkerState, age_s: float, flags: Collection[str], announced: bool
+) -> float | None:
+    """For how long a worker of a snapshot comes back; 0: not at all."""
+    if state.source == "pool":
+        return THAWED_LEASE_S if announced else 0
+    if state.source == "flag" and state.worker.id not in flags:
+        return 0
+    return None if state.lease_left_s is None else min(max(0, state.lease_left_s - age_s), MAX_LEASE_S)
 
 
 def _key(worker: Worker) -> _Key:

@@ -121,7 +121,8 @@ class WorkerWatch:
     ``on_worker(worker, keep_s)`` is called for every worker in every round, in a round that failed, too: it is to be
     kept for ``keep_s`` seconds unless something else is said. ``on_gone(worker_id)``: it has stopped, or its lease has
     ended. ``on_pool_lost()``: the pool's server was started anew, or the pool was emptied.
-    ``tenants``: only these; None: all that announce anything, looked for every 5 seconds.
+    ``tenants``: only these; None: all that announce anything, looked for every 5 seconds. ``life``: of the pool
+    (``Store.life``) as it was when what is known of it was read; empty: nothing is known.
 
     A record that is not there any more means that its worker is gone, with one exception: where the pool could not be
     read, was started anew or was emptied, workers had no chance to renew their records, and each gets a whole lease
@@ -140,6 +141,7 @@ class WorkerWatch:
         on_pool_lost: Callable[[], object] = lambda: None,
         tenants: Sequence[str] | None = None,
         interval_s: float = INTERVAL_S,
+        life: str = "",
     ) -> None:
         self._store = store
         self._on_worker, self._on_gone, self._on_pool_lost = on_worker, on_gone, on_pool_lost
@@ -149,12 +151,12 @@ class WorkerWatch:
             tenant_prefix(tenant)  # judges it
         self._interval_s = interval_s
         self.unreadable_records = 0  # in the last round
-        self.rounds = 0  # in which the pool answered
+        self.rounds = 0  # in which the pool answered, and all that follows from it was told
+        self.life = life  # of the pool, as it was read last
         self._closing = threading.Event()
         # The fields below: its thread only.
         self._known: dict[str, _Known] = {}  # by key
         self._workers: dict[str, Worker] = {}  # by id, as they were told
-        self._life = ""
         self._away = False
         self._doubt_since_s: float | None = None  # until a lease later, a missing record proves nothing
         self._tenants_at_s = 0.0
@@ -173,6 +175,7 @@ class WorkerWatch:
             self._closing.wait(self._interval_s)
 
     def _round(self) -> None:
+        answered = False
         try:
             life = self._store.life()
             records = self._read()
@@ -185,10 +188,12 @@ class WorkerWatch:
         else:
             self.unreadable_records = len(records) - len(found)
             self._heard(life, found, emptied, time.monotonic())
+            answered = True
         workers, problems = merge_ranks(known.announced for known in self._known.values())
         for problem in problems:
             self._say_once(problem)
         self._tell(workers)
+        self.rounds += answered
 
     def _read(self) -> dict[str, bytes]:
         now_s = time.monotonic()
@@ -223,17 +228,16 @@ class WorkerWatch:
         if self._away:
             logger.warning("the workers in the pool can be read again")
             self._away, self._doubt_since_s = False, now_s
-        if emptied or (self._life and life and life != self._life):
+        if emptied or (self.life and life and life != self.life):
             self._doubt_since_s = now_s
             self._call("the pool was started anew or emptied", self._on_pool_lost)
-        self._life = life or self._life
+        self.life = life or self.life
         for key in self._known.keys() - found.keys():
             known = self._known[key]
             known.missing = True
             if self._doubt_since_s is None or now_s >= self._doubt_since_s + known.announced.lease_s:
                 del self._known[key]
         self._known |= {key: _Known(announced) for key, announced in found.items()}
-        self.rounds += 1
 
     def _tell(self, workers: dict[str, Worker]) -> None:
         for worker_id in self._workers.keys() - workers.keys():

@@ -8,11 +8,13 @@ knows of the next one: so a late batch of the first is never taken for one of th
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from kvpool.errors import KVPoolError
 from kvpool.index.fleet import Added, Fleet, Source
-from kvpool.index.worker import Worker
+from kvpool.index.snapshot import Snapshot
+from kvpool.index.worker import Position, Worker
 
 
 class Feed(Protocol):
@@ -22,7 +24,7 @@ class Feed(Protocol):
     being applied, and for nothing else.
     """
 
-    def follow(self, worker: Worker) -> None: ...
+    def follow(self, worker: Worker, positions: Mapping[int, Position] | None = None) -> None: ...
 
     def unfollow(self, worker_id: str) -> None: ...
 
@@ -61,6 +63,13 @@ class Roster:
                     self.fleet.remove(worker.id)
                 raise
             return added
+
+    def restore(self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None) -> None:
+        """``Fleet.thaw``; those that come back are followed from where they were. Errors: ``SnapshotRefused``."""
+        with self._lock:
+            for worker, positions in self.fleet.thaw(snapshot, age_s=age_s, flags=flags, life=life):
+                if self._feed is not None:
+                    self._feed.follow(worker, positions)
 
     def remove(self, worker_id: str, source: Source | None = None) -> bool:
         """``Fleet.remove``."""

@@ -3,7 +3,7 @@
 vLLM numbers its batches from 0 at every start, keeps the last 10,000 of them and sends those again on request
 (``vllm/distributed/kv_events.py``). A number alone does not tell a restart from what was heard before. So every
 replay is asked from the last batch that was applied, and that batch has to come back byte by byte: batches carry
-the time at which they were made, so no two are alike.
+the time at which they were made, so no two are alike. (Of those that were applied a digest is kept, not the bytes.)
 
 Nothing here reads a socket or a clock; ``EventFeed`` does.
 """
@@ -14,13 +14,19 @@ from array import array
 from collections import deque
 from enum import Enum
 
+from kvpool import _native
 from kvpool.errors import MalformedEvents
-from kvpool.index.worker import EventSink
+from kvpool.index.worker import EventSink, Position
 
-REMEMBERED = 1 << 14  # batches of which a hash is kept, to know one that comes twice
+REMEMBERED = 1 << 14  # batches of which a digest is kept, to know one that comes twice
 MAX_WAITING = 1 << 14  # batches that came while a replay is under way
 MAX_WAITING_NBYTES = 64 << 20
 MAX_ROUNDS = 8  # replays in a row that bring nothing new
+
+
+def batch_digest(payload: bytes) -> int:
+    """What a batch is known by: never 0, and the same in every process."""
+    return _native.checksum(payload) or 1
 
 
 class _State(Enum):
@@ -36,14 +42,24 @@ class Sequence:
 
     ``can_replay``: the publisher has a replay endpoint. Whoever reads its sockets calls the methods below;
     ``wanted`` says from which number a replay is to be asked. A replay that was asked for is followed
-    by ``replayed`` for each batch and ``replay_ended``, or by ``replay_failed``.
+    by ``replayed`` for each batch and ``replay_ended``, or by ``replay_failed``. ``position``: where an index has
+    stopped that knew this publisher; the first replay proves whether it is still of the same life. Needs a replay
+    endpoint.
     """
 
-    def __init__(self, sink: EventSink, worker_id: str, dp_rank: int, *, can_replay: bool) -> None:
+    def __init__(
+        self,
+        sink: EventSink,
+        worker_id: str,
+        dp_rank: int,
+        *,
+        can_replay: bool,
+        position: Position | None = None,
+    ) -> None:
         self._sink, self._worker_id, self._dp_rank = sink, worker_id, dp_rank
         self._can_replay = can_replay
         self._last: int | None = None  # applied
-        self._hashes = array("q", bytes(8 * REMEMBERED))  # of batch N at N % REMEMBERED; 0: not known
+        self._digests = array("Q", bytes(8 * REMEMBERED))  # of batch N at N % REMEMBERED; 0: not known
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_nbytes = 0
         self._state = _State.JOINING if can_replay else _State.LIVE
@@ -52,6 +68,11 @@ class Sequence:
         self._broken = False
         self._outdated = False  # within a replay: it may be of a life that has ended since
         self._rounds = 0
+        if position is not None:
+            assert can_replay
+            self._last = position.sequence
+            self._digests[position.sequence % REMEMBERED] = position.batch_digest
+            self._state = _State.CHECKING
 
     # What comes by itself.
 
@@ -170,7 +191,7 @@ class Sequence:
     def _started_anew(self) -> None:
         """What is known is of a life of the publisher that has ended; the next replay brings all of the new one."""
         self._last = None
-        self._hashes = array("q", bytes(8 * REMEMBERED))
+        self._digests = array("Q", bytes(8 * REMEMBERED))
         self._drop_waiting()
         self._reset("its publisher was started anew")
         if self._can_replay:
@@ -211,7 +232,7 @@ class Sequence:
     def _apply(self, sequence: int, payload: bytes) -> None:
         self._last = sequence
         self._rounds = 0
-        self._hashes[sequence % REMEMBERED] = hash(payload) or 1
+        self._digests[sequence % REMEMBERED] = batch_digest(payload)
         try:
             self._sink.apply(self._worker_id, self._dp_rank, sequence, payload)
         except MalformedEvents as error:
@@ -222,7 +243,7 @@ class Sequence:
         if self._last is None:
             return False
         near = self._last - REMEMBERED < sequence <= self._last
-        return near and self._hashes[sequence % REMEMBERED] == (hash(payload) or 1)
+        return near and self._digests[sequence % REMEMBERED] == batch_digest(payload)
 
     def _reset(self, problem: str) -> None:
         self._sink.reset(self._worker_id, self._dp_rank, problem)

@@ -21,9 +21,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
-from kvpool.index import codec
+from kvpool.index import codec, snapshot
 from kvpool.index.admission import check_name
 from kvpool.index.roster import Roster
+from kvpool.index.snapshot import Snapshot
 from kvpool.index.worker import DEFAULT_TENANT
 from kvpool.tenant import check_tenant
 from kvpool.v1 import index_pb2 as pb
@@ -34,6 +35,8 @@ THREADS = 4
 MAX_CALLS = 256  # at a time; more are refused
 TICK_S = 0.25  # how late the end of a lease may be noticed
 STOP_TIMEOUT_S = 5.0
+WARM_UP_S = 15.0  # longest time until health says "serving"
+CHUNK_TIMEOUT_S = 30.0  # for a caller to take one chunk of a snapshot
 
 Value = TypeVar("Value")
 
@@ -57,12 +60,28 @@ class Observer(Protocol):
 class IndexServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
 
-    ``observer`` is told of each lookup, in any thread.
+    ``observer`` is told of each lookup, in any thread. ``is_warm``: whether there is nothing to wait for; until then,
+    and for at most ``warm_up_s`` seconds, health says "not serving", and every call is answered all the same.
+    ``take``: a snapshot of what is known, to be called in any thread.
     """
 
-    def __init__(self, roster: Roster, *, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        *,
+        observer: Observer | None = None,
+        is_warm: Callable[[], bool] = lambda: True,
+        warm_up_s: float = WARM_UP_S,
+        take: Callable[[], Snapshot] | None = None,
+    ) -> None:
         self._roster = roster
         self._observer = observer
+        self._is_warm = is_warm
+        self._warm_up_s = warm_up_s
+        self._serves_at_s = 0.0  # at the latest
+        self._serves = False
+        self._take = take
+        self._taking = asyncio.Lock()
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
@@ -93,10 +112,10 @@ class IndexServer:
             await server.stop(None)
             raise ConfigError(f"cannot listen on {listen}: {error}") from error
         self._server = server
+        self._serves_at_s = time.monotonic() + self._warm_up_s
+        await self._tell_health()  # before anybody can ask
         await server.start()
         self._ticker = asyncio.create_task(self._tick())
-        for name in ("", codec.SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return int(bound)
 
     async def wait(self, ended: asyncio.Event) -> None:
@@ -128,6 +147,19 @@ class IndexServer:
         while True:
             await asyncio.sleep(TICK_S)
             await self._in_thread(self._roster.expire)
+            if not self._serves:
+                await self._tell_health()
+
+    async def _tell_health(self) -> None:
+        is_warm = self._is_warm()
+        self._serves = is_warm or time.monotonic() >= self._serves_at_s
+        if self._serves and not is_warm:
+            logger.warning(
+                "after %g s some workers were not heard from; the index serves without", self._warm_up_s
+            )
+        status = health_pb2.HealthCheckResponse
+        for name in ("", codec.SERVICE):
+            await self._health.set(name, status.SERVING if self._serves else status.NOT_SERVING)
 
     # ---- calls
 
@@ -150,6 +182,9 @@ class IndexServer:
             self._lookups,
             request_deserializer=_reader(pb.LookupRequest),
             response_serializer=codec.REPLIES["Lookup"].SerializeToString,
+        )
+        handlers["Snapshot"] = grpc.unary_stream_rpc_method_handler(
+            self._snapshot, request_deserializer=_reader(pb.SnapshotRequest)
         )
         return handlers
 
@@ -189,6 +224,40 @@ class IndexServer:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this index ends")
         finally:
             self._streams.discard(task)
+
+    async def _snapshot(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+        """One at a time: it takes as much memory as it has bytes."""
+        if request is _MALFORMED:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is not a SnapshotRequest")
+        if self._take is None or not self._serves:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "this index has nothing to give: it is not warm itself"
+            )
+        if self._taking.locked():
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "another snapshot is under way: ask later"
+            )
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.add(task)
+        try:
+            async with self._taking:
+                for part in await self._in_thread(self._pack):
+                    for at in range(0, len(part), codec.CHUNK_NBYTES):
+                        chunk = pb.SnapshotChunk(data=part[at : at + codec.CHUNK_NBYTES]).SerializeToString()
+                        await asyncio.wait_for(context.write(chunk), CHUNK_TIMEOUT_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the caller did not take its snapshot")
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this index ends")
+        finally:
+            self._streams.discard(task)
+
+    def _pack(self) -> list[bytes]:
+        assert self._take is not None
+        return snapshot.pack(self._take())
 
     async def _register(self, request: Any) -> Any:
         if not request.HasField("worker"):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
-from kvpool.errors import ConfigError, MalformedEvents
+from kvpool.errors import ConfigError, MalformedEvents, SnapshotRefused
 from kvpool.wording import unknown
 
 if TYPE_CHECKING:
@@ -38,6 +38,17 @@ class Applied(NamedTuple):
     partial: int  # of a KV-cache group that needs only a part of the prefix, such as a window: not indexed
     cleared_events: int
     skipped_events: int  # of an unknown type or in an unknown medium
+
+
+class Content(NamedTuple):
+    """What one worker holds, comparable between indexes that were fed alike.
+
+    ``digest``: 64 bits over every block with its rank, KV-cache group, tier and number of copies, in any order; 0:
+    nothing. ``blocks``: counted once for each rank, group and tier that has it.
+    """
+
+    digest: int
+    blocks: int
 
 
 class Match(NamedTuple):
@@ -148,6 +159,26 @@ class PrefixIndex:
             raise ConfigError(f"reuse_reports is True or False, not {reuse_reports!r}")
         self._table = _native.Table(max_blocks, reuse_reports)
 
+    @classmethod
+    def of_image(
+        cls, packed: Buffer, *, max_blocks: int = DEFAULT_MAX_BLOCKS, reuse_reports: bool = True
+    ) -> PrefixIndex:
+        """An index with what was in another one when ``image().pack()`` made these bytes; totals start from 0.
+
+        Blocks beyond ``max_blocks`` are refused, and counted. Errors: ``SnapshotRefused`` for bytes that are no image
+        or are damaged; ``ConfigError`` for the rest.
+        """
+        made = cls(max_blocks=max_blocks, reuse_reports=reuse_reports)
+        try:
+            made._table = _native.table_of(packed, max_blocks, reuse_reports)
+        except (ValueError, TypeError, BufferError) as error:
+            raise SnapshotRefused(f"no image of a prefix index: {error}") from error
+        try:
+            made.workers()
+        except RuntimeError as error:
+            raise SnapshotRefused("no image of a prefix index: its names are no text") from error
+        return made
+
     def apply(self, worker: str, payload: Buffer, *, dp_rank: int = 0, pool: str | None = None) -> Applied:
         """Apply one batch of events: the last frame of a message of vLLM's publisher, as it came.
 
@@ -206,6 +237,21 @@ class PrefixIndex:
     def workers(self) -> list[str]:
         """The names of all workers that were added and not removed, sorted."""
         return self._table.workers()
+
+    def content(self, worker: str) -> Content | None:
+        """What a worker holds, in a number that another index can be compared by; None if it is not known."""
+        try:
+            found = self._table.content(worker)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+        return None if found is None else Content._make(found)
+
+    def image(self) -> _native.TableImage:
+        """A copy of all that the index holds; ``pack()`` of it gives bytes for ``of_image``.
+
+        Batches wait while it is copied, about 10 ms for a million blocks, and nobody waits while it is packed.
+        """
+        return self._table.image()
 
     def __len__(self) -> int:
         """Distinct blocks that somebody holds."""

@@ -6,7 +6,7 @@ Everything here is immutable; nothing blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 DEFAULT_TENANT = "default"
 DEFAULT_ALGORITHM = "sha256_cbor"
@@ -50,6 +50,13 @@ class Worker:
     def id(self) -> str:
         """``TENANT/NAME``."""
         return f"{self.tenant}/{self.name}"
+
+
+class Position(NamedTuple):
+    """The last batch of a rank that was applied: its number, and its digest (``kvpool.index.sequence``)."""
+
+    sequence: int
+    batch_digest: int
 
 
 class EventSink(Protocol):

@@ -159,7 +159,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ..., source: _Optional[str] = ..., lease_left_ms: _Optional[int] = ..., publishers: _Optional[_Iterable[_Union[PublisherStatus, _Mapping]]] = ...) -> None: ...
 
 class PublisherStatus(_message.Message):
-    __slots__ = ("dp_rank", "sequence", "batches", "gaps", "replays", "resets", "staleness_ms", "stale", "problem")
+    __slots__ = ("dp_rank", "sequence", "batches", "gaps", "replays", "resets", "staleness_ms", "stale", "problem", "digest", "blocks")
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,8 @@ class PublisherStatus(_message.Message):
     STALENESS_MS_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     dp_rank: int
     sequence: int
     batches: int
@@ -178,4 +180,16 @@ class PublisherStatus(_message.Message):
     staleness_ms: int
     stale: bool
     problem: str
-    def __init__(self, dp_rank: _Optional[int] = ..., sequence: _Optional[int] = ..., batches: _Optional[int] = ..., gaps: _Optional[int] = ..., replays: _Optional[int] = ..., resets: _Optional[int] = ..., staleness_ms: _Optional[int] = ..., stale: bool = ..., problem: _Optional[str] = ...) -> None: ...
+    digest: int
+    blocks: int
+    def __init__(self, dp_rank: _Optional[int] = ..., sequence: _Optional[int] = ..., batches: _Optional[int] = ..., gaps: _Optional[int] = ..., replays: _Optional[int] = ..., resets: _Optional[int] = ..., staleness_ms: _Optional[int] = ..., stale: bool = ..., problem: _Optional[str] = ..., digest: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SnapshotChunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...

@@ -59,6 +59,11 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.Snapshot = channel.unary_stream(
+                '/kvpool.v1.IndexService/Snapshot',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.SnapshotChunk.FromString,
+                _registered_method=True)
 
 
 class IndexServiceServicer(object):
@@ -101,6 +106,13 @@ class IndexServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Snapshot(self, request, context):
+        """All that the index knows, for another one of the same version that is about to start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_IndexServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.ListWorkersRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.SnapshotRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.SnapshotChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -265,6 +282,33 @@ class IndexService(object):
             '/kvpool.v1.IndexService/ListWorkers',
             kvpool_dot_v1_dot_index__pb2.ListWorkersRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvpool.v1.IndexService/Snapshot',
+            kvpool_dot_v1_dot_index__pb2.SnapshotRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.SnapshotChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -159,6 +159,12 @@ def test_bench_index_agrees_with_a_dictionary() -> None:
     ]
     for row in report["rpc"]:
         assert row["p50_over_echo"] == pytest.approx(row["p50_us"] / row["echo_p50_us"])
+    restart = report["restart"]
+    assert (restart["blocks"], restart["workers"]) == (16384, 70)
+    assert 8 < restart["block_nbytes"] < 30
+    assert 0 < restart["killed_listens_s"] <= restart["killed_answers_s"]
+    assert 0 < restart["copy_ms"] < restart["write_s"] * 1e3
+    assert restart["restore_s"] > 0
     shown = kvpool(*arguments).stdout
     assert "dict" in shown
     assert "stream" in shown

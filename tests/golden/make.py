@@ -1,11 +1,12 @@
 """Make the golden vectors beside this file: what an implementation in any language must compute.
 
-    python -m tests.golden.make [hashes|records|namespaces|events|protocol]...
+    python -m tests.golden.make [hashes|records|namespaces|events|protocol|snapshots]...
 
 Nothing here uses kvpool. ``hashes.json`` is computed by vLLM's own functions, ``records.json`` by struct and
 the xxhash package, ``namespaces.json`` by json and hashlib. The payloads in ``events.json`` are packed by vLLM's
 own event classes; what an index must answer after them is written down here. ``protocol.json`` is encoded here by
-hand, with hashes by vLLM. The tests compare kvpool with all.
+hand, with hashes by vLLM; ``snapshots.json`` by hand, with struct, msgpack and the xxhash package. The tests compare
+kvpool with all.
 """
 
 from __future__ import annotations
@@ -234,7 +235,10 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
                      "publishers": (4, "*PublisherStatus")},
     "PublisherStatus": {"dp_rank": (1, "uint"), "sequence": (2, "uint"), "batches": (3, "uint"), "gaps": (4, "uint"),
                         "replays": (5, "uint"), "resets": (6, "uint"), "staleness_ms": (7, "uint"),
-                        "stale": (8, "uint"), "problem": (9, "string")},
+                        "stale": (8, "uint"), "problem": (9, "string"), "digest": (10, "uint"),
+                        "blocks": (11, "uint")},
+    "SnapshotRequest": {},
+    "SnapshotChunk": {"data": (1, "bytes")},
 }  # fmt: skip
 
 
@@ -342,10 +346,13 @@ def make_protocol() -> list[dict[str, Any]]:
     message("ListWorkersResponse", {"workers": [{
         "worker": worker, "source": "call", "lease_left_ms": 9_000,
         "publishers": [
-            {"dp_rank": 0, "sequence": 41, "batches": 42, "gaps": 2, "replays": 1, "resets": 1, "staleness_ms": 7},
+            {"dp_rank": 0, "sequence": 41, "batches": 42, "gaps": 2, "replays": 1, "resets": 1, "staleness_ms": 7,
+             "digest": (1 << 64) - 2, "blocks": 300},
             {"dp_rank": 1, "staleness_ms": 9_000, "stale": True, "problem": "not heard from yet"},
         ],
     }]})  # fmt: skip
+    message("SnapshotRequest", {})
+    message("SnapshotChunk", {"data": bytes(range(200)).hex()})
 
     def exchange(name: str, request: dict[str, Any], reply: dict[str, Any]) -> None:
         rows.append(
@@ -378,6 +385,54 @@ def make_protocol() -> list[dict[str, Any]]:
     return rows
 
 
+def make_snapshots() -> list[dict[str, Any]]:
+    """A snapshot of version 1 that every later index of that version must be able to read, and what it then knows."""
+    import msgpack
+    import xxhash
+
+    def number(value: int) -> bytes:
+        return _varint(value)
+
+    def sealed(magic: bytes, size: int, covered: bytes, rest: bytes = b"") -> bytes:
+        header = struct.pack("<8sIIQ", magic, 1, 0, size)
+        checksum = xxhash.xxh3_64_intdigest(header + bytes(8) + covered)
+        return header + struct.pack("<Q", checksum) + covered + rest
+
+    def blocks(*hashes: int) -> bytes:
+        return number(len(hashes)) + b"".join(struct.pack("<Q", one) for one in hashes)
+
+    namespace = "0123456789abcdef" * 2
+    names = [b"rank/300", b"rank/301", b"pool/" + namespace.encode()]
+    seats = [
+        number(len(name)) + name + number(rank) + number(0) + b"\1"
+        for name, rank in zip(names, [0, 1, 0], strict=True)
+    ]
+    device, host, pool = 1, 2, 8
+    sets = [
+        number(2) + number(0 << 4 | device) + number(2 << 4 | pool) + blocks((1 << 64) - 1, 2),
+        number(2) + number(0 << 4 | device | host) + number(1 << 4 | host) + blocks(3),
+    ]
+    copies = [number(0) + number(200) + struct.pack("<Q", 2)]
+    body = b"".join([number(3), *seats, number(2), *sets, number(1), *copies])
+    image = sealed(b"KVPTABLE", len(body), body)
+    digests = [0x0123456789ABCDEF, (1 << 64) - 1]
+    worker = [
+        "default", "w", "m", "sha256_cbor", "a" * 16, "http://w:8000", "i", namespace, 16, "call", 60.0,
+        [[0, "tcp://w:5557", "tcp://w:5657", "rank/300", [41, digests[0]]],
+         [1, "tcp://w:5558", "tcp://w:5658", "rank/301", [(1 << 63) + 5, digests[1]]]],
+    ]  # fmt: skip
+    partition = {"image_nbytes": len(image), "namespaces": [namespace], "workers": [worker]}
+    head = msgpack.packb({"written_at_s": 1.5, "life": "run", "partitions": [partition]})
+    return [
+        {
+            "name": "two ranks, a pool, copies", "hex": sealed(b"KVPINDEX", len(head), head, image).hex(),
+            "positions": [[41, digests[0]], [(1 << 63) + 5, digests[1]]],
+            "prompt": [(1 << 64) - 1, 2, 3], "device": [3, 0], "local": [3, 0], "pool": [2, 2],
+            "alone": [3], "alone_local": [1, 1], "copied": 2, "copies": 201,
+        }
+    ]  # fmt: skip
+
+
 def main(names: list[str]) -> None:
     makers = {
         "hashes": make_hashes,
@@ -385,6 +440,7 @@ def main(names: list[str]) -> None:
         "namespaces": make_namespaces,
         "events": make_events,
         "protocol": make_protocol,
+        "snapshots": make_snapshots,
     }
     for name in names or makers:
         rows = ",\n".join(json.dumps(row, ensure_ascii=True) for row in makers[name]())

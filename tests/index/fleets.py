@@ -46,11 +46,11 @@ def say(fleet: Fleet, worker_id: str, dp_rank: int, sequence: int, payload: byte
 class Served:
     """An index that listens in a thread of its own."""
 
-    def __init__(self, fleet: Fleet, feed: Any, observer: Any) -> None:
+    def __init__(self, fleet: Fleet, feed: Any, options: dict[str, Any]) -> None:
         self.fleet = fleet
         self.roster = Roster(fleet, feed)
         self.target = ""
-        self._observer = observer
+        self._options = options  # of IndexServer
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -70,7 +70,7 @@ class Served:
 
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        server = IndexServer(self.roster, observer=self._observer)
+        server = IndexServer(self.roster, **self._options)
         try:
             self.target = f"127.0.0.1:{await server.start(self.target or '127.0.0.1:0')}"
             self._ready.set()
@@ -83,9 +83,9 @@ class Served:
 
 
 @contextmanager
-def serving(fleet: Fleet | None = None, *, feed: Any = None, observer: Any = None) -> Iterator[Served]:
+def serving(fleet: Fleet | None = None, *, feed: Any = None, **options: Any) -> Iterator[Served]:
     """An index on a free port, until the end of the block."""
-    served = Served(fleet or Fleet(), feed, observer)
+    served = Served(fleet or Fleet(), feed, options)
     try:
         served.start()
         yield served

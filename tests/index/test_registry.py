@@ -257,7 +257,9 @@ class Watched:
 
 
 @contextmanager
-def watching(store: Store, told: Watched, tenants: list[str] | None = None) -> Iterator[WorkerWatch]:
+def watching(
+    store: Store, told: Watched, tenants: list[str] | None = None, life: str = ""
+) -> Iterator[WorkerWatch]:
     watch = WorkerWatch(
         store,
         on_worker=told.on_worker,
@@ -265,6 +267,7 @@ def watching(store: Store, told: Watched, tenants: list[str] | None = None) -> I
         on_pool_lost=told.on_pool_lost,
         tenants=tenants,
         interval_s=0.05,
+        life=life,
     )
     try:
         yield watch
@@ -462,6 +465,16 @@ def test_a_server_that_was_started_anew_is_told_even_if_it_has_something(server:
             assert rounds(watch, 2)
             assert list(store.announcements("kvpool:default:a")) == ["kvpool:default:" + "ab" * 16 + ":facts"]
             assert (told.pool_losses, told.gone) == (1, [])
+
+
+def test_a_server_that_was_started_anew_before_the_watch_was(server: Server) -> None:
+    """What an index has read about the pool before it began to watch may be of another life."""
+    with open_store(server.url) as store:
+        for life, losses in [("", 0), (store.life(), 0), ("0" * 40, 1)]:
+            told = Watched()
+            with watching(store, told, ["default"], life) as watch:
+                assert rounds(watch, 2)
+                assert (told.pool_losses, watch.life) == (losses, store.life())
 
 
 def test_a_server_that_keeps_its_run_to_itself(server: Server) -> None:

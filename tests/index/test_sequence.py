@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvpool.errors import MalformedEvents
 from kvpool.index import sequence as module
 from kvpool.index.sequence import Sequence
+from kvpool.index.worker import Position
 
 KEPT = 6  # batches that the publisher of these tests can send again
 
@@ -271,8 +272,51 @@ def test_replays_that_bring_nothing_new_end_in_a_reset() -> None:
     assert "not whole" in heard.problems[0]
 
 
+def resumed(heard: Heard, sequence_: int, payload: bytes) -> Sequence:
+    """An index that begins where another one has stopped."""
+    position = Position(sequence_, module.batch_digest(payload))
+    return Sequence(heard, "default/w", 3, can_replay=True, position=position)
+
+
+def test_a_position_is_proved_by_its_batch_and_nothing_before_is_asked_for() -> None:
+    heard = Heard(applied=[batch(n) for n in range(5)], numbers=list(range(5)))
+    one = resumed(heard, 4, batch(4))
+    assert (one.wanted, heard.stale) == (4, True)
+    one.live(7, batch(7))
+    replay(one, range(4, 7))
+    assert heard.numbers == list(range(8))
+    assert (heard.stale, heard.proofs, heard.problems) == (False, 1, [])
+
+
+@pytest.mark.parametrize("published", [0, 2, 5, 9])
+def test_a_position_of_another_life_is_forgotten(published: int) -> None:
+    heard = Heard(applied=[batch(n) for n in range(5)], numbers=list(range(5)))
+    one = resumed(heard, 4, batch(4))
+    replay(one, range(published), life=1)
+    assert (heard.applied, heard.stale) == ([], True)
+    assert "started anew" in heard.problems[0]
+    replay(one, range(published), life=1)
+    assert heard.applied == [batch(n, 1) for n in range(published)]
+    assert not heard.stale
+
+
+def test_a_position_that_its_publisher_has_dropped_is_forgotten() -> None:
+    heard = Heard(applied=[batch(n) for n in range(5)], numbers=list(range(5)))
+    one = resumed(heard, 4, batch(4))
+    replay(one, range(6, 9))
+    assert heard.numbers == [6, 7, 8]
+    assert "more batches were missed" in heard.problems[0]
+
+
+def test_a_digest_is_the_same_in_every_process() -> None:
+    import xxhash
+
+    for payload in (b"", b"a", bytes(range(256)) * 40):
+        assert module.batch_digest(payload) == xxhash.xxh3_64_intdigest(payload)
+
+
 class Publishing(RuleBasedStateMachine):
-    """A publisher and all that can happen on the way, in any order."""
+    """A publisher and all that can happen on the way, in any order; the index may stop and begin with a snapshot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,6 +325,19 @@ class Publishing(RuleBasedStateMachine):
         self.life = 0
         self.published: list[bytes] = []
         self.under_way: list[tuple[int, bytes]] | None = None  # a replay
+        self.connected = True
+        self.snapshot: tuple[list[int], list[bytes]] = ([], [])
+
+    @rule()
+    def take_a_snapshot(self) -> None:
+        self.snapshot = (list(self.heard.numbers), list(self.heard.applied))
+
+    @rule()
+    def restart_the_index(self) -> None:
+        numbers, applied = self.snapshot
+        self.heard = Heard(applied=list(applied), numbers=list(numbers))
+        self.one = resumed(self.heard, numbers[-1], applied[-1]) if numbers else sequence(self.heard)
+        self.under_way = None
         self.connected = True
 
     @rule(dropped=st.booleans(), repeated=st.booleans())

@@ -14,12 +14,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvpool import ConfigError, KVPoolError
+from kvpool import ConfigError, IndexClient, IndexUnavailable, KVPoolError
+from kvpool.index import client as client_module
 from kvpool.index import codec
 from kvpool.index import fleet as fleet_module
+from kvpool.index import service as service_module
 from kvpool.index.fleet import Fleet
 from kvpool.index.roster import Roster
 from kvpool.index.service import IndexServer
+from kvpool.index.snapshot import Snapshot, pack, unpack
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc
 from tests.conftest import eventually
@@ -228,6 +231,109 @@ def test_health(channel: grpc.Channel) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+def test_health_waits_until_it_is_warm_and_not_for_ever() -> None:
+    ask = health_pb2.HealthCheckRequest(service=codec.SERVICE)
+    status = health_pb2.HealthCheckResponse
+    is_warm = threading.Event()
+    options = {"is_warm": is_warm.is_set, "warm_up_s": 3600.0}
+    with serving(**options) as served, grpc.insecure_channel(served.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert stub.Check(ask, timeout=WAIT_S).status == status.NOT_SERVING
+        assert raw(channel, "ListWorkers", b"") == b"", "it answers all the same"
+        is_warm.set()
+        assert eventually(lambda: stub.Check(ask, timeout=WAIT_S).status == status.SERVING)
+        is_warm.clear()  # a worker that joins later does not take it away again
+        rounds = []
+        served.roster.expire = lambda: rounds.append(1)  # type: ignore[method-assign]
+        assert eventually(lambda: len(rounds) > 1)
+        assert stub.Check(ask, timeout=WAIT_S).status == status.SERVING
+    options = {"is_warm": lambda: False, "warm_up_s": 0.5}
+    with serving(**options) as served, grpc.insecure_channel(served.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert eventually(lambda: stub.Check(ask, timeout=WAIT_S).status == status.SERVING)
+
+
+# ---- snapshots
+
+
+def test_a_snapshot_comes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "CHUNK_NBYTES", 100)
+    fleet = Fleet()
+    fleet.add(a_worker("a", ranks=2), "flag")
+    say(fleet, "default/a", 0, 4, batch(stored(range(200))))
+
+    def take() -> Snapshot:
+        return Snapshot(1.0, "life", fleet.freeze())
+
+    with serving(fleet, take=take) as served, IndexClient(served.target, WAIT_S) as client:
+        packed = client.snapshot()
+        assert packed == b"".join(pack(take()))
+        assert unpack(packed).life == "life"
+        monkeypatch.setattr(client_module, "MAX_SNAPSHOT_NBYTES", len(packed) - 1)
+        with pytest.raises(IndexUnavailable, match="has more than"):
+            client.snapshot()
+    with pytest.raises(IndexUnavailable, match="was closed"):
+        client.snapshot()
+
+
+def test_snapshots_are_refused_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    going, may_go = threading.Event(), threading.Event()
+
+    def take() -> Snapshot:
+        going.set()
+        assert may_go.wait(WAIT_S)
+        return Snapshot(1.0, "", ())
+
+    with (
+        serving() as served,
+        IndexClient(served.target, WAIT_S) as client,
+        pytest.raises(IndexUnavailable, match=r"FAILED_PRECONDITION.*: this index has nothing to give"),
+    ):
+        client.snapshot()
+    with serving(take=take) as served, grpc.insecure_channel(served.target) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"\xff", timeout=WAIT_S))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        first = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=WAIT_S)
+        assert going.wait(WAIT_S)
+        with IndexClient(served.target, WAIT_S) as client:
+            with pytest.raises(IndexUnavailable, match="another snapshot is under way"):
+                client.snapshot()
+            may_go.set()
+            assert len(list(first)) == 1
+            assert len(client.snapshot()) > 0
+
+
+def test_a_caller_that_takes_no_chunks_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "CHUNK_TIMEOUT_S", 0.2)
+    fleet = Fleet()
+    fleet.add(a_worker("a"), "flag")
+    say(fleet, "default/a", 0, 4, batch(stored(range(1 << 19))))  # 4 MiB, far beyond what fits on the way
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    begun = threading.Event()
+
+    def take() -> Snapshot:
+        begun.set()
+        return Snapshot(1.0, "", fleet.freeze())
+
+    with (
+        serving(fleet, take=take) as served,
+        grpc.insecure_channel(served.target, options=options) as channel,
+    ):
+        mute = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=WAIT_S)
+        assert begun.wait(WAIT_S)
+        with IndexClient(served.target, WAIT_S) as client:
+
+            def is_free() -> bool:
+                try:
+                    return len(client.snapshot()) > 0
+                except IndexUnavailable:
+                    return False
+
+            assert eventually(is_free, within_s=WAIT_S)
+        mute.cancel()
+
+
 def test_reflection(channel: grpc.Channel) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     ask = reflection_pb2.ServerReflectionRequest
@@ -297,7 +403,7 @@ def test_where_it_cannot_listen(listen: str, says: str) -> None:
 
 
 def test_a_port_in_use_is_refused(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
-    other = Served(Fleet(), None, None)
+    other = Served(Fleet(), None, {})
     other.target = served.target
     with pytest.raises(ConfigError, match=f"cannot listen on {served.target}: Address already in use"):
         other.start()

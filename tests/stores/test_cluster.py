@@ -122,7 +122,7 @@ def test_scan_life_and_announcements_are_of_all_nodes(cluster: Cluster, store: S
 
 
 def test_the_doctor_names_the_nodes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    run_doctor(pool=cluster.url, index=None, tenant="default", as_json=True)
+    run_doctor(pool=cluster.url, indexes=(), tenant="default", as_json=True)
     said = capsys.readouterr().out
     assert all(f"127.0.0.1:{server.port}" in said for server in cluster.servers)
     assert "cannot be reached" not in said

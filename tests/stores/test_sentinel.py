@@ -91,7 +91,7 @@ def test_sentinels_may_want_a_password_of_their_own(watched: Watched) -> None:
 
 
 def test_the_doctor_names_the_primary(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
-    run_doctor(pool=watched.url, index=None, tenant="default", as_json=True)
+    run_doctor(pool=watched.url, indexes=(), tenant="default", as_json=True)
     assert f"127.0.0.1:{watched.primary.port}" in capsys.readouterr().out
 
 

@@ -1,0 +1,211 @@
+"""What a restart of the index costs: the last part of ``kvpool bench index``.
+
+The file is that of a fleet in this process, in the shape ``sessions``. What a client sees of ``kill -9`` is measured on
+a ``kvpool index`` of its own, which follows one worker over ZMQ: this process keeps its batches and sends them when
+they are asked for, as vLLM's publisher does, all of them at first and then only those that the snapshot lacks.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from kvpool.cli.bench_events import BLOCK_TOKENS, MOST_HOLDERS, PROMPT_BLOCKS, payloads
+from kvpool.cli.engine_process import child_environment, free_ports
+from kvpool.errors import IndexUnavailable, UnknownModel
+from kvpool.hashing import seed_id
+from kvpool.index import Publisher, Worker, snapshot_file
+from kvpool.index.client import IndexClient
+from kvpool.index.feed import END
+from kvpool.index.fleet import Fleet
+from kvpool.index.snapshot import Snapshot, pack
+
+MODEL = "bench"
+SEED = 5
+START_TIMEOUT_S = 60.0
+JOIN_TIMEOUT_S = 300.0
+POLL_S = 0.005
+_LISTENS = re.compile(r"listens on (\S+:[0-9]+)")
+
+
+@dataclass(frozen=True)
+class RestartRow:
+    """``copy_ms``: for which batches wait. ``write_s``: copied, packed and on the disk. ``restore_s``: read, proved, in
+    the table. ``killed_*``: seconds after the kill of the process, which is started again at once."""
+
+    blocks: int
+    workers: int
+    block_nbytes: float
+    copy_ms: float
+    write_s: float
+    restore_s: float
+    killed_listens_s: float
+    killed_answers_s: float
+
+
+def measure_restart(blocks: int, workers: int) -> RestartRow:
+    """Blocking, for some seconds. Errors: ``IndexUnavailable`` when the process does not come up."""
+    draw = random.Random(SEED)
+    prompts = [draw.randbytes(8 * PROMPT_BLOCKS) for _ in range(max(1, blocks // PROMPT_BLOCKS))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "snapshot"
+        nbytes, copy_s, write_s, restore_s = _at_rest(path, prompts, workers, draw)
+        path.unlink()
+        listens_s, answers_s = _killed(path, prompts)
+    count = len(prompts) * PROMPT_BLOCKS
+    return RestartRow(count, workers, nbytes / count, copy_s * 1e3, write_s, restore_s, listens_s, answers_s)
+
+
+def _worker(name: str, events: str = "tcp://127.0.0.1:1", replay: str = "tcp://127.0.0.1:2") -> Worker:
+    return Worker(name, MODEL, BLOCK_TOKENS, seed_id(None), (Publisher(0, events, replay),))
+
+
+def _at_rest(
+    path: Path, prompts: Sequence[bytes], workers: int, draw: random.Random
+) -> tuple[int, float, float, float]:
+    """Bytes of the file, and seconds to copy, to write and to restore."""
+    fleet = Fleet()
+    sequences = [0] * workers
+    for number in range(workers):
+        fleet.add(_worker(f"worker-{number}"), "call")
+    for text in prompts:
+        hashes = struct.unpack(f"<{PROMPT_BLOCKS}Q", text)
+        for place, number in enumerate(
+            draw.sample(range(workers), draw.randint(1, min(MOST_HOLDERS, workers)))
+        ):
+            part = hashes if place == 0 else hashes[: draw.randint(1, PROMPT_BLOCKS)]
+            for payload in payloads(part, tokens=False):
+                fleet.apply(f"default/worker-{number}", 0, sequences[number], payload)
+                sequences[number] += 1
+    started = time.perf_counter()
+    frozen = fleet.freeze()
+    copied = time.perf_counter()
+    snapshot_file.write(path, pack(Snapshot(time.time(), "", frozen)))
+    written = time.perf_counter()
+    again = Fleet()
+    found = snapshot_file.read(path)
+    assert found is not None
+    again.thaw(found, age_s=0.0, flags=(), life=None)
+    restored = time.perf_counter()
+    assert again.totals().blocks == fleet.totals().blocks
+    return path.stat().st_size, copied - started, written - started, restored - written
+
+
+def _killed(path: Path, prompts: Sequence[bytes]) -> tuple[float, float]:
+    """Seconds from the kill until it listens, and until all prompts are answered as before."""
+    batches = [
+        payload
+        for text in prompts
+        for payload in payloads(struct.unpack(f"<{PROMPT_BLOCKS}Q", text), tokens=False)
+    ]
+    *ports, listen = free_ports(3)
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+    flag = f"worker={events},replay={replay},model={MODEL},block={BLOCK_TOKENS}"
+    arguments = ["--listen", f"127.0.0.1:{listen}", "--worker", flag, "--snapshot", str(path)]
+    arguments += ["--snapshot-every", "0.5"]
+    target = f"127.0.0.1:{listen}"
+    with _Replays(events, replay, batches):
+        process = _start(arguments)
+        try:
+            _wait(lambda: _is_known(target, prompts), JOIN_TIMEOUT_S)
+            known_at_s = time.time()
+            _wait(lambda: path.exists() and path.stat().st_mtime > known_at_s, JOIN_TIMEOUT_S)
+            # The one that was being written may have been taken before.
+            known_at_s = path.stat().st_mtime
+            _wait(lambda: path.stat().st_mtime > known_at_s, JOIN_TIMEOUT_S)
+            process.kill()
+            killed = time.perf_counter()
+            process.communicate()
+            process = _start(arguments)
+            listens_s = time.perf_counter() - killed
+            _wait(lambda: _is_known(target, prompts[-1:]), JOIN_TIMEOUT_S)
+            answers_s = time.perf_counter() - killed
+            if not _is_known(target, prompts):
+                raise IndexUnavailable("the index that was started again does not know what it knew")
+        finally:
+            process.kill()
+            process.communicate()
+    return listens_s, answers_s
+
+
+def _start(arguments: Sequence[str]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from kvpool.cli import main; main()", "index", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=child_environment(),
+    )
+    assert process.stdout is not None
+    if _LISTENS.search(process.stdout.readline()) is None:
+        process.kill()
+        process.communicate()
+        raise IndexUnavailable("the index of the benchmark did not come up")
+    return process
+
+
+def _is_known(target: str, prompts: Sequence[bytes]) -> bool:
+    with IndexClient(target) as client:
+        try:
+            for text in prompts:
+                (row,) = client.lookup(MODEL, hashes64=text)
+                if row.stale or row.device_blocks != PROMPT_BLOCKS:
+                    return False
+        except (IndexUnavailable, UnknownModel):
+            return False
+    return True
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > until_s:
+            raise IndexUnavailable(f"the index of the benchmark was not ready within {timeout_s:g} s")
+        time.sleep(POLL_S)
+
+
+class _Replays:
+    """A publisher that has published its batches, and sends those that are asked for."""
+
+    def __init__(self, events: str, replay: str, batches: Sequence[bytes]) -> None:
+        self._batches = batches
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._events, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._router.set_hwm(0)
+        self._events.bind(events)
+        self._router.bind(replay)
+        self._closing = False
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing = True
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _answer(self) -> None:
+        while not self._closing:
+            if not self._router.poll(20):
+                continue
+            who, empty, number = self._router.recv_multipart()
+            for one in range(int.from_bytes(number, "big"), len(self._batches)):
+                frames = [who, empty, b"", one.to_bytes(8, "big"), self._batches[one]]
+                self._router.send_multipart(frames)
+            self._router.send_multipart([who, empty, b"", END.to_bytes(8, "big"), b""])

@@ -1,0 +1,221 @@
+"""``Snapshot``: what an index knows, at rest, and its form as bytes: in a file, or on the way to another index. Pure.
+
+The bytes, little-endian: a header (below), a head in msgpack, then an image of the table of each partition, one after
+the other (``kvpool/_native/table_image.h``). The header's checksum is of header and head; an image has its own. So no
+byte is believed that is not covered.
+
+What a snapshot says is credited to nobody before the publisher itself has proved it: see ``Fleet.thaw``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
+
+from kvpool import _native
+from kvpool.errors import ConfigError, SnapshotRefused
+from kvpool.index.admission import check_worker
+from kvpool.index.worker import Position, Publisher, Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAGIC = b"KVPINDEX"
+VERSION = 1
+MAX_NBYTES = 64 << 30
+MAX_NUMBER = 1 << 64
+
+_HEADER = struct.Struct(
+    "<"
+    "8s"  # MAGIC
+    "I"  # VERSION
+    "I"  # 0
+    "Q"  # bytes of the head
+    "Q"  # XXH3-64 of the header, with 0 here, and the head
+)
+assert _HEADER.size == 32
+
+
+class RankState(NamedTuple):
+    """A rank of a worker. ``holder``: who has its blocks in the image. ``position``: the batch after which these are
+    its blocks; None: there is nothing to go on from."""
+
+    publisher: Publisher
+    holder: str
+    position: Position | None
+
+
+class WorkerState(NamedTuple):
+    """A worker, who named it, and what is left of its lease; None: it has none."""
+
+    worker: Worker
+    source: str
+    lease_left_s: float | None
+    ranks: tuple[RankState, ...]
+
+
+class PartitionState(NamedTuple):
+    """Workers that share a table. ``namespaces``: whose pools' blocks stand in it.
+
+    ``image``: packed, or yet to be packed.
+    """
+
+    workers: tuple[WorkerState, ...]
+    namespaces: tuple[str, ...]
+    image: Buffer | _native.TableImage
+
+    @property
+    def packed_image(self) -> Buffer:
+        return self.image.pack() if isinstance(self.image, _native.TableImage) else self.image
+
+
+class Snapshot(NamedTuple):
+    """``written_at_s``: by the wall clock. ``life``: ``Store.life`` of the pool whose blocks are in it; empty: none."""
+
+    written_at_s: float
+    life: str
+    partitions: tuple[PartitionState, ...]
+
+
+def pack(snapshot: Snapshot) -> list[bytes]:
+    """The bytes, in parts that belong one behind the other. Takes as much memory again as they have."""
+    images = [bytes(state.packed_image) for state in snapshot.partitions]
+    head = msgpack.packb(
+        {
+            "written_at_s": float(snapshot.written_at_s),
+            "life": snapshot.life,
+            "partitions": [
+                {
+                    "image_nbytes": len(image),
+                    "namespaces": list(state.namespaces),
+                    "workers": [_pack_worker(one) for one in state.workers],
+                }
+                for state, image in zip(snapshot.partitions, images, strict=True)
+            ],
+        }
+    )
+    unproved = _HEADER.pack(MAGIC, VERSION, 0, len(head), 0)
+    header = _HEADER.pack(MAGIC, VERSION, 0, len(head), _native.checksum(unproved + head))
+    return [header + head, *images]
+
+
+def unpack(packed: Buffer) -> Snapshot:
+    """What ``pack`` made. Images are still to be proved, by ``PrefixIndex.of_image``. Errors: ``SnapshotRefused``."""
+    view = memoryview(packed).cast("B")
+    if len(view) < _HEADER.size:
+        raise SnapshotRefused("this is no snapshot of an index: it ends within its header")
+    magic, version, _, head_nbytes, checksum = _HEADER.unpack_from(view)
+    if magic != MAGIC:
+        raise SnapshotRefused("this is no snapshot of an index")
+    if version != VERSION:
+        raise SnapshotRefused(
+            f"this snapshot is of version {version}, and this index reads version {VERSION}"
+        )
+    end = _HEADER.size + head_nbytes
+    if end > len(view):
+        raise SnapshotRefused("this snapshot is damaged: it ends within its head")
+    head = view[_HEADER.size : end]
+    if checksum != _native.checksum(bytes(view[: _HEADER.size - 8]) + bytes(8) + bytes(head)):
+        raise SnapshotRefused("this snapshot is damaged: its checksum is wrong")
+    try:
+        return _read(msgpack.unpackb(head), view[end:])
+    except (ConfigError, KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+        # Its checksum is right: whoever wrote it has a fault, or means ill.
+        raise SnapshotRefused(
+            f"this snapshot makes no sense: {str(error) or type(error).__name__}"
+        ) from error
+
+
+def _pack_worker(state: WorkerState) -> list[Any]:
+    worker = state.worker
+    return [
+        worker.tenant,
+        worker.name,
+        worker.model,
+        worker.hash_algorithm,
+        worker.hash_seed_id,
+        worker.address,
+        worker.incarnation,
+        worker.namespace,
+        worker.block_tokens,
+        state.source,
+        state.lease_left_s,
+        [
+            [
+                rank.publisher.dp_rank,
+                rank.publisher.events,
+                rank.publisher.replay,
+                rank.holder,
+                rank.position and list(rank.position),
+            ]
+            for rank in state.ranks
+        ],
+    ]
+
+
+def _read(head: Any, images: memoryview) -> Snapshot:
+    partitions = []
+    at = 0
+    for one in head["partitions"]:
+        nbytes = _whole(one["image_nbytes"])
+        partitions.append(
+            PartitionState(
+                tuple(_read_worker(fields) for fields in one["workers"]),
+                tuple(_text(namespace) for namespace in one["namespaces"]),
+                images[at : at + nbytes],
+            )
+        )
+        at += nbytes
+    if at != len(images):
+        raise ValueError(f"its images have {len(images)} bytes, not {at}")
+    if not isinstance(head["written_at_s"], float):
+        raise TypeError("when it was written is no time")
+    return Snapshot(head["written_at_s"], _text(head["life"]), tuple(partitions))
+
+
+def _read_worker(fields: Sequence[Any]) -> WorkerState:
+    *texts, block_tokens, source, lease_left_s, ranks = fields
+    tenant, name, model, algorithm, seed_id, address, incarnation, namespace = map(_text, texts)
+    states = tuple(map(_read_rank, ranks))
+    worker = Worker(
+        name=name,
+        model=model,
+        block_tokens=block_tokens,
+        hash_seed_id=seed_id,
+        publishers=tuple(state.publisher for state in states),
+        tenant=tenant,
+        hash_algorithm=algorithm,
+        address=address,
+        incarnation=incarnation,
+        namespace=namespace,
+    )
+    if not isinstance(lease_left_s, float | None):
+        raise TypeError("a lease is no number of seconds")
+    return WorkerState(check_worker(worker), _text(source), lease_left_s, states)
+
+
+def _read_rank(fields: Sequence[Any]) -> RankState:
+    dp_rank, events, replay, holder, position = fields
+    rank = RankState(
+        Publisher(dp_rank, _text(events), _text(replay)),
+        _text(holder),
+        None if position is None else Position(*map(_whole, position)),
+    )
+    if rank.position is not None and not (rank.publisher.replay and rank.position.batch_digest):
+        raise ValueError("a position that nobody could prove")
+    return rank
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MAX_NUMBER:
+        raise TypeError("a number is none")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a text is none")
+    return value

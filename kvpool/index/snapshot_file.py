@@ -1,0 +1,124 @@
+"""``SnapshotFile``: the snapshot of an index in a file, written again and again, read at the next start.
+
+A file is there as a whole or not at all: it is written beside its place under another name, brought to the disk, and
+renamed. Its folder belongs to one index. A thread of the file's own writes; ``_failed`` is its alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvpool.errors import ConfigError, SnapshotRefused
+from kvpool.index.snapshot import MAX_NBYTES, Snapshot, pack, unpack
+
+DEFAULT_EVERY_S = 60.0
+MIN_EVERY_S = 0.1
+MAX_EVERY_S = 86400.0
+MAX_AGE_S = 86400.0  # publishers keep 10,000 batches: what is older is of no use to anybody
+CLOSE_S = 60.0
+
+logger = logging.getLogger("kvpool.index")
+
+
+class SnapshotFile:
+    """Writes ``take()`` to ``path`` every ``every_s`` seconds, and once more when it is closed.
+
+    ``take`` is called in the file's thread. A file that cannot be written costs one warning an outage, and the one
+    before stays. Errors: ``ConfigError`` when nothing can be written there at all.
+    """
+
+    def __init__(self, path: Path, take: Callable[[], Snapshot], *, every_s: float = DEFAULT_EVERY_S) -> None:
+        check_place(path)
+        if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
+            raise ConfigError(
+                f"a snapshot is written every {MIN_EVERY_S:g} to {MAX_EVERY_S:g} seconds, not {every_s:g}"
+            )
+        self._path, self._take, self._every_s = path, take, every_s
+        self._closing = threading.Event()
+        self._failed = False
+        self._thread = threading.Thread(target=self._run, name="kvpool-snapshot", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write once more and end the thread; again does nothing. Blocking, for at most ``CLOSE_S`` seconds."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            write(self._path, pack(self._take()))
+        except OSError as error:
+            if not self._failed:
+                logger.warning("no snapshot can be written to %s: %s", self._path, error.strerror or error)
+            self._failed = True
+        except Exception:
+            if not self._failed:
+                logger.exception("no snapshot can be written to %s", self._path)
+            self._failed = True
+        else:
+            if self._failed:
+                logger.warning("snapshots are written to %s again", self._path)
+            self._failed = False
+
+
+def check_place(path: Path) -> None:
+    """Errors: ``ConfigError`` when no file can be written at ``path``."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir():
+        raise ConfigError(f"--snapshot {path}: name a file in a folder that is there")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--snapshot {path}: the folder {folder} cannot be written")
+
+
+def write(path: Path, parts: Sequence[bytes]) -> None:
+    """Put the parts into the file, one behind the other, or leave it as it is. Blocking. Errors: ``OSError``."""
+    beside = path.with_name(path.name + ".new")
+    with beside.open("wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: Path, *, max_age_s: float = MAX_AGE_S) -> Snapshot | None:
+    """The snapshot in the file; None when there is no such file. Blocking.
+
+    Errors: ``SnapshotRefused``, one line, for a file that cannot be read, that is damaged, of another version, or too
+    old. It may stay where it is: the next snapshot takes its place.
+    """
+    try:
+        if path.stat().st_size > MAX_NBYTES:
+            raise SnapshotRefused(f"{path}: more than {MAX_NBYTES} bytes are no snapshot")
+        packed = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SnapshotRefused(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        snapshot = unpack(packed)
+    except SnapshotRefused as error:
+        raise SnapshotRefused(f"{path}: {error}") from error
+    age_s = age(snapshot)
+    if age_s > max_age_s:
+        raise SnapshotRefused(f"{path}: this snapshot is {age_s:.0f} s old, and {max_age_s:g} s is the limit")
+    return snapshot
+
+
+def age(snapshot: Snapshot) -> float:
+    """Seconds since it was taken, by the wall clock; 0 when that was put back."""
+    return max(0.0, time.time() - snapshot.written_at_s)

@@ -1,0 +1,272 @@
+"""``kvpool index`` killed, stopped, damaged and replaced while it is asked: warm again, and never believed too far."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvpool import IndexClient, IndexUnavailable, UnknownModel, Worker, open_store
+from kvpool.cli.engine_process import free_ports
+from kvpool.hashing import seed_id
+from kvpool.index import codec
+from kvpool.index.registry import Announcer
+from tests.cli.test_app import kvpool, refused
+from tests.cli.test_index import Index, running
+from tests.conftest import eventually
+from tests.index.publisher import Misbehaving, misbehaving
+from tests.index.wire import batch, packed64, removed, stored
+from tests.stores.servers import running as running_server
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+WITHIN_S = 60.0
+PROMPT = list(range(1, 201))
+
+
+def flag(publisher: Misbehaving) -> list[str]:
+    ends = publisher.publisher
+    return ["--worker", f"w={ends.events},model=m,block=16,replay={ends.replay}"]
+
+
+def publish(publisher: Misbehaving, numbers: range) -> None:
+    for number in numbers:
+        publisher.publish(batch(stored([PROMPT[number]]), at_s=number))
+
+
+def row(client: IndexClient) -> tuple[int, int, bool]:
+    (one,) = client.lookup("m", hashes64=packed64(PROMPT))
+    return one.device_blocks, one.sequence, one.stale
+
+
+def health(target: str) -> str:
+    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        request = health_pb2.HealthCheckRequest(service=codec.SERVICE)
+        reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+
+
+def test_killed_and_warm_again_then_damaged_and_cold(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot"
+    with misbehaving() as publisher:
+        keeping = [*flag(publisher), "--snapshot", str(path), "--snapshot-every"]
+        publish(publisher, range(10))
+        with running(*keeping, "0.1") as index, IndexClient(index.target, 30) as client:
+            assert eventually(lambda: row(client) == (10, 9, False), within_s=WITHIN_S)
+            written = path.stat().st_ino if path.exists() else 0
+            assert eventually(lambda: path.exists() and path.stat().st_ino != written, within_s=WITHIN_S)
+            written = path.stat().st_ino  # of this one it is sure that all was known
+            assert eventually(lambda: path.stat().st_ino != written, within_s=WITHIN_S)
+            index.stop(signal.SIGKILL)
+        publisher.forget(9)  # from now on only the snapshot knows of the first nine
+        with running(*keeping, "86400") as index, IndexClient(index.target, 30) as client:
+            assert eventually(lambda: row(client) == (10, 9, False), within_s=WITHIN_S)
+            publish(publisher, range(10, 12))
+            assert eventually(lambda: row(client) == (12, 11, False), within_s=WITHIN_S)
+            assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
+            publisher.forget(1)
+            code, lines = index.stop()
+        assert code == 0
+        assert lines[0].startswith(f"1 workers with 10 blocks are back from {path}, ")
+
+        packed = bytearray(path.read_bytes())  # written on SIGTERM
+        packed[-1] ^= 1
+        path.write_bytes(packed)
+        with running(*keeping, "86400") as index, IndexClient(index.target, 30) as client:
+            assert eventually(lambda: row(client) == (0, 11, False), within_s=WITHIN_S)
+            _, lines = index.stop()
+        assert lines[0] == ("no snapshot is taken over: no image of a prefix index: its checksum is wrong")
+        assert path.read_bytes() != packed, "the next one takes its place"
+
+
+def test_health_waits_for_the_publishers_and_a_peer_gives_what_it_knows() -> None:
+    with misbehaving() as publisher:
+        publish(publisher, range(10))
+        publisher.mute = True
+        slow = [*flag(publisher), "--warm-up", "600"]
+        with running(*slow) as index, IndexClient(index.target, 30) as client:
+            assert eventually(lambda: len(publisher.asked) > 0, within_s=WITHIN_S)
+            assert health(index.target) == "NOT_SERVING"
+            assert row(client) == (0, 0, True)
+            with pytest.raises(IndexUnavailable, match="it is not warm itself"):
+                client.snapshot()
+            with running(*slow, "--bootstrap", index.target) as cold:
+                assert health(cold.target) == "NOT_SERVING"
+                _, lines = cold.stop()
+            assert lines[0].startswith("no snapshot is taken over: ")
+            assert "it is not warm itself" in lines[0]
+
+            publisher.mute = False
+            assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
+            assert row(client) == (10, 9, False)
+            publisher.forget(9)
+            with (
+                running(*flag(publisher), "--bootstrap", index.target) as other,
+                IndexClient(other.target, 30) as its_client,
+            ):
+                assert eventually(lambda: row(its_client) == (10, 9, False), within_s=WITHIN_S)
+                both = ["--index", index.target, "--index", other.target]
+                findings = json.loads(kvpool("doctor", *both, "--json").stdout)["findings"]
+                assert [one["level"] for one in findings if one["about"] == "replicas"] == ["ok"]
+
+                client.remove("w")  # and nobody tells the first nine again
+                client.register(its_client.workers()[0].worker)
+                assert eventually(lambda: row(client) == (0, 9, False), within_s=WITHIN_S)
+                findings = json.loads(kvpool("doctor", *both, "--json").stdout)["findings"]
+                (says,) = [one["says"] for one in findings if one["about"] == "replicas"]
+                assert f"{index.target} knows of 1 blocks and {other.target} of 10" in says
+
+
+def test_what_the_pool_held_comes_back_while_it_is_the_same_one(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot"
+    with (
+        running_server("valkey-server", tmp_path) as server,
+        misbehaving() as publisher,
+        open_store(server.url) as store,
+    ):
+        publisher.publish(batch(stored([1, 2]), stored([1, 2, 3], medium="STORAGE"), at_s=0))
+        publisher.publish(batch(stored([9]), at_s=1))
+        store.announce(f"kvpool:default:{'a' * 32}:facts", b"facts", lease_s=600)  # as the connector does
+        ends = (publisher.publisher,)
+        worker = Worker("w", "m", 16, seed_id(None), ends, incarnation="1", namespace="a" * 32)
+        announcer = Announcer(store, worker, lease_s=3.0)
+        try:
+
+            def answers(device: int, pool: int) -> list[str]:
+                """Start an index, wait for this answer, stop it; what it said."""
+                with (
+                    running("--pool", server.url, "--snapshot", str(path)) as index,
+                    IndexClient(index.target, 30) as client,
+                ):
+
+                    def found() -> list[tuple[int, int, bool]]:
+                        try:
+                            rows = client.lookup("m", hashes64=packed64([1, 2, 3]))
+                        except UnknownModel:
+                            return []
+                        return [(one.device_blocks, one.pool_blocks, one.stale) for one in rows]
+
+                    assert eventually(lambda: found() == [(device, pool, False)], within_s=WITHIN_S), found()
+                    assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
+                    _, lines = index.stop()
+                    return lines
+
+            assert not any("are back" in line for line in answers(2, 3))
+            publisher.forget(1)  # only the snapshot knows of both now
+            lines = answers(2, 3)
+            assert "1 workers with 4 blocks are back" in lines[0]
+            assert not any("joins" in line or "gone" in line for line in lines), lines
+            server.kill()
+            server.start()
+            assert eventually(lambda: any("worker" in key for key in store.announcements("kvpool:default:")))
+            answers(2, 0)
+        finally:
+            announcer.close()
+
+
+def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: Path) -> None:
+    """A rolling upgrade: there is always an answer, none is beyond its sequence, and nothing is lost."""
+    ports = free_ports(2)
+    targets = [f"127.0.0.1:{port}" for port in ports]
+    payloads, truth, held = [], [], 0
+    for number in range(120):  # two blocks more, one less
+        held += -1 if number % 3 == 2 else 1
+        event = removed([PROMPT[held]]) if number % 3 == 2 else stored([PROMPT[held - 1]])
+        payloads.append(batch(event, at_s=number))
+        truth.append(held)
+    wrong: list[str] = []
+    answers = 0
+    ended = threading.Event()
+
+    def ask_on() -> None:
+        """As a router does: the one that answers, else the other."""
+        nonlocal answers
+        with IndexClient(targets[0], 30) as one, IndexClient(targets[1], 30) as two:
+            turn = [one, two]
+            while not ended.is_set():
+                for client in list(turn):
+                    try:
+                        blocks, sequence, stale = row(client)
+                    except IndexUnavailable:
+                        turn.reverse()
+                        continue
+                    if not (stale or blocks == truth[sequence]):
+                        wrong.append(f"{blocks} blocks at {sequence}, not {truth[sequence]}")
+                    answers += 1
+                    break
+                ended.wait(0.002)
+
+    with misbehaving() as publisher:
+        published = 0
+
+        def go_on(count: int) -> None:
+            nonlocal published
+            for payload in payloads[published : published + count]:
+                publisher.publish(payload)
+            published += count
+
+        def start(place: int, *more: str) -> Index:
+            path = tmp_path / f"snapshot-{place}"
+            index = Index(*flag(publisher), "--listen", targets[place], "--snapshot", str(path), *more)
+            replicas[place] = index
+            assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
+            return index
+
+        def has_all(target: str) -> bool:
+            with IndexClient(target, 30) as client:
+                at = published - 1
+                return eventually(lambda: row(client) == (truth[at], at, False), within_s=WITHIN_S)
+
+        def is_answered() -> bool:
+            before = answers
+            return eventually(lambda: answers > before, within_s=WITHIN_S)
+
+        replicas: dict[int, Index] = {}
+        asking = threading.Thread(target=ask_on)
+        try:
+            go_on(20)
+            start(0)
+            start(1)
+            asking.start()
+            for place in (0, 1):
+                go_on(10)
+                replicas[place].stop()
+                assert is_answered()
+                go_on(10)
+                assert has_all(targets[1 - place])
+                publisher.forget(published - publisher.first - 15)  # not enough to begin without a snapshot
+                start(place, "--bootstrap", targets[1 - place])
+                assert is_answered()
+            go_on(10)
+            for target in targets:
+                assert has_all(target)
+                with IndexClient(target, 30) as client:
+                    assert client.workers()[0].publishers[0].resets == 0
+        finally:
+            ended.set()
+            asking.join(60)
+            for index in replicas.values():
+                if index.process.poll() is None:
+                    index.process.kill()
+                    index.process.communicate(timeout=30)
+    assert wrong == []
+    assert answers > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--snapshot", "/nowhere/x"], "--snapshot /nowhere/x: name a file in a folder that is there"),
+        (["--snapshot", "/proc"], "name a file"),
+        (["--snapshot-every", "0"], "--snapshot-every"),
+        (["--bootstrap", "x"], "write HOST:PORT"),
+        (["--bootstrap", "h:0"], "port 0 is for listening"),
+    ],
+)
+def test_wrong_use(arguments: list[str], says: str) -> None:
+    assert says in refused("index", "--listen", "127.0.0.1:0", *arguments)
