@@ -145,7 +145,7 @@ def test_the_two_clients_have_one_surface() -> None:
     del of_tasks["stream"]  # threads get by with calls
     del of_threads["snapshot"]  # asked for once, by an index that starts
     assert of_threads == of_tasks
-    assert set(surface(IndexClient)) == {"lookup", "workers", "register", "remove", "close"}
+    assert set(of_threads) == {"lookup", "workers", "register", "remove", "close"}
 
 
 def test_many_threads_share_a_client(served: Served) -> None:
