@@ -320,7 +320,7 @@ def test_a_caller_that_takes_no_chunks_is_left(monkeypatch: pytest.MonkeyPatch) 
         serving(fleet, take=take) as served,
         grpc.insecure_channel(served.target, options=options) as channel,
     ):
-        mute = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=WAIT_S)
+        mute = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=3600)
         assert begun.wait(WAIT_S)
         with IndexClient(served.target, WAIT_S) as client:
 
