@@ -42,6 +42,7 @@ _KEY = re.compile(
 )
 _FACTS_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}):facts")
 _ANY_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):")
+_ASKED = "?"  # which no worker's name has
 _WORKER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):worker:({_INDEX_PATTERN}):({WORKER_NAME_PATTERN})")
 
 
@@ -123,6 +124,16 @@ def parse_worker_key(key: str) -> tuple[str, str, int] | None:
     if match is None or int(match[2]) > MAX_INDEX:
         return None
     return match[1], match[3], int(match[2])
+
+
+def request_key(worker_key: str) -> str:
+    """Under which indexes ask a rank for all it holds: beside its record, so that one read brings both."""
+    return worker_key + _ASKED
+
+
+def is_request_key(key: str) -> bool:
+    """Whether ``request_key`` spells keys like this."""
+    return key.endswith(_ASKED) and parse_worker_key(key.removesuffix(_ASKED)) is not None
 
 
 def parse_tenant(key: str) -> str | None:

@@ -62,6 +62,9 @@ INDEX: Mapping[str, Metric] = {
     "workers": Metric("kvpool_index_workers", "Workers that the index follows."),
     "ranks": Metric("kvpool_index_ranks", "Their data-parallel ranks."),
     "stale_ranks": Metric("kvpool_index_stale_ranks", "Ranks that are not trusted now, and not credited."),
+    "incomplete_ranks": Metric(
+        "kvpool_index_incomplete_ranks", "Ranks that hold more than the index knows, for batches were lost."
+    ),
     "blocks": Metric("kvpool_index_blocks", "Distinct blocks that somebody holds, summed over partitions."),
     "memory_nbytes": Metric("kvpool_index_memory_bytes", "Memory of the prefix tables."),
     "batches": Metric("kvpool_index_batches_total", "Batches of events that were applied."),

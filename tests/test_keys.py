@@ -16,10 +16,12 @@ from kvpool.keys import (
     Layout,
     Namespace,
     differing_facts,
+    is_request_key,
     parse_facts_key,
     parse_key,
     parse_tenant,
     parse_worker_key,
+    request_key,
     tenant_prefix,
     worker_key,
     workers_prefix,
@@ -112,6 +114,22 @@ def test_a_worker_has_a_key_for_each_rank() -> None:
     assert parse_tenant(key) == "team_a"
     assert parse_worker_key(Namespace("t", FACTS).facts_key) is None
     assert parse_worker_key("kvpool:t:worker:65536:w") is None
+
+
+def test_a_request_lies_beside_the_record_and_is_none() -> None:
+    key = worker_key("t", "w", 3)
+    assert request_key(key) == "kvpool:t:worker:3:w?"
+    assert request_key(key).startswith(key)
+    assert is_request_key(request_key(key))
+    assert parse_worker_key(request_key(key)) is None
+    for other in (
+        key,
+        "?",
+        "kvpool:t:worker:3:?",
+        "kvpool:t:worker:3:w??",
+        Namespace("t", FACTS).facts_key + "?",
+    ):
+        assert not is_request_key(other)
     assert parse_tenant("kvpool::x") is None
     for tenant, name, rank in (
         ("a:b", "w", 0),

@@ -220,7 +220,7 @@ class Decoder {
   void read_event() {
     Event event{};
     event.begin = batch_.hashes.size();
-    bool known = true, has_type = false, has_hashes = false, has_parent = false;
+    bool known = true, has_type = false, has_hashes = false, has_parent = false, has_medium = false;
     const std::size_t fields = reader_.map("an event");
     for (std::size_t i = 0; i < fields; ++i) {
       const std::string_view name = reader_.text("the name of a field");
@@ -248,6 +248,7 @@ class Decoder {
         if (has_parent) reader_.hash();
       } else if (name == "medium") {
         if (reader_.take_nil()) continue;
+        has_medium = true;
         const std::optional<Tier> tier = tier_of(reader_.text("medium"));
         known = tier.has_value();
         if (known) event.tier = *tier;
@@ -260,8 +261,12 @@ class Decoder {
       }
     }
     if (!has_type) reader_.fail("an event has no type");
-    if (known && event.kind != Event::Kind::kCleared && !has_hashes)
+    if (known && event.kind == Event::Kind::kCleared) {
+      event.device_only = has_medium;
+      known = event.tier == Tier::kDevice;  // nobody clears another tier alone
+    } else if (known && !has_hashes) {
       reader_.fail("an event has no block_hashes");
+    }
     if (!known) {
       batch_.hashes.resize(event.begin);
       ++batch_.skipped_events;

@@ -30,6 +30,7 @@ struct Event {
   std::uint32_t group = 0;
   std::size_t begin = 0;  // of its hashes in EventBatch::hashes
   std::size_t count = 0;
+  bool device_only = false;  // cleared: what other tiers hold stays
 };
 
 struct EventBatch {

@@ -196,7 +196,8 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
     if (event.kind == Event::Kind::kCleared) {
       ++applied.cleared_events;
       // What vLLM clears is the engine's own memory; the pool outlives it.
-      if (const auto rank = rank_of(publisher, its_rank)) drop(std::span(&*rank, 1), kLocalTiers);
+      const Tiers gone = event.device_only ? tiers_of(Tier::kDevice) : kLocalTiers;
+      if (const auto rank = rank_of(publisher, its_rank)) drop(std::span(&*rank, 1), gone);
       continue;
     }
     const bool elsewhere = pool && event.tier == Tier::kPool;

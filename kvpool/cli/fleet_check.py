@@ -13,7 +13,7 @@ from kvpool.index.answer import WorkerStatus
 from kvpool.index.client import IndexClient
 from kvpool.index.worker import Worker
 from kvpool.index.worker_record import merge_ranks, unpack_worker
-from kvpool.keys import workers_prefix
+from kvpool.keys import is_request_key, workers_prefix
 from kvpool.stores import Store
 
 CONNECT_S = 1.0
@@ -28,7 +28,8 @@ EVENTS_ON = (
 
 def announced_workers(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
     """The workers of a tenant that announce themselves in the pool, and what is wrong with their records."""
-    records = store.announcements(workers_prefix(tenant))
+    announced = store.announcements(workers_prefix(tenant))
+    records = {key: record for key, record in announced.items() if not is_request_key(key)}
     found = [one for key, record in records.items() if (one := unpack_worker(key, record)) is not None]
     workers, problems = merge_ranks(found)
     if len(found) < len(records):
@@ -160,6 +161,12 @@ def _followed(status: WorkerStatus) -> Iterator[Finding]:
                 f"what rank {one.dp_rank} of worker {name} holds was forgotten {one.resets} times: "
                 f"{one.problem or 'it was started anew'}",
                 "give it a replay endpoint, if it has none",
+            )
+        elif one.problem:
+            yield note(
+                "index",
+                f"rank {one.dp_rank} of worker {name}: {one.problem}",
+                "it tells all it holds in its next step where it is asked; stock vLLM cannot be asked",
             )
 
 

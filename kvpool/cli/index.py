@@ -112,6 +112,8 @@ async def _serve(
                 on_gone=lambda worker_id: roster.remove(worker_id, "pool"),
                 on_pool_lost=fleet.forget_pool,
                 life=life or "",
+                incomplete=fleet.incomplete,
+                on_asked=fleet.asked,
             )
             parts.callback(watch.close)
         complete = True

@@ -75,6 +75,7 @@ class Totals(NamedTuple):
     workers: int
     ranks: int
     stale_ranks: int
+    incomplete_ranks: int
     blocks: int
     memory_nbytes: int
     batches: int
@@ -145,8 +146,9 @@ class _Rank:
     """One rank of one start of a worker."""
 
     __slots__ = (
-        "batch_digest", "batches", "gaps", "gone", "heard_at_s", "holder", "index", "joining", "lock", "malformed",
-        "marked", "pool", "problem", "publisher", "replays", "resets", "sequence", "version", "worker",
+        "asked", "batch_digest", "batches", "gaps", "gone", "heard_at_s", "holder", "index", "joining", "lacking",
+        "lacking_since_s", "lock", "malformed", "marked", "pool", "problem", "publisher", "replays", "resets",
+        "sequence", "untold", "version", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -166,6 +168,12 @@ class _Rank:
         self.heard_at_s = now_s  # when that was last known
         self.marked = False  # stale, says the feed
         self.problem = ""
+        # Why only a part of what it holds is known; empty: it has told all. A rank that has told from its batch 0 on,
+        # or from a clear on, has told all.
+        self.lacking = ""
+        self.lacking_since_s = 0.0
+        self.asked = False  # for all it holds, while it lacks something
+        self.untold = True  # no batch of this life of its publisher was applied
         self.gone = False
 
     @property
@@ -196,11 +204,34 @@ class _Rank:
             resets=self.resets,
             staleness_ms=self.staleness_ms(now_s),
             stale=self.stale,
-            problem=self._why_stale() if self.joining and not self.problem else self.problem,
+            problem=self._problem(now_s),
         )
+
+    def _problem(self, now_s: float) -> str:
+        if self.lacking and not self.stale:
+            asked = " and asked for all it holds" if self.asked else ""
+            return _one_line(f"incomplete for {now_s - self.lacking_since_s:.0f} s{asked}: {self.lacking}")
+        return self._why_stale() if self.joining and not self.problem else self.problem
 
     def _why_stale(self) -> str:
         return "not heard from yet" if self.publisher.events else "it publishes no KV events"
+
+    # Under its lock:
+
+    def lack(self, reason: str, now_s: float) -> None:
+        """Of what it holds, only what it tells from now on is known."""
+        if not self.lacking:
+            self.lacking_since_s = now_s
+        self.lacking = reason
+
+    def complete(self) -> bool:
+        """All it holds is known; whether that is news."""
+        if not self.lacking:
+            return False
+        self.lacking, self.asked = "", False
+        if not self.marked:
+            self.problem = ""
+        return True
 
 
 class _Entry:
@@ -369,6 +400,7 @@ class Fleet:
             workers=workers,
             ranks=len(ranks),
             stale_ranks=sum(rank.stale for rank in ranks),
+            incomplete_ranks=sum(bool(rank.lacking) for rank in ranks),
             blocks=sum(counter["blocks"] for counter in counters),
             memory_nbytes=sum(counter["memory_nbytes"] for counter in counters),
             batches=departed["batches"] + sum(rank.batches for rank in ranks),
@@ -454,10 +486,16 @@ class Fleet:
             if rank.gone:
                 return
             rank.version += 1
+            completed = False
             try:
-                rank.index.apply(rank.holder, payload, dp_rank=dp_rank, pool=rank.pool or None)
+                applied = rank.index.apply(rank.holder, payload, dp_rank=dp_rank, pool=rank.pool or None)
                 rank.sequence, rank.batch_digest = sequence, batch_digest(payload)
                 rank.batches += 1
+                if sequence == 0 or applied.cleared_events:
+                    completed = rank.complete()
+                elif rank.untold:
+                    rank.lack(f"its first {sequence} batches were not heard", self._clock())
+                rank.untold = False
                 if not rank.joining:  # while it joins, batches of long ago are told
                     rank.heard_at_s = self._clock()
             except BaseException:
@@ -465,6 +503,8 @@ class Fleet:
                 raise
             finally:
                 rank.version += 1
+        if completed:
+            logger.info("worker %s rank %d: all it holds is known again", worker_id, dp_rank)
 
     def heard(self, worker_id: str, dp_rank: int) -> None:
         """The rank has just said that there is no later batch than the last one applied.
@@ -477,8 +517,8 @@ class Fleet:
         rank.heard_at_s = self._clock()
         self._joined(rank)
 
-    def reset(self, worker_id: str, dp_rank: int, problem: str) -> None:
-        """Forget what a rank holds, but for the pool's blocks."""
+    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
+        """Forget what a rank holds, but for the pool's blocks; unless it begins ``anew``, it is incomplete then."""
         rank = self._ranks.get((worker_id, dp_rank))
         if rank is None:
             return
@@ -489,6 +529,11 @@ class Fleet:
             rank.index.clear(rank.holder)
             rank.sequence = rank.batch_digest = 0
             rank.resets += 1
+            if anew:
+                rank.untold = True
+                rank.complete()
+            else:
+                rank.lack(problem, self._clock())
             rank.problem = _one_line(problem)
             rank.version += 1
         logger.info("worker %s rank %d: what it held is forgotten: %s", worker_id, dp_rank, rank.problem)
@@ -521,6 +566,23 @@ class Fleet:
                 rank.replays += 1
             else:
                 rank.gaps += 1
+
+    def incomplete(self) -> list[tuple[str, int]]:
+        """(worker, data-parallel rank) of those that are followed and hold more than is known."""
+        with self._lock:
+            ranks = list(self._ranks.items())
+        return [key for key, rank in ranks if rank.lacking and not rank.stale]
+
+    def asked(self, worker_id: str, dp_rank: int) -> None:
+        """A rank was asked to tell all it holds."""
+        rank = self._ranks.get((worker_id, dp_rank))
+        if rank is None:
+            return
+        with rank.lock:
+            news = bool(rank.lacking) and not rank.asked
+            rank.asked |= news
+        if news:
+            logger.info("worker %s rank %d is asked for all it holds: %s", worker_id, dp_rank, rank.lacking)
 
     def _joined(self, rank: _Rank) -> None:
         with rank.lock:
@@ -743,6 +805,9 @@ class Fleet:
             rank = _Rank(worker, publisher, partition.index, holder, now_s)
             if state is not None and state.position is not None:
                 rank.sequence, rank.batch_digest = state.position
+                rank.untold = False
+                if state.lacking:
+                    rank.lack(state.lacking, now_s)
             ranks.append(rank)
             self._ranks[worker.id, publisher.dp_rank] = rank
         partition.members = _Members((*partition.members.ranks, *ranks))
@@ -796,7 +861,10 @@ def _freeze(partition: _Partition, entries: Iterable[_Entry], now_s: float) -> P
                     entry.worker,
                     entry.source,
                     None if entry.expires_at_s is None else entry.expires_at_s - now_s,
-                    tuple(RankState(rank.publisher, rank.holder, rank.position) for rank in entry.ranks),
+                    tuple(
+                        RankState(rank.publisher, rank.holder, rank.position, rank.lacking)
+                        for rank in entry.ranks
+                    ),
                 )
                 for entry in entries
             ),

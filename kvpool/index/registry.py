@@ -2,6 +2,9 @@
 
 A worker keeps a record under a lease (``kvpool.index.worker_record``) and renews it; an index reads all records every
 second. Neither knows the other's address, and no clocks are compared: the pool ends leases.
+
+An index that knows only a part of what a rank holds leaves a request beside its record, and renews it until it knows
+all; the rank reads both at once. What the request says does not matter, nor which of several indexes left it.
 """
 
 from __future__ import annotations
@@ -10,17 +13,24 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import KVPoolError
 from kvpool.index.worker import Worker
 from kvpool.index.worker_record import Announced, merge_ranks, pack_worker, unpack_worker
-from kvpool.keys import parse_tenant, tenant_prefix, workers_prefix
+from kvpool.keys import is_request_key, parse_tenant, request_key, tenant_prefix, workers_prefix
 from kvpool.stores.store import Store
 
 DEFAULT_LEASE_S = 10.0
 RENEWALS = 3  # in one lease
+READ_S = DEFAULT_LEASE_S / RENEWALS  # a longer lease is renewed as often, since requests are read then
+# A request outlives the pause between two readings, and is over when the rank may be asked again
+# (``kvpool.vllm.whole_state.INTERVAL_S``): so what is asked then is asked since the answer.
+REQUEST_LEASE_S = 5.0
+REQUEST = b"tell all you hold"
+ASK_S = 2.0  # a request is renewed that often
+MAX_ASKED = 32  # ranks in one round
 RETRY_S = 1.0  # after a failure, where the lease does not ask for less
 INTERVAL_S = 1.0
 TENANTS_INTERVAL_S = 5.0
@@ -37,8 +47,9 @@ class Announcer:
     """Announces one rank of a worker until it is closed, from a thread of its own.
 
     ``worker``: with one publisher and an incarnation. ``lease_s``: how long the record outlives its last renewal; it
-    is renewed three times as often. ``say``: is told, in one line each, when the pool cannot be written (once an
-    outage), when it can again, and when somebody else announces a worker of this name.
+    is renewed three times as often, and every ``READ_S`` seconds at least. ``say``: is told, in one line each, when
+    the pool cannot be written (once an outage), when it can again, and when somebody else announces a worker of this
+    name.
     A pool that is away is tried again and again. The store must stay open until ``close`` has returned.
     Errors: ``ConfigError`` for a worker that cannot be announced.
     """
@@ -49,12 +60,18 @@ class Announcer:
         self._key, self._record = pack_worker(worker, lease_s)
         self._store, self._worker, self._lease_s, self._say = store, worker, lease_s, say
         self._closing = threading.Event()
+        self._asked = False  # its thread writes
         # The fields below: its thread only.
         self._kept = False  # the record was written at least once
         self._away = False  # the last try failed
         self._said_twin = ""
         self._thread = threading.Thread(target=self._run, name="kvpool-announcer", daemon=True)
         self._thread.start()
+
+    @property
+    def asked(self) -> bool:
+        """Whether an index asks for all that this rank holds, as was last read. Any thread."""
+        return self._asked
 
     def close(self) -> None:
         """Withdraw the record and end the thread; again does nothing.
@@ -67,7 +84,7 @@ class Announcer:
     def _run(self) -> None:
         while not self._closing.is_set():
             failed = not self._try(self._renew, "cannot be announced, and no index sees it")
-            wait_s = self._lease_s / RENEWALS
+            wait_s = min(self._lease_s / RENEWALS, READ_S)
             self._closing.wait(min(RETRY_S, wait_s) if failed else wait_s)
         if self._kept and not self._away:
             self._try(self._withdraw, "is not withdrawn, and announced until its lease ends")
@@ -76,6 +93,7 @@ class Announcer:
         try:
             step()
         except Exception as error:  # the engine around must never hear of it
+            self._asked = False
             if not self._away:
                 reason = str(error) if isinstance(error, KVPoolError) else f"{type(error).__name__}: {error}"
                 self._say(f"worker {self._worker.name} {failure}: {reason}")
@@ -87,7 +105,9 @@ class Announcer:
         return True
 
     def _renew(self) -> None:
-        twin = self._other_incarnation() if self._kept else ""
+        found = self._store.announcements(self._key)
+        self._asked = request_key(self._key) in found
+        twin = self._other_incarnation(found) if self._kept else ""
         if twin and twin != self._said_twin:
             self._said_twin = twin
             self._say(
@@ -98,11 +118,12 @@ class Announcer:
         self._kept = True
 
     def _withdraw(self) -> None:
-        if not self._other_incarnation():  # of the engine that took this one's place
+        # Not that of the engine that took this one's place.
+        if not self._other_incarnation(self._store.announcements(self._key)):
             self._store.withdraw(self._key)
 
-    def _other_incarnation(self) -> str:
-        record = self._store.announcements(self._key).get(self._key)
+    def _other_incarnation(self, announced: dict[str, bytes]) -> str:
+        record = announced.get(self._key)
         found = unpack_worker(self._key, record) if record is not None else None
         if found is None or found.worker.incarnation == self._worker.incarnation:
             return ""
@@ -121,6 +142,8 @@ class WorkerWatch:
     ``on_worker(worker, keep_s)`` is called for every worker in every round, in a round that failed, too: it is to be
     kept for ``keep_s`` seconds unless something else is said. ``on_gone(worker_id)``: it has stopped, or its lease has
     ended. ``on_pool_lost()``: the pool's server was started anew, or the pool was emptied.
+    ``incomplete()``: (worker id, data-parallel rank) of those that are to tell all they hold; those that announce
+    themselves here are asked, a few in each round, and ``on_asked(worker_id, dp_rank)`` is called.
     ``tenants``: only these; None: all that announce anything, looked for every 5 seconds. ``life``: of the pool
     (``Store.life``) as it was when what is known of it was read; empty: nothing is known.
 
@@ -139,12 +162,15 @@ class WorkerWatch:
         on_worker: Callable[[Worker, float], object],
         on_gone: Callable[[str], object],
         on_pool_lost: Callable[[], object] = lambda: None,
+        incomplete: Callable[[], Iterable[tuple[str, int]]] = lambda: (),
+        on_asked: Callable[[str, int], object] = lambda worker_id, dp_rank: None,
         tenants: Sequence[str] | None = None,
         interval_s: float = INTERVAL_S,
         life: str = "",
     ) -> None:
         self._store = store
         self._on_worker, self._on_gone, self._on_pool_lost = on_worker, on_gone, on_pool_lost
+        self._incomplete, self._on_asked = incomplete, on_asked
         self._all_tenants = tenants is None
         self._tenants = sorted(set(tenants or ()))
         for tenant in self._tenants:
@@ -157,6 +183,7 @@ class WorkerWatch:
         # The fields below: its thread only.
         self._known: dict[str, _Known] = {}  # by key
         self._workers: dict[str, Worker] = {}  # by id, as they were told
+        self._asked_at_s: dict[str, float] = {}  # by key, of those that are incomplete still
         self._away = False
         self._doubt_since_s: float | None = None  # until a lease later, a missing record proves nothing
         self._tenants_at_s = 0.0
@@ -194,6 +221,8 @@ class WorkerWatch:
             self._say_once(problem)
         self._tell(workers)
         self.rounds += answered
+        if not self._away:
+            self._call("workers cannot be asked for all they hold", self._ask)
 
     def _read(self) -> dict[str, bytes]:
         now_s = time.monotonic()
@@ -206,7 +235,7 @@ class WorkerWatch:
         records: dict[str, bytes] = {}
         for tenant in self._tenants:
             records |= self._store.announcements(workers_prefix(tenant))
-        return records
+        return {key: record for key, record in records.items() if not is_request_key(key)}
 
     def _unpacked(self, key: str, record: bytes) -> Announced | None:
         announced = unpack_worker(key, record)
@@ -221,7 +250,9 @@ class WorkerWatch:
         """
         had = {known.announced.worker.tenant for known in self._known.values() if not known.missing}
         left = had - {announced.worker.tenant for announced in found.values()}
-        return any(not self._store.announcements(tenant_prefix(tenant)) for tenant in left)
+        return any(
+            all(map(is_request_key, self._store.announcements(tenant_prefix(tenant)))) for tenant in left
+        )
 
     def _heard(self, life: str, found: dict[str, Announced], emptied: bool, now_s: float) -> None:
         """What follows from a round in which the pool has answered."""
@@ -245,6 +276,22 @@ class WorkerWatch:
         for worker_id, worker in workers.items():
             self._call(f"worker {worker_id}", functools.partial(self._on_worker, worker, KEEP_S))
         self._workers = workers
+
+    def _ask(self) -> None:
+        """Leave a request for each rank that is incomplete, those first that were asked longest ago."""
+        now_s = time.monotonic()
+        incomplete = set(self._incomplete())
+        ranks = {
+            key: rank
+            for key, known in (self._known.items() if incomplete else ())
+            if not known.missing and (rank := known.announced.rank) in incomplete
+        }
+        self._asked_at_s = {key: at_s for key, at_s in self._asked_at_s.items() if key in ranks}
+        due = [key for key in ranks if self._asked_at_s.get(key, 0.0) <= now_s - ASK_S]
+        for key in sorted(due, key=lambda key: self._asked_at_s.get(key, 0.0))[:MAX_ASKED]:
+            self._store.announce(request_key(key), REQUEST, lease_s=REQUEST_LEASE_S)
+            self._asked_at_s[key] = now_s
+            self._on_asked(*ranks[key])
 
     def _call(self, what: str, call: Callable[[], object]) -> None:
         try:

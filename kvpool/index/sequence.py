@@ -193,7 +193,7 @@ class Sequence:
         self._last = None
         self._digests = array("Q", bytes(8 * REMEMBERED))
         self._drop_waiting()
-        self._reset("its publisher was started anew")
+        self._reset("its publisher was started anew", anew=True)
         if self._can_replay:
             self._ask(_State.JOINING)
 
@@ -245,5 +245,5 @@ class Sequence:
         near = self._last - REMEMBERED < sequence <= self._last
         return near and self._digests[sequence % REMEMBERED] == batch_digest(payload)
 
-    def _reset(self, problem: str) -> None:
-        self._sink.reset(self._worker_id, self._dp_rank, problem)
+    def _reset(self, problem: str, *, anew: bool = False) -> None:
+        self._sink.reset(self._worker_id, self._dp_rank, problem, anew=anew)

@@ -41,11 +41,12 @@ assert _HEADER.size == 32
 
 class RankState(NamedTuple):
     """A rank of a worker. ``holder``: who has its blocks in the image. ``position``: the batch after which these are
-    its blocks; None: there is nothing to go on from."""
+    its blocks; None: there is nothing to go on from. ``lacking``: why they are only a part of them; empty: they are all."""
 
     publisher: Publisher
     holder: str
     position: Position | None
+    lacking: str = ""
 
 
 class WorkerState(NamedTuple):
@@ -150,6 +151,7 @@ def _pack_worker(state: WorkerState) -> list[Any]:
                 rank.publisher.replay,
                 rank.holder,
                 rank.position and list(rank.position),
+                rank.lacking,
             ]
             for rank in state.ranks
         ],
@@ -198,11 +200,12 @@ def _read_worker(fields: Sequence[Any]) -> WorkerState:
 
 
 def _read_rank(fields: Sequence[Any]) -> RankState:
-    dp_rank, events, replay, holder, position = fields
+    dp_rank, events, replay, holder, position, lacking = fields
     rank = RankState(
         Publisher(dp_rank, _text(events), _text(replay)),
         _text(holder),
         None if position is None else Position(*map(_whole, position)),
+        _text(lacking),
     )
     if rank.position is not None and not (rank.publisher.replay and rank.position.batch_digest):
         raise ValueError("a position that nobody could prove")

@@ -71,8 +71,12 @@ class EventSink(Protocol):
     def heard(self, worker_id: str, dp_rank: int) -> None:
         """The publisher has just said that there is no later batch than the last one applied."""
 
-    def reset(self, worker_id: str, dp_rank: int, problem: str) -> None:
-        """Forget what the rank holds: ``problem`` says why, in one line (a restart, a gap that nothing closed)."""
+    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
+        """Forget what the rank holds: ``problem`` says why, in one line.
+
+        ``anew``: another life of the publisher has begun, which holds nothing that it does not tell of; otherwise
+        (a gap that nothing closed) the rank goes on holding what is forgotten here.
+        """
 
     def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
         """From now on the rank's state is not to be trusted, for the reason given; or is again."""

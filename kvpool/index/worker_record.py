@@ -33,6 +33,11 @@ class Announced(NamedTuple):
     worker: Worker
     lease_s: float
 
+    @property
+    def rank(self) -> tuple[str, int]:
+        """(worker id, data-parallel rank)."""
+        return self.worker.id, self.worker.publishers[0].dp_rank
+
 
 def pack_worker(worker: Worker, lease_s: float) -> tuple[str, bytes]:
     """(key, record) of a worker with exactly one publisher. Errors: ``ConfigError`` that names the field."""

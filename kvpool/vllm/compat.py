@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
@@ -34,6 +35,7 @@ from kvpool.vllm.plan import Group
 
 EVENT_MEDIUM = "STORAGE"  # vllm/distributed/kv_events.py: MEDIUM_STORAGE
 EVENT_OWNER = "kvpool"
+_OF_THE_POOL = {"locality": "REMOTE", "ownership": EVENT_OWNER}
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
@@ -301,12 +303,10 @@ def stored_event(
         "lora_id": lora.adapter_id if lora else None,
         "lora_name": lora.name if lora else None,
         "medium": EVENT_MEDIUM,
-        "group_idx": group_index,
-        "kv_cache_spec_kind": "full_attention" if group.window is None else "sliding_window",
-        "kv_cache_spec_sliding_window": group.window,
         "extra_keys": _event_extra_keys(request, start, start + block_tokens),
+        **_group_fields(group_index, group),
     }
-    return BlockStored(**_known(BlockStored, fields))
+    return BlockStored(**_known(BlockStored, fields | _OF_THE_POOL))
 
 
 def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
@@ -316,7 +316,80 @@ def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
         "medium": EVENT_MEDIUM,
         "group_idx": group,
     }
-    return BlockRemoved(**_known(BlockRemoved, fields))
+    return BlockRemoved(**_known(BlockRemoved, fields | _OF_THE_POOL))
+
+
+def cached_blocks(block_pool: Any) -> Mapping[bytes, Any] | None:
+    """The engine's prefix cache: by hash and group, a block, or where there are copies their dictionary by block id.
+
+    It is the engine's own dictionary, to be read before the engine goes on. None: this version of vLLM shows none.
+    """
+    blocks: Mapping[bytes, Any] | None = getattr(block_pool.cached_block_hash_to_block, "_cache", None)
+    return blocks if isinstance(blocks, dict) else None
+
+
+def by_group(keys: Sequence[bytes], groups: int) -> list[list[bytes | int]]:
+    """For each group, the hashes in keys of ``cached_blocks``, as events carry them.
+
+    All keys have one length, that of the one hash algorithm; the last 4 bytes are the group, big-endian.
+    """
+    if not keys:
+        return [[] for _ in range(groups)]
+    if isinstance(_event_hash(keys[0][:-4]), bytes):
+        return [[key[:-4] for key in keys if key[-4:] == group.to_bytes(4, "big")] for group in range(groups)]
+    width = len(keys[0])
+    form: Any = {
+        "names": ["hash", "group"],
+        "formats": [">u8", ">u4"],
+        "offsets": [width - 12, width - 4],
+        "itemsize": width,
+    }
+    parts = numpy.frombuffer(b"".join(keys), numpy.dtype(form))
+    return [parts["hash"][parts["group"] == group].astype("u8").tolist() for group in range(groups)]
+
+
+class DeviceCleared(AllBlocksCleared, tag="AllBlocksCleared"):
+    """``AllBlocksCleared`` of the engine's own memory alone; who does not know ``medium`` clears every tier."""
+
+    medium: str
+
+
+def cleared_event(block_pool: Any) -> DeviceCleared:
+    """The KV event that says: what was told of the engine's own cache is told anew from here on."""
+    return DeviceCleared(_medium(block_pool))
+
+
+def held_event(
+    block_pool: Any, group_index: int, group: Group, hashes: list[bytes | int], *, copies: bool
+) -> BlockStored:
+    """The KV event that says: the engine's own cache holds these blocks, which are of any prompts.
+
+    ``copies``: there is one more copy of each. An event with a parent counts as that (decision 16), and which one
+    is nothing to an index.
+    """
+    fields: dict[str, Any] = {
+        "block_hashes": hashes,
+        "parent_block_hash": hashes[0] if copies else None,
+        "token_ids": [],  # the engine does not keep them
+        "block_size": group.block_tokens,
+        "lora_id": None,
+        "lora_name": None,
+        "medium": _medium(block_pool),
+        **_group_fields(group_index, group),
+    }
+    return BlockStored(**_known(BlockStored, fields))
+
+
+def _medium(block_pool: Any) -> str:
+    return str(getattr(block_pool, "medium", MEDIUM_GPU))
+
+
+def _group_fields(group_index: int, group: Group) -> dict[str, Any]:
+    return {
+        "group_idx": group_index,
+        "kv_cache_spec_kind": "full_attention" if group.window is None else "sliding_window",
+        "kv_cache_spec_sliding_window": group.window,
+    }
 
 
 def _event_hash(block_hash: bytes) -> bytes | int:
@@ -332,6 +405,5 @@ def _event_extra_keys(request: Request, start: int, end: int) -> Any:
 
 
 def _known(event: type[KVCacheEvent], fields: dict[str, Any]) -> dict[str, Any]:
-    """``fields`` and what marks them as the pool's, without those that this version of the event lacks."""
-    fields |= {"locality": "REMOTE", "ownership": EVENT_OWNER}
+    """``fields`` without those that this version of the event lacks."""
     return {name: value for name, value in fields.items() if name in event.__struct_fields__}

@@ -37,6 +37,7 @@ from kvpool.vllm.worker import WorkerHalf
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -186,6 +187,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         # Stores were copied to staging in the step that computed them: no block has to be held back.
         self._planner().finished(request)
         return False, None
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._planner().bind_block_pool(gpu_block_pool)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._planner().take_events()

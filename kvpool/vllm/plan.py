@@ -58,6 +58,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks whose part is in the pool now
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
+    asked: bool = False  # an index asks for all that the engine's own cache holds
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PoolWorkerMetadata:
         assert isinstance(other, PoolWorkerMetadata)
@@ -67,10 +68,11 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             _summed(self.stored, other.stored),
             _summed(self.dropped, other.dropped),
             self.missing | other.missing,
+            self.asked or other.asked,
         )
 
     def is_empty(self) -> bool:
-        return not (self.facts or self.broken or self.stored or self.dropped or self.missing)
+        return self == PoolWorkerMetadata()
 
 
 def _summed(ours: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.logger import init_logger
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -37,6 +38,7 @@ from kvpool.vllm.plan import (
     blocks_to_store,
     longest_hit,
 )
+from kvpool.vllm.whole_state import WholeState
 
 logger = init_logger("vllm.kvpool")
 
@@ -107,6 +109,8 @@ class SchedulerHalf:
         self._next_tag = 0
         self._last_store = 0.0
         self._events: list[KVCacheEvent] = []
+        self._whole_state = WholeState(self._groups)
+        self._asked = False  # for the whole state, in the step that is ending
         self.counters = Counters()
 
     # What the engine asks.
@@ -230,6 +234,7 @@ class SchedulerHalf:
                 state.refused |= request_id in failed
         if report is None:
             return
+        self._asked |= report.asked
         for reason in report.broken.values():
             self._break(reason)
         self._hear(report)
@@ -239,9 +244,17 @@ class SchedulerHalf:
         if self._events_wanted:
             self._events += [compat.removed_event(*block) for block in sorted(report.missing)]
 
+    def bind_block_pool(self, block_pool: BlockPool) -> None:
+        """The engine's own cache, which is the engine's to change."""
+        self._whole_state.bind(block_pool)
+
     def take_events(self) -> list[KVCacheEvent]:
-        """What became true of the pool since the last call."""
+        """What became true of the pool since the last call; and, when an index asks, all that the engine holds."""
         events, self._events = self._events, []
+        asked, self._asked = self._asked, False
+        if asked and self._events_wanted:
+            nothing: list[KVCacheEvent] = []
+            events += self._guard.run(self._whole_state.tell, nothing)
         return events
 
     def wants_steps(self) -> bool:

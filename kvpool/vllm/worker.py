@@ -193,6 +193,7 @@ class WorkerHalf:
 
     def take_report(self) -> PoolWorkerMetadata | None:
         """What the scheduler should hear of this step; None when there is nothing."""
+        self._report.asked = self._announcer is not None and self._announcer.asked
         if self._report.is_empty():
             return None
         report, self._report = self._report, PoolWorkerMetadata()

@@ -28,6 +28,7 @@ from kvpool.stores.url import StoreURL
 from tests.cli.test_app import kvpool, refused
 from tests.conftest import eventually
 from tests.index.publisher import misbehaving
+from tests.index.wire import batch, stored
 from tests.stores.servers import Server, running
 
 CONF = Path(__file__).parents[2] / "deploy" / "valkey.conf"
@@ -349,20 +350,31 @@ def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
     with (
         misbehaving() as good,
+        misbehaving() as late,
         IndexProcess(tmp_path, url) as index,
         IndexClient(index.address) as client,
         announced(url, worker("good", good.publisher)),
     ):
-        assert eventually(
-            lambda: any(not p.stale for w in client.workers() for p in w.publishers), within_s=20
-        )
+
+        def followed(count: int) -> bool:
+            return sum(not p.stale for w in client.workers() for p in w.publishers) == count
+
+        assert eventually(lambda: followed(1), within_s=20)
         code, findings = examined("--pool", url, "--index", index.address)
         assert code == 0, findings
         assert "it follows 1 workers with 1 ranks" in sentences(findings, "ok")
+        for block in range(3):
+            late.publish(batch(stored([block]), dp_rank=3))
+        late.forget(2)
+        client.register(worker("late", late.publisher, model="l"))
+        assert eventually(lambda: followed(2), within_s=20)
         client.register(worker("lost", Publisher(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"), model="n"))
         client.register(worker("salted", good.publisher, model="s", hash_seed_id="0" * 16))
         code, findings = examined("--index", index.address)
     assert code == 1
+    notes = sentences(findings, "note")
+    assert "rank 3 of worker late: incomplete for " in notes
+    assert "its first 2 batches were not heard" in notes
     problems = sentences(findings, "problem")
     assert "rank 0 of worker lost is stale" in problems
     assert "PYTHONHASHSEED" in problems

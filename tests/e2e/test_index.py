@@ -56,6 +56,8 @@ class Index:
             on_worker=lambda worker, keep_s: self.roster.add(worker, "pool", keep_s),
             on_gone=self.roster.remove,
             on_pool_lost=self.fleet.forget_pool,
+            incomplete=self.fleet.incomplete,
+            on_asked=self.fleet.asked,
         )
 
     def close(self) -> None:

@@ -40,7 +40,9 @@ class Model:
         for event in events:
             groups = ranks.setdefault(rank, {})
             if event["type"] == "AllBlocksCleared":
-                self.clear(worker, rank, ("device", "host", "disk"))
+                medium = event.get("medium")
+                if medium in (None, "GPU"):
+                    self.clear(worker, rank, ("device",) if medium else ("device", "host", "disk"))
                 continue
             blocks = [number(block_hash) for block_hash in event["block_hashes"]]
             tier = TIER[event.get("medium")]

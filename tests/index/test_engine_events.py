@@ -79,6 +79,10 @@ class _Engine:
         self.known: set[int] = set()
 
     def step(self) -> bytes:
+        self.act()
+        return _encode(self.pool.take_events(), 0)
+
+    def act(self) -> None:
         what = self.chance.random()
         if what < 0.6:
             self._start()
@@ -88,7 +92,6 @@ class _Engine:
             self.pool.evict_blocks(set(self.chance.sample(range(1, 60), 3)))
         elif not self.running:
             self.pool.reset_prefix_cache()
-        return _encode(self.pool.take_events(), 0)
 
     def _start(self) -> None:
         """A request: reuses the cached prefix, or, as after an asynchronous load, only a part of it or none."""

@@ -218,6 +218,7 @@ def test_a_stale_rank_is_not_credited() -> None:
     clock = Clock()
     fleet = Fleet(clock=clock)
     fleet.add(a_worker(), "flag")
+    say(fleet, "default/w", 0, 0, batch())
     say(fleet, "default/w", 0, 3, batch(stored([1])))
     fleet.gap("default/w", 0, closed=False)
     fleet.mark("default/w", 0, stale=True, problem="batches 4 to 6 are missing")
@@ -266,7 +267,78 @@ def test_a_reset_forgets_one_rank() -> None:
     assert answer.device_blocks == (1, 0)
     assert answer.sequences == (9, 0)
     status = fleet.workers()[0].publishers[1]
-    assert (status.resets, status.problem) == (1, "the publisher started again")
+    assert (status.resets, status.problem) == (1, "incomplete for 0 s: the publisher started again")
+
+
+def _incomplete(fleet: Fleet) -> tuple[str, list[tuple[str, int]]]:
+    return fleet.workers()[0].publishers[0].problem, fleet.incomplete()
+
+
+def test_a_rank_that_was_heard_late_is_incomplete_until_it_tells_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvpool.index")
+    clock = Clock()
+    fleet = Fleet(clock=clock)
+    fleet.add(a_worker(), "pool")
+    fleet.apply("default/w", 0, 3, batch(stored([1])))
+    assert _incomplete(fleet) == ("not heard from yet", []), "a replay may be under way"
+    fleet.heard("default/w", 0)
+    clock.now_s += 7
+    assert _incomplete(fleet) == (
+        "incomplete for 7 s: its first 3 batches were not heard",
+        [("default/w", 0)],
+    )
+    assert fleet.totals().incomplete_ranks == 1
+    row = fleet.lookup("m", hashes64=packed64([1]))
+    assert (row.device_blocks, row.stale) == ((1,), (False,)), "what it has told since is credited"
+    fleet.asked("default/w", 0)
+    fleet.asked("default/w", 0)
+    assert "incomplete for 7 s and asked for all it holds: " in _incomplete(fleet)[0]
+    fleet.mark("default/w", 0, stale=True, problem="no answer")
+    assert _incomplete(fleet) == ("no answer", []), "who does not answer is not asked"
+    fleet.mark("default/w", 0, stale=False)
+    say(fleet, "default/w", 0, 4, batch(stored([2])))
+    assert fleet.incomplete() == [("default/w", 0)]
+    say(fleet, "default/w", 0, 5, batch(cleared("GPU"), stored([1, 2, 3])))
+    assert _incomplete(fleet) == ("", [])
+    assert fleet.totals().incomplete_ranks == 0
+    assert [text for text in caplog.messages if "all it holds" in text] == [
+        "worker default/w rank 0 is asked for all it holds: its first 3 batches were not heard",
+        "worker default/w rank 0: all it holds is known again",
+    ]
+
+
+def test_what_was_lost_is_lost_until_all_is_told() -> None:
+    fleet = Fleet()
+    fleet.add(a_worker(), "flag")
+    fleet.heard("default/w", 0)
+    assert _incomplete(fleet) == ("", []), "it has told nothing, and nothing was missed"
+    say(fleet, "default/w", 0, 0, batch(stored([1])))
+    assert _incomplete(fleet) == ("", [])
+    for loss, told in enumerate((cleared(), cleared("GPU"))):
+        fleet.reset("default/w", 0, "3 batches were missed")
+        say(fleet, "default/w", 0, 8 + loss, batch(stored([2])))
+        assert _incomplete(fleet) == ("incomplete for 0 s: 3 batches were missed", [("default/w", 0)])
+        say(fleet, "default/w", 0, 9 + loss, batch(told))
+        assert _incomplete(fleet) == ("", [])
+    fleet.reset("default/w", 0, "3 batches were missed")
+    say(fleet, "default/w", 0, 0, batch(stored([2])))
+    assert fleet.incomplete() == [], "the first batch of another life"
+
+
+def test_a_restart_is_complete_when_it_is_told_from_the_start() -> None:
+    fleet = Fleet()
+    fleet.add(a_worker(), "flag")
+    say(fleet, "default/w", 0, 4, batch(stored([1])))
+    assert fleet.incomplete() == [("default/w", 0)]
+    fleet.reset("default/w", 0, "its publisher was started anew", anew=True)
+    assert fleet.incomplete() == []
+    say(fleet, "default/w", 0, 0, batch(stored([1])))
+    assert fleet.incomplete() == []
+    fleet.reset("default/w", 0, "its publisher was started anew", anew=True)
+    say(fleet, "default/w", 0, 2, batch(stored([1])))
+    assert fleet.incomplete() == [("default/w", 0)], "it no longer keeps its first batches"
 
 
 def test_a_malformed_batch_changes_nothing() -> None:
@@ -288,7 +360,8 @@ def test_what_is_said_of_strangers_is_ignored() -> None:
         fleet.reset(worker_id, rank, "x")
         fleet.mark(worker_id, rank, stale=True)
         fleet.gap(worker_id, rank, closed=True)
-    assert fleet.totals()._replace(memory_nbytes=0) == (1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0)
+        fleet.asked(worker_id, rank)
+    assert fleet.totals()._replace(memory_nbytes=0) == (1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 # ---- who is there
@@ -620,7 +693,7 @@ def test_nothing_of_a_start_survives_it() -> None:
     fleet.add(a_worker(incarnation="last"), "call")
     assert fleet.totals().blocks == 0
     fleet.remove("default/w")
-    assert fleet.totals() == (0, 0, 0, 0, 0, fleet.totals().batches, 0, 0, 0, 0, 0)
+    assert fleet.totals() == (0, 0, 0, 0, 0, 0, fleet.totals().batches, 0, 0, 0, 0, 0)
 
 
 # ---- against a plain model

@@ -20,7 +20,7 @@ from kvpool.index import registry
 from kvpool.index.registry import Announcer, WorkerWatch
 from kvpool.index.worker import Publisher, Worker
 from kvpool.index.worker_record import Announced, merge_ranks, pack_worker, unpack_worker
-from kvpool.keys import workers_prefix
+from kvpool.keys import is_request_key, request_key, workers_prefix
 from kvpool.stores.store import Store
 from tests.conftest import eventually
 from tests.stores.servers import SERVERS, Server, running
@@ -384,6 +384,108 @@ def test_what_is_told_may_raise(error: Exception, caplog: pytest.LogCaptureFixtu
         assert rounds(watch, 2)
         told.raising = None
         assert eventually(lambda: told.sees("a"))
+
+
+# ---------------------------------------------------------------- asking for all that a rank holds
+
+
+@contextmanager
+def asking(store: Store, told: Watched, incomplete: set[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    """A watch that asks these; yields whom it has asked, again and again."""
+    asked: list[tuple[str, int]] = []
+    watch = WorkerWatch(
+        store,
+        on_worker=told.on_worker,
+        on_gone=told.on_gone,
+        on_pool_lost=told.on_pool_lost,
+        incomplete=lambda: set(incomplete),
+        on_asked=lambda worker_id, dp_rank: asked.append((worker_id, dp_rank)),
+        tenants=["default"],
+        interval_s=0.05,
+    )
+    try:
+        yield asked
+    finally:
+        watch.close()
+
+
+def test_a_rank_is_asked_until_all_it_holds_is_known(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "ASK_S", 0.2)
+    monkeypatch.setattr(registry, "REQUEST_LEASE_S", 0.6)
+    told, incomplete = Watched(), {("default/a", 3), ("default/stock", 0)}
+    announcers = [Announcer(store, worker(name), lease_s=LEASE_S) for name in "ab"]
+    try:
+        # Several indexes, which leave one request.
+        with asking(store, told, incomplete) as asked, asking(store, Watched(), incomplete) as too:
+            assert eventually(lambda: announcers[0].asked)
+            assert eventually(lambda: len(asked) > 2 and len(too) > 2), "renewed"
+            assert set(asked) == {("default/a", 3)}, "stock vLLM has nobody who would hear it"
+            requests = [key for key in store.announcements(workers_prefix("default")) if is_request_key(key)]
+            assert requests == ["kvpool:default:worker:3:a?"]
+            assert not announcers[1].asked
+            incomplete.clear()
+            assert eventually(lambda: not announcers[0].asked), "it knows all, and asks no more"
+            count = len(asked)
+            assert told.sees("a", "b")
+        assert len(asked) == count
+    finally:
+        for announcer in announcers:
+            announcer.close()
+
+
+def test_a_request_is_no_record_and_no_sign_of_life(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    told = Watched()
+    with watching(store, told, ["default"]) as watch:
+        with announced(store, worker("a")) as said:
+            store.announce(request_key("kvpool:default:worker:3:a"), b"?", lease_s=600)
+            assert eventually(lambda: told.sees("a"))
+            assert rounds(watch, 2)
+            assert watch.unreadable_records == 0
+            # As one that was emptied and heard from an index since.
+            store.withdraw("kvpool:default:worker:3:a")
+            assert eventually(lambda: told.pool_losses >= 1)
+        assert said == []
+    assert not [text for text in caplog.messages if "no record" in text]
+
+
+def test_few_are_asked_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each announcement is a write; those that cannot answer must not keep others from being asked."""
+    monkeypatch.setattr(registry, "MAX_ASKED", 2)
+    monkeypatch.setattr(registry, "ASK_S", 0.0)
+    told = Watched()
+    with open_store("memory://") as store:
+        for dp_rank in range(5):
+            key, record = pack_worker(worker("a", dp_rank=dp_rank), 60)
+            store.announce(key, record, lease_s=60)
+        with asking(store, told, {("default/a", dp_rank) for dp_rank in range(5)}) as asked:
+            assert eventually(lambda: len(asked) >= 10)
+        assert {dp_rank for _, dp_rank in asked[:6]} == set(range(5)), "each in its turn"
+
+
+def test_who_may_not_write_says_so_once_and_watches_on(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.client.execute_command("ACL", "SETUSER", "u", "on", ">p", "~kvpool:default:*", "+@all", "-set")
+    told = Watched()
+    with open_store(server.url) as own, open_store(server.url.replace("://", "://u:p@")) as store:
+        with announced(own, worker("a")), asking(store, told, {("default/a", 3)}) as asked:
+            assert eventually(lambda: any("asked for all they hold" in text for text in caplog.messages))
+            tells = told.tells
+            assert eventually(lambda: told.tells > tells + 4)
+        assert asked == []
+    assert sum("asked for all they hold" in text for text in caplog.messages) == 1
+
+
+def test_a_pool_that_is_away_asks_for_nothing(server: Server) -> None:
+    with open_store(server.url) as store:
+        announcer = Announcer(store, worker("a"), lease_s=LEASE_S, say=lambda text: None)
+        try:
+            store.announce(request_key(KEY.replace("10.0.0.7:5557", "a")), b"?", lease_s=600)
+            assert eventually(lambda: announcer.asked)
+            server.kill()
+            assert eventually(lambda: not announcer.asked, within_s=15)
+        finally:
+            announcer.close()
 
 
 # ---------------------------------------------------------------- pools that go away

@@ -25,6 +25,7 @@ class Heard:
     numbers: list[int] = field(default_factory=list)
     stale: bool = True
     problems: list[str] = field(default_factory=list)
+    anew: list[bool] = field(default_factory=list)  # of each reset, whether another life has begun
     proofs: int = 0
     gaps: int = 0
     closed: int = 0
@@ -40,8 +41,9 @@ class Heard:
     def heard(self, worker_id: str, dp_rank: int) -> None:
         self.proofs += 1
 
-    def reset(self, worker_id: str, dp_rank: int, problem: str) -> None:
+    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
         assert problem
+        self.anew.append(anew)
         assert "\n" not in problem
         self.problems.append(problem)
         self.applied, self.numbers = [], []
@@ -121,7 +123,7 @@ def test_a_gap_that_no_replay_can_close_resets() -> None:
     replay(one, range(15, 21))
     assert heard.numbers == [15, 16, 17, 18, 19, 20]
     assert "more batches were missed" in heard.problems[0]
-    assert not heard.stale
+    assert (heard.stale, heard.anew) == (False, [False])
 
 
 def test_what_came_by_replay_and_comes_again_alive_is_no_restart() -> None:
@@ -142,6 +144,7 @@ def test_an_earlier_number_with_another_content_is_a_restart(number: int) -> Non
     assert "started anew" in heard.problems[0]
     replay(one, range(number + 1), life=1)
     assert heard.applied == [batch(n, 1) for n in range(number + 1)]
+    assert heard.anew == [True]
 
 
 def test_a_restart_while_disconnected_is_noticed_although_the_numbers_go_on() -> None:
@@ -225,6 +228,7 @@ def test_without_a_replay_endpoint_gaps_and_lost_connections_reset() -> None:
     one.live(0, batch(0, life=1))
     assert heard.applied == [batch(0, 1)]
     assert len(heard.problems) == 3
+    assert heard.anew == [False, False, True]
 
 
 def test_a_malformed_batch_resets_and_the_rest_goes_on() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import kvpool
 from kvpool import BlockHasher, ConfigError, MalformedEvents, PrefixIndex
 from kvpool.index import Match
+from kvpool.index.table import Applied
 from tests.index.model import Model
 from tests.index.wire import Hash, batch, cleared, packed64, removed, stored
 
@@ -222,6 +223,21 @@ def test_wrong_arguments_are_one_clear_line(call: Any, says: str) -> None:
     assert len(index) == 0
 
 
+def test_a_clear_may_be_of_the_device_alone() -> None:
+    index = PrefixIndex(reuse_reports=False)
+    told = [stored([1], medium=medium) for medium in ("GPU", "GPU", "CPU", "DISK", "STORAGE")]
+    index.apply("w", batch(*told))
+    assert index.apply("w", batch(cleared("GPU"))) == Applied(*[0] * 8, 1, 0)
+    assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 1, 1, 1, 1, 1)]
+    index.apply("w", batch(stored([1])))
+    assert index.apply("w", batch(removed([1]))).removed == 1, "no copy of before the clear is left"
+    for other in ("CPU", "DISK", "STORAGE", "a new one"):
+        assert index.apply("w", batch(cleared(other))) == Applied(*[0] * 9, 1)
+    assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 1, 1, 1, 1, 1)]
+    index.apply("w", batch(cleared()))
+    assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 0, 0, 1, 0, 1)]
+
+
 # ---- against the model
 
 HASHES = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 1 << 32, (1 << 63) + 1, (1 << 64) - 1])
@@ -242,7 +258,7 @@ def wire_hashes(draw: st.DrawFn) -> list[Hash]:
 def events(draw: st.DrawFn) -> dict[str, Any]:
     kind = draw(st.sampled_from(["stored"] * 5 + ["removed"] * 4 + ["cleared"]))
     if kind == "cleared":
-        return cleared()
+        return cleared(draw(st.sampled_from([None, None, "GPU", "GPU", "CPU", "STORAGE"])))
     fields: dict[str, Any] = {"medium": draw(st.sampled_from(["GPU", "GPU", None, "CPU", "DISK", "STORAGE"]))}
     fields["group_idx"] = draw(st.sampled_from([None, 0, 0, 0, 1]))
     if kind == "removed":

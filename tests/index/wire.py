@@ -52,9 +52,9 @@ def removed(hashes: Sequence[Hash], *, medium: str | None = "GPU", **optional: A
     }
 
 
-def cleared() -> dict[str, Any]:
-    """An ``AllBlocksCleared``."""
-    return {"type": "AllBlocksCleared"}
+def cleared(medium: str | None = None) -> dict[str, Any]:
+    """An ``AllBlocksCleared``; with a medium, as kvpool's connector sends it."""
+    return {"type": "AllBlocksCleared", **({} if medium is None else {"medium": medium})}
 
 
 def batch(*events: dict[str, Any], dp_rank: int | None = None, at_s: float = 1.5) -> bytes:

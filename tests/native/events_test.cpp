@@ -51,6 +51,18 @@ TEST(events_of_every_type_are_decoded) {
   CHECK(got.events[2].kind == Event::Kind::kCleared);
 }
 
+TEST(a_clear_may_name_the_device_and_no_other_tier) {
+  const std::string type = text("type") + "\xb0" + "AllBlocksCleared"s;
+  const auto of = [&](const std::string& medium) {
+    return decode(batch(1, map(2, text("medium") + medium + type)));
+  };
+  CHECK(of(text("GPU")).events.at(0).device_only);
+  CHECK(!of("\xc0"s).events.at(0).device_only);
+  for (const char* other : {"CPU", "DISK", "STORAGE", "TAPE"}) {
+    CHECK(of(text(other)).events.empty() && of(text(other)).skipped_events == 1);
+  }
+}
+
 TEST(hashes_are_integers_or_the_end_of_bytes) {
   const std::string digest = "\xc4\x20"s + std::string(24, 'x') + "\x01\x02\x03\x04\x05\x06\x07\x08"s;
   const EventBatch got = decode(

@@ -110,5 +110,8 @@ def test_reports_of_ranks_add_up() -> None:
     assert both.dropped == {1: 1}
     assert both.broken == {1: "disk"}
     assert both.missing == {(b"h", 0)}
+    assert not both.asked
+    assert both.aggregate(PoolWorkerMetadata(asked=True)).asked
     assert PoolWorkerMetadata().is_empty()
+    assert not PoolWorkerMetadata(asked=True).is_empty()
     assert not both.is_empty()

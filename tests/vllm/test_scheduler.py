@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.request import Request
@@ -222,6 +223,53 @@ def test_a_block_that_a_load_did_not_find_is_announced_as_removed(store: Store) 
     scheduler.update(PoolWorkerMetadata(missing={(asked.block_hashes[3], 0)}), (), ())
     (event,) = scheduler.take_events()
     assert int(event.block_hashes[0]).to_bytes(8, "big") == asked.block_hashes[3][-8:]
+
+
+def cached(scheduler: SchedulerHalf, asked: Request) -> None:
+    """The engine's own cache holds the full blocks of a request."""
+    block_pool = BlockPool(16, True, BLOCK_TOKENS, enable_kv_cache_events=True)
+    blocks = block_pool.get_new_blocks(len(asked.block_hashes))
+    block_pool.cache_full_blocks(asked, blocks, 0, len(blocks), BLOCK_TOKENS, 0)
+    scheduler.bind_block_pool(block_pool)
+
+
+def test_all_that_the_engine_holds_is_told_when_an_index_asks_and_not_again_soon(store: Store) -> None:
+    scheduler, asked = half(store), request("a")
+    cached(scheduler, asked)
+    scheduler.update(PoolWorkerMetadata(), (), ())
+    assert scheduler.take_events() == []
+    scheduler.update(PoolWorkerMetadata(asked=True, missing={(asked.block_hashes[3], 0)}), (), ())
+    removed, cleared, held = scheduler.take_events()
+    assert (removed.medium, cleared.medium, held.medium) == ("STORAGE", "GPU", "GPU")
+    assert [int(one).to_bytes(8, "big") for one in held.block_hashes] == [
+        block_hash[-8:] for block_hash in asked.block_hashes
+    ]
+    assert scheduler.take_events() == []
+    scheduler.update(PoolWorkerMetadata(asked=True), (), ())
+    assert scheduler.take_events() == [], "the same request, which stands until its lease ends"
+
+
+def test_an_engine_that_publishes_nothing_tells_nothing(store: Store) -> None:
+    scheduler, asked = half(store, events=False), request("a")
+    cached(scheduler, asked)
+    scheduler.update(PoolWorkerMetadata(asked=True), (), ())
+    assert scheduler.take_events() == []
+
+
+def test_a_fault_in_telling_ends_the_pool_and_not_the_engine(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, asked = half(store), request("a")
+    cached(scheduler, asked)
+
+    def broken(*arguments: object) -> object:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("kvpool.vllm.compat.held_event", broken)
+    scheduler.update(PoolWorkerMetadata(asked=True, missing={(asked.block_hashes[3], 0)}), (), ())
+    (removed,) = scheduler.take_events()
+    assert removed.medium == "STORAGE", "nothing is told by halves, least of all a clear"
+    assert scheduler.plan(output(asked, 100, TABLE)).stores == []
 
 
 def test_an_abort_cancels_the_lookup_and_the_load(stalling: StallingStore) -> None:

@@ -11,12 +11,13 @@ import torch
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
+from kvpool.index import registry
 from kvpool.index.worker import Publisher, Worker
 from kvpool.index.worker_record import unpack_worker
-from kvpool.keys import Namespace
+from kvpool.keys import Namespace, request_key
 from kvpool.stores import open_store
 from kvpool.vllm.announcement import Announcement
-from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata
+from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.worker import WorkerHalf
 from tests.conftest import eventually
 from tests.stores.misbehaving import misbehaving
@@ -70,6 +71,33 @@ def test_the_first_rank_announces_the_worker_until_it_is_closed(
             assert not eventually(lambda: bool(store.announcements("kvpool:default:")), within_s=0.5)
         worker.close()
         assert store.announcements("kvpool:default:worker:") == {}
+
+
+def test_a_request_of_an_index_is_reported_while_it_stands(
+    tmp_path: Path, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "READ_S", 0.05)
+    url = f"file://{tmp_path}/pool"
+    worker = WorkerHalf(PoolConfig(pool=url), rank=0)
+    worker.register([[cache]], FACTS, described)
+    reports: list[PoolWorkerMetadata | None] = [worker.take_report()]
+    request = request_key("kvpool:default:worker:0:w")
+
+    def asked() -> bool:
+        reports.append(worker.take_report())
+        last = reports[-1]
+        return last is not None and last.asked
+
+    with open_store(url) as store:
+        assert not asked()
+        store.announce(request, b"?", lease_s=600)
+        assert eventually(asked)
+        assert asked(), "in each step, for the scheduler decides how often it is told"
+        store.withdraw(request)
+        assert eventually(lambda: not asked())
+        assert reports[-1] is None
+    worker.close()
+    assert not asked()
 
 
 def test_a_worker_that_cannot_be_announced_works_all_the_same(tmp_path: Path, cache: torch.Tensor) -> None:
