@@ -52,6 +52,11 @@ class FlatMap {
   template <typename Visit>
   void for_each(Visit visit) const;
 
+  // Calls visit(key, value) for the entries of one segment, and moves the cursor as sweep_segment() does. visit may
+  // erase the entry that it is given, and change nothing else.
+  template <typename Visit>
+  void visit_segment(std::uint64_t& cursor, Visit visit) const;
+
   std::size_t size() const { return size_; }
   std::size_t nbytes() const;
   // How often an entry stands behind a bucket that it would rather be in: 0 when there are no entries.
@@ -157,11 +162,18 @@ inline FlatMap::Place FlatMap::prefetch(std::uint64_t key) const {
 
 template <typename IsDead>
 void FlatMap::sweep_segment(std::uint64_t& cursor, IsDead is_dead) {
+  visit_segment(cursor, [&](std::uint64_t key, std::uint32_t value) {
+    if (is_dead(value)) erase(key);
+  });
+}
+
+template <typename Visit>
+void FlatMap::visit_segment(std::uint64_t& cursor, Visit visit) const {
   const Segment& segment = *directory_[directory_index(cursor)].segment;
   for (std::size_t i = 0; i <= segment.mask; ++i) {
     const Bucket& bucket = segment.buckets[i];
     for (std::size_t entry = 0; entry < kBucketEntries; ++entry) {
-      if ((bucket.used >> entry & 1) != 0 && is_dead(bucket.value[entry])) erase(bucket.key[entry]);
+      if ((bucket.used >> entry & 1) != 0) visit(bucket.key[entry], bucket.value[entry]);
     }
   }
   // The first mixed key behind the segment; wraps to 0 behind the last one.
@@ -171,15 +183,10 @@ void FlatMap::sweep_segment(std::uint64_t& cursor, IsDead is_dead) {
 
 template <typename Visit>
 void FlatMap::for_each(Visit visit) const {
-  for (const auto& segment : segments_) {
-    for (std::size_t i = 0; i <= segment->mask; ++i) {
-      const Bucket& bucket = segment->buckets[i];
-      for (unsigned used = bucket.used; used != 0; used &= used - 1) {
-        const auto entry = static_cast<std::size_t>(std::countr_zero(used));
-        visit(bucket.key[entry], bucket.value[entry]);
-      }
-    }
-  }
+  std::uint64_t cursor = 0;
+  do {
+    visit_segment(cursor, visit);
+  } while (cursor != 0);
 }
 
 }  // namespace kvpool

@@ -572,6 +572,16 @@ class PyTable {
     return without_gil([&] { return table_->clear(name, dp_rank, static_cast<Tiers>(tiers)); });
   }
 
+  std::uint64_t doubt(nb::handle worker, std::uint64_t cursor) {
+    const std::string_view name = utf8_view(worker, "worker must be a str");
+    return without_gil([&] { return table_->doubt(name, cursor); });
+  }
+
+  std::pair<std::size_t, std::size_t> expel(nb::handle worker) {
+    const std::string_view name = utf8_view(worker, "worker must be a str");
+    return without_gil([&] { return table_->expel(name); });
+  }
+
   nb::list workers() const {
     const std::vector<std::string> names = without_gil([this] { return table_->workers(); });
     nb::list list;
@@ -673,6 +683,8 @@ NB_MODULE(_native, m) {
       .def("match", &PyTable::match, "hashes64"_a.none(), "workers"_a.none())
       .def("remove_worker", &PyTable::remove_worker, "worker"_a.none())
       .def("clear", &PyTable::clear, "worker"_a.none(), "dp_rank"_a.none(), "tiers"_a)
+      .def("doubt", &PyTable::doubt, "worker"_a.none(), "cursor"_a)
+      .def("expel", &PyTable::expel, "worker"_a.none())
       .def("workers", &PyTable::workers)
       .def("content", &PyTable::content, "worker"_a.none())
       .def("image", &PyTable::image)

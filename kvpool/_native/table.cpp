@@ -170,6 +170,16 @@ std::optional<SeatId> Table::seat_of(std::uint32_t worker, std::uint32_t dp_rank
   return seat;
 }
 
+std::vector<SeatId> Table::seats_of(std::string_view worker) const {
+  std::vector<SeatId> seats;
+  const auto known = worker_by_name_.find(worker);
+  if (known == worker_by_name_.end()) return seats;
+  for (const std::uint32_t rank : workers_[known->second].ranks) {
+    seats.insert(seats.end(), ranks_[rank].seats.begin(), ranks_[rank].seats.end());
+  }
+  return seats;
+}
+
 void Table::learn_reach(SeatId seat, Reach reach) {
   const bool whole = reach != Reach::kPart;
   if (reach == Reach::kUnsaid || seats_[seat].whole == whole) return;
@@ -232,8 +242,10 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
 
 void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied) {
   const bool counts_copies = event.tier == Tier::kDevice && !(reuse_reports_ && event.root);
+  Doubts* const doubts = event.tier == Tier::kPool ? seats_[seat].doubts.get() : nullptr;
   for (std::size_t i = 0; i < hashes.size(); ++i) {
     if (i + kAhead < hashes.size()) blocks_.prefetch(hashes[i + kAhead]);
+    if (doubts != nullptr) doubts->blocks.erase(hashes[i]);
     std::uint32_t* set =
         blocks_.size() < max_blocks_ ? blocks_.insert(hashes[i], kNobody).first : blocks_.find(hashes[i]);
     if (set == nullptr) {
@@ -327,6 +339,7 @@ void Table::drop(std::span<const Tiers> gone) {
       if ((gone[seat] >> tier & 1U) != 0) seats_[seat].blocks[tier] = seats_[seat].digests[tier] = 0;
     }
     if ((gone[seat] & tiers_of(Tier::kDevice)) != 0) seats_[seat].more_copies.reset();
+    if ((gone[seat] & tiers_of(Tier::kPool)) != 0) seats_[seat].doubts.reset();
   }
 }
 
@@ -361,6 +374,44 @@ bool Table::remove_worker(std::string_view worker) {
   free_workers_.push_back(place);
   worker_by_name_.erase(known);
   return true;
+}
+
+std::uint64_t Table::doubt(std::string_view worker, std::uint64_t cursor) {
+  const auto held = write();
+  const std::vector<SeatId> seats = seats_of(worker);
+  if (seats.empty()) return 0;
+  if (cursor == 0) {
+    for (const SeatId seat : seats) seats_[seat].doubts = std::make_unique<Doubts>(random_seed());
+  }
+  blocks_.visit_segment(cursor, [&](std::uint64_t hash, SetId set) {
+    for (const SeatId seat : seats) {
+      // A seat without doubts has come, or was cleared, since the round began: what it holds was told of since.
+      if (!seats_[seat].doubts || (sets_.tiers(set, seat) & tiers_of(Tier::kPool)) == 0) continue;
+      seats_[seat].doubts->blocks.insert(hash, 0);
+    }
+  });
+  return cursor;
+}
+
+std::pair<std::size_t, std::size_t> Table::expel(std::string_view worker) {
+  const auto held = write();
+  const Event removal{Event::Kind::kRemoved, Tier::kPool, Reach::kUnsaid, false, 0, 0, 0};
+  Applied applied;
+  std::size_t left = 0;
+  std::vector<std::uint64_t> hashes;
+  for (const SeatId seat : seats_of(worker)) {
+    Doubts* const doubts = seats_[seat].doubts.get();
+    if (doubts == nullptr) continue;
+    hashes.clear();
+    doubts->blocks.visit_segment(doubts->cursor,
+                                 [&](std::uint64_t hash, std::uint32_t) { hashes.push_back(hash); });
+    remove(seat, removal, hashes, applied);
+    for (const std::uint64_t hash : hashes) doubts->blocks.erase(hash);
+    left += doubts->blocks.size();
+    if (doubts->blocks.size() == 0) seats_[seat].doubts.reset();
+  }
+  total_.removed += applied.removed;
+  return {applied.removed, left};
 }
 
 // Takes the places of blocks that nobody holds any more, a few at a time.
@@ -586,6 +637,7 @@ TableStats Table::stats() const {
                  seats_.capacity() * sizeof(Seat);
   for (const Seat& seat : seats_) {
     if (seat.in_use) ++stats.holders;
+    if (seat.doubts) stats.nbytes += seat.doubts->blocks.nbytes();
     if (!seat.more_copies) continue;
     stats.copies += seat.more_copies->size();
     stats.nbytes += seat.more_copies->nbytes();

@@ -11,7 +11,11 @@
 // Groups that need only a part of the prefix (sliding windows) are not indexed: nothing is answered about them, and
 // what engines report of them is not always true.
 //
-// Any thread may call anything. One lock: apply(), clear() and remove_worker() hold it alone, match() shares it.
+// Who can list what a worker has in the pool settles the table with it in three steps
+// (docs/decisions/0042-the-pool-is-settled-by-doubt.md): doubt() everything the table credits, apply() what was listed
+// as stored events, expel() what is still in doubt. Any stored event ends the doubt about its blocks.
+//
+// Any thread may call anything. One lock: match(), workers() and stats() share it, all others hold it alone.
 #pragma once
 
 #include <array>
@@ -25,6 +29,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "events.h"
@@ -104,6 +109,12 @@ class Table {
   bool remove_worker(std::string_view worker);
   bool clear(std::string_view worker, std::optional<std::uint32_t> dp_rank, Tiers tiers);
 
+  // Doubts the blocks that the worker holds in the pool, in one segment of the table: begins with cursor 0, and
+  // returns the next one, 0 after the last. Doubts of an earlier round end when a round begins.
+  std::uint64_t doubt(std::string_view worker, std::uint64_t cursor);
+  // Takes some doubted blocks from the worker's part of the pool: (how many it held, how many doubts are left).
+  std::pair<std::size_t, std::size_t> expel(std::string_view worker);
+
   std::vector<std::string> workers() const;
   // Nothing: not known.
   std::optional<Content> content(std::string_view worker) const;
@@ -116,6 +127,11 @@ class Table {
   static constexpr std::size_t kMaxGroups = 256;  // of a rank
   static constexpr std::size_t kMaxWorkers = 65536;
 
+  struct Doubts {
+    explicit Doubts(std::uint64_t seed) : blocks(seed) {}
+    FlatMap blocks;
+    std::uint64_t cursor = 0;  // of expel()
+  };
   struct Seat {
     std::uint32_t rank = 0;
     std::uint32_t group = 0;
@@ -125,7 +141,8 @@ class Table {
     std::array<std::uint64_t, kTierCount>
         digests{};  // sums over blocks and copies: a change costs one addition
     std::unique_ptr<FlatMap>
-        more_copies;  // on the device, beyond the first: number by block; null: none so far
+        more_copies;                 // on the device, beyond the first: number by block; null: none so far
+    std::unique_ptr<Doubts> doubts;  // about what is in the pool; null: no round goes on
   };
   struct Rank {
     std::uint32_t worker = 0;
@@ -144,6 +161,7 @@ class Table {
 
   std::uint32_t worker_of(std::string_view name);
   std::optional<std::uint32_t> rank_of(std::uint32_t worker, std::uint32_t dp_rank);
+  std::vector<SeatId> seats_of(std::string_view worker) const;
   std::optional<SeatId> known_seat(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group) const;
   std::optional<SeatId> seat_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group);
   void learn_reach(SeatId seat, Reach reach);

@@ -234,6 +234,28 @@ class PrefixIndex:
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
 
+    def doubt(self, worker: str, cursor: int = 0) -> int:
+        """Begin a round (cursor 0) in which is settled what ``worker`` holds in the pool, or go on with it.
+
+        Call it with what it returned until that is 0: then all that ``worker`` holds there is in doubt. Then list what
+        is there, ``apply`` it as stored, and ``expel`` until nothing is left. What any event stores from then on
+        is no longer in doubt. Each call looks at about 2,000 blocks of the table. Errors: ``ConfigError``.
+        """
+        try:
+            return self._table.doubt(worker, cursor)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+
+    def expel(self, worker: str) -> tuple[int, int]:
+        """Take away some of what is still in doubt: (blocks taken from ``worker``, doubts that are left).
+
+        Each call takes about 2,000. Errors: ``ConfigError``.
+        """
+        try:
+            return self._table.expel(worker)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+
     def workers(self) -> list[str]:
         """The names of all workers that were added and not removed, sorted."""
         return self._table.workers()

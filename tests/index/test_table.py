@@ -400,6 +400,94 @@ def test_golden_batches(row: dict[str, Any]) -> None:
         assert sorted(answers) == question["rows"]
 
 
+# ---- what a worker has in the pool is settled
+
+
+def a_round(index: PrefixIndex, worker: str, *listed: Hash) -> int:
+    """Doubt, list, expel; how many blocks went."""
+    cursor = index.doubt(worker)
+    while cursor:
+        cursor = index.doubt(worker, cursor)
+    index.apply(worker, batch(stored(listed, medium="STORAGE")))
+    went, left = index.expel(worker)
+    while left:
+        more, left = index.expel(worker)
+        went += more
+    return went
+
+
+def pool_blocks(index: PrefixIndex, worker: str, blocks: range) -> set[int]:
+    return {block for block in blocks if any(index.match(packed64([block]), workers=[worker]).pool_blocks)}
+
+
+def test_what_is_not_listed_goes_and_nothing_else() -> None:
+    index = PrefixIndex()
+    everywhere = [stored([1, 2, 3], medium=medium) for medium in ("GPU", "CPU", "STORAGE")]
+    for worker in ("w", "other"):
+        index.apply(worker, batch(*everywhere))
+    assert a_round(index, "w", 2, 4) == 2
+    assert pool_blocks(index, "w", range(6)) == {2, 4}
+    assert pool_blocks(index, "other", range(6)) == {1, 2, 3}
+    (row,) = index.match(packed64([1, 2, 3]), workers=["w"])
+    assert (row.device_blocks, row.host_blocks) == (3, 3)
+    assert a_round(index, "w") == 2
+    assert a_round(index, "w") == 0
+    assert index.expel("w") == (0, 0), "no round goes on"
+    assert (index.doubt("nobody"), index.expel("nobody")) == (0, (0, 0))
+    for wrong in ("doubt", "expel"):
+        with pytest.raises(ConfigError, match="worker must be a str"):
+            getattr(index, wrong)(3)
+
+
+@given(*(st.sets(st.integers(0, 30)) for _ in range(5)), st.booleans())
+def test_any_event_ends_a_doubt(
+    before: set[int], told: set[int], gone: set[int], again: set[int], listed: set[int], cleared_: bool
+) -> None:
+    """``told``, ``gone`` and ``again`` are stored, removed and stored while a round goes on."""
+    index = PrefixIndex()
+    index.apply("w", batch(stored(sorted(before), medium="STORAGE"), stored(range(40), medium="CPU")))
+    assert index.doubt("w") == 0, "so few are seen at once"
+    if cleared_:
+        index.clear("w", tier="pool")
+    for event in (stored(sorted(told)), removed(sorted(gone)), stored(sorted(again)), stored(sorted(listed))):
+        index.apply("w", batch({**event, "medium": "STORAGE"}))
+    index.expel("w")
+    assert pool_blocks(index, "w", range(31)) == ((told - gone) | again | listed)
+    assert list(index.match(packed64(range(40))).host_blocks) == [40]
+
+
+def test_a_round_in_many_steps_among_events() -> None:
+    """What is stored once all is in doubt stays, whether that was before or after it was expelled."""
+    chance = random.Random(7)
+    index = PrefixIndex()
+    blocks = range(40_000)
+    index.apply("w", batch(stored(blocks, medium="STORAGE")))
+    told: set[int] = set()
+    steps, cursor = 1, index.doubt("w")
+    while cursor:
+        some = chance.sample(blocks, 50)
+        index.apply("w", batch(stored(some[:25], medium="STORAGE"), stored(some[25:], medium="GPU")))
+        told.update(some[:25])
+        cursor, steps = index.doubt("w", cursor), steps + 1
+    assert steps > 10
+    listed = chance.sample(blocks, 5000)
+    index.apply("w", batch(stored(listed, medium="STORAGE")))
+    went, left, steps = 0, 1, 0
+    late: set[int] = set()
+    while left:
+        more, left = index.expel("w")
+        went, steps = went + more, steps + 1
+        some = chance.sample(blocks, 50)
+        index.apply("w", batch(stored(some, medium="STORAGE")))
+        late.update(some)
+    assert steps > 10
+    # What was stored before all was in doubt may be in doubt itself: whoever lists begins to list after that.
+    kept = pool_blocks(index, "w", blocks)
+    assert kept >= {*listed, *late}
+    assert kept <= {*listed, *late, *told}
+    assert went >= 40_000 - len(kept)
+
+
 # ---- threads
 
 
