@@ -100,14 +100,6 @@ def _clients(value: str, info: Info) -> tuple[Level, str] | None:
     return None
 
 
-def _notices(value: str, info: Info) -> tuple[Level, str] | None:
-    if "E" in value and ("e" in value or "A" in value):
-        return None
-    return "note", (
-        "notify-keyspace-events does not tell of evictions: an index learns of them by misses only"
-    )
-
-
 def _flush(value: str, info: Info) -> tuple[Level, str] | None:
     if value == "yes":
         return None
@@ -158,7 +150,6 @@ RULES = (
     Rule("appendonly", "no", _appendonly),
     Rule("client-output-buffer-limit", "normal 256mb 64mb 10", _output_limit),
     Rule("maxmemory-clients", "20%", _clients),
-    Rule("notify-keyspace-events", "Ee", _notices),
     Rule("lazyfree-lazy-user-flush", "yes", _flush),
     Rule("hash-max-listpack-value", "64", _listpack),
     Rule("io-threads", "1", _io_threads, live=False),

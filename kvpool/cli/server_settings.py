@@ -15,6 +15,7 @@ from kvpool.errors import KVPoolError
 from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import server_name
 from kvpool.stores.server_announcements import connect
+from kvpool.stores.server_notices import ADVICE, refusal
 from kvpool.stores.url import StoreURL
 
 if TYPE_CHECKING:
@@ -43,13 +44,24 @@ def _server_findings(url: StoreURL, pool: StoreURL) -> list[Finding]:
 
     try:
         with connect(url, timeout_s=TIMEOUT_S) as server:
-            return list(_findings(server, in_cluster=pool.scheme == "valkey+cluster"))
+            found = list(_findings(server, in_cluster=pool.scheme == "valkey+cluster"))
+        return found + list(_notices(url))
     except redis.RedisError as error:
         return [
             note(
                 ABOUT, f"its settings cannot be read: {error}", "allow INFO to this user, or ask its operator"
             )
         ]
+
+
+def _notices(url: StoreURL) -> Iterator[Finding]:
+    if why := refusal(url):
+        yield note(
+            ABOUT,
+            f"it does not tell this user which keys change ({why}): an index with this user sees evictions later, "
+            "when it looks through the pool",
+            f"for the user of an index, {ADVICE}",
+        )
 
 
 def _findings(server: redis.Redis, *, in_cluster: bool) -> Iterator[Finding]:

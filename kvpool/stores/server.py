@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from kvpool.errors import StoreUnavailable
 from kvpool.stores.primaries import Primaries
 from kvpool.stores.server_announcements import TIMEOUT_S, ServerAnnouncements, connect
-from kvpool.stores.server_scan import scan_server
+from kvpool.stores.server_notices import ServerNotices
+from kvpool.stores.server_scan import scan_keys, scan_server
 from kvpool.stores.store import Store, StoredBlock
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL
 
@@ -44,6 +45,17 @@ class ServerStore(Store):
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
         for url in self._primaries.urls():
             yield from scan_server(url, self._name, prefix)
+
+    def _keys(self, prefix: str) -> Iterator[list[str]]:
+        before = self._primaries.find()
+        for url in self._primaries.urls():
+            yield from scan_keys(url, self._name, prefix)
+        # Else keys may have gone from a server that was not walked yet to one that had been.
+        if self._primaries.find() != before:
+            raise StoreUnavailable(f"{self._name}: its servers changed while its blocks were looked at")
+
+    def _notices(self) -> ServerNotices:
+        return ServerNotices(self._primaries, self._name)
 
 
 def run_id(url: StoreURL, name: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import StoreUnavailable
 from kvpool.keys import is_key
@@ -25,21 +26,39 @@ def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBl
     The server walks about a thousand of its keys in each step, those of others among them; of these nothing but
     the name is read. Errors: ``StoreUnavailable``.
     """
+    with _looking(url, name) as server:
+        for keys in _walk(server, prefix):
+            if keys:
+                yield _sized(server, keys)
+
+
+def scan_keys(url: StoreURL, name: str, prefix: str) -> Iterator[list[str]]:
+    """``Store.keys`` on the server of ``url``. Errors: ``StoreUnavailable``."""
+    with _looking(url, name) as server:
+        yield from _walk(server, prefix)
+
+
+@contextmanager
+def _looking(url: StoreURL, name: str) -> Iterator[redis.Redis]:
     import redis
 
-    pattern = _SPECIAL.sub(r"\\\1", prefix) + "*"
     try:
         with connect(url, timeout_s=TIMEOUT_S) as server:
-            cursor = 0
-            while True:
-                cursor, names = server.scan(cursor, match=pattern, count=SCAN_KEYS)
-                keys = [key for key in (one.decode("ascii", "replace") for one in names) if is_key(key)]
-                if keys:
-                    yield _sized(server, keys)
-                if cursor == 0:
-                    return
+            yield server
     except redis.RedisError as error:
         raise StoreUnavailable(f"{name}: cannot look at its blocks: {error}") from error
+
+
+def _walk(server: redis.Redis, prefix: str) -> Iterator[list[str]]:
+    """The blocks' keys of each step."""
+    pattern = _SPECIAL.sub(r"\\\1", prefix) + "*"
+    cursor = 0
+    while True:
+        reply: Any = server.scan(cursor, match=pattern, count=SCAN_KEYS)
+        cursor, names = reply
+        yield [key for key in (one.decode("ascii", "replace") for one in names) if is_key(key)]
+        if cursor == 0:
+            return
 
 
 def _sized(server: redis.Redis, keys: list[str]) -> list[StoredBlock]:

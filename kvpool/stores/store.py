@@ -16,6 +16,7 @@ from kvpool import _native
 from kvpool.errors import ConfigError, StoreClosed
 from kvpool.keys import KEY_PREFIX
 from kvpool.stores.buffers import Destination, copy_back, destination, source
+from kvpool.stores.notices import Notices
 from kvpool.stores.transfer import Batch, Transfer, check_timeout
 
 DEFAULT_TIMEOUT_S = 5.0
@@ -188,6 +189,23 @@ class Store(ABC):
         self._check_open()
         return self._scan(prefix)
 
+    def keys(self, prefix: str = KEY_PREFIX) -> Iterator[list[str]]:
+        """As ``scan``, the keys alone: a list for every thousand or so that were walked, which may be empty.
+
+        What stays is given at least once; where it cannot be sure of that (servers changed), the last step fails.
+        Blocking at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._keys(prefix)
+
+    def notices(self) -> Notices | None:
+        """What the servers behind the store say of keys that change, from now on; None: there is no server.
+
+        Close it before the store. Never blocks. Errors: ``StoreClosed``.
+        """
+        self._check_open()
+        return self._notices()
+
     # ------------------------------------------------------------------ the rest
 
     @abstractmethod
@@ -246,6 +264,12 @@ class Store(ABC):
 
     @abstractmethod
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]: ...
+
+    def _keys(self, prefix: str) -> Iterator[list[str]]:
+        return ([block.key for block in blocks] for blocks in self._scan(prefix))
+
+    def _notices(self) -> Notices | None:
+        return None
 
     @abstractmethod
     def _close(self) -> None: ...

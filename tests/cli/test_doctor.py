@@ -97,8 +97,6 @@ WRONG = [
     ("maxmemory-clients", "0", "note", "maxmemory-clients is 0"),
     ("maxmemory-clients", "1%", "problem", "maxmemory-clients allows 10.2 MiB"),
     ("maxmemory-clients", "20mb", "problem", "maxmemory-clients allows 20 MiB"),
-    ("notify-keyspace-events", "", "note", "notify-keyspace-events"),
-    ("notify-keyspace-events", "Kx", "note", "notify-keyspace-events"),
     ("lazyfree-lazy-user-flush", "no", "note", "lazyfree-lazy-user-flush"),
     ("hash-max-listpack-value", "1048576", "note", "hash-max-listpack-value is 1048576"),
     ("io-threads", "2", "note", "io-threads is 2"),
@@ -186,6 +184,19 @@ def test_the_doctor_looks_at_the_host_of_a_network_only(server: Server) -> None:
     assert any(one["about"] == "host" for one in findings) == bbr
     _, findings = examined("--pool", f"valkey+unix://{server.socket_path}")
     assert not any(one["about"] == "host" for one in findings)
+
+
+def test_a_user_whom_the_server_does_not_tell_of_changes(server: Server) -> None:
+    server.client.execute_command("ACL", "SETUSER", "default", "-client|tracking")
+    (only,) = to_change(server)
+    assert only.level == "note"
+    assert "does not tell this user which keys change" in only.says
+    assert (
+        only.change
+        == "for the user of an index, allow +client|id +client|tracking +subscribe &__redis__:invalidate"
+    )
+    server.client.execute_command("ACL", "SETUSER", "default", "+client|tracking")
+    assert to_change(server) == []
 
 
 def test_a_server_without_info_says_so(server: Server) -> None:
