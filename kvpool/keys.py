@@ -82,6 +82,11 @@ def is_key(key: str) -> bool:
     return match is not None and int(match[4]) <= MAX_INDEX and int(match[5]) <= MAX_INDEX
 
 
+def rank_key(key: str, rank: int) -> str:
+    """The key of another rank's part of the block whose part ``key`` names."""
+    return f"{key[: key.rindex(':') + 1]}{rank}"
+
+
 def tenant_prefix(tenant: str) -> str:
     """What every key of ``tenant`` starts with."""
     return f"{KEY_PREFIX}{check_tenant(tenant)}:"

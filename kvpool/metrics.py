@@ -76,6 +76,24 @@ INDEX: Mapping[str, Metric] = {
         "kvpool_index_refused_blocks_total", "Blocks that were not taken because the index is full."
     ),
 }
+# By the field of ``kvpool.index.residency.ResidencyTotals``.
+RESIDENCY: Mapping[str, Metric] = {
+    "notices": Metric("kvpool_index_pool_notices_total", "Keys of which the pool said that they changed."),
+    "missed_notices": Metric(
+        "kvpool_index_pool_missed_notices_total",
+        "Times that changes may have been missed, the beginning of each connection among them.",
+    ),
+    "added": Metric("kvpool_index_pool_added_total", "Blocks that were found in the pool and not credited."),
+    "removed": Metric("kvpool_index_pool_removed_total", "Blocks that were credited and not in the pool."),
+    "rounds": Metric("kvpool_index_pool_rounds_total", "Times that all of the pool was looked through."),
+    "failed_rounds": Metric("kvpool_index_pool_failed_rounds_total", "Times that this failed."),
+    "deaf": Metric("kvpool_index_pool_deaf", "1: some server of the pool does not say what it loses."),
+    "round_s": Metric("kvpool_index_pool_round_seconds", "How long the last whole look took."),
+    "bound_s": Metric(
+        "kvpool_index_pool_bound_seconds",
+        "When it rests, the index is right about the pool after so long, whatever was missed.",
+    ),
+}
 INDEX_LOOKUPS = Metric("kvpool_index_lookups_total", "Lookups, by result.", "result")
 INDEX_LOOKUP_SECONDS = Metric(
     "kvpool_index_lookup_seconds", "Time in the index of lookups that were answered."

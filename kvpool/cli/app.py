@@ -180,6 +180,15 @@ def index(
         str | None,
         typer.Option(metavar="URL", help="Follow the workers that announce themselves in this store."),
     ] = None,
+    pool_keys_per_s: Annotated[
+        int,
+        typer.Option(
+            metavar="KEYS",
+            min=1,
+            max=10_000_000,
+            help="Keys of the pool looked at in a second, to see what it lost.",
+        ),
+    ] = 20_000,
     worker: Annotated[
         list[str] | None,
         typer.Option(
@@ -220,8 +229,8 @@ def index(
         from kvpool.cli.index import run_index
 
     run_index(
-        listen=listen, pool=pool, workers=worker or [], max_blocks=max_blocks, metrics=metrics, snapshot=snapshot,
-        snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up,
+        listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, workers=worker or [], max_blocks=max_blocks,
+        metrics=metrics, snapshot=snapshot, snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from kvpool.index.exporter import Exporter
 from kvpool.index.feed import EventFeed
 from kvpool.index.fleet import Fleet
 from kvpool.index.registry import WorkerWatch
+from kvpool.index.residency import Residency
 from kvpool.index.roster import Roster
 from kvpool.index.service import IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
@@ -42,6 +43,7 @@ def run_index(
     *,
     listen: str,
     pool: str | None,
+    pool_keys_per_s: int,
     workers: Sequence[str],
     max_blocks: int,
     metrics: str | None,
@@ -61,13 +63,18 @@ def run_index(
     if len({worker.id for worker in named}) != len(named):
         raise ConfigError("--worker: two workers of one tenant have the same name")
     _log_lines()
-    asyncio.run(_serve(fleet, listen, pool, named, metrics, file, snapshot_every_s, bootstrap, warm_up_s))
+    asyncio.run(
+        _serve(
+            fleet, listen, pool, pool_keys_per_s, named, metrics, file, snapshot_every_s, bootstrap, warm_up_s
+        )
+    )
 
 
 async def _serve(
     fleet: Fleet,
     listen: str,
     pool: str | None,
+    pool_keys_per_s: int,
     workers: Sequence[Worker],
     metrics: str | None,
     file: Path | None,
@@ -91,13 +98,16 @@ async def _serve(
         loop.add_signal_handler(number, ended.set)
     async with AsyncExitStack() as parts:
         store = None if pool is None else parts.enter_context(_open_pool(pool))
+        residency = None if store is None else Residency(fleet, store, keys_per_s=pool_keys_per_s)
+        if residency is not None:
+            parts.callback(residency.close)
         roster = Roster(fleet, EventFeed(fleet))
         parts.callback(roster.close)
         life = None if store is None else _life(store)
         if file is not None or bootstrap is not None:
             flags = {worker.id for worker in workers}
             await asyncio.to_thread(lambda: _warm_up(roster, file, bootstrap, flags, life))
-        exporter = Exporter(fleet)
+        exporter = Exporter(fleet, residency)
         parts.callback(exporter.close)
         server = IndexServer(roster, observer=exporter, is_warm=is_warm, warm_up_s=warm_up_s, take=take)
         parts.push_async_callback(server.stop)
@@ -105,12 +115,12 @@ async def _serve(
         shown = f", metrics on port {exporter.serve(metrics)}" if metrics is not None else ""
         for worker in workers:
             roster.add(worker, "flag")
-        if store is not None:
+        if store is not None and residency is not None:
             watch = WorkerWatch(
                 store,
                 on_worker=lambda worker, keep_s: roster.add(worker, "pool", keep_s),
                 on_gone=lambda worker_id: roster.remove(worker_id, "pool"),
-                on_pool_lost=fleet.forget_pool,
+                on_pool_lost=residency.pool_lost,
                 life=life or "",
                 incomplete=fleet.incomplete,
                 on_asked=fleet.asked,

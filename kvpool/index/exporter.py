@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from threading import Thread
 from typing import Any
 
@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
+from kvpool.index.residency import Residency
 from kvpool.wording import parse_address
 
 BUCKETS_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
@@ -22,10 +23,13 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Exporter(Collector):
-    """Shows a fleet's totals and counts lookups, on a page of its own. Any thread may call anything."""
+    """Shows a fleet's totals and counts lookups, on a page of its own. Any thread may call anything.
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    ``residency``: None where there is no pool.
+    """
+
+    def __init__(self, fleet: Fleet, residency: Residency | None = None) -> None:
+        self._fleet, self._residency = fleet, residency
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         lookups, seconds = metrics.INDEX_LOOKUPS, metrics.INDEX_LOOKUP_SECONDS
@@ -42,10 +46,9 @@ class Exporter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The totals now; prometheus-client calls it."""
-        totals = self._fleet.totals()._asdict()
-        for field, metric in metrics.INDEX.items():
-            family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
-            yield family(metric.name, metric.help, value=totals[field])
+        yield from _families(metrics.INDEX, self._fleet.totals()._asdict())
+        if self._residency is not None:
+            yield from _families(metrics.RESIDENCY, self._residency.totals()._asdict())
 
     def serve(self, listen: str) -> int:
         """Show the page on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
@@ -66,3 +69,9 @@ class Exporter(Collector):
             server.shutdown()
             server.server_close()
             thread.join(CLOSE_TIMEOUT_S)
+
+
+def _families(shown: Mapping[str, metrics.Metric], totals: Mapping[str, float]) -> Iterator[Metric]:
+    for field, metric in shown.items():
+        family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+        yield family(metric.name, metric.help, value=totals[field])

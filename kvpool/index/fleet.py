@@ -86,6 +86,15 @@ class Totals(NamedTuple):
     refused_blocks: int
 
 
+class Pool(NamedTuple):
+    """What one namespace has in the pool, as one partition knows it: ``holder`` in its ``table``."""
+
+    tenant: str
+    namespace: str
+    table: PrefixIndex
+    holder: str
+
+
 class _Key(NamedTuple):
     """What workers must share to be in one partition."""
 
@@ -410,6 +419,16 @@ class Fleet:
             malformed_batches=departed["malformed"] + sum(rank.malformed for rank in ranks),
             refused_blocks=departed["refused"] + sum(counter["refused"] for counter in counters),
         )
+
+    def pools(self) -> list[Pool]:
+        """The namespaces of which something is known: for whoever sees what the pool itself holds."""
+        with self._lock:
+            return [
+                Pool(partition.key.tenant, namespace, partition.index, _pool(namespace))
+                for partitions in self._models.values()
+                for partition in partitions
+                for namespace in partition.namespaces
+            ]
 
     def forget_pool(self) -> None:
         """The pool was emptied, or is another one: forget what it held, of all namespaces."""

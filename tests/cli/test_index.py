@@ -161,26 +161,29 @@ def test_hashes_and_the_seed_of_the_index() -> None:
 
 @pytest.mark.usefixtures("grpc_started")
 def test_who_announces_itself_in_the_pool_is_followed(tmp_path: Path) -> None:
-    """From the record in a real server to an answer, and to its end."""
+    """From the record in a real server to an answer, and to its end; what is in the pool counts, not what is said."""
     with (
         running_server("valkey-server", tmp_path, "--requirepass", "pass-word") as server,
         misbehaving() as publisher,
     ):
         url = f"valkey://:pass-word@127.0.0.1:{server.port}"
-        publisher.publish(batch(stored([1, 2]), stored([1, 2, 3], medium="STORAGE"), dp_rank=3))
+        publisher.publish(batch(stored([1, 2]), stored([1, 2, 4], medium="STORAGE"), dp_rank=3))
         worker = Worker(
             "w", "m", 16, seed_id(None), (publisher.publisher,), incarnation="1", namespace="a" * 32
         )
         with (
             open_store(url) as store,
-            running("--pool", url) as index,
+            running("--pool", url, "--metrics", "127.0.0.1:0") as index,
             IndexClient(index.target, 30) as client,
         ):
+            ready, _, metrics = index.ready.partition(", metrics on port ")
             assert (
-                index.ready
+                ready
                 == f"index listens on {index.target}, 0 workers, pool valkey://:***@127.0.0.1:{server.port}"
             )
             store.announce(f"kvpool:default:{'a' * 32}:facts", b"facts", lease_s=60)  # as the connector does
+            keys = [f"kvpool:default:{'a' * 32}:{number:064x}:0:0" for number in (1, 2, 3)]
+            assert all(store.put_many(keys, [b"block"] * 3))
             announcer = Announcer(store, worker, lease_s=5.0)
             try:
 
@@ -192,6 +195,15 @@ def test_who_announces_itself_in_the_pool_is_followed(tmp_path: Path) -> None:
                     return [(row.dp_rank, row.device_blocks, row.pool_blocks, row.stale) for row in rows]
 
                 assert eventually(lambda: answer() == [(3, 2, 3, False)], within_s=30), answer()
+                assert store.delete_many([keys[1]]) == 1
+                assert eventually(lambda: answer() == [(3, 2, 1, False)], within_s=30), answer()
+                page = (
+                    urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics", timeout=30).read().decode()
+                )
+                figures = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+                assert float(figures["kvpool_index_pool_removed_total"]) >= 1
+                assert float(figures["kvpool_index_pool_bound_seconds"]) >= 10
+                assert figures["kvpool_index_pool_deaf"] == "0.0"
                 (status,) = client.workers()
                 assert (status.source, status.worker) == ("pool", worker)
                 assert status.lease_left_ms > 0
@@ -232,6 +244,7 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
         (["--listen", "50051"], "write HOST:PORT"),
         (["--listen", "192.0.2.1:0"], "cannot listen on 192.0.2.1:0"),
         (["--max-blocks", "0"], "--max-blocks"),
+        (["--pool-keys-per-s", "0"], "--pool-keys-per-s"),
         (["--worker", "w"], '--worker "w": write NAME=tcp://HOST:PORT,model=MODEL,block=TOKENS'),
         (["--worker", "w=h:1,model=m,block=1"], "write NAME=tcp://HOST:PORT"),
         (["--worker", "=tcp://h:1,model=m,block=1"], "write NAME="),
