@@ -207,7 +207,7 @@ class Residency:
                     cursor, slices = pool.table.doubt(pool.holder, cursor), slices + 1
                     if slices % SLICES == 0:
                         yield 0
-            for keys in self._store.keys(_common_prefix(self._known)):
+            for keys in self._store.scan_keys(_common_prefix(self._known)):
                 # Each block once, by its first rank: without that one it is not there.
                 found = [(key, block) for key, block in self._ours(keys) if block.rank == 0]
                 yield SCAN_KEYS + self._settle(found, set(keys))

@@ -46,7 +46,7 @@ class ServerStore(Store):
         for url in self._primaries.urls():
             yield from scan_server(url, self._name, prefix)
 
-    def _keys(self, prefix: str) -> Iterator[list[str]]:
+    def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
         before = self._primaries.find()
         for url in self._primaries.urls():
             yield from scan_keys(url, self._name, prefix)

@@ -33,7 +33,7 @@ def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBl
 
 
 def scan_keys(url: StoreURL, name: str, prefix: str) -> Iterator[list[str]]:
-    """``Store.keys`` on the server of ``url``. Errors: ``StoreUnavailable``."""
+    """``Store.scan_keys`` on the server of ``url``. Errors: ``StoreUnavailable``."""
     with _looking(url, name) as server:
         yield from _walk(server, prefix)
 

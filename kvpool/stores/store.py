@@ -189,14 +189,14 @@ class Store(ABC):
         self._check_open()
         return self._scan(prefix)
 
-    def keys(self, prefix: str = KEY_PREFIX) -> Iterator[list[str]]:
+    def scan_keys(self, prefix: str = KEY_PREFIX) -> Iterator[list[str]]:
         """As ``scan``, the keys alone: a list for every thousand or so that were walked, which may be empty.
 
         What stays is given at least once; where it cannot be sure of that (servers changed), the last step fails.
         Blocking at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
-        return self._keys(prefix)
+        return self._scan_keys(prefix)
 
     def notices(self) -> Notices | None:
         """What the servers behind the store say of keys that change, from now on; None: there is no server.
@@ -265,7 +265,7 @@ class Store(ABC):
     @abstractmethod
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]: ...
 
-    def _keys(self, prefix: str) -> Iterator[list[str]]:
+    def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
         return ([block.key for block in blocks] for blocks in self._scan(prefix))
 
     def _notices(self) -> Notices | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import threading
@@ -238,7 +239,8 @@ def test_a_flush_is_heard_at_once(server: Server, flush: tuple[str, ...]) -> Non
         assert eventually(lambda: not credited(fleet, mine))
 
 
-def test_a_flush_of_another_database_takes_nothing(server: Server) -> None:
+def test_a_flush_of_another_database_takes_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvpool.index")
     fleet, mine = a_fleet(), range(200)
     with open_store(server.url + "/1") as store, following(fleet, store) as residency:
         put(store, mine)
@@ -249,6 +251,7 @@ def test_a_flush_of_another_database_takes_nothing(server: Server) -> None:
         assert eventually(lambda: residency.totals().missed_notices > before.missed_notices)
         assert eventually(lambda: residency.totals().rounds > before.rounds), "it looks, to be sure"
         assert credited(fleet, mine) == set(mine)
+        assert not any("is forgotten" in text for text in caplog.messages), "not for a moment"
         assert residency.totals().removed == before.removed
 
 
@@ -372,8 +375,8 @@ class Told(MemoryStore):
         self.meanwhile: Callable[[], object] = lambda: None
         self.hidden: set[str] = set()
 
-    def _keys(self, prefix: str) -> Iterator[list[str]]:
-        for names in super()._keys(prefix):
+    def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
+        for names in super()._scan_keys(prefix):
             self.meanwhile()
             yield [name for name in names if name not in self.hidden]
         self.meanwhile()
@@ -491,9 +494,9 @@ def test_other_namespaces_and_tenants_are_left_alone(valkey: Server) -> None:
         assert credited(fleet, range(10), OTHER) == {7}
 
 
-def test_a_namespace_that_comes_is_looked_at_at_once(valkey: Server) -> None:
+def test_a_namespace_that_comes_is_looked_at_at_once() -> None:
     fleet = Fleet()
-    with open_store(valkey.url) as store, following(fleet, store) as residency:
+    with open_store("memory://") as store, following(fleet, store) as residency:
         put(store, range(5))
         assert eventually(lambda: residency.totals().rounds > 0)
         fleet.add(a_worker("w0", namespace=NAMESPACE.hex), "pool")
@@ -550,6 +553,44 @@ def test_who_may_not_listen_is_told_and_rounds_do_it(
         assert "NOPERM" in line or "ermission" in line
         assert "allow +client|id +client|tracking +subscribe &__redis__:invalidate to this user" in line
         assert "pass-word" not in caplog.text
+
+
+def test_the_rights_of_one_tenant_are_enough(valkey: Server) -> None:
+    """As docs/stores.md lists them; what others do with their keys is no trouble."""
+    rights = (
+        "+ping +select +hset +pexpire +hmget +exists +unlink +time +set +mget +zadd +zcard +zscore +zrange +zrem "
+        "+zremrangebyscore +zremrangebyrank +multi +exec +scan +client|id +client|tracking +subscribe"
+    )
+    valkey.client.execute_command(
+        "ACL",
+        "SETUSER",
+        "u",
+        "on",
+        ">pass-word",
+        "~kvpool:default:*",
+        "&__redis__:invalidate",
+        *rights.split(),
+    )
+    fleet, mine = a_fleet(), range(20)
+    stranger = Namespace("stranger", dict(NAMESPACE.facts))
+    with (
+        open_store(valkey.url) as everybodys,
+        open_store(valkey.url.replace("://", "://u:pass-word@")) as store,
+        following(fleet, store) as residency,
+    ):
+        put(store, mine)
+        assert rests(residency)
+        assert eventually(lambda: credited(fleet, mine) == set(mine))
+        rounds = residency.totals().rounds
+        with valkey.client.pipeline(transaction=True) as together:
+            together.hset(keys([1], namespace=stranger)[0], "h", "x")
+            together.delete(*keys([7]))
+            together.execute()
+        assert eventually(lambda: credited(fleet, mine) == set(mine) - {7})
+        everybodys.put_many(keys(range(9), namespace=stranger), [b"x"] * 9)
+        another_round(residency)
+        assert credited(fleet, mine) == set(mine) - {7}
+        assert (residency.totals().rounds, residency.totals().failed_rounds) == (rounds + 1, 0)
 
 
 def test_who_may_not_walk_is_told_and_notices_do_it(server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,6 +44,39 @@ def test_every_block_comes_in_portions_with_its_size(store: Store) -> None:
     assert found(store) == dict.fromkeys(keys(COUNT), 264)
 
 
+def test_the_keys_alone(store: Store) -> None:
+    store.put_many(keys(COUNT), [b"x"] * COUNT, timeout_s=60)
+    store.announce("kvpool:tenant-1:worker:a", b"document", lease_s=60)
+    given = [key for step in store.scan_keys() for key in step]
+    assert sorted(set(given)) == sorted(keys(COUNT))
+    assert [key for step in store.scan_keys(tenant_prefix(OTHER.tenant)) for key in step] == []
+    assert [key for step in store.scan_keys(keys(1)[0]) for key in step] == keys(1)
+
+
+def test_keys_of_servers_that_change_meanwhile_are_not_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running("valkey-server", tmp_path) as server, open_store(server.url) as store:
+        store.put_many(keys(3), [b"x"] * 3)
+        found = iter(["before", "after"])
+        monkeypatch.setattr(store._primaries, "find", lambda: next(found))  # type: ignore[attr-defined]
+        looking = store.scan_keys()
+        assert sorted(next(looking)) == sorted(keys(3))
+        with pytest.raises(StoreUnavailable, match="its servers changed while its blocks were looked at"):
+            list(looking)
+
+
+def test_only_servers_have_notices(store: Store, request: pytest.FixtureRequest) -> None:
+    notices = store.notices()
+    assert (notices is not None) == (request.node.callspec.params["store"] in SERVERS)
+    if notices is not None:
+        notices.close()
+    store.close()
+    for look in (store.notices, store.scan_keys):
+        with pytest.raises(StoreClosed):
+            look()
+
+
 def test_a_prefix_is_a_prefix_and_no_pattern(store: Store) -> None:
     theirs = OTHER.key(bytes(32), 0, 0)
     store.put_many([*keys(3), theirs], [b"x"] * 4)
