@@ -192,8 +192,8 @@ class Matches:
 class Table:
     """kvpool/_native/table.h. Any thread; the GIL is released while the table is read or changed."""
 
-    # max_blocks: 1 to 2**32.
-    def __init__(self, max_blocks: int, reuse_reports: bool) -> None: ...
+    # max_blocks: 1 to 2**32. block_tokens: of a block that is hashed; 0: not known.
+    def __init__(self, max_blocks: int, reuse_reports: bool, block_tokens: int) -> None: ...
 
     # The counts of Applied in table.h, in their order. dp_rank: where the batch names none. pool: who holds what
     # the batch says of the pool; None: the worker. The bytes of payload must not change meanwhile. ValueError: no
@@ -230,4 +230,4 @@ class TableImage:
     def pack(self) -> bytes: ...
 
 # A table with what is packed. The bytes must not change meanwhile.
-def table_of(packed: Buffer, max_blocks: int, reuse_reports: bool) -> Table: ...
+def table_of(packed: Buffer, max_blocks: int, reuse_reports: bool, block_tokens: int) -> Table: ...

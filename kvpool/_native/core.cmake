@@ -33,6 +33,7 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/resp_parser.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_request.cpp
   ${CMAKE_CURRENT_LIST_DIR}/socket.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/spans.cpp
   ${CMAKE_CURRENT_LIST_DIR}/stream.cpp
   ${CMAKE_CURRENT_LIST_DIR}/table.cpp
   ${CMAKE_CURRENT_LIST_DIR}/table_image.cpp

@@ -185,10 +185,9 @@ std::optional<Tier> tier_of(std::string_view medium) {
 // KVCacheSpecKind in vllm/v1/kv_cache_interface.py. A kind that is not known here is taken to need everything:
 // that can only credit less.
 Reach reach_of(std::string_view kind) {
-  if (kind == "sliding_window" || kind == "sliding_window_mla" || kind == "chunked_local_attention" ||
-      kind == "mamba") {
-    return Reach::kPart;
-  }
+  if (kind == "sliding_window" || kind == "sliding_window_mla") return Reach::kWindow;
+  if (kind == "mamba") return Reach::kState;
+  if (kind == "chunked_local_attention") return Reach::kPart;
   return Reach::kWhole;
 }
 
@@ -256,6 +255,10 @@ class Decoder {
         if (!reader_.take_nil()) event.group = small("group_idx", kMaxGroup);
       } else if (name == "kv_cache_spec_kind") {
         if (!reader_.take_nil()) event.reach = reach_of(reader_.text("kv_cache_spec_kind"));
+      } else if (name == "kv_cache_spec_sliding_window") {
+        if (!reader_.take_nil()) event.window_tokens = small("kv_cache_spec_sliding_window", kMaxTokens);
+      } else if (name == "block_size") {
+        if (!reader_.take_nil()) event.block_tokens = small("block_size", kMaxTokens);
       } else {
         reader_.skip();
       }

@@ -16,9 +16,9 @@
 
 namespace kvpool {
 
-// What a KV-cache group needs in order to go on from a block: everything before it, or only some of it (a
-// sliding window, a chunk, a state). Older publishers do not say.
-enum class Reach : std::uint8_t { kUnsaid, kWhole, kPart };
+// What a KV-cache group needs in order to go on from a prefix: all of it, the blocks that a sliding window sees, the
+// last block (a state), or a part that events do not tell (a chunk). Older publishers do not say.
+enum class Reach : std::uint8_t { kUnsaid, kWhole, kWindow, kState, kPart };
 
 struct Event {
   enum class Kind : std::uint8_t { kStored, kRemoved, kCleared };
@@ -30,7 +30,9 @@ struct Event {
   std::uint32_t group = 0;
   std::size_t begin = 0;  // of its hashes in EventBatch::hashes
   std::size_t count = 0;
-  bool device_only = false;  // cleared: what other tiers hold stays
+  bool device_only = false;         // cleared: what other tiers hold stays
+  std::uint32_t block_tokens = 0;   // stored: of a block of the group; 0: not said
+  std::uint32_t window_tokens = 0;  // stored: that a token sees, itself included; 0: not said
 };
 
 struct EventBatch {
@@ -51,6 +53,7 @@ inline constexpr std::size_t kMaxBatchHashes = std::size_t{1} << 22;
 inline constexpr unsigned kMaxNesting = 16;
 inline constexpr std::uint32_t kMaxGroup = 65535;
 inline constexpr std::uint32_t kMaxDpRank = 65535;
+inline constexpr std::uint32_t kMaxTokens = (1U << 31) - 1;  // of a block, of a window
 
 // Throws MalformedEvents; what was decoded until then is gone.
 EventBatch decode_events(std::span<const std::byte> payload);

@@ -471,7 +471,7 @@ nb::str to_str(std::string_view text) { return nb::str(text.data(), text.size())
 
 nb::tuple to_tuple(const Applied& applied) {
   return nb::make_tuple(applied.stored, applied.copied, applied.repeated, applied.removed, applied.uncopied,
-                        applied.unknown, applied.refused, applied.partial, applied.cleared_events,
+                        applied.unknown, applied.refused, applied.doubted, applied.cleared_events,
                         applied.skipped_events);
 }
 
@@ -514,8 +514,8 @@ class PyTableImage {
 
 class PyTable {
  public:
-  PyTable(std::size_t max_blocks, bool reuse_reports)
-      : PyTable(std::make_unique<Table>(max_blocks, reuse_reports)) {}
+  PyTable(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens)
+      : PyTable(std::make_unique<Table>(max_blocks, reuse_reports, block_tokens)) {}
   explicit PyTable(std::unique_ptr<Table> table) : table_(std::move(table)) {}
   PyTable(const PyTable&) = delete;
   PyTable& operator=(const PyTable&) = delete;
@@ -621,10 +621,12 @@ class PyTable {
   std::uint64_t malformed_batches_ = 0;
 };
 
-PyTable* py_table_of(nb::handle packed, std::size_t max_blocks, bool reuse_reports) {
+PyTable* py_table_of(nb::handle packed, std::size_t max_blocks, bool reuse_reports,
+                     std::uint32_t block_tokens) {
   const Bytes bytes(packed);
-  return new PyTable(without_gil(
-      [&] { return std::make_unique<Table>(max_blocks, reuse_reports, unpack_image(bytes.get())); }));
+  return new PyTable(without_gil([&] {
+    return std::make_unique<Table>(max_blocks, reuse_reports, block_tokens, unpack_image(bytes.get()));
+  }));
 }
 
 }  // namespace
@@ -678,7 +680,7 @@ NB_MODULE(_native, m) {
       .def("column", &PyMatches::column, "column"_a);
   // .none(): our own errors say more than nanobind's.
   nb::class_<PyTable>(m, "Table")
-      .def(nb::init<std::size_t, bool>(), "max_blocks"_a, "reuse_reports"_a)
+      .def(nb::init<std::size_t, bool, std::uint32_t>(), "max_blocks"_a, "reuse_reports"_a, "block_tokens"_a)
       .def("apply", &PyTable::apply, "worker"_a.none(), "payload"_a.none(), "dp_rank"_a, "pool"_a.none())
       .def("match", &PyTable::match, "hashes64"_a.none(), "workers"_a.none())
       .def("remove_worker", &PyTable::remove_worker, "worker"_a.none())
@@ -691,7 +693,7 @@ NB_MODULE(_native, m) {
       .def("stats", &PyTable::stats);
   nb::exception<DamagedImage>(m, "DamagedImage", PyExc_ValueError);
   nb::class_<PyTableImage>(m, "TableImage").def("pack", &PyTableImage::pack);
-  m.def("table_of", &py_table_of, "packed"_a.none(), "max_blocks"_a, "reuse_reports"_a,
+  m.def("table_of", &py_table_of, "packed"_a.none(), "max_blocks"_a, "reuse_reports"_a, "block_tokens"_a,
         nb::rv_policy::take_ownership);
 
   m.def("open_file_engine", &open_file_engine, "root"_a, "capacity_nbytes"_a, "threads"_a);

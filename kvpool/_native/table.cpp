@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 
@@ -83,8 +84,12 @@ std::uint32_t take_place(std::vector<Thing>& things, std::vector<std::uint32_t>&
 
 }  // namespace
 
-Table::Table(std::size_t max_blocks, bool reuse_reports)
-    : max_blocks_(max_blocks), reuse_reports_(reuse_reports), blocks_(random_seed()), sets_(random_seed()) {
+Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens)
+    : max_blocks_(max_blocks),
+      reuse_reports_(reuse_reports),
+      block_tokens_(block_tokens),
+      blocks_(random_seed()),
+      sets_(random_seed()) {
   if (max_blocks < 1 || max_blocks > kMaxBlocks) {
     throw std::invalid_argument("max_blocks must be from 1 to 4294967296");
   }
@@ -108,7 +113,7 @@ Applied& Applied::operator+=(const Applied& other) {
   uncopied += other.uncopied;
   unknown += other.unknown;
   refused += other.refused;
-  partial += other.partial;
+  doubted += other.doubted;
   cleared_events += other.cleared_events;
   skipped_events += other.skipped_events;
   return *this;
@@ -137,7 +142,7 @@ std::optional<std::uint32_t> Table::rank_of(std::uint32_t worker, std::uint32_t 
   if (workers_[worker].ranks.size() >= kMaxRanks) return std::nullopt;
   workers_[worker].ranks.reserve(workers_[worker].ranks.size() + 1);
   const std::uint32_t rank = take_place(ranks_, free_ranks_);
-  ranks_[rank] = {worker, dp_rank, {}, 0};
+  ranks_[rank] = {worker, dp_rank, {}, true};
   workers_[worker].ranks.push_back(rank);
   return rank;
 }
@@ -165,8 +170,8 @@ std::optional<SeatId> Table::seat_of(std::uint32_t worker, std::uint32_t dp_rank
   seats_[seat].rank = *rank;
   seats_[seat].group = group;
   seats_[seat].in_use = true;
+  seats_[seat].plain = ranks_[*rank].plain;
   ranks_[*rank].seats.push_back(seat);
-  ++ranks_[*rank].whole_seats;
   return seat;
 }
 
@@ -180,16 +185,42 @@ std::vector<SeatId> Table::seats_of(std::string_view worker) const {
   return seats;
 }
 
-void Table::learn_reach(SeatId seat, Reach reach) {
-  const bool whole = reach != Reach::kPart;
-  if (reach == Reach::kUnsaid || seats_[seat].whole == whole) return;
-  seats_[seat].whole = whole;
-  Rank& rank = ranks_[seats_[seat].rank];
-  rank.whole_seats = whole ? rank.whole_seats + 1 : rank.whole_seats - 1;
-  if (whole) return;
-  std::vector<Tiers> gone(seats_.size());
-  gone[seat] = kAllTiers;
-  drop(gone);
+void Table::learn_group(SeatId id, const Event& event) {
+  Seat& seat = seats_[id];
+  // The end of a prompt may be told in smaller pieces, so a group's blocks are as large as the largest.
+  if (block_tokens_ != 0 && event.block_tokens % block_tokens_ == 0) {
+    seat.stride = std::max(seat.stride, event.block_tokens / block_tokens_);
+  }
+  if (event.reach != Reach::kUnsaid) {
+    const bool partial = event.reach != Reach::kWhole;
+    std::uint32_t last = event.reach == Reach::kState ? 1 : 0;
+    if (event.reach == Reach::kWindow) {
+      // As vLLM's SlidingWindowManager: what the next token sees, but at least one block.
+      last = seat.last;
+      if (event.window_tokens != 0 && event.block_tokens != 0) {
+        last = std::max(1U, (event.window_tokens - 1 + event.block_tokens - 1) / event.block_tokens);
+      }
+    }
+    if (partial != seat.partial || last != seat.last) {
+      seat.partial = partial;
+      seat.last = last;
+      // What was believed of it as long as it was taken for something else.
+      std::vector<Tiers> gone(seats_.size());
+      gone[id] = tiers_of(Tier::kDevice);
+      drop(gone);
+    }
+  }
+  learn_plain(seat.rank);
+}
+
+void Table::learn_plain(std::uint32_t id) {
+  Rank& rank = ranks_[id];
+  const bool plain = std::ranges::all_of(
+      rank.seats, [this](SeatId one) { return seats_[one].last == 0 && seats_[one].stride == 1; });
+  if (plain == rank.plain) return;
+  rank.plain = plain;
+  uneven_ = plain ? uneven_ - 1 : uneven_ + 1;
+  for (const SeatId one : rank.seats) seats_[one].plain = plain;
 }
 
 // ---- writing
@@ -216,20 +247,14 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
     if (event.kind == Event::Kind::kRemoved) {
       // A removal does not say what its group needs, so it must not be what makes the group known.
       const auto seat = known_seat(by, dp_rank, event.group);
-      if (seat && !seats_[*seat].whole) {
-        applied.partial += hashes.size();
-      } else if (seat) {
+      if (seat) {
         remove(*seat, event, hashes, applied);
       } else {
         applied.unknown += hashes.size();
       }
     } else if (const auto seat = seat_of(by, dp_rank, event.group)) {
-      learn_reach(*seat, event.reach);
-      if (seats_[*seat].whole) {
-        store(*seat, event, hashes, applied);
-      } else {
-        applied.partial += hashes.size();
-      }
+      learn_group(*seat, event);
+      store(*seat, event, hashes, applied);
     } else {
       applied.refused += hashes.size();
     }
@@ -241,8 +266,17 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
 }
 
 void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied) {
-  const bool counts_copies = event.tier == Tier::kDevice && !(reuse_reports_ && event.root);
   Doubts* const doubts = event.tier == Tier::kPool ? seats_[seat].doubts.get() : nullptr;
+  const bool may_report = event.tier == Tier::kDevice && reuse_reports_ && event.root;
+  const bool counts_copies = event.tier == Tier::kDevice && !may_report;
+  if (may_report && (seats_[seat].partial || seats_[seat].stride != 1)) {
+    // A report names every block from the root on, though only those at the end are surely there; of larger blocks
+    // not even the last one, which may be there in part.
+    const std::size_t sure = seats_[seat].stride == 1 ? seats_[seat].last : 0;
+    const std::size_t believed = std::min(hashes.size(), sure);
+    applied.doubted += hashes.size() - believed;
+    hashes = hashes.last(believed);
+  }
   for (std::size_t i = 0; i < hashes.size(); ++i) {
     if (i + kAhead < hashes.size()) blocks_.prefetch(hashes[i + kAhead]);
     if (doubts != nullptr) doubts->blocks.erase(hashes[i]);
@@ -367,6 +401,7 @@ bool Table::remove_worker(std::string_view worker) {
       seats_[seat] = Seat{};
       free_seats_.push_back(seat);
     }
+    if (!ranks_[rank].plain) --uneven_;
     ranks_[rank] = Rank{};
     free_ranks_.push_back(rank);
   }
@@ -427,17 +462,18 @@ void Table::sweep(std::size_t segments) {
 
 // ---- at rest
 
-Table::Table(std::size_t max_blocks, bool reuse_reports, const TableImage& image)
-    : Table(max_blocks, reuse_reports) {
+Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens, const TableImage& image)
+    : Table(max_blocks, reuse_reports, block_tokens) {
   // Nobody else knows this table yet: no lock. Seats are given out from 0 on, so a place in the image is a SeatId.
   for (std::size_t i = 0; i < image.seats.size(); ++i) {
     const TableImage::Seat& seat = image.seats[i];
     const auto place = seat_of(worker_of(seat.worker), seat.dp_rank, seat.group);
     if (place != static_cast<SeatId>(i))
       throw DamagedImage("a seat stands there twice, or there are too many");
-    if (seat.whole) continue;
-    seats_[*place].whole = false;
-    --ranks_[seats_[*place].rank].whole_seats;
+    seats_[*place].partial = seat.partial;
+    seats_[*place].last = seat.last;
+    seats_[*place].stride = seat.stride;
+    learn_plain(seats_[*place].rank);
   }
   std::vector<SetId> sets(image.set_ends.size());
   for (std::size_t i = 0; i < sets.size(); ++i) sets[i] = sets_.of(image.set(i));
@@ -484,8 +520,8 @@ TableImage Table::image() const {
     const Rank& rank = ranks_[seats_[seat].rank];
     const auto place = static_cast<SeatId>(image.seats.size());
     places[seat] = place;
-    image.seats.push_back(
-        {*workers_[rank.worker].name, rank.dp_rank, seats_[seat].group, seats_[seat].whole});
+    image.seats.push_back({*workers_[rank.worker].name, rank.dp_rank, seats_[seat].group,
+                           seats_[seat].partial, seats_[seat].last, seats_[seat].stride});
     if (!seats_[seat].more_copies) continue;
     seats_[seat].more_copies->for_each(
         [&](std::uint64_t hash, std::uint32_t more) { image.copies.push_back({place, more, hash}); });
@@ -539,7 +575,7 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
   SetId last = set_of(0);
   for (const Holding holding : sets_[last]) {
     const Seat& seat = seats_[holding.seat()];
-    if (!seat.whole || (workers != nullptr && !wanted[ranks_[seat.rank].worker])) continue;
+    if (!seat.plain || (workers != nullptr && !wanted[ranks_[seat.rank].worker])) continue;
     runners.push_back(
         {holding.seat(), kColumnsOf[holding.tiers()], static_cast<std::uint32_t>(results.size())});
     results.push_back({seat.rank, {}});
@@ -574,7 +610,7 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
     }
   }
 
-  // A rank can use what all of its groups hold that need the whole prefix.
+  // A rank can use what all of its groups hold.
   const auto by_rank = [](const Result& a, const Result& b) { return a.rank < b.rank; };
   if (!std::ranges::is_sorted(results, by_rank)) std::ranges::sort(results, by_rank);
   for (std::size_t begin = 0, end = 0; begin < results.size(); begin = end) {
@@ -586,14 +622,74 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
       }
     }
     const std::size_t any = static_cast<std::size_t>(Column::kAny);
-    if (end - begin < rank.whole_seats || blocks[any] == 0) continue;
+    if (end - begin < rank.seats.size() || blocks[any] == 0) continue;
     matches.workers.push_back(workers_[rank.worker].name);
     matches.dp_ranks.push_back(rank.dp_rank);
     for (std::size_t column = 0; column < kColumnCount; ++column) {
       matches.columns[column].push_back(blocks[column]);
     }
   }
+  if (uneven_ != 0) match_uneven(hashes, workers == nullptr ? nullptr : &wanted, matches);
   return matches;
+}
+
+void Table::match_uneven(std::span<const std::byte> hashes, const std::vector<bool>* wanted,
+                         Matches& matches) const {
+  const std::uint64_t count = hashes.size() / sizeof(std::uint64_t);
+  std::map<std::uint32_t, SetRuns> runs;  // by stride
+  std::array<Spans, kColumnCount> usable, held;
+  for (const Rank& rank : ranks_) {
+    if (rank.plain || (wanted != nullptr && !(*wanted)[rank.worker])) continue;
+    usable.fill({{1, count}});
+    std::uint64_t bound = count, unit = 1;
+    // Those that need all of a prefix come first: nobody has to look behind the end of what they hold.
+    for (const bool window : {false, true}) {
+      for (const SeatId id : rank.seats) {
+        const Seat& seat = seats_[id];
+        if ((seat.last != 0) != window || bound == 0) continue;
+        unit = std::lcm(unit, std::uint64_t{seat.stride});
+        if (unit > count) unit = count + 1;  // no length is a multiple
+        const auto walk = runs.try_emplace(seat.stride, blocks_, hashes, seat.stride).first;
+        find_held(seat, id, walk->second, bound, held);
+        bound = 0;
+        for (std::size_t column = 0; column < kColumnCount; ++column) {
+          keep_common(usable[column], held[column]);
+          if (!usable[column].empty()) bound = std::max(bound, usable[column].back().last);
+        }
+      }
+    }
+    if (bound == 0 || longest(usable[static_cast<std::size_t>(Column::kAny)], unit) == 0) continue;
+    matches.workers.push_back(workers_[rank.worker].name);
+    matches.dp_ranks.push_back(rank.dp_rank);
+    for (std::size_t column = 0; column < kColumnCount; ++column) {
+      matches.columns[column].push_back(static_cast<std::uint32_t>(longest(usable[column], unit)));
+    }
+  }
+}
+
+// What a seat holds of a prompt, by column, of its first `bound` hashed blocks at least.
+void Table::find_held(const Seat& seat, SeatId id, SetRuns& runs, std::uint64_t bound,
+                      std::array<Spans, kColumnCount>& held) const {
+  for (Spans& spans : held) spans.clear();
+  std::array<std::uint64_t, kColumnCount> since{};
+  Columns running = 0, from_root = kColumnsOf[kAllTiers];
+  std::uint64_t begin = 0;
+  const SetRuns::Run* run = nullptr;
+  for (std::size_t i = 0;; ++i) {
+    // Whoever needs all of a prefix is not asked behind its first hole.
+    const bool on = begin * seat.stride < bound && (seat.last != 0 || from_root != 0);
+    run = on ? runs.at(i) : nullptr;
+    const Columns now = run == nullptr ? Columns{0} : kColumnsOf[sets_.tiers(run->set, id)];
+    for (std::size_t column = 0; column < kColumnCount; ++column) {
+      const bool was = (running >> column & 1U) != 0, is = (now >> column & 1U) != 0;
+      if (is && !was) since[column] = begin;
+      if (was && !is) add_held(held[column], since[column], begin, seat.last, seat.stride);
+    }
+    running = now;
+    from_root = static_cast<Columns>(from_root & now);
+    if (run == nullptr) return;
+    begin = run->end;
+  }
 }
 
 std::vector<std::string> Table::workers() const {

@@ -8,8 +8,10 @@
 // a prompt adds none of a block that is held: it may be a report of reused blocks. So no block is ever counted
 // more often than the engine has it. On the other tiers a block is there or is not.
 //
-// Groups that need only a part of the prefix (sliding windows) are not indexed: nothing is answered about them, and
-// what engines report of them is not always true.
+// A rank with one kind of group, which needs the whole prefix, is scored as the prompt is walked along. One with other
+// groups, too (sliding windows, states, larger blocks) is scored by what all of them could go on from (spans.h).
+// Of such a group a stored event from the root of a prompt is believed only as far as a report would be true
+// (docs/decisions/0056-windows-are-believed-from-their-end.md).
 //
 // Who can list what a worker has in the pool settles the table with it in three steps
 // (docs/decisions/0042-the-pool-is-settled-by-doubt.md): doubt() everything the table credits, apply() what was listed
@@ -35,6 +37,7 @@
 #include "events.h"
 #include "flatmap.h"
 #include "holders.h"
+#include "spans.h"
 #include "table_image.h"
 
 namespace kvpool {
@@ -48,7 +51,7 @@ struct Applied {
   std::uint64_t uncopied = 0;  // one physical copy less, others are left
   std::uint64_t unknown = 0;   // removed, but this holder did not have it
   std::uint64_t refused = 0;   // stored, but the table is full
-  std::uint64_t partial = 0;   // of a group that needs only a part of the prefix: not indexed
+  std::uint64_t doubted = 0;   // stored, but perhaps only a report of what is gone: not believed
   std::uint64_t cleared_events = 0;
   std::uint64_t skipped_events = 0;  // of an unknown type or in an unknown medium
 
@@ -89,11 +92,12 @@ class Table {
   static constexpr std::size_t kMaxBlocks = std::size_t{1} << 32;
   static constexpr std::size_t kMaxWorkerNbytes = 256;
 
-  // Blocks beyond max_blocks are refused, and counted. Without reuse_reports, events from the root add copies like
-  // all others, which is exact as long as no engine reports reused blocks.
-  Table(std::size_t max_blocks, bool reuse_reports);
+  // Blocks beyond max_blocks are refused, and counted. Without reuse_reports, events from the root are believed, and add
+  // copies, like all others, which is exact as long as no engine reports reused blocks. block_tokens: of a block that is
+  // hashed; 0: not known, and groups are taken to have blocks of that size.
+  Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens = 0);
   // What was in another table. Blocks beyond max_blocks are refused, and counted. Throws DamagedImage.
-  Table(std::size_t max_blocks, bool reuse_reports, const TableImage& image);
+  Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens, const TableImage& image);
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
 
@@ -136,7 +140,10 @@ class Table {
     std::uint32_t rank = 0;
     std::uint32_t group = 0;
     bool in_use = false;
-    bool whole = true;  // needs every block of the prefix
+    bool plain = true;         // as its rank
+    bool partial = false;      // engines may report blocks of it that are gone
+    std::uint32_t last = 0;    // blocks at the end of a prefix that it needs; 0: all
+    std::uint32_t stride = 1;  // hashed blocks in a block of the group
     std::array<std::uint64_t, kTierCount> blocks{};
     std::array<std::uint64_t, kTierCount>
         digests{};  // sums over blocks and copies: a change costs one addition
@@ -148,7 +155,7 @@ class Table {
     std::uint32_t worker = 0;
     std::uint32_t dp_rank = 0;
     std::vector<SeatId> seats;
-    std::size_t whole_seats = 0;
+    bool plain = true;  // every group needs all of a prefix, in blocks as they are hashed
   };
   struct Worker {
     std::shared_ptr<const std::string> name;
@@ -164,7 +171,8 @@ class Table {
   std::vector<SeatId> seats_of(std::string_view worker) const;
   std::optional<SeatId> known_seat(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group) const;
   std::optional<SeatId> seat_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group);
-  void learn_reach(SeatId seat, Reach reach);
+  void learn_group(SeatId seat, const Event& event);
+  void learn_plain(std::uint32_t rank);
 
   void store(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied);
   void remove(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied);
@@ -174,8 +182,15 @@ class Table {
   void drop(std::span<const Tiers> gone);
   void sweep(std::size_t segments);
 
+  // Adds the rows of the ranks that are not plain. wanted: by worker; null: all.
+  void match_uneven(std::span<const std::byte> hashes, const std::vector<bool>* wanted,
+                    Matches& matches) const;
+  void find_held(const Seat& seat, SeatId id, SetRuns& runs, std::uint64_t bound,
+                 std::array<Spans, kColumnCount>& held) const;
+
   const std::size_t max_blocks_;
   const bool reuse_reports_;
+  const std::uint32_t block_tokens_;
 
   mutable std::mutex turn_;
   mutable std::shared_mutex lock_;  // guards everything below
@@ -188,7 +203,8 @@ class Table {
 
   FlatMap blocks_;  // block hash -> set of holders
   HolderSets sets_;
-  std::size_t held_ = 0;  // blocks with a holder; the others wait to be swept
+  std::size_t uneven_ = 0;  // ranks that are not plain
+  std::size_t held_ = 0;    // blocks with a holder; the others wait to be swept
   std::uint64_t sweep_cursor_ = 0;
   Applied total_;
   std::uint64_t batches_ = 0;

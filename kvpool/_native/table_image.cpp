@@ -99,9 +99,7 @@ void read_sets(Reader& reader, TableImage& image) {
       const auto tiers = static_cast<unsigned>(holding & kAllTiers);
       if (tiers == 0 || (i > 0 && step == 0)) throw DamagedImage("a holder makes no sense");
       seat += step;
-      if (seat >= image.seats.size() || !image.seats[seat].whole) {
-        throw DamagedImage("a holder is not known, or of a group that is not indexed");
-      }
+      if (seat >= image.seats.size()) throw DamagedImage("a holder is not known");
       image.holdings.emplace_back(static_cast<SeatId>(seat), tiers);
     }
     image.set_ends.push_back(image.holdings.size());
@@ -127,7 +125,9 @@ std::vector<std::byte> pack_image(const TableImage& image) {
     writer.raw(seat.worker.data(), seat.worker.size());
     writer.number(seat.dp_rank);
     writer.number(seat.group);
-    writer.number(seat.whole ? 1 : 0);
+    writer.number(seat.partial ? 1 : 0);
+    writer.number(seat.last);
+    writer.number(seat.stride);
   }
 
   // The hashes by set: where those of each set begin, then each to its place.
@@ -182,7 +182,7 @@ TableImage unpack_image(std::span<const std::byte> packed) {
   // From here on only a writer with a fault, or with bad intent, can be met.
   Reader reader(body);
   TableImage image;
-  const std::size_t seats = reader.count(5, "seats");
+  const std::size_t seats = reader.count(7, "seats");
   if (seats > kMaxSeats) throw DamagedImage("there are too many: seats");
   image.seats.reserve(seats);
   for (std::size_t i = 0; i < seats; ++i) {
@@ -191,9 +191,12 @@ TableImage unpack_image(std::span<const std::byte> packed) {
     const auto name = reader.take(nbytes, "names");
     const auto dp_rank = static_cast<std::uint32_t>(reader.number(kMaxDpRank, "ranks"));
     const auto group = static_cast<std::uint32_t>(reader.number(kMaxGroup, "groups"));
-    const bool whole = reader.number(1, "groups") == 1;
-    image.seats.push_back(
-        {std::string(reinterpret_cast<const char*>(name.data()), name.size()), dp_rank, group, whole});
+    const bool partial = reader.number(1, "groups") == 1;
+    const auto last = static_cast<std::uint32_t>(reader.number(~std::uint32_t{0}, "blocks of a window"));
+    const auto stride = static_cast<std::uint32_t>(reader.number(~std::uint32_t{0}, "blocks of a block"));
+    if (stride == 0) throw DamagedImage("a group has no blocks");
+    image.seats.push_back({std::string(reinterpret_cast<const char*>(name.data()), name.size()), dp_rank,
+                           group, partial, last, stride});
   }
   read_sets(reader, image);
   const std::size_t copies = reader.count(sizeof(std::uint64_t) + 2, "copies");

@@ -3,7 +3,9 @@
 //
 // The bytes, little-endian; a number is 7 bits a byte, lowest first, the highest bit says that more follow:
 //   header  "KVPTABLE", u32 version, u32 zero, u64 bytes of the body, u64 XXH3-64 of header (this field zero) and body
-//   body    how many seats; each: length of its worker's name, the name, data-parallel rank, group, 1 if whole else 0
+//   body    how many seats; each: length of its worker's name, the name, data-parallel rank, group, 1 if engines
+//             may report blocks of it that are gone else 0, how many blocks at the end of a prefix it needs (0: all), how
+//             many hashed blocks are in a block of it
 //           how many sets; each: how many holdings, each (seat - the seat before, tiers as the low 4 bits); then how
 //             many blocks have this set, and their hashes, 8 bytes each
 //           how many copies; each: seat, physical copies beyond the first, hash in 8 bytes
@@ -26,7 +28,9 @@ struct TableImage {
     std::string worker;
     std::uint32_t dp_rank;
     std::uint32_t group;
-    bool whole;
+    bool partial;
+    std::uint32_t last;
+    std::uint32_t stride;
   };
   struct Copies {
     SeatId seat;

@@ -201,6 +201,13 @@ def index(
     max_blocks: Annotated[
         int, typer.Option(min=1, max=1 << 32, help="Distinct blocks of each model; 17 to 30 bytes each.")
     ] = 1 << 27,
+    reuse_reports: Annotated[
+        bool,
+        typer.Option(
+            help="Whether a request may run with vLLM's kv_cache_report_mode full; if none does, copies and sliding "
+            "windows are known exactly."
+        ),
+    ] = True,
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Show Prometheus metrics there.")
     ] = None,
@@ -230,7 +237,8 @@ def index(
 
     run_index(
         listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, workers=worker or [], max_blocks=max_blocks,
-        metrics=metrics, snapshot=snapshot, snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up,
+        reuse_reports=reuse_reports, metrics=metrics, snapshot=snapshot, snapshot_every_s=snapshot_every,
+        bootstrap=bootstrap, warm_up_s=warm_up,
     )  # fmt: skip
 
 

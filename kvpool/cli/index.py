@@ -46,6 +46,7 @@ def run_index(
     pool_keys_per_s: int,
     workers: Sequence[str],
     max_blocks: int,
+    reuse_reports: bool,
     metrics: str | None,
     snapshot: str | None,
     snapshot_every_s: float,
@@ -53,7 +54,7 @@ def run_index(
     warm_up_s: float,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Errors: ``ConfigError``, before anything is served."""
-    fleet = Fleet(max_blocks=max_blocks, seed=hash_seed())
+    fleet = Fleet(max_blocks=max_blocks, reuse_reports=reuse_reports, seed=hash_seed())
     file = None if snapshot is None else Path(snapshot)
     if file is not None:
         snapshot_file.check_place(file)

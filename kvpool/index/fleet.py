@@ -266,19 +266,21 @@ class _Entry:
 class Fleet:
     """The workers of an index; an ``EventSink`` for whoever follows their events.
 
-    ``max_blocks``: of each partition, see ``PrefixIndex``. ``seed``: what ``PYTHONHASHSEED`` is for the engines whose
-    prompts come as tokens; None: not set. ``clock``: seconds that only go up.
+    ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``seed``: what ``PYTHONHASHSEED`` is
+    for the engines whose prompts come as tokens; None: not set. ``clock``: seconds that only go up.
     """
 
     def __init__(
         self,
         *,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
+        reuse_reports: bool = True,
         seed: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        PrefixIndex(max_blocks=max_blocks)  # judges it
+        PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # judges them
         self._max_blocks = max_blocks
+        self._reuse_reports = reuse_reports
         self._seed = seed
         self._clock = clock
         self._lock = threading.Lock()
@@ -465,7 +467,12 @@ class Fleet:
         life, or of none that is known, is taken to hold nothing. Errors: ``SnapshotRefused``; nothing is known then.
         """
         indexes = [
-            PrefixIndex.of_image(state.packed_image, max_blocks=self._max_blocks)
+            PrefixIndex.of_image(
+                state.packed_image,
+                max_blocks=self._max_blocks,
+                reuse_reports=self._reuse_reports,
+                block_tokens=state.workers[0].worker.block_tokens if state.workers else None,
+            )
             for state in snapshot.partitions
         ]
         pooled = bool(life) and life == snapshot.life
@@ -811,9 +818,12 @@ class Fleet:
         partitions = self._models.get(name, ())
         partition = _find(partitions, worker)
         if partition is None:
-            partition = _Partition(
-                _key(worker), thawed or PrefixIndex(max_blocks=self._max_blocks), self._seed
+            index = thawed or PrefixIndex(
+                max_blocks=self._max_blocks,
+                reuse_reports=self._reuse_reports,
+                block_tokens=worker.block_tokens,
             )
+            partition = _Partition(_key(worker), index, self._seed)
             self._models[name] = (*partitions, partition)
         self._enter_namespace(partition, worker.namespace)
         ranks = []

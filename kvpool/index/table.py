@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
 from kvpool.errors import ConfigError, MalformedEvents, SnapshotRefused
+from kvpool.hashing import MAX_BLOCK_TOKENS
 from kvpool.wording import unknown
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Applied(NamedTuple):
     uncopied: int  # one physical copy less, others are left
     unknown: int  # removed, but this holder did not have it
     refused: int  # stored, but the index is full
-    partial: int  # of a KV-cache group that needs only a part of the prefix, such as a window: not indexed
+    doubted: int  # stored, but of a window from the root of a prompt: perhaps a report of what is gone, not believed
     cleared_events: int
     skipped_events: int  # of an unknown type or in an unknown medium
 
@@ -144,7 +145,9 @@ class PrefixIndex:
     ``max_blocks``: distinct blocks, 1 to 2**32. What is stored beyond it is refused and counted, never evicted:
     an index that forgets credits too little, and engines do not tell twice. A block costs 17 to 30 bytes where
     prompts share prefixes. ``reuse_reports``: some requests may run with vLLM's ``kv_cache_report_mode`` set to
-    ``full``; ``docs/index.md`` says what that costs. False, where none does, counts copies exactly.
+    ``full``; ``docs/index.md`` says what that costs. False, where none does, counts copies exactly, and knows all that
+    a sliding window holds. ``block_tokens``: of a block that is hashed, for models with KV-cache groups of larger
+    blocks; None: all groups are taken to have blocks of that size.
 
     Any thread may call anything; calls do not hold the interpreter's lock while they work. A match waits for a
     batch that is being applied, and sees all of it or nothing. Nothing blocks on I/O.
@@ -152,25 +155,42 @@ class PrefixIndex:
 
     __slots__ = ("_table",)
 
-    def __init__(self, *, max_blocks: int = DEFAULT_MAX_BLOCKS, reuse_reports: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        max_blocks: int = DEFAULT_MAX_BLOCKS,
+        reuse_reports: bool = True,
+        block_tokens: int | None = None,
+    ) -> None:
         if type(max_blocks) is not int or not 1 <= max_blocks <= MAX_BLOCKS:
             raise ConfigError(f"max_blocks is a whole number from 1 to {MAX_BLOCKS}, not {max_blocks!r}")
         if type(reuse_reports) is not bool:
             raise ConfigError(f"reuse_reports is True or False, not {reuse_reports!r}")
-        self._table = _native.Table(max_blocks, reuse_reports)
+        if block_tokens is not None and (
+            type(block_tokens) is not int or not 1 <= block_tokens <= MAX_BLOCK_TOKENS
+        ):
+            raise ConfigError(
+                f"block_tokens is a whole number from 1 to {MAX_BLOCK_TOKENS} or None, not {block_tokens!r}"
+            )
+        self._table = _native.Table(max_blocks, reuse_reports, block_tokens or 0)
 
     @classmethod
     def of_image(
-        cls, packed: Buffer, *, max_blocks: int = DEFAULT_MAX_BLOCKS, reuse_reports: bool = True
+        cls,
+        packed: Buffer,
+        *,
+        max_blocks: int = DEFAULT_MAX_BLOCKS,
+        reuse_reports: bool = True,
+        block_tokens: int | None = None,
     ) -> PrefixIndex:
         """An index with what was in another one when ``image().pack()`` made these bytes; totals start from 0.
 
         Blocks beyond ``max_blocks`` are refused, and counted. Errors: ``SnapshotRefused`` for bytes that are no image
         or are damaged; ``ConfigError`` for the rest.
         """
-        made = cls(max_blocks=max_blocks, reuse_reports=reuse_reports)
+        made = cls(max_blocks=max_blocks, reuse_reports=reuse_reports, block_tokens=block_tokens)
         try:
-            made._table = _native.table_of(packed, max_blocks, reuse_reports)
+            made._table = _native.table_of(packed, max_blocks, reuse_reports, block_tokens or 0)
         except (ValueError, TypeError, BufferError) as error:
             raise SnapshotRefused(f"no image of a prefix index: {error}") from error
         try:
@@ -201,8 +221,8 @@ class PrefixIndex:
 
         ``hashes64``: what ``BlockHasher.hashes64`` returns: one little-endian u64 a block, at most 4,194,304.
         ``workers``: only these, known or not; None: all. A worker without a row holds nothing of the prompt.
-        Of a model with several KV-cache groups, counts what all groups hold that need the whole prefix;
-        sliding windows are not indexed. Errors: ``ConfigError``.
+        Of a model with several KV-cache groups, counts from where all of them could go on: full attention needs every
+        block, a sliding window its last ones. Errors: ``ConfigError``.
         """
         try:
             return Matches(self._table.match(hashes64, workers))

@@ -359,17 +359,15 @@ def cleared_event(block_pool: Any) -> DeviceCleared:
     return DeviceCleared(_medium(block_pool))
 
 
-def held_event(
-    block_pool: Any, group_index: int, group: Group, hashes: list[bytes | int], *, copies: bool
-) -> BlockStored:
+def held_event(block_pool: Any, group_index: int, group: Group, hashes: list[bytes | int]) -> BlockStored:
     """The KV event that says: the engine's own cache holds these blocks, which are of any prompts.
 
-    ``copies``: there is one more copy of each. An event with a parent counts as that (decision 16), and which one
-    is nothing to an index.
+    A block stands in ``hashes`` as often as there are copies of it. An event with a parent is believed whole and adds
+    a copy of each (decisions 16 and 56), and which parent that is is nothing to an index.
     """
     fields: dict[str, Any] = {
         "block_hashes": hashes,
-        "parent_block_hash": hashes[0] if copies else None,
+        "parent_block_hash": hashes[0] if hashes else None,
         "token_ids": [],  # the engine does not keep them
         "block_size": group.block_tokens,
         "lora_id": None,

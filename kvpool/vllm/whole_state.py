@@ -69,12 +69,11 @@ class WholeState:
             self._say(f"it holds more than {MAX_BLOCKS} blocks")
             return []
         events: list[KVCacheEvent] = [compat.cleared_event(self._block_pool)]
-        for blocks_of, copies in ((keys, False), (more, True)):
-            by_group = compat.by_group(blocks_of, len(self._groups))
-            for index, (group, hashes) in enumerate(zip(self._groups, by_group, strict=True)):
-                # A group that needs the whole prefix is named though it holds nothing: it counts for the rank.
-                if hashes or (group.window is None and not copies):
-                    events.append(compat.held_event(self._block_pool, index, group, hashes, copies=copies))
+        by_group = compat.by_group(keys + more, len(self._groups))
+        for index, (group, hashes) in enumerate(zip(self._groups, by_group, strict=True)):
+            # A group that needs the whole prefix is named though it holds nothing: it counts for the rank.
+            if hashes or group.window is None:
+                events.append(compat.held_event(self._block_pool, index, group, hashes))
         logger.info("kvpool: an index asked for it: told all %d blocks that this engine holds", len(keys))
         return events
 

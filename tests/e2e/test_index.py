@@ -247,3 +247,44 @@ def test_stock_vllm_is_followed_when_somebody_names_it(
         assert one.row(model, PROMPTS[4], "stock").pool_blocks == 0, "it has no namespace"
     assert eventually(lambda: one.row(model, PROMPTS[4], "stock").stale, within_s=WITHIN_S)
     one.roster.remove("default/stock")
+
+
+def test_a_hybrid_is_credited_with_what_it_can_use(gemma: Path, tmp_path: Path) -> None:
+    """Full attention and windows: what the index says before a request is what the engine then takes from its cache."""
+    model, ports = str(gemma), free_ports(2)
+    options = options_of(gemma, "file:///unused", ports)
+    del options["kv_transfer_config"]
+    options["max_num_batched_tokens"] = 1024  # several steps a prompt
+    fleet = Fleet(reuse_reports=False)
+    roster = Roster(fleet, EventFeed(fleet))
+    publisher = Publisher(0, f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
+    shared = prompt(800, 1500)
+    prompts = [shared[:cut] + prompt(801 + i, tokens) for i, (cut, tokens) in enumerate(
+        [(1500, 600), (700, 900), (1500, 80), (0, 1700), (1300, 1000)]
+    )]  # fmt: skip
+    usable: list[tuple[int, int]] = []
+
+    def row(tokens: list[int]) -> Row | None:
+        """What the index answers as of the last batch that the engine has published."""
+        (found,) = fleet.lookup(model, token_ids=tokens)
+        return found if not found.stale and found.sequence == EngineSays(ports[1]).sequence else None
+
+    try:
+        with started("hybrid", tmp_path, options) as engine:
+            roster.add(Worker("w", model, BLOCK_TOKENS, seed_id(hash_seed()), (publisher,)), "flag")
+            for tokens in (*prompts, *prompts, prompts[3], prompts[0]):
+                found: list[Row | None] = [None]
+
+                def is_known(tokens: list[int] = tokens, found: list[Row | None] = found) -> bool:
+                    found[0] = row(tokens)
+                    return found[0] is not None
+
+                assert eventually(is_known, within_s=WITHIN_S)
+                assert found[0] is not None
+                answer = engine.generate(tokens, 2)
+                usable.append((found[0].device_blocks * BLOCK_TOKENS, answer["cached_tokens"]))
+    finally:
+        roster.close()
+    assert all(credited == cached for credited, cached in usable), usable
+    assert sum(cached > 0 for _, cached in usable) >= 4, usable
+    assert any(0 < cached < 1300 for _, cached in usable), usable

@@ -141,6 +141,7 @@ def make_namespaces() -> list[dict[str, Any]]:
 # [rank, device, host, disk, pool, local, any] (see docs/index.md).
 def event_cases() -> list[dict[str, Any]]:
     full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33}
     whole = bytes(range(32))
     low = int.from_bytes(whole[-8:], "big")
 
@@ -157,6 +158,7 @@ def event_cases() -> list[dict[str, Any]]:
     cleared = {"type": "AllBlocksCleared"}
     tokenless = {"token_ids": [], "block_size": 0}
     pool = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "kvpool"}
+    computed = [stored([1, 2, 3, 4], **full), stored([1, 2, 3, 4], **window)]
     return [
         {"name": "one prompt", "batches": [([stored([1, 2, 3], **full)], 0)], "blocks": 3,
          "questions": [([1, 2, 3, 4], [[0, 3, 0, 0, 0, 3, 3]]), ([2, 3], [[0, 2, 0, 0, 0, 2, 2]]), ([4], [])]},
@@ -181,9 +183,10 @@ def event_cases() -> list[dict[str, Any]]:
         {"name": "two groups that need everything", "blocks": 3,
          "questions": [([1, 2, 3], [[0, 2, 0, 0, 0, 2, 2]])],
          "batches": [([stored([1, 2, 3], **full), stored([1, 2], **full | {"group_idx": 1})], 0)]},
-        {"name": "a window is not indexed", "blocks": 3, "questions": [([1, 2, 3], [[0, 3, 0, 0, 0, 3, 3]])],
-         "batches": [([stored([1, 2, 3], **full), stored(
-             [3], group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=16)], 0)]},
+        {"name": "a window needs its last blocks, and reports are believed from their end", "blocks": 4,
+         "questions": [([1, 2, 3, 4], [[0, 4, 0, 0, 0, 4, 4]]), ([1, 2, 3], []),
+                       ([1, 2, 3, 4, 5], [[0, 4, 0, 0, 0, 4, 4]])],
+         "batches": [(computed, 0), ([removed([1, 2], group_idx=1)], 0), (computed, 0)]},
     ]  # fmt: skip
 
 

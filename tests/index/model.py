@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,8 @@ TIER = {None: "device", "GPU": "device", "CPU": "host", "DISK": "disk", "STORAGE
 COLUMNS = (
     ("device",), ("host",), ("disk",), ("pool",), ("device", "host", "disk"), ("device", "host", "disk", "pool"),
 )  # fmt: skip
-IN_PART = ("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba")
+WINDOWS = ("sliding_window", "sliding_window_mla")
+IN_PART = (*WINDOWS, "chunked_local_attention", "mamba")
 
 
 def number(block_hash: int | bytes) -> int:
@@ -23,16 +25,40 @@ class Group:
     """What one rank of one worker holds of one KV-cache group."""
 
     def __init__(self) -> None:
-        self.whole = True
+        self.in_part = False
+        self.last: int | None = None  # blocks at the end of a prefix that it needs; None: all
+        self.stride = 1  # hashed blocks in one of its own
         self.copies: dict[str, Counter[int]] = defaultdict(Counter)  # by tier
 
     def holds(self, block: int, tiers: Sequence[str]) -> bool:
         return any(self.copies[tier][block] for tier in tiers)
 
+    def learn(self, event: dict[str, Any], block_tokens: int | None) -> None:
+        size = event.get("block_size") or 0
+        if block_tokens is not None and size % block_tokens == 0:
+            self.stride = max(self.stride, size // block_tokens)
+        kind = event.get("kv_cache_spec_kind")
+        if kind is None:
+            return
+        last = 1 if kind == "mamba" else None
+        if kind in WINDOWS:
+            window = event.get("kv_cache_spec_sliding_window")
+            last = max(1, math.ceil((window - 1) / size)) if window and size else self.last
+        if (kind in IN_PART, last) != (self.in_part, self.last):
+            self.in_part, self.last = kind in IN_PART, last
+            self.copies["device"].clear()
+
+    def can_go_on(self, prompt: Sequence[int], tiers: Sequence[str]) -> bool:
+        """Whether an engine could go on behind this prefix, as far as the group is concerned."""
+        blocks = prompt[self.stride - 1 :: self.stride]
+        needed = blocks if self.last is None else blocks[-self.last :]
+        return len(prompt) % self.stride == 0 and all(self.holds(block, tiers) for block in needed)
+
 
 class Model:
-    def __init__(self, *, reuse_reports: bool) -> None:
+    def __init__(self, *, reuse_reports: bool, block_tokens: int | None = None) -> None:
         self.reuse_reports = reuse_reports
+        self.block_tokens = block_tokens
         self.workers: dict[str, dict[int, dict[int, Group]]] = {}
 
     def apply(self, worker: str, rank: int, events: Sequence[dict[str, Any]]) -> None:
@@ -53,16 +79,14 @@ class Model:
                     copies[block] = max(0, copies[block] - 1)
                 continue
             group = groups.setdefault(index, Group())
-            kind = event.get("kv_cache_spec_kind")
-            if kind is not None:
-                group.whole = kind not in IN_PART
-            if not group.whole:
-                group.copies.clear()
-                continue
+            group.learn(event, self.block_tokens)
             copies = group.copies[tier]
-            from_root = self.reuse_reports and event.get("parent_block_hash") is None
+            may_report = self.reuse_reports and tier == "device" and event.get("parent_block_hash") is None
+            if may_report and (group.in_part or group.stride > 1):
+                sure = (group.last or 0) if group.stride == 1 else 0
+                blocks = blocks[max(0, len(blocks) - sure) :]
             for block in blocks:
-                adds_copies = tier == "device" and not from_root
+                adds_copies = tier == "device" and not may_report
                 copies[block] = copies[block] + 1 if adds_copies else max(1, copies[block])
 
     def clear(self, worker: str, rank: int | None, tiers: Sequence[str]) -> None:
@@ -93,17 +117,14 @@ class Model:
             if workers is not None and worker not in workers:
                 continue
             for rank, groups in ranks.items():
-                whole = [group for group in groups.values() if group.whole]
-                counts = [
-                    min((_leading(group, prompt, tiers) for group in whole), default=0) for tiers in COLUMNS
-                ]
+                counts = [_usable(list(groups.values()), prompt, tiers) for tiers in COLUMNS]
                 if counts[-1]:
                     rows.add(Match(worker, rank, *counts))
         return rows
 
 
-def _leading(group: Group, prompt: Sequence[int], tiers: Sequence[str]) -> int:
-    for count, block in enumerate(prompt):
-        if not group.holds(block, tiers):
+def _usable(groups: Sequence[Group], prompt: Sequence[int], tiers: Sequence[str]) -> int:
+    for count in range(len(prompt), 0, -1):
+        if groups and all(group.can_go_on(prompt[:count], tiers) for group in groups):
             return count
-    return len(prompt)
+    return 0

@@ -177,3 +177,158 @@ def test_the_index_never_credits_more_than_the_pool_holds(seed: int, report_mode
         missed, held = missed + len(truth - credited), held + len(truth)
     assert repeated > 10
     assert missed < 0.25 * held
+
+
+# ---- several KV-cache groups
+
+
+def _full(block_tokens: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+
+def _window(block_tokens: int, window: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return SlidingWindowSpec(
+        block_size=block_tokens, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=window
+    )
+
+
+def _state(block_tokens: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(
+        block_size=block_tokens, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="all"
+    )  # fmt: skip
+
+
+GROUPS: dict[str, Any] = {
+    "a window": lambda: [_full(4), _window(4, 9)],
+    "two windows before full attention": lambda: [_window(4, 9), _window(4, 14), _full(4)],
+    "windows only": lambda: [_window(4, 11)],
+    "larger blocks of full attention": lambda: [_full(8), _window(4, 9)],
+    "larger blocks of a window": lambda: [_full(4), _window(8, 19)],
+    "a state": lambda: [_full(4), _state(4)],
+}
+
+
+class _HybridEngine:
+    """vLLM's own KV-cache manager under random requests, some computed in several steps."""
+
+    BLOCK = 4
+
+    def __init__(self, chance: random.Random, specs: list[Any], *, full_reports: bool) -> None:
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+        self.chance, self.full_reports = chance, full_reports
+        groups = [KVCacheGroupSpec([f"layer {at}"], spec) for at, spec in enumerate(specs)]
+        self.manager = KVCacheManager(
+            KVCacheConfig(num_blocks=70, kv_cache_tensors=[], kv_cache_groups=groups),
+            max_model_len=4096,
+            scheduler_block_size=max(spec.block_size for spec in specs),
+            hash_block_size=self.BLOCK,
+            enable_kv_cache_events=True,
+        )
+        self.hasher = get_request_block_hasher(self.BLOCK, get_hash_fn_by_name("sha256_cbor"))
+        self.running: list[Any] = []
+        self.prompts: list[list[Any]] = []  # hashes
+        self.started = 0
+
+    def step(self) -> bytes:
+        what = self.chance.random()
+        if what < 0.6:
+            self._start()
+        elif what < 0.93 and self.running:
+            self.manager.free(self.running.pop(self.chance.randrange(len(self.running))))
+        elif what < 0.98:
+            self.manager.evict_blocks(set(self.chance.sample(range(1, 70), 4)))
+        elif not self.running:
+            self.manager.reset_prefix_cache()
+        return _encode(self.manager.take_events(), 0)
+
+    def _start(self) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        # Prompts that are alike for a while.
+        tokens = [self.chance.randrange(3)] * self.chance.randrange(1, 30)
+        tokens += [self.chance.randrange(3) for _ in range(self.chance.randrange(0, 20))]
+        mode = "full" if self.full_reports and self.chance.random() < 0.7 else "incremental"
+        self.started += 1
+        request: Any = Request(
+            request_id=str(self.started),
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=1, extra_args={"kv_cache_report_mode": mode}),
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        self.prompts = [*self.prompts[-40:], list(request.block_hashes)]
+        blocks, computed, _ = self.manager.get_computed_blocks(request)
+        at_once = self.chance.choice([8, 16, 1000])
+        first = True
+        while request.num_computed_tokens < len(tokens):
+            known = computed if first else 0
+            count = min(at_once, len(tokens) - request.num_computed_tokens - known)
+            given = self.manager.allocate_slots(request, count, known, blocks if first else None)
+            if given is None:
+                self.manager.free(request)
+                return
+            request.num_computed_tokens += known + count
+            first = False
+        self.running.append(request)
+
+    def usable(self, hashes: list[Any]) -> int:
+        """Blocks from which the engine itself would go on."""
+        return (
+            int(self.manager.coordinator.find_longest_cache_hit(hashes, len(hashes) * self.BLOCK)[1])
+            // self.BLOCK
+        )
+
+
+def _credited(index: PrefixIndex, hashes: list[Any]) -> int:
+    prompt = packed64([int.from_bytes(block_hash[-8:], "big") for block_hash in hashes])
+    return max(index.match(prompt).device_blocks, default=0)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("seed", range(2))
+def test_groups_are_scored_as_the_engine_would(seed: int, groups: str) -> None:
+    """Exactly what its own search for a hit finds, where no request asks for reports of reused blocks."""
+    engine = _HybridEngine(random.Random(seed), GROUPS[groups](), full_reports=False)
+    index = PrefixIndex(reuse_reports=False, block_tokens=engine.BLOCK)
+    hits = cut = 0
+    for _ in range(250):
+        index.apply("w", engine.step())
+        for hashes in engine.prompts:
+            usable = engine.usable(hashes)
+            assert _credited(index, hashes) == usable
+            hits += usable > 0
+            cut += 0 < usable < len(hashes)
+    assert hits > 500
+    assert cut > 100, "a test without partial hits proves nothing"
+
+
+@pytest.mark.parametrize("full_reports", [False, True])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups_are_never_credited_with_more_than_the_engine_could_use(
+    groups: str, full_reports: bool
+) -> None:
+    """Whatever the report mode. What is told from the root of a prompt is believed as far as a report would be true."""
+    engine = _HybridEngine(random.Random(7), GROUPS[groups](), full_reports=full_reports)
+    index = PrefixIndex(block_tokens=engine.BLOCK)
+    credited = usable = 0
+    for _ in range(250):
+        index.apply("w", engine.step())
+        for hashes in engine.prompts:
+            ours, theirs = _credited(index, hashes), engine.usable(hashes)
+            assert ours <= theirs
+            credited, usable = credited + ours, usable + theirs
+    assert "larger" in groups or credited > 0.2 * usable

@@ -70,16 +70,116 @@ def test_reports_of_reused_blocks_do_not_add_up() -> None:
     assert len(index.match(packed64([1]))) == 0
 
 
-def test_a_window_is_not_indexed() -> None:
-    """In report mode full vLLM names blocks of a window that are gone, and never removes them."""
+FULL = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+WINDOW = {
+    "group_idx": 1,
+    "kv_cache_spec_kind": "sliding_window",
+    "kv_cache_spec_sliding_window": 33,
+}  # two blocks
+
+
+def test_a_window_needs_its_last_blocks_only() -> None:
     index = PrefixIndex()
-    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 32}
-    index.apply("w", batch(stored([1, 2, 3], group_idx=0, kv_cache_spec_kind="full_attention")))
-    assert index.apply("w", batch(stored([2, 3], parent=1, **window))).partial == 2
-    assert index.apply("w", batch(removed([2], group_idx=1))).partial == 1
-    assert device_blocks(index, [1, 2, 3]) == 3
-    index.apply("w", batch(removed([1, 2, 3], group_idx=0)))
+    index.apply("w", batch(stored([1, 2, 3, 4, 5, 6], **FULL), stored([1, 2], **WINDOW)))
+    index.apply("w", batch(stored([3, 4, 5], parent=2, **WINDOW)))
+    assert device_blocks(index, [1, 2, 3, 4, 5, 6]) == 5
+    index.apply("w", batch(removed([1, 2], group_idx=1)))
+    assert device_blocks(index, [1, 2, 3, 4, 5, 6]) == 5
+    assert device_blocks(index, [1, 2, 3]) == 0, "of its two last blocks one is gone"
+    assert device_blocks(index, [1, 2, 3, 4]) == 4
+    index.apply("w", batch(removed([4], group_idx=1)))
+    assert device_blocks(index, [1, 2, 3, 4, 5, 6]) == 0
+    index.apply("w", batch(stored([4], parent=3, **WINDOW), removed([4], group_idx=0)))
+    assert device_blocks(index, [1, 2, 3, 4, 5, 6]) == 0, "full attention ends before the window begins"
+    index.apply("w", batch(removed([5, 4, 3], group_idx=1), removed([1, 2, 3, 5, 6], group_idx=0)))
     assert len(index) == 0
+
+
+def test_a_prompt_shorter_than_its_window_needs_all_of_it() -> None:
+    index = PrefixIndex()
+    wide = WINDOW | {"kv_cache_spec_sliding_window": 1000}
+    index.apply("w", batch(stored([1, 2, 3], **FULL), stored([1, 2, 3], **wide)))
+    assert device_blocks(index, [1, 2, 3]) == 3
+    index.apply("w", batch(removed([1], group_idx=1)))
+    assert device_blocks(index, [1, 2, 3]) == 0
+
+
+def test_a_report_of_what_a_window_has_left_behind_is_not_believed() -> None:
+    """In report mode full vLLM names all blocks of the prefix, those that the window has lost among them."""
+    index = PrefixIndex()
+    index.apply("w", batch(stored([1, 2, 3, 4], **FULL), stored([1, 2, 3, 4], **WINDOW)))
+    index.apply("w", batch(removed([1, 2], group_idx=1)))
+    applied = index.apply("w", batch(stored([1, 2, 3, 4], **FULL), stored([1, 2, 3, 4], **WINDOW)))
+    assert (applied.repeated, applied.doubted) == (6, 2)
+    assert device_blocks(index, [1, 2, 3, 4]) == 4
+    assert device_blocks(index, [1, 2]) == 0
+    exact = PrefixIndex(reuse_reports=False)
+    exact.apply("w", batch(stored([1, 2, 3, 4], **FULL), stored([1, 2, 3, 4], **WINDOW)))
+    assert device_blocks(exact, [1, 2, 3]) == 3, "where nobody asks for reports, it is no report"
+
+
+def test_a_model_of_windows_has_rows() -> None:
+    index = PrefixIndex()
+    index.apply("w", batch(stored([1, 2, 3, 4], parent=9, **WINDOW), removed([1, 2], group_idx=1)))
+    assert device_blocks(index, [1, 2, 3, 4, 5]) == 4
+    assert device_blocks(index, [1, 2, 3]) == 0
+    assert device_blocks(index, [7, 8, 3, 4]) == 4, "what stands before the window is not asked for"
+
+
+def test_a_state_is_the_last_block() -> None:
+    index = PrefixIndex()
+    state = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
+    index.apply("w", batch(stored([1, 2, 3, 4], **FULL), stored([3], parent=2, **state)))
+    assert device_blocks(index, [1, 2, 3, 4]) == 3
+    assert device_blocks(index, [1, 2]) == 0
+
+
+def test_a_chunk_that_events_do_not_tell_needs_everything() -> None:
+    chunk = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
+    told = batch(stored([1, 2, 3], **FULL), stored([1, 2, 3], **chunk))
+    for reuse_reports, blocks in ((True, 0), (False, 3)):
+        index = PrefixIndex(reuse_reports=reuse_reports)
+        index.apply("w", told)
+        assert device_blocks(index, [1, 2, 3]) == blocks
+
+
+def test_larger_blocks_are_known_by_the_hash_of_their_end() -> None:
+    index = PrefixIndex(block_tokens=16, reuse_reports=False)
+    large = {"group_idx": 1, "kv_cache_spec_kind": "full_attention", "block_size": 32}
+    index.apply("w", batch(stored([1, 2, 3, 4, 5], **FULL), stored([2, 4], **large)))
+    assert device_blocks(index, [1, 2, 3, 4, 5]) == 4
+    assert device_blocks(index, [1, 2, 3]) == 2
+    index.apply("w", batch(stored([5], parent=4, **large | {"block_size": 16})))
+    assert device_blocks(index, [1, 2, 3, 4, 5]) == 4, "the end of a prompt in a smaller piece"
+    unknown = PrefixIndex(reuse_reports=False)
+    unknown.apply("w", batch(stored([1, 2, 3, 4, 5], **FULL), stored([2, 4], **large)))
+    assert device_blocks(unknown, [1, 2, 3, 4, 5]) == 0
+
+
+def test_windows_in_each_tier() -> None:
+    index = PrefixIndex()
+    for medium in ("CPU", "STORAGE"):
+        index.apply("w", batch(stored([1, 2, 3, 4], medium=medium, **FULL)))
+        index.apply("w", batch(*(stored([one], parent=one - 1, medium=medium, **WINDOW) for one in (3, 4))))
+    index.apply("w", batch(stored([1, 2], **FULL), stored([1, 2], **WINDOW)))
+    index.apply("w", batch(removed([3], medium="STORAGE", group_idx=1)))
+    (row,) = index.match(packed64([1, 2, 3, 4]))
+    assert row == Match("w", 0, 2, 4, 0, 0, 4, 4)
+
+
+def test_a_rank_that_is_told_of_a_window_leaves_the_others_as_they_were() -> None:
+    index = PrefixIndex()
+    index.apply("plain", batch(stored([1, 2, 3], **FULL)))
+    index.apply("w", batch(stored([1, 2, 3], **FULL)))
+    index.apply("w", batch(stored([1], **FULL), dp_rank=1))
+    assert sorted(index.match(packed64([1, 2, 3])).device_blocks) == [1, 3, 3]
+    index.apply("w", batch(stored([3, 4], parent=2, **WINDOW)))
+    rows = {(row.worker, row.dp_rank): row.device_blocks for row in index.match(packed64([1, 2, 3]))}
+    assert rows == {("plain", 0): 3, ("w", 1): 1}
+    assert index.match(packed64([1]), workers=["plain"]).workers == ["plain"]
+    index.remove_worker("w")
+    index.apply("w", batch(stored([1, 2, 3])))
+    assert sorted(index.match(packed64([1, 2, 3])).device_blocks) == [3, 3], "nothing is left of its groups"
 
 
 def test_a_pool_block_told_twice_is_gone_with_one_removal() -> None:
@@ -264,8 +364,13 @@ def events(draw: st.DrawFn) -> dict[str, Any]:
     if kind == "removed":
         return removed(draw(wire_hashes()), **fields)
     fields["kv_cache_spec_kind"] = draw(
-        st.sampled_from([None, None, "full_attention", "sliding_window", "new_kind"])
-    )
+        st.sampled_from(
+            [None, None, "full_attention", "sliding_window", "sliding_window", "mamba", "new_kind",
+             "chunked_local_attention"]
+        )
+    )  # fmt: skip
+    fields["kv_cache_spec_sliding_window"] = draw(st.sampled_from([None, 1, 2, 17, 18, 40]))
+    fields["block_size"] = draw(st.sampled_from([0, 8, 16, 16, 16, 16, 24, 32]))
     fields["parent"] = draw(st.sampled_from([None, 5, b"y" * 32]))
     fields["token_ids"] = draw(st.lists(st.integers(0, (1 << 32) - 1), max_size=4))
     fields["extra_keys"] = draw(st.sampled_from([None, [None, ["adapter", ["image", 3]]]]))
@@ -288,13 +393,15 @@ def steps(draw: st.DrawFn) -> tuple[Any, ...]:
 @given(
     plan=st.lists(steps(), max_size=25),
     prompts=st.lists(st.lists(HASHES, max_size=8), min_size=3, max_size=6),
-    reuse_reports=st.booleans(),
+    known=st.fixed_dictionaries(
+        {"reuse_reports": st.booleans(), "block_tokens": st.sampled_from([None, 8, 16])}
+    ),
     only=st.sampled_from([None, ["a"], ["b", "nobody"]]),
 )
 def test_it_does_what_a_plain_model_does(
-    plan: list[tuple[Any, ...]], prompts: list[list[int]], reuse_reports: bool, only: list[str] | None
+    plan: list[tuple[Any, ...]], prompts: list[list[int]], known: dict[str, Any], only: list[str] | None
 ) -> None:
-    index, model = PrefixIndex(reuse_reports=reuse_reports), Model(reuse_reports=reuse_reports)
+    index, model = PrefixIndex(**known), Model(**known)
     for what, worker, *rest in plan:
         if what == "remove":
             assert index.remove_worker(worker) == (worker in model.workers)

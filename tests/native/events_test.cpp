@@ -34,17 +34,19 @@ const std::string kRemoved = text("type") + text("BlockRemoved");
 TEST(events_of_every_type_are_decoded) {
   const EventBatch got = decode(
       "\x93\xcb\0\0\0\0\0\0\0\0"s + "\x93"s +
-      map(9, kStored + kHashesOneTwo + text("parent_block_hash") + "\x07"s + text("token_ids") +
-                 "\x93\x01\xcd\x01\x02\xce\0\0\0\x01"s + text("block_size") + "\x10"s + text("medium") +
-                 text("CPU") + text("group_idx") + "\x03"s + "\xb2kv_cache_spec_kind"s +
-                 text("sliding_window") + text("extra_keys") + "\x91\x92\xa1x\x81\xa1y\xc0"s) +
+      map(10, kStored + kHashesOneTwo + text("parent_block_hash") + "\x07"s + text("token_ids") +
+                  "\x93\x01\xcd\x01\x02\xce\0\0\0\x01"s + text("block_size") + "\x10"s + text("medium") +
+                  text("CPU") + text("group_idx") + "\x03"s + "\xb2kv_cache_spec_kind"s +
+                  text("sliding_window") + "\xbckv_cache_spec_sliding_window\xcd\x02\0"s +
+                  text("extra_keys") + "\x91\x92\xa1x\x81\xa1y\xc0"s) +
       map(2, kRemoved + text("block_hashes") + "\x91\xcf\xff\0\0\0\0\0\0\x01"s) +
       map(1, text("type") + "\xb0" + "AllBlocksCleared"s) + "\xcd\x01\0"s);
   CHECK(got.events.size() == 3 && got.skipped_events == 0 && got.dp_rank == 256);
   CHECK((got.hashes == std::vector<std::uint64_t>{1, 2, 0xff00000000000001ULL}));
   const Event& stored = got.events[0];
   CHECK(stored.kind == Event::Kind::kStored && stored.tier == Tier::kHost && stored.group == 3);
-  CHECK(stored.reach == Reach::kPart && !stored.root && stored.begin == 0 && stored.count == 2);
+  CHECK(stored.reach == Reach::kWindow && !stored.root && stored.begin == 0 && stored.count == 2);
+  CHECK(stored.block_tokens == 16 && stored.window_tokens == 512);
   const Event& removed = got.events[1];
   CHECK(removed.kind == Event::Kind::kRemoved && removed.tier == Tier::kDevice && removed.group == 0);
   CHECK(removed.begin == 2 && removed.count == 1);

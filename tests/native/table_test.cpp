@@ -152,12 +152,11 @@ TEST(table_credits_what_all_whole_groups_hold) {
   };
   stored(0, Reach::kWhole, prompt);
   CHECK(blocks_of(table, "a", prompt) == 10);
-  stored(1, Reach::kPart, range(8, 20));  // a window: not indexed
-  CHECK(blocks_of(table, "a", prompt) == 10 && table.stats().blocks == 10);
   stored(3, Reach::kUnsaid, range(0, 30));
-  CHECK(table.stats().blocks == 30);
-  stored(3, Reach::kPart, {});  // now that it is known
-  CHECK(blocks_of(table, "a", prompt) == 10 && table.stats().blocks == 10);
+  CHECK(blocks_of(table, "a", prompt) == 10 && table.stats().blocks == 30);
+  stored(3, Reach::kPart, {});  // what it was believed to hold may have been reports
+  CHECK(blocks_of(table, "a", prompt) == 0 && table.stats().blocks == 10);
+  stored(3, Reach::kWhole, range(0, 30));
   stored(2, Reach::kWhole, range(1, 6));
   CHECK(blocks_of(table, "a", prompt) == 0);
   stored(2, Reach::kWhole, {0});
@@ -165,6 +164,39 @@ TEST(table_credits_what_all_whole_groups_hold) {
   // A removal in a group that is not known yet says nothing of the others.
   CHECK(tell(table, "a", Event::Kind::kRemoved, {0}, Tier::kDevice, 7).unknown == 1);
   CHECK(blocks_of(table, "a", prompt) == 6);
+}
+
+// The last blocks of a window, against a plain walk over what it holds.
+TEST(table_credits_what_windows_could_go_on_from) {
+  std::mt19937 chance(5);
+  const auto draw = [&](std::uint32_t below) { return static_cast<std::uint32_t>(chance() % below); };
+  for (unsigned round = 0; round < 200; ++round) {
+    const std::uint32_t last = 1 + draw(4), length = 1 + draw(40);
+    Table table(kMany, false, 16);
+    const Hashes prompt = range(0, length);
+    const std::uint32_t whole = draw(length + 1);
+    EventBatch batch;
+    batch.hashes = range(0, whole);
+    batch.events.push_back({Event::Kind::kStored, Tier::kDevice, Reach::kWhole, true, 0, 0, whole, 16, 0});
+    std::vector<bool> held(length);
+    for (std::uint32_t block = 0; block < length; ++block) {
+      if (!(held[block] = draw(5) != 0)) continue;
+      batch.hashes.push_back(block);
+      batch.events.push_back({Event::Kind::kStored, Tier::kDevice, Reach::kWindow, false, 1,
+                              batch.hashes.size() - 1, 1, 16, 16 * last + 1});
+    }
+    table.apply("a", 0, batch);
+    std::uint32_t best = 0;
+    for (std::uint32_t count = 1; count <= whole; ++count) {
+      bool good = true;
+      for (std::uint32_t block = count - std::min(count, last); block < count; ++block)
+        good = good && held[block];
+      if (good) best = count;
+    }
+    CHECK(blocks_of(table, "a", prompt) == (std::ranges::find(held, true) == held.end() ? whole : best));
+    table.remove_worker("a");
+    CHECK(ask(table, prompt).empty() && table.stats().blocks == 0);
+  }
 }
 
 TEST(table_forgets_workers_and_ranks) {
