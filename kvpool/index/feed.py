@@ -22,7 +22,7 @@ from kvpool.errors import KVPoolError
 from kvpool.index.sequence import Sequence
 from kvpool.index.worker import EventSink, Position, Publisher, Worker
 
-PROBE_S = 2.0  # an idle publisher is asked that often whether there is anything later
+PROBE_S = 1.0  # an idle publisher is asked that often whether there is anything later
 ANSWER_S = 2.0  # how long a replay may bring nothing
 MAX_BACKOFF_S = 10.0
 STUCK_S = 5.0
@@ -197,7 +197,7 @@ class EventFeed:
         one.setsockopt(zmq.LINGER, 0)
         one.setsockopt(zmq.IPV6, 1)
         one.setsockopt(zmq.RECONNECT_IVL, 100)
-        one.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        one.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         return one
 
     def _connect(self, one: zmq.Socket[bytes], endpoint: str, worker_id: str, dp_rank: int) -> None:
@@ -224,6 +224,12 @@ class EventFeed:
                 for _ in range(HIGH_WATER):  # a replay brings what is still true of it
                     link.events.recv_multipart(zmq.NOBLOCK)
             link.sequence.disconnected()
+            # Whoever was asked may be gone: whoever is there now is asked, without waiting for an answer.
+            was_asked = link.asked
+            self._close_replay(link)
+            if was_asked:
+                link.ask_at = time.monotonic()
+                link.sequence.replay_failed("its connection was lost")
             return
         if taken:
             link.probe_at = time.monotonic() + PROBE_S

@@ -25,6 +25,7 @@ class Misbehaving:
         self.kept: list[bytes] = []
         self.first = 0  # the number of kept[0]
         self.mute = False  # leaves questions for a replay unanswered
+        self.owes_an_answer = False  # to the last question
         self.dropped_in_replays: set[int] = set()
         self.asked: list[int] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -71,6 +72,7 @@ class Misbehaving:
             who, empty, number = self._router.recv_multipart()
             wanted = int.from_bytes(number, "big")
             self.asked.append(wanted)
+            self.owes_an_answer = self.mute
             if self.mute:
                 continue
             with self._lock:

@@ -1,0 +1,451 @@
+"""The whole service against a plain model: real publishers, the real feed, gRPC, a client; whatever happens on the way.
+
+A row that is not stale must be exactly what its rank held after the batch that it names. A stale one says nothing. When
+all is quiet, every rank is known to its last batch.
+
+The order of what happens is drawn by hypothesis, which prints how to see it again. How it falls out between threads and
+sockets is not repeatable, so nothing is made smaller: the steps of the example that failed are in the error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from kvpool import IndexClient, UnknownModel
+from kvpool.cli.index_process import IndexProcess
+from kvpool.hashing import seed_id
+from kvpool.index import Row, Worker
+from kvpool.index import feed as feed_module
+from kvpool.index.feed import EventFeed
+from kvpool.index.fleet import Fleet
+from tests.conftest import eventually
+from tests.index.fleets import serving
+from tests.index.model import Model
+from tests.index.publisher import Misbehaving
+from tests.index.wire import batch, cleared, packed64, removed, stored
+
+SETTLED_S = 2.0  # promised: so long after the last event everything is known
+MARGIN_S = 3.0  # for a machine that is busy with other things
+CALL_S = 20.0
+PROMPTS = [list(range(1, 11)), [1, 2, 3, 4, 21, 22, 23], [31, 32, 33], [4, 5, 6]]
+MODEL = "m"
+
+Events = list[dict[str, Any]]
+
+
+# ---- what is told
+
+
+@st.composite
+def stores(draw: st.DrawFn, hybrid: bool) -> Events:
+    prompt = draw(st.sampled_from(PROMPTS))
+    begin = draw(st.integers(0, len(prompt) - 1)) if draw(st.booleans()) else 0
+    blocks = prompt[begin : draw(st.integers(begin + 1, len(prompt)))]
+    fields: dict[str, Any] = {
+        "parent": prompt[begin - 1] if begin else draw(st.sampled_from([None, None, 99])),
+        "medium": draw(st.sampled_from(["GPU"] * 4 + [None, "CPU", "DISK"])),
+    }
+    if draw(st.booleans()):
+        fields |= {"token_ids": list(range(16 * len(blocks)))}
+    if not hybrid:
+        return [stored(blocks, **fields)]
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33, "group_idx": 1}
+    seen = draw(st.integers(0, len(blocks)))
+    return [
+        stored(blocks, group_idx=0, kv_cache_spec_kind="full_attention", **fields),
+        stored(blocks[seen:], **fields | window | {"parent": blocks[seen - 1] if seen else fields["parent"]}),
+    ]
+
+
+@st.composite
+def removals(draw: st.DrawFn, hybrid: bool) -> Events:
+    blocks = draw(
+        st.lists(st.sampled_from(sorted({one for prompt in PROMPTS for one in prompt})), max_size=4)
+    )
+    group = draw(st.sampled_from([0, 1])) if hybrid else None
+    return [removed(blocks, medium=draw(st.sampled_from(["GPU"] * 4 + ["CPU"])), group_idx=group)]
+
+
+@st.composite
+def tellings(draw: st.DrawFn, hybrid: bool) -> Events:
+    """The events of one batch."""
+    told: Events = []
+    for _ in range(draw(st.integers(1, 3))):
+        what = draw(st.sampled_from(["stored"] * 6 + ["removed"] * 4 + ["cleared"]))
+        kinds: dict[str, Callable[[], Events]] = {
+            "stored": lambda: draw(stores(hybrid)), "removed": lambda: draw(removals(hybrid)),
+            "cleared": lambda: [cleared()],
+        }  # fmt: skip
+        told += kinds[what]()
+    return told
+
+
+# ---- what must be answered
+
+
+@dataclass
+class Life:
+    """One start of a publisher: what it has told, by number. None: a batch that nobody can read."""
+
+    told: list[Events | None] = field(default_factory=list)
+    forgot: bool = False  # it has dropped batches, so an index may have had to begin in the middle
+    _states: dict[tuple[int, int], Model] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        """The number that a row names when it knows everything."""
+        return 0 if not self.told or self.told[-1] is None else len(self.told) - 1
+
+    def whole_from(self, number: int) -> int:
+        """Where a state as of ``number`` begins that lacks nothing: behind the last batch that is not one."""
+        return max((at + 1 for at, events in enumerate(self.told[: number + 1]) if events is None), default=0)
+
+    def credit(self, first: int, number: int, prompt: Sequence[int]) -> tuple[int, int]:
+        """(device, local) blocks after the batches from ``first`` to ``number``."""
+        state = self._states.get((first, number))
+        if state is None:
+            state = self._states[first, number] = Model(reuse_reports=True, block_tokens=16)
+            for events in self.told[first : number + 1]:
+                state.apply("w", 0, events or [])
+        return next(((row.device_blocks, row.local_blocks) for row in state.match(prompt)), (0, 0))
+
+    def allows(self, row: Row, prompt: Sequence[int]) -> bool:
+        """Whether a row that is not stale is what was held after the batch that it names."""
+        said = (row.device_blocks, row.local_blocks)
+        if row.sequence == 0 and said == (0, 0):
+            return True  # before the first batch
+        if row.sequence >= len(self.told):
+            return False
+        whole = self.whole_from(row.sequence)
+        firsts = range(whole, row.sequence + 1) if self.forgot else (whole,)
+        return any(self.credit(first, row.sequence, prompt) == said for first in firsts)
+
+    def is_known_to_the_end(self, row: Row, prompt: Sequence[int], kept_from: int) -> bool:
+        """Whether a row says what is held now; the publisher has kept its batches from ``kept_from`` on."""
+        whole = self.whole_from(len(self.told) - 1)
+        firsts = range(whole, max(whole, kept_from) + 1) if self.forgot else (whole,)
+        said = (row.device_blocks, row.local_blocks)
+        return row.sequence == self.last and any(
+            self.credit(first, len(self.told) - 1, prompt) == said for first in firsts
+        )
+
+
+class Source:
+    """A rank of a worker with its publisher, and all that it ever told."""
+
+    def __init__(self, worker: str, rank: int) -> None:
+        self.worker, self.rank = worker, rank
+        self.hybrid = worker == "hybrid"
+        self.publisher = Misbehaving()
+        self.lives = [Life()]
+        self.late: list[tuple[int, bytes]] = []  # sent by and by
+        # By replica: the life that it is known to speak of by now, so that no answer may be of one before.
+        self.lives_seen: dict[int, int] = {}
+        self._told = 0
+
+    @property
+    def life(self) -> Life:
+        return self.lives[-1]
+
+    def tell(self, events: Events | None, *, fate: str) -> None:
+        self._told += 1
+        number = len(self.life.told)
+        payload = (
+            batch(*(events or []), dp_rank=self.rank, at_s=self._told) if events is not None else b"\x92\x00"
+        )
+        if events is None:
+            payload += self._told.to_bytes(4, "big")  # no two batches are alike
+        self.life.told.append(events)
+        self.publisher.publish(payload, lost=fate != "heard" and fate != "twice")
+        if fate == "twice":
+            self.again(number, payload)
+        elif fate == "late":
+            self.late.append((number, payload))
+
+    def again(self, number: int, payload: bytes) -> None:
+        self.publisher.send(b"", number.to_bytes(8, "big"), payload)
+
+    def restart(self) -> None:
+        """A process ends and another one takes its place."""
+        self.publisher.close()
+        self.publisher = Misbehaving(self.publisher.ports)
+        self.lives.append(Life())
+        self.late.clear()
+
+    def check(self, replica: int, row: Row, prompt: Sequence[int]) -> None:
+        if row.stale:
+            assert (row.device_blocks, row.local_blocks) == (0, 0), f"credited while stale: {row}"
+            return
+        seen = self.lives_seen.get(replica, 0)
+        allowed = [at for at in range(seen, len(self.lives)) if self.lives[at].allows(row, prompt)]
+        assert allowed, f"replica {replica} answers {row} of {prompt}; told since: {self.lives[seen:]}"
+        self.lives_seen[replica] = allowed[0]
+
+
+class Oracle(RuleBasedStateMachine):
+    """Three workers, one with two ranks and one of a model with a sliding window, as one tenant of every replica."""
+
+    tenants = 0
+
+    def __init__(self, clients: Sequence[IndexClient]) -> None:
+        super().__init__()
+        Oracle.tenants += 1
+        self.tenant = f"t{os.getpid()}-{Oracle.tenants}"
+        self.clients = clients
+        self.sources = [Source("plain", 0), Source("two", 0), Source("two", 1), Source("hybrid", 0)]
+        self.incarnations = {"plain": 0, "two": 0, "hybrid": 0}
+        self.there: set[str] = set()
+        self.steps: list[str] = []
+        for worker in self.incarnations:
+            self.add(worker)
+
+    # ---- what happens
+
+    def of(self, worker: str) -> list[Source]:
+        return [source for source in self.sources if source.worker == worker]
+
+    def add(self, worker: str, lease_s: float | None = None) -> None:
+        publishers = tuple(replace(one.publisher.publisher, dp_rank=one.rank) for one in self.of(worker))
+        for client in self.clients:
+            client.register(
+                Worker(worker, MODEL, 16, seed_id(None), publishers, tenant=self.tenant,
+                       incarnation=str(self.incarnations[worker])),
+                lease_s,
+            )  # fmt: skip
+        self.there.add(worker)
+
+    def nothing_of_before(self, worker: str) -> None:
+        """From now on no answer may be of a life before the present one."""
+        for source in self.of(worker):
+            source.lives_seen = dict.fromkeys(range(len(self.clients)), len(source.lives) - 1)
+
+    WHO = st.integers(0, 3)
+    NAMES = st.sampled_from(["plain", "two", "hybrid"])
+
+    @rule(who=WHO, data=st.data(), fate=st.sampled_from(["heard"] * 5 + ["twice", "lost", "late"]))
+    def tell(self, who: int, data: st.DataObject, fate: str) -> None:
+        source = self.sources[who]
+        events = data.draw(tellings(source.hybrid))
+        self.steps.append(f"{who} tells {len(source.life.told)} {fate}: {events}")
+        source.tell(events, fate=fate)
+
+    @rule(who=WHO, data=st.data())
+    def tell_many(self, who: int, data: st.DataObject) -> None:
+        source = self.sources[who]
+        for _ in range(data.draw(st.integers(3, 12))):
+            source.tell(
+                data.draw(tellings(source.hybrid)),
+                fate=data.draw(st.sampled_from(["heard", "heard", "lost"])),
+            )
+        self.steps.append(f"{who} tells up to {len(source.life.told) - 1}")
+
+    @rule(who=WHO, at=st.integers(0, 10**6))
+    def deliver_late(self, who: int, at: int) -> None:
+        """What was under way arrives behind what was told after it; or what has come before comes again."""
+        source = self.sources[who]
+        if source.late:
+            number, payload = source.late.pop(at % len(source.late))
+        elif source.publisher.kept:
+            place = at % len(source.publisher.kept)
+            number, payload = source.publisher.first + place, source.publisher.kept[place]
+        else:
+            return
+        self.steps.append(f"{who} delivers {number} late")
+        source.again(number, payload)
+
+    @rule(who=WHO)
+    def tell_what_nobody_can_read(self, who: int) -> None:
+        self.steps.append(f"{who} tells {len(self.sources[who].life.told)}: nonsense")
+        self.sources[who].tell(None, fate="heard")
+
+    @rule(who=WHO, numbers=st.sets(st.integers(0, 20), max_size=6))
+    def drop_in_the_next_replay(self, who: int, numbers: set[int]) -> None:
+        self.sources[who].publisher.dropped_in_replays = numbers
+
+    @rule(who=WHO, mute=st.booleans())
+    def be_mute(self, who: int, mute: bool) -> None:
+        self.sources[who].publisher.mute = mute
+
+    @rule(who=WHO, count=st.integers(1, 8))
+    def forget_the_oldest(self, who: int, count: int) -> None:
+        """As a publisher that keeps so many batches only."""
+        source = self.sources[who]
+        if len(source.publisher.kept) > count:
+            self.steps.append(f"{who} forgets {count}")
+            source.life.forgot = True
+            source.publisher.forget(count)
+
+    @rule(who=WHO)
+    def restart(self, who: int) -> None:
+        """The numbers go back to 0, and nobody says so."""
+        self.steps.append(f"{who} restarts")
+        self.sources[who].restart()
+
+    @rule(name=NAMES, restarts=st.booleans())
+    def start_anew(self, name: str, restarts: bool) -> None:
+        """As seen by its lease: another incarnation. What was held is gone when the call returns."""
+        self.steps.append(f"{name} starts anew, with its publishers: {restarts}")
+        for source in self.of(name):
+            if restarts:
+                source.restart()
+        self.incarnations[name] += 1
+        self.add(name)
+        self.nothing_of_before(name)
+
+    @rule(name=NAMES)
+    def remove(self, name: str) -> None:
+        self.steps.append(f"{name} is removed")
+        for client in self.clients:
+            client.remove(name, tenant=self.tenant)
+        self.there.discard(name)
+
+    @rule(name=NAMES)
+    def come_back(self, name: str) -> None:
+        if name not in self.there:
+            self.steps.append(f"{name} comes back")
+            self.add(name)
+            self.nothing_of_before(name)
+
+    @rule(name=NAMES)
+    def let_the_lease_end(self, name: str) -> None:
+        self.steps.append(f"the lease of {name} ends")
+        self.add(name, lease_s=0.05)
+        self.there.discard(name)
+        assert eventually(
+            lambda: all(name not in self.ask(client, PROMPTS[0]) for client in self.clients),
+            within_s=SETTLED_S + MARGIN_S,
+        ), f"{name} is there although its lease is over; {self.steps}"
+
+    # ---- what is answered
+
+    def ask(self, client: IndexClient, prompt: Sequence[int]) -> dict[str, dict[int, Row]]:
+        rows: dict[str, dict[int, Row]] = {}
+        try:
+            answer = client.lookup(MODEL, hashes64=packed64(prompt), tenant=self.tenant)
+        except UnknownModel:
+            assert not self.there, "only a model without workers may be forgotten"
+            return rows
+        for row in answer:
+            rows.setdefault(row.worker, {})[row.dp_rank] = row
+        return rows
+
+    @invariant()
+    def no_answer_is_beyond_the_batch_that_it_names(self) -> None:
+        for prompt in PROMPTS:
+            for replica, client in enumerate(self.clients):
+                self.judge(replica, self.ask(client, prompt), prompt)
+
+    def judge(self, replica: int, rows: dict[str, dict[int, Row]], prompt: Sequence[int]) -> None:
+        try:
+            assert set(rows) == self.there
+            for source in self.sources:
+                if source.worker in self.there:
+                    source.check(replica, rows[source.worker][source.rank], prompt)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nafter:\n" + "\n".join(self.steps)) from error
+
+    @rule()
+    def quiet(self) -> None:
+        """Nothing is under way any more: soon everything is known, and all replicas answer alike."""
+        self.steps.append("quiet")
+        for source in self.sources:
+            source.publisher.mute = False
+            for number, payload in source.late:
+                source.again(number, payload)
+            source.late.clear()
+        # Who has left a question unanswered is asked again after a while: there is no quiet before.
+        followed = [source.publisher for source in self.sources if source.worker in self.there]
+        patience_s = feed_module.ANSWER_S + feed_module.MAX_BACKOFF_S + MARGIN_S
+        assert eventually(lambda: not any(one.owes_an_answer for one in followed), within_s=patience_s)
+        unsettled: list[str] = []
+
+        def settled() -> bool:
+            unsettled.clear()
+            for prompt in PROMPTS:
+                answers = [self.ask(client, prompt) for client in self.clients]
+                for replica, rows in enumerate(answers):
+                    self.judge(replica, rows, prompt)
+                for source in self.sources:
+                    for rows in answers if source.worker in self.there else ():
+                        row = rows[source.worker][source.rank]
+                        if row.stale or not source.life.is_known_to_the_end(
+                            row, prompt, source.publisher.first
+                        ):
+                            unsettled.append(f"{row} of {prompt}")
+            return not unsettled
+
+        assert eventually(settled, within_s=SETTLED_S + MARGIN_S), "\n".join(
+            [*unsettled, "after:", *self.steps]
+        )
+        for worker in self.incarnations:
+            self.nothing_of_before(worker)
+
+    def teardown(self) -> None:
+        try:
+            self.quiet()
+        finally:
+            for name in self.there:
+                for client in self.clients:
+                    client.remove(name, tenant=self.tenant)
+            for source in self.sources:
+                source.publisher.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feed that asks again soon, so that more can happen in the time of a test."""
+    monkeypatch.setattr(feed_module, "PROBE_S", 0.1)
+    monkeypatch.setattr(feed_module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(feed_module, "MAX_BACKOFF_S", 0.3)
+
+
+def drawn(examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+        database=None,
+    )
+
+
+@pytest.mark.usefixtures("grpc_started", "impatient")
+def test_no_answer_is_beyond_the_state_that_it_names() -> None:
+    fleet = Fleet()
+    with (
+        serving(fleet, feed=EventFeed(fleet)) as served,
+        IndexClient(served.target, timeout_s=CALL_S) as client,
+    ):
+        try:
+            run_state_machine_as_test(lambda: Oracle([client]), settings=drawn(20, 30))
+        finally:
+            served.roster.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("grpc_started")
+def test_two_replicas_settle_and_agree(tmp_path: Path) -> None:
+    """Two real index processes, with the times that they have in a fleet."""
+    ends_s = time.monotonic() + float(os.environ.get("SOAK_S", "60"))
+    with ExitStack() as parts:
+        clients = []
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            index = parts.enter_context(IndexProcess(tmp_path / name, f"file://{tmp_path}/pool"))
+            clients.append(parts.enter_context(IndexClient(index.address, timeout_s=CALL_S)))
+        while time.monotonic() < ends_s:
+            run_state_machine_as_test(lambda: Oracle(clients), settings=drawn(5, 50))
