@@ -144,6 +144,21 @@ def test_a_publisher_that_answers_no_replay_is_stale_until_it_does(feed: EventFe
         assert followed(heard, [0, 1])
 
 
+def test_what_was_asked_of_a_publisher_that_is_gone_is_asked_of_the_next_one(
+    feed: EventFeed, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 10 * WITHIN_S)
+    with misbehaving() as first:
+        first.publish(text(0))
+        feed.follow(worker_of(first.publisher))
+        assert followed(heard, [0])
+        first.mute = True
+        assert eventually(lambda: first.owes_an_answer, within_s=WITHIN_S)
+    with misbehaving(first.ports) as second:
+        second.publish(text(0, 1), lost=True)
+        assert eventually(lambda: heard.applied == [text(0, 1)] and not heard.stale, within_s=WITHIN_S)
+
+
 def test_nobody_there_is_stale_and_found_when_it_comes(feed: EventFeed, heard: Heard) -> None:
     ports = free_ports(2)
     events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)

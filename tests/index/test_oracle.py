@@ -10,8 +10,9 @@ sockets is not repeatable, so nothing is made smaller: the steps of the example 
 from __future__ import annotations
 
 import os
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from tests.index.wire import batch, cleared, packed64, removed, stored
 SETTLED_S = 2.0  # promised: so long after the last event everything is known
 MARGIN_S = 3.0  # for a machine that is busy with other things
 CALL_S = 20.0
-PROMPTS = [list(range(1, 11)), [1, 2, 3, 4, 21, 22, 23], [31, 32, 33], [4, 5, 6]]
+PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [9, 10], [4, 5]]
 MODEL = "m"
 
 Events = list[dict[str, Any]]
@@ -47,47 +48,42 @@ Events = list[dict[str, Any]]
 # ---- what is told
 
 
-@st.composite
-def stores(draw: st.DrawFn, hybrid: bool) -> Events:
-    prompt = draw(st.sampled_from(PROMPTS))
-    begin = draw(st.integers(0, len(prompt) - 1)) if draw(st.booleans()) else 0
-    blocks = prompt[begin : draw(st.integers(begin + 1, len(prompt)))]
+def stores(chance: random.Random, hybrid: bool) -> Events:
+    prompt = chance.choice(PROMPTS)
+    begin = chance.choice([0, chance.randrange(len(prompt))])
+    blocks = prompt[begin : chance.choice([len(prompt), chance.randint(begin + 1, len(prompt))])]
     fields: dict[str, Any] = {
-        "parent": prompt[begin - 1] if begin else draw(st.sampled_from([None, None, 99])),
-        "medium": draw(st.sampled_from(["GPU"] * 4 + [None, "CPU", "DISK"])),
+        "parent": prompt[begin - 1] if begin else chance.choice([None, 99]),
+        "medium": chance.choice(["GPU", "GPU", "GPU", None, "CPU", "DISK"]),
+        "token_ids": list(range(16 * len(blocks))) if chance.random() < 0.5 else [],
     }
-    if draw(st.booleans()):
-        fields |= {"token_ids": list(range(16 * len(blocks)))}
     if not hybrid:
         return [stored(blocks, **fields)]
     window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33, "group_idx": 1}
-    seen = draw(st.integers(0, len(blocks)))
+    seen = chance.choice([0, chance.randrange(len(blocks))])
     return [
         stored(blocks, group_idx=0, kv_cache_spec_kind="full_attention", **fields),
         stored(blocks[seen:], **fields | window | {"parent": blocks[seen - 1] if seen else fields["parent"]}),
     ]
 
 
-@st.composite
-def removals(draw: st.DrawFn, hybrid: bool) -> Events:
-    blocks = draw(
-        st.lists(st.sampled_from(sorted({one for prompt in PROMPTS for one in prompt})), max_size=4)
-    )
-    group = draw(st.sampled_from([0, 1])) if hybrid else None
-    return [removed(blocks, medium=draw(st.sampled_from(["GPU"] * 4 + ["CPU"])), group_idx=group)]
+def removals(chance: random.Random, hybrid: bool) -> Events:
+    """Of the end of a prompt, as engines do; or of anything."""
+    prompt = chance.choice(PROMPTS)
+    blocks = chance.choice([prompt[chance.randrange(len(prompt)) :], chance.sample(prompt, 1)])
+    group = chance.choice([0, 1]) if hybrid else None
+    return [removed(blocks, medium=chance.choice(["GPU", "GPU", "GPU", "CPU"]), group_idx=group)]
 
 
-@st.composite
-def tellings(draw: st.DrawFn, hybrid: bool) -> Events:
+def telling(chance: random.Random, hybrid: bool) -> Events:
     """The events of one batch."""
     told: Events = []
-    for _ in range(draw(st.integers(1, 3))):
-        what = draw(st.sampled_from(["stored"] * 6 + ["removed"] * 4 + ["cleared"]))
-        kinds: dict[str, Callable[[], Events]] = {
-            "stored": lambda: draw(stores(hybrid)), "removed": lambda: draw(removals(hybrid)),
-            "cleared": lambda: [cleared()],
-        }  # fmt: skip
-        told += kinds[what]()
+    for _ in range(chance.randint(1, 3)):
+        what = chance.random()
+        if what < 0.55:
+            told += stores(chance, hybrid)
+        else:
+            told += removals(chance, hybrid) if what < 0.95 else [cleared()]
     return told
 
 
@@ -231,24 +227,23 @@ class Oracle(RuleBasedStateMachine):
             source.lives_seen = dict.fromkeys(range(len(self.clients)), len(source.lives) - 1)
 
     WHO = st.integers(0, 3)
+    SEEDS = st.integers(0, (1 << 32) - 1)
     NAMES = st.sampled_from(["plain", "two", "hybrid"])
 
-    @rule(who=WHO, data=st.data(), fate=st.sampled_from(["heard"] * 5 + ["twice", "lost", "late"]))
-    def tell(self, who: int, data: st.DataObject, fate: str) -> None:
+    @rule(who=WHO, seed=SEEDS, fate=st.sampled_from(["heard", "heard", "twice", "lost", "late"]))
+    def tell(self, who: int, seed: int, fate: str) -> None:
         source = self.sources[who]
-        events = data.draw(tellings(source.hybrid))
+        events = telling(random.Random(seed), source.hybrid)
         self.steps.append(f"{who} tells {len(source.life.told)} {fate}: {events}")
         source.tell(events, fate=fate)
 
-    @rule(who=WHO, data=st.data())
-    def tell_many(self, who: int, data: st.DataObject) -> None:
-        source = self.sources[who]
-        for _ in range(data.draw(st.integers(3, 12))):
-            source.tell(
-                data.draw(tellings(source.hybrid)),
-                fate=data.draw(st.sampled_from(["heard", "heard", "lost"])),
-            )
-        self.steps.append(f"{who} tells up to {len(source.life.told) - 1}")
+    @rule(who=WHO, seed=SEEDS)
+    def tell_many(self, who: int, seed: int) -> None:
+        source, chance = self.sources[who], random.Random(seed)
+        for _ in range(chance.randint(3, 12)):
+            events, fate = telling(chance, source.hybrid), chance.choice(["heard", "heard", "twice", "lost"])
+            self.steps.append(f"{who} tells {len(source.life.told)} {fate}: {events}")
+            source.tell(events, fate=fate)
 
     @rule(who=WHO, at=st.integers(0, 10**6))
     def deliver_late(self, who: int, at: int) -> None:
