@@ -94,7 +94,7 @@ def test_blocks_of_another_partition_are_not_credited(apart: dict[str, Any]) -> 
 
 
 def test_tokens_are_hashed_for_each_block_size() -> None:
-    fleet = Fleet(seed="5")
+    fleet = Fleet(seed="5", clock=Clock())
     tokens = list(range(100, 200))
     more = {"lora": ("l", "/l"), "cache_salt": "s", "multimodal": [("i", 20, 30)]}
     for name, block_tokens, algorithm in [
