@@ -76,6 +76,13 @@ INDEX: Mapping[str, Metric] = {
         "kvpool_index_refused_blocks_total", "Blocks that were not taken because the index is full."
     ),
 }
+INDEX_TIER_BLOCKS = Metric(
+    "kvpool_index_tier_blocks", "Blocks that are held, by tier; once for each rank that holds one.", "tier"
+)
+INDEX_STALENESS_SECONDS = Metric(
+    "kvpool_index_staleness_seconds", "Time since the index last knew that it had missed nothing of a rank."
+)
+INDEX_RANK_LABELS = ("tenant", "worker", "rank")
 # By the field of ``kvpool.index.residency.ResidencyTotals``.
 RESIDENCY: Mapping[str, Metric] = {
     "notices": Metric("kvpool_index_pool_notices_total", "Keys of which the pool said that they changed."),
@@ -98,6 +105,15 @@ INDEX_LOOKUPS = Metric("kvpool_index_lookups_total", "Lookups, by result.", "res
 INDEX_LOOKUP_SECONDS = Metric(
     "kvpool_index_lookup_seconds", "Time in the index of lookups that were answered."
 )
+INDEX_MATCHED_RATIO = Metric(
+    "kvpool_index_matched_ratio",
+    "Share of a prompt's blocks that its best rank has leading: on the device, in any tier of the worker, in the pool.",
+    "where",
+)
+INDEX_REFUSED = Metric(
+    "kvpool_index_refused_requests_total", "Requests that ended without an answer, by status.", "status"
+)
+INDEX_STREAMS = Metric("kvpool_index_streams", "Streams of lookups that are open.")
 
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}
 

@@ -24,7 +24,16 @@ MAX_NBYTES = (1 << 63) - 1
 
 # Extra of kvpool -> what it brings, by the names that are imported.
 _EXTRAS = {
-    "index": {"google", "grpc", "grpc_health", "grpc_reflection", "prometheus_client", "zmq"},
+    "index": {
+        "google",
+        "grpc",
+        "grpc_health",
+        "grpc_reflection",
+        "prometheus_client",
+        "starlette",
+        "uvicorn",
+        "zmq",
+    },
     "torch": {"torch"},
 }
 

@@ -34,6 +34,8 @@ ONLY_IN = {
     "zmq": {"index", "cli"},  # cli: benchmarks publish
     "grpc": {"index", "cli", "router", "v1"},
     "google": {"index", "v1"},
+    "starlette": {"index", "router"},
+    "uvicorn": {"index", "router"},
 }
 # Run by interpreters of other environments, for what those have; so they may import nothing of kvpool.
 APART = {"kvpool.cli.bench_peer"}

@@ -512,6 +512,10 @@ class PyTableImage {
   TableImage image_;
 };
 
+nb::tuple to_tuple(const TierBlocks& blocks) {
+  return nb::make_tuple(blocks[0], blocks[1], blocks[2], blocks[3]);
+}
+
 class PyTable {
  public:
   PyTable(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens)
@@ -589,6 +593,11 @@ class PyTable {
     return list;
   }
 
+  nb::tuple held_by(nb::handle worker) const {
+    const std::string_view name = utf8_view(worker, "worker must be a str");
+    return to_tuple(without_gil([&] { return table_->held_by(name); }));
+  }
+
   nb::object content(nb::handle worker) const {
     const std::string_view name = utf8_view(worker, "worker must be a str");
     const std::optional<Content> content = without_gil([&] { return table_->content(name); });
@@ -613,6 +622,7 @@ class PyTable {
     result["copies"] = stats.copies;
     result["unswept"] = stats.unswept;
     result["nbytes"] = stats.nbytes;
+    result["tier_blocks"] = to_tuple(stats.tier_blocks);
     return result;
   }
 
@@ -690,6 +700,7 @@ NB_MODULE(_native, m) {
       .def("workers", &PyTable::workers)
       .def("content", &PyTable::content, "worker"_a.none())
       .def("image", &PyTable::image)
+      .def("held_by", &PyTable::held_by, "worker"_a.none())
       .def("stats", &PyTable::stats);
   nb::exception<DamagedImage>(m, "DamagedImage", PyExc_ValueError);
   nb::class_<PyTableImage>(m, "TableImage").def("pack", &PyTableImage::pack);

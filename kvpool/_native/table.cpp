@@ -82,6 +82,10 @@ std::uint32_t take_place(std::vector<Thing>& things, std::vector<std::uint32_t>&
   return static_cast<std::uint32_t>(things.size() - 1);
 }
 
+void add(const TierBlocks& blocks, TierBlocks& sum) {
+  for (std::size_t tier = 0; tier < kTierCount; ++tier) sum[tier] += blocks[tier];
+}
+
 }  // namespace
 
 Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens)
@@ -700,6 +704,17 @@ std::vector<std::string> Table::workers() const {
   return names;
 }
 
+TierBlocks Table::held_by(std::string_view worker) const {
+  const auto held = read();
+  TierBlocks blocks{};
+  const auto known = worker_by_name_.find(worker);
+  if (known == worker_by_name_.end()) return blocks;
+  for (const std::uint32_t rank : workers_[known->second].ranks) {
+    for (const SeatId seat : ranks_[rank].seats) add(seats_[seat].blocks, blocks);
+  }
+  return blocks;
+}
+
 std::optional<Content> Table::content(std::string_view worker) const {
   const auto held = read();
   const auto known = worker_by_name_.find(worker);
@@ -732,7 +747,10 @@ TableStats Table::stats() const {
                  workers_.capacity() * sizeof(Worker) + ranks_.capacity() * sizeof(Rank) +
                  seats_.capacity() * sizeof(Seat);
   for (const Seat& seat : seats_) {
-    if (seat.in_use) ++stats.holders;
+    if (seat.in_use) {
+      ++stats.holders;
+      add(seat.blocks, stats.tier_blocks);
+    }
     if (seat.doubts) stats.nbytes += seat.doubts->blocks.nbytes();
     if (!seat.more_copies) continue;
     stats.copies += seat.more_copies->size();

@@ -69,6 +69,9 @@ struct Matches {
   std::array<std::vector<std::uint32_t>, kColumnCount> columns;
 };
 
+// Blocks that are held in each tier, by Tier.
+using TierBlocks = std::array<std::uint64_t, kTierCount>;
+
 struct TableStats {
   Applied applied;  // by all batches
   std::uint64_t batches = 0;
@@ -79,6 +82,7 @@ struct TableStats {
   std::uint64_t copies = 0;   // blocks at a holder that has more than one physical copy
   std::uint64_t unswept = 0;  // places of blocks that nobody holds any more
   std::uint64_t nbytes = 0;
+  TierBlocks tier_blocks{};  // of all holders: a block counts once for each
 };
 
 // What one worker holds, comparable between tables: the same for the same holdings, however they came about.
@@ -120,6 +124,7 @@ class Table {
   std::pair<std::size_t, std::size_t> expel(std::string_view worker);
 
   std::vector<std::string> workers() const;
+  TierBlocks held_by(std::string_view worker) const;  // by all its ranks and groups; not known: nothing
   // Nothing: not known.
   std::optional<Content> content(std::string_view worker) const;
   TableStats stats() const;
@@ -144,7 +149,7 @@ class Table {
     bool partial = false;      // engines may report blocks of it that are gone
     std::uint32_t last = 0;    // blocks at the end of a prefix that it needs; 0: all
     std::uint32_t stride = 1;  // hashed blocks in a block of the group
-    std::array<std::uint64_t, kTierCount> blocks{};
+    TierBlocks blocks{};
     std::array<std::uint64_t, kTierCount>
         digests{};  // sums over blocks and copies: a change costs one addition
     std::unique_ptr<FlatMap>

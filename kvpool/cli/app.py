@@ -211,6 +211,10 @@ def index(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Show Prometheus metrics there.")
     ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Answer Mooncake's RFC 1403 (/query, /query_by_hash) there."),
+    ] = None,
     snapshot: Annotated[
         str | None,
         typer.Option(
@@ -237,7 +241,7 @@ def index(
 
     run_index(
         listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, workers=worker or [], max_blocks=max_blocks,
-        reuse_reports=reuse_reports, metrics=metrics, snapshot=snapshot, snapshot_every_s=snapshot_every,
+        reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot, snapshot_every_s=snapshot_every,
         bootstrap=bootstrap, warm_up_s=warm_up,
     )  # fmt: skip
 
@@ -267,6 +271,9 @@ def lookup(
         typer.Option("--worker", metavar="NAME", help="Only this one; give it again for more."),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for the answer.")] = 5.0,
+    most: Annotated[
+        int, typer.Option(min=0, help="Most rows of the table; 0: all. JSON always has all.")
+    ] = 40,
     as_json: Json = False,
 ) -> None:
     """Ask an index how many leading blocks of a prompt each worker holds."""

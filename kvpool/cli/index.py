@@ -21,12 +21,14 @@ from kvpool.index.client import IndexClient
 from kvpool.index.exporter import Exporter
 from kvpool.index.feed import EventFeed
 from kvpool.index.fleet import Fleet
+from kvpool.index.http import HttpServer
 from kvpool.index.registry import WorkerWatch
 from kvpool.index.residency import Residency
 from kvpool.index.roster import Roster
 from kvpool.index.service import IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.index.snapshot_file import SnapshotFile
+from kvpool.index.tally import Tally
 from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.stores import Store, visit_store
 from kvpool.stores.url import StoreURL
@@ -48,6 +50,7 @@ def run_index(
     max_blocks: int,
     reuse_reports: bool,
     metrics: str | None,
+    http: str | None,
     snapshot: str | None,
     snapshot_every_s: float,
     bootstrap: str | None,
@@ -66,7 +69,7 @@ def run_index(
     _log_lines()
     asyncio.run(
         _serve(
-            fleet, listen, pool, pool_keys_per_s, named, metrics, file, snapshot_every_s, bootstrap, warm_up_s
+            fleet, listen, pool, pool_keys_per_s, named, metrics, http, file, snapshot_every_s, bootstrap, warm_up_s
         )
     )
 
@@ -78,6 +81,7 @@ async def _serve(
     pool_keys_per_s: int,
     workers: Sequence[Worker],
     metrics: str | None,
+    http: str | None,
     file: Path | None,
     snapshot_every_s: float,
     bootstrap: str | None,
@@ -108,12 +112,17 @@ async def _serve(
         if file is not None or bootstrap is not None:
             flags = {worker.id for worker in workers}
             await asyncio.to_thread(lambda: _warm_up(roster, file, bootstrap, flags, life))
-        exporter = Exporter(fleet, residency)
+        tally = Tally()
+        exporter = Exporter(fleet, tally, residency)
         parts.callback(exporter.close)
-        server = IndexServer(roster, observer=exporter, is_warm=is_warm, warm_up_s=warm_up_s, take=take)
+        server = IndexServer(roster, tally, is_warm=is_warm, warm_up_s=warm_up_s, take=take)
         parts.push_async_callback(server.stop)
         port = await server.start(listen)
         shown = f", metrics on port {exporter.serve(metrics)}" if metrics is not None else ""
+        if http is not None:
+            http_server = HttpServer(roster, tally, server.is_serving)
+            parts.push_async_callback(http_server.stop)
+            shown += f", HTTP on port {await http_server.start(http)}"
         for worker in workers:
             roster.add(worker, "flag")
         if store is not None and residency is not None:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from kvpool.index.answer import Lookup, PublisherStatus, Row, WorkerStatus
+from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
 from kvpool.index.table import Applied, Match, Matches, PrefixIndex, Tier
 from kvpool.index.worker import Publisher, Worker
 
 __all__ = [
     "Applied",
+    "FleetStatus",
+    "IndexStatus",
     "Lookup",
     "Match",
     "Matches",

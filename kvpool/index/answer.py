@@ -66,14 +66,29 @@ class Lookup:
         return map(Row._make, zip(*(getattr(self, field.name) for field in fields(self)), strict=True))
 
 
+class TierRow(NamedTuple):
+    """What one rank holds of a prompt, tier by tier; the pool's and ``local_blocks`` as in ``Lookup``."""
+
+    worker: str
+    dp_rank: int
+    block_tokens: int
+    prompt_blocks: int
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    local_blocks: int
+    pool_blocks: int
+
+
 @dataclass(frozen=True)
 class PublisherStatus:
     """How well one rank is followed.
 
     ``sequence``: of the last batch applied, 0 also before the first. ``batches``: applied. ``gaps``: times that
     batches were missing. ``replays``: gaps that a replay closed. ``resets``: times that all it held was forgotten.
-    ``staleness_ms``, ``stale``: as in ``Lookup``. ``problem``: one line; empty: none. ``digest``, ``blocks``: what it
-    holds in its own tiers after that batch, as ``Content``: the same in every index that followed it to this sequence.
+    ``staleness_ms``, ``stale``: as in ``Lookup``. ``problem``: one line; empty: none. What it holds after that batch:
+    ``device_blocks``, ``host_blocks``, ``disk_blocks``; ``digest``, ``blocks`` of all these, as ``Content``: the same in
+    every index that followed it to this sequence.
     """
 
     dp_rank: int
@@ -87,6 +102,9 @@ class PublisherStatus:
     problem: str = ""
     digest: int = 0
     blocks: int = 0
+    device_blocks: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,3 +119,32 @@ class WorkerStatus:
     source: str
     lease_left_ms: int
     publishers: tuple[PublisherStatus, ...]
+
+
+@dataclass(frozen=True)
+class IndexStatus:
+    """The index itself: what it has answered since it was started, to all tenants, and what it knows now.
+
+    ``lookups``: answered with at least one row. ``prompt_blocks``: of these, summed. ``device_blocks``,
+    ``local_blocks``, ``pool_blocks``: of each, the most that one rank had of it, summed; so their shares of
+    ``prompt_blocks`` are hit ratios. ``held_blocks``: distinct, that somebody holds. ``held_pool_blocks``: of the
+    pool, once for each namespace.
+    """
+
+    uptime_ms: int = 0
+    lookups: int = 0
+    prompt_blocks: int = 0
+    device_blocks: int = 0
+    local_blocks: int = 0
+    pool_blocks: int = 0
+    held_blocks: int = 0
+    held_pool_blocks: int = 0
+    memory_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """An index and whom it follows, by tenant and name."""
+
+    index: IndexStatus
+    workers: tuple[WorkerStatus, ...]

@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvpool.hashing import Multimodal
 from kvpool.index import channel, codec
-from kvpool.index.answer import Lookup, WorkerStatus
+from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.codec import Answer, Call
 from kvpool.index.lookup_stream import LookupStream
 from kvpool.index.worker import DEFAULT_TENANT, Worker
@@ -65,6 +65,12 @@ class AsyncIndexClient:
     ) -> list[WorkerStatus]:
         """As ``IndexClient.workers``."""
         return await self._answer(codec.workers_call(tenant, model), timeout_s)
+
+    async def status(
+        self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
+    ) -> FleetStatus:
+        """As ``IndexClient.status``."""
+        return await self._answer(codec.status_call(tenant, model), timeout_s)
 
     async def register(
         self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None

@@ -11,7 +11,7 @@ import grpc
 from kvpool.errors import IndexUnavailable
 from kvpool.hashing import Multimodal
 from kvpool.index import channel, codec
-from kvpool.index.answer import Lookup, WorkerStatus
+from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.codec import Answer, Call
 from kvpool.index.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
 from kvpool.index.worker import DEFAULT_TENANT, Worker
@@ -68,6 +68,12 @@ class IndexClient:
     ) -> list[WorkerStatus]:
         """Whom the index follows, by tenant and name, and how well. ``tenant``, ``model``: only these; None: all."""
         return self._answer(codec.workers_call(tenant, model), timeout_s)
+
+    def status(
+        self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
+    ) -> FleetStatus:
+        """``workers``, and what the index says of itself: hit ratios, blocks, memory."""
+        return self._answer(codec.status_call(tenant, model), timeout_s)
 
     def register(
         self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from kvpool.errors import ConfigError
 from kvpool.hashing import Multimodal, len_tokens
-from kvpool.index.answer import Lookup, PublisherStatus, WorkerStatus
+from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, WorkerStatus
 from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.v1 import index_pb2 as pb
 
@@ -128,6 +128,11 @@ def workers_call(tenant: str | None, model: str | None) -> Call[list[WorkerStatu
     return Call("ListWorkers", request, decode_workers)
 
 
+def status_call(tenant: str | None, model: str | None) -> Call[FleetStatus]:
+    """``ListWorkers``, with what the index says of itself."""
+    return workers_call(tenant, model)._replace(value=decode_status)  # type: ignore[arg-type, return-value]
+
+
 def pack_tokens(token_ids: Sequence[int] | Buffer) -> bytes:
     """Packed little-endian u32. ``token_ids``: ints, or a contiguous buffer of them (16, 32 or 64 bits)."""
     if len_tokens(token_ids) * TOKEN_NBYTES > MAX_PROMPT_NBYTES:
@@ -191,6 +196,12 @@ def decode_workers(reply: Any) -> list[WorkerStatus]:
         )
         for status in reply.workers
     ]
+
+
+def decode_status(reply: Any) -> FleetStatus:
+    """Of ``ListWorkersResponse``. An index of an earlier version says nothing of itself: zeros."""
+    index = IndexStatus(**{name: getattr(reply.index, name) for name in IndexStatus.__dataclass_fields__})
+    return FleetStatus(index, tuple(decode_workers(reply)))
 
 
 # ---- what a server gets and sends
@@ -280,23 +291,26 @@ def decode_worker(message: Any, default_seed_id: str) -> Worker:
     )
 
 
-def encode_workers(statuses: Sequence[WorkerStatus]) -> Any:
+def encode_status(status: FleetStatus) -> Any:
     """``ListWorkersResponse``."""
     return pb.ListWorkersResponse(
+        index=pb.IndexStatus(
+            **{name: getattr(status.index, name) for name in IndexStatus.__dataclass_fields__}
+        ),
         workers=[
             pb.WorkerStatus(
-                worker=encode_worker(status.worker),
-                source=status.source,
-                lease_left_ms=status.lease_left_ms,
+                worker=encode_worker(one.worker),
+                source=one.source,
+                lease_left_ms=one.lease_left_ms,
                 publishers=[
                     pb.PublisherStatus(
-                        **{name: getattr(one, name) for name in PublisherStatus.__dataclass_fields__}
+                        **{name: getattr(rank, name) for name in PublisherStatus.__dataclass_fields__}
                     )
-                    for one in status.publishers
+                    for rank in one.publishers
                 ],
             )
-            for status in statuses
-        ]
+            for one in status.workers
+        ],
     )
 
 

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused, UnknownModel
 from kvpool.hashing import BlockHasher, Multimodal, len_tokens, seed_id
 from kvpool.index.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_worker
-from kvpool.index.answer import Lookup, PublisherStatus, WorkerStatus
+from kvpool.index.answer import Lookup, PublisherStatus, TierRow, WorkerStatus
 from kvpool.index.sequence import batch_digest
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
-from kvpool.index.table import DEFAULT_MAX_BLOCKS, Content, Matches, PrefixIndex
+from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, Content, Matches, PrefixIndex
 from kvpool.index.worker import DEFAULT_TENANT, Position, Publisher, Worker
 from kvpool.tenant import check_tenant
 from kvpool.wording import nearest, unknown
@@ -60,6 +60,7 @@ THAWED_LEASE_S = 60.0
 MAX_PROBLEM_CHARS = 300
 MAX_STALENESS_MS = (1 << 32) - 1
 MOST_NAMED = 10  # of the known models, in an error
+_NOTHING = (0, 0, 0, 0)
 
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
 assert MAX_PUBLISHERS <= MAX_RANKS
@@ -84,6 +85,10 @@ class Totals(NamedTuple):
     resets: int
     malformed_batches: int
     refused_blocks: int
+    device_blocks: int  # held; these four: once for each holder
+    host_blocks: int
+    disk_blocks: int
+    pool_blocks: int
 
 
 class Pool(NamedTuple):
@@ -202,6 +207,7 @@ class _Rank:
     def status(self, now_s: float) -> PublisherStatus:
         with self.lock:
             sequence, content = self.sequence, self.index.content(self.holder) or Content(0, 0)
+            held = self.index.held_by(self.holder)
         return PublisherStatus(
             dp_rank=self.publisher.dp_rank,
             sequence=sequence,
@@ -214,6 +220,9 @@ class _Rank:
             staleness_ms=self.staleness_ms(now_s),
             stale=self.stale,
             problem=self._problem(now_s),
+            device_blocks=held["device"],
+            host_blocks=held["host"],
+            disk_blocks=held["disk"],
         )
 
     def _problem(self, now_s: float) -> str:
@@ -420,6 +429,7 @@ class Fleet:
             resets=departed["resets"] + sum(rank.resets for rank in ranks),
             malformed_batches=departed["malformed"] + sum(rank.malformed for rank in ranks),
             refused_blocks=departed["refused"] + sum(counter["refused"] for counter in counters),
+            **{f"{tier}_blocks": sum(counter[f"{tier}_blocks"] for counter in counters) for tier in TIERS},
         )
 
     def pools(self) -> list[Pool]:
@@ -639,32 +649,62 @@ class Fleet:
         Errors: ``ConfigError``; ``UnknownModel`` for a model or tenant that no worker has named, and when no worker's
         hashes can be computed.
         """
+        candidates = _candidates(workers)
+        asked = self._asked(model, token_ids, hashes64, tenant, lora, cache_salt, multimodal)
+        answers = [self._answer(partition, hashes, candidates) for partition, hashes in asked]
+        if len(answers) == 1:
+            return answers[0]
+        return Lookup.of(sorted((row for answer in answers for row in answer), key=lambda row: row[:2]))
+
+    def lookup_tiers(
+        self,
+        model: str,
+        *,
+        token_ids: Sequence[int] | Buffer | None = None,
+        hashes64: Buffer | None = None,
+        tenant: str = DEFAULT_TENANT,
+        lora: tuple[str, str] | None = None,
+        cache_salt: str | None = None,
+        workers: Sequence[str] | None = None,
+    ) -> list[TierRow]:
+        """``lookup``, tier by tier, as of some batch of each rank that is not named; by name and rank."""
+        candidates = _candidates(workers)
+        asked = self._asked(model, token_ids, hashes64, tenant, lora, cache_salt, ())
+        rows = [row for partition, hashes in asked for row in self._tiers(partition, hashes, candidates)]
+        return sorted(rows, key=lambda row: row[:2])
+
+    def _asked(
+        self,
+        model: str,
+        token_ids: Sequence[int] | Buffer | None,
+        hashes64: Buffer | None,
+        tenant: str,
+        lora: tuple[str, str] | None,
+        cache_salt: str | None,
+        multimodal: Sequence[Multimodal],
+    ) -> list[tuple[_Partition, Buffer]]:
+        """Which partitions a prompt is asked of, by which hashes."""
         partitions = self._partitions(tenant, model)
         hashes = _prompt(token_ids, hashes64)
         if len(multimodal) > MAX_MULTIMODAL:
             raise ConfigError(
                 f"a prompt has at most {MAX_MULTIMODAL} multimodal items, not {len(multimodal)}"
             )
-        if workers is not None and len(workers) > MAX_WORKERS:
-            raise ConfigError(f"at most {MAX_WORKERS} candidates can be asked about, not {len(workers)}")
-        candidates = None if workers is None else frozenset(workers)
-        answers: list[Lookup] = []
+        if hashes is not None:
+            return [(partition, hashes) for partition in partitions]
+        assert token_ids is not None
+        asked: list[tuple[_Partition, Buffer]] = []
         for partition in partitions:
-            if hashes is not None:
-                answers.append(self._answer(partition, hashes, candidates))
-            elif partition.hasher is not None:
-                assert token_ids is not None
+            if partition.hasher is not None:
                 of_tokens = partition.hasher.hashes64(
                     token_ids, lora=lora, cache_salt=cache_salt, multimodal=multimodal
                 )
-                answers.append(self._answer(partition, of_tokens, candidates))
-        if partitions and not answers:
+                asked.append((partition, of_tokens))
+        if partitions and not asked:
             raise UnknownModel(
                 f'the workers of model "{model}" {partitions[0].no_hasher}, or send block hashes instead of tokens'
             )
-        if len(answers) == 1:
-            return answers[0]
-        return Lookup.of(sorted((row for answer in answers for row in answer), key=lambda row: row[:2]))
+        return asked
 
     def _partitions(self, tenant: str, model: str) -> tuple[_Partition, ...]:
         check_tenant(tenant)
@@ -683,10 +723,7 @@ class Fleet:
         raise UnknownModel(_unknown("model", model, models))
 
     def _answer(self, partition: _Partition, hashes: Buffer, candidates: frozenset[str] | None) -> Lookup:
-        members, holders = partition.members, None
-        if candidates is not None:
-            members = _Members(rank for rank in members.ranks if rank.worker.name in candidates)
-            holders = members.holders
+        members, holders = _among(partition, candidates)
         if not members:
             return Lookup()
         ranks = members.ranks
@@ -725,6 +762,34 @@ class Fleet:
             tuple([_staleness_ms(now_s - heard) for heard in heard_at_s]),
             tuple(stale),
         )
+
+    def _tiers(
+        self, partition: _Partition, hashes: Buffer, candidates: frozenset[str] | None
+    ) -> list[TierRow]:
+        members, holders = _among(partition, candidates)
+        # Nobody is credited who was stale just before or after: what was read may be of that time.
+        trusted = [not rank.stale for rank in members.ranks]
+        held: dict[int, tuple[int, ...]] = {}  # by place: device, host, disk, local
+        pool = [0] * len(members)
+        for match in partition.index.match(hashes, workers=holders):
+            for place in members.places_of_pool.get(match.worker, ()):
+                pool[place] = match.pool_blocks
+            blocks = (match.device_blocks, match.host_blocks, match.disk_blocks, match.local_blocks)
+            if (
+                own := members.place.get(match.worker)
+            ) is not None:  # as in _credits: what all its ranks have
+                held[own] = tuple(map(min, blocks, held.get(own, blocks)))
+        rows = []
+        for place, rank in enumerate(members.ranks):
+            good = trusted[place] and not rank.stale and not rank.gone
+            device, host, disk, local = held.get(place, _NOTHING) if good else _NOTHING
+            rows.append(
+                TierRow(
+                    rank.worker.name, rank.publisher.dp_rank, rank.worker.block_tokens,
+                    memoryview(hashes).nbytes // 8, device, host, disk, local, pool[place],
+                )
+            )  # fmt: skip
+        return rows
 
     # ---- under _lock
 
@@ -933,6 +998,20 @@ def _same_start(known: Worker, worker: Worker) -> bool:
 def _pool(namespace: str) -> str:
     """Who holds the pool's blocks of a namespace; in a table of one tenant."""
     return f"pool/{namespace}" if namespace else ""
+
+
+def _candidates(workers: Sequence[str] | None) -> frozenset[str] | None:
+    if workers is not None and len(workers) > MAX_WORKERS:
+        raise ConfigError(f"at most {MAX_WORKERS} candidates can be asked about, not {len(workers)}")
+    return None if workers is None else frozenset(workers)
+
+
+def _among(partition: _Partition, candidates: frozenset[str] | None) -> tuple[_Members, list[str] | None]:
+    """Those of a partition who are asked about, and their holders in the table; None: all."""
+    if candidates is None:
+        return partition.members, None
+    members = _Members(rank for rank in partition.members.ranks if rank.worker.name in candidates)
+    return members, members.holders
 
 
 def _prompt(token_ids: Sequence[int] | Buffer | None, hashes64: Buffer | None) -> memoryview | None:

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,8 +23,10 @@ from grpc_reflection.v1alpha import reflection
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index import codec, snapshot
 from kvpool.index.admission import check_name
+from kvpool.index.answer import FleetStatus, IndexStatus
 from kvpool.index.roster import Roster
 from kvpool.index.snapshot import Snapshot
+from kvpool.index.tally import Matched, Result, Tally
 from kvpool.index.worker import DEFAULT_TENANT
 from kvpool.tenant import check_tenant
 from kvpool.v1 import index_pb2 as pb
@@ -50,32 +52,25 @@ _CODES: tuple[tuple[type[KVPoolError], grpc.StatusCode], ...] = (
 )
 
 
-class Observer(Protocol):
-    """Who is told of each lookup that was answered."""
-
-    def looked_up(self, seconds: float, result: str) -> None:
-        """``result``: ``answered``, ``wrong`` (the request), ``unknown`` (the model) or ``failed``."""
-
-
 class IndexServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
 
-    ``observer`` is told of each lookup, in any thread. ``is_warm``: whether there is nothing to wait for; until then,
-    and for at most ``warm_up_s`` seconds, health says "not serving", and every call is answered all the same.
+    ``tally`` counts what is answered here; others may count in it, too. ``is_warm``: whether there is nothing to wait for;
+    until then, and for at most ``warm_up_s`` seconds, health says "not serving", and every call is answered all the same.
     ``take``: a snapshot of what is known, to be called in any thread.
     """
 
     def __init__(
         self,
         roster: Roster,
+        tally: Tally | None = None,
         *,
-        observer: Observer | None = None,
         is_warm: Callable[[], bool] = lambda: True,
         warm_up_s: float = WARM_UP_S,
         take: Callable[[], Snapshot] | None = None,
     ) -> None:
         self._roster = roster
-        self._observer = observer
+        self._tally = tally or Tally()
         self._is_warm = is_warm
         self._warm_up_s = warm_up_s
         self._serves_at_s = 0.0  # at the latest
@@ -143,6 +138,12 @@ class IndexServer:
             await stopped
         self._threads.shutdown()
 
+    async def is_serving(self) -> bool:
+        """Whether its health says so."""
+        asked = health_pb2.HealthCheckRequest(service=codec.SERVICE)
+        told = await self._health.Check(asked, None)
+        return bool(told.status == health_pb2.HealthCheckResponse.SERVING)
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
@@ -172,7 +173,7 @@ class IndexServer:
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                _answering(name, method),
+                _answering(name, method, self._tally),
                 request_deserializer=_reader(message),
                 response_serializer=codec.REPLIES[name].SerializeToString,
             )
@@ -190,14 +191,16 @@ class IndexServer:
 
     async def _lookup(self, request: Any) -> Any:
         started_s = time.perf_counter()
-        result = "failed"
+        result: Result = "failed"
+        matched = None
         try:
             question = codec.decode_question(request)
 
-            def answer() -> Any:
-                return codec.encode_lookup(self._roster.fleet.lookup(question.model, **question.options))
+            def answer() -> tuple[Any, Matched]:
+                lookup = self._roster.fleet.lookup(question.model, **question.options)
+                return codec.encode_lookup(lookup), Matched.of(lookup)
 
-            reply = answer() if question.nbytes <= INLINE_NBYTES else await self._in_thread(answer)
+            reply, matched = answer() if question.nbytes <= INLINE_NBYTES else await self._in_thread(answer)
             result = "answered"
             return reply
         except UnknownModel:
@@ -207,14 +210,14 @@ class IndexServer:
             result = "wrong"
             raise
         finally:
-            if self._observer is not None:
-                self._observer.looked_up(time.perf_counter() - started_s, result)
+            self._tally.looked_up(time.perf_counter() - started_s, result, matched)
 
     async def _lookups(self, _: Any, context: grpc.aio.ServicerContext) -> None:
-        answer = _answering("Lookup", self._lookup)
+        answer = _answering("Lookup", self._lookup, self._tally)
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
+        self._tally.stream(1)
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
                 await context.write(await answer(request, context))
@@ -224,6 +227,7 @@ class IndexServer:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this index ends")
         finally:
             self._streams.discard(task)
+            self._tally.stream(-1)
 
     async def _snapshot(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         """One at a time: it takes as much memory as it has bytes."""
@@ -274,12 +278,18 @@ class IndexServer:
         return pb.RemoveWorkerResponse(removed=removed)
 
     async def _list(self, request: Any) -> Any:
-        fleet = self._roster.fleet
         return await self._in_thread(
-            lambda: codec.encode_workers(
-                fleet.workers(tenant=request.tenant or None, model=request.model or None)
-            )
+            lambda: codec.encode_status(self._status(request.tenant or None, request.model or None))
         )
+
+    def _status(self, tenant: str | None, model: str | None) -> FleetStatus:
+        fleet, told = self._roster.fleet, self._tally.totals()
+        totals = fleet.totals()
+        index = IndexStatus(
+            int((time.monotonic() - self._tally.started_s) * 1000), told.lookups, *told.matched,
+            held_blocks=totals.blocks, held_pool_blocks=totals.pool_blocks, memory_nbytes=totals.memory_nbytes,
+        )  # fmt: skip
+        return FleetStatus(index, tuple(fleet.workers(tenant=tenant, model=model)))
 
     async def _in_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -313,9 +323,9 @@ def _reader(message: Any) -> Callable[[bytes], Any]:
 
 
 def _answering(
-    name: str, method: Callable[[Any], Awaitable[Any]]
+    name: str, method: Callable[[Any], Awaitable[Any]], tally: Tally
 ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-    """The handler of one call: errors of ours become a status code and one line."""
+    """The handler of one call: errors of ours become a status code and one line, and are counted."""
 
     async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
@@ -328,6 +338,7 @@ def _answering(
         except Exception:
             logger.exception("a call of %s failed", name)
             code, text = grpc.StatusCode.INTERNAL, "the index failed to answer; its log says why"
+        tally.refused(code.name)
         return await context.abort(code, text)
 
     return answer

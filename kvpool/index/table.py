@@ -294,6 +294,12 @@ class PrefixIndex:
         Batches wait while it is copied, about 10 ms for a million blocks, and nobody waits while it is packed.
         """
         return self._table.image()
+    def held_by(self, worker: str) -> dict[Tier, int]:
+        """Blocks that a worker holds in each tier; zeros for one that is not known. Errors: ``ConfigError``."""
+        try:
+            return dict(zip(TIERS, self._table.held_by(worker), strict=True))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
 
     def __len__(self) -> int:
         """Distinct blocks that somebody holds."""
@@ -309,11 +315,13 @@ class PrefixIndex:
 
         Gauges: ``blocks``, ``workers``, ``holders`` (rank and KV-cache group), ``holder_sets`` (different
         ones), ``copied_blocks`` (with more than one physical copy at a holder), ``unswept_blocks`` (places of
-        blocks that nobody holds any more, taken back a few with each batch), ``memory_nbytes``.
+        blocks that nobody holds any more, taken back a few with each batch), ``memory_nbytes``, and for each
+        tier the blocks that are held there (``device_blocks`` and so on), once for each holder.
         """
         stats = self._table.stats()
         names = {"copies": "copied_blocks", "unswept": "unswept_blocks", "nbytes": "memory_nbytes"}
         totals = Applied._make(stats.pop("applied"))._asdict()
+        totals |= {f"{tier}_blocks": n for tier, n in zip(TIERS, stats.pop("tier_blocks"), strict=True)}
         return totals | {names.get(name, name): value for name, value in stats.items()}
 
     def __repr__(self) -> str:

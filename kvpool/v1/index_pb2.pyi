@@ -141,10 +141,34 @@ class ListWorkersRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers",)
+    __slots__ = ("workers", "index")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+    index: IndexStatus
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index: _Optional[_Union[IndexStatus, _Mapping]] = ...) -> None: ...
+
+class IndexStatus(_message.Message):
+    __slots__ = ("uptime_ms", "lookups", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "held_blocks", "held_pool_blocks", "memory_nbytes")
+    UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    uptime_ms: int
+    lookups: int
+    prompt_blocks: int
+    device_blocks: int
+    local_blocks: int
+    pool_blocks: int
+    held_blocks: int
+    held_pool_blocks: int
+    memory_nbytes: int
+    def __init__(self, uptime_ms: _Optional[int] = ..., lookups: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., local_blocks: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., held_pool_blocks: _Optional[int] = ..., memory_nbytes: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker", "source", "lease_left_ms", "publishers")
@@ -159,7 +183,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ..., source: _Optional[str] = ..., lease_left_ms: _Optional[int] = ..., publishers: _Optional[_Iterable[_Union[PublisherStatus, _Mapping]]] = ...) -> None: ...
 
 class PublisherStatus(_message.Message):
-    __slots__ = ("dp_rank", "sequence", "batches", "gaps", "replays", "resets", "staleness_ms", "stale", "problem", "digest", "blocks")
+    __slots__ = ("dp_rank", "sequence", "batches", "gaps", "replays", "resets", "staleness_ms", "stale", "problem", "digest", "blocks", "device_blocks", "host_blocks", "disk_blocks")
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +195,9 @@ class PublisherStatus(_message.Message):
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     dp_rank: int
     sequence: int
     batches: int
@@ -182,7 +209,10 @@ class PublisherStatus(_message.Message):
     problem: str
     digest: int
     blocks: int
-    def __init__(self, dp_rank: _Optional[int] = ..., sequence: _Optional[int] = ..., batches: _Optional[int] = ..., gaps: _Optional[int] = ..., replays: _Optional[int] = ..., resets: _Optional[int] = ..., staleness_ms: _Optional[int] = ..., stale: bool = ..., problem: _Optional[str] = ..., digest: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    def __init__(self, dp_rank: _Optional[int] = ..., sequence: _Optional[int] = ..., batches: _Optional[int] = ..., gaps: _Optional[int] = ..., replays: _Optional[int] = ..., resets: _Optional[int] = ..., staleness_ms: _Optional[int] = ..., stale: bool = ..., problem: _Optional[str] = ..., digest: _Optional[int] = ..., blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()

@@ -233,13 +233,17 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "RemoveWorkerRequest": {"tenant": (1, "string"), "name": (2, "string")},
     "RemoveWorkerResponse": {"removed": (1, "uint")},
     "ListWorkersRequest": {"tenant": (1, "string"), "model": (2, "string")},
-    "ListWorkersResponse": {"workers": (1, "*WorkerStatus")},
+    "ListWorkersResponse": {"workers": (1, "*WorkerStatus"), "index": (20, "IndexStatus")},
+    "IndexStatus": {"uptime_ms": (1, "uint"), "lookups": (2, "uint"), "prompt_blocks": (3, "uint"),
+                    "device_blocks": (4, "uint"), "local_blocks": (5, "uint"), "pool_blocks": (6, "uint"),
+                    "held_blocks": (7, "uint"), "held_pool_blocks": (8, "uint"), "memory_nbytes": (9, "uint")},
     "WorkerStatus": {"worker": (1, "Worker"), "source": (2, "string"), "lease_left_ms": (3, "uint"),
                      "publishers": (4, "*PublisherStatus")},
     "PublisherStatus": {"dp_rank": (1, "uint"), "sequence": (2, "uint"), "batches": (3, "uint"), "gaps": (4, "uint"),
                         "replays": (5, "uint"), "resets": (6, "uint"), "staleness_ms": (7, "uint"),
                         "stale": (8, "uint"), "problem": (9, "string"), "digest": (10, "uint"),
-                        "blocks": (11, "uint")},
+                        "blocks": (11, "uint"), "device_blocks": (20, "uint"), "host_blocks": (21, "uint"),
+                        "disk_blocks": (22, "uint")},
     "SnapshotRequest": {},
     "SnapshotChunk": {"data": (1, "bytes")},
 }  # fmt: skip
@@ -350,10 +354,13 @@ def make_protocol() -> list[dict[str, Any]]:
         "worker": worker, "source": "call", "lease_left_ms": 9_000,
         "publishers": [
             {"dp_rank": 0, "sequence": 41, "batches": 42, "gaps": 2, "replays": 1, "resets": 1, "staleness_ms": 7,
-             "digest": (1 << 64) - 2, "blocks": 300},
+             "digest": (1 << 64) - 2, "blocks": 321, "device_blocks": 300, "host_blocks": 20, "disk_blocks": 1},
             {"dp_rank": 1, "staleness_ms": 9_000, "stale": True, "problem": "not heard from yet"},
         ],
-    }]})  # fmt: skip
+    }], "index": {
+        "uptime_ms": 60_000, "lookups": 5, "prompt_blocks": 1_500, "device_blocks": 900, "local_blocks": 1_000,
+        "pool_blocks": 1_100, "held_blocks": 310, "held_pool_blocks": 200, "memory_nbytes": 1 << 20,
+    }})  # fmt: skip
     message("SnapshotRequest", {})
     message("SnapshotChunk", {"data": bytes(range(200)).hex()})
 

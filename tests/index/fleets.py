@@ -11,8 +11,10 @@ from typing import Any
 from kvpool.hashing import seed_id
 from kvpool.index import Publisher, Worker
 from kvpool.index.fleet import Fleet
+from kvpool.index.http import HttpServer
 from kvpool.index.roster import Roster
 from kvpool.index.service import IndexServer
+from kvpool.index.tally import Tally
 
 
 class Clock:
@@ -46,10 +48,15 @@ def say(fleet: Fleet, worker_id: str, dp_rank: int, sequence: int, payload: byte
 class Served:
     """An index that listens in a thread of its own."""
 
-    def __init__(self, fleet: Fleet, feed: Any, options: dict[str, Any]) -> None:
+    def __init__(
+        self, fleet: Fleet, feed: Any, tally: Tally | None, http: bool, options: dict[str, Any]
+    ) -> None:
         self.fleet = fleet
         self.roster = Roster(fleet, feed)
         self.target = ""
+        self.http = ""  # where it speaks HTTP; empty: nowhere
+        self._tally = tally or Tally()
+        self._with_http = http
         self._options = options  # of IndexServer
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -70,22 +77,33 @@ class Served:
 
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        server = IndexServer(self.roster, **self._options)
+        server = IndexServer(self.roster, self._tally, **self._options)
+        http = HttpServer(self.roster, self._tally, server.is_serving)
         try:
             self.target = f"127.0.0.1:{await server.start(self.target or '127.0.0.1:0')}"
+            if self._with_http:
+                self.http = f"127.0.0.1:{await http.start('127.0.0.1:0')}"
             self._ready.set()
             await server.wait(self._done)
         except BaseException as error:
             self._failure = error
             self._ready.set()
         finally:
+            await http.stop()
             await server.stop()
 
 
 @contextmanager
-def serving(fleet: Fleet | None = None, *, feed: Any = None, **options: Any) -> Iterator[Served]:
-    """An index on a free port, until the end of the block."""
-    served = Served(fleet or Fleet(), feed, options)
+def serving(
+    fleet: Fleet | None = None,
+    *,
+    feed: Any = None,
+    tally: Tally | None = None,
+    http: bool = False,
+    **options: Any,
+) -> Iterator[Served]:
+    """An index on a free port, until the end of the block; ``options``: of ``IndexServer``."""
+    served = Served(fleet or Fleet(), feed, tally, http, options)
     try:
         served.start()
         yield served

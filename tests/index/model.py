@@ -111,6 +111,13 @@ class Model:
             }
         )
 
+    def held_by(self, worker: str) -> dict[str, int]:
+        groups = [group for ranks in self.workers.get(worker, {}).values() for group in ranks.values()]
+        return {
+            tier: sum(1 for group in groups for count in group.copies[tier].values() if count)
+            for tier in ("device", "host", "disk", "pool")
+        }
+
     def match(self, prompt: Sequence[int], workers: Sequence[str] | None = None) -> set[Match]:
         rows = set()
         for worker, ranks in self.workers.items():

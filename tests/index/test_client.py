@@ -24,7 +24,17 @@ from hypothesis import strategies as st
 import kvpool
 from kvpool import AsyncIndexClient, BlockHasher, ConfigError, IndexClient, IndexUnavailable, UnknownModel
 from kvpool.hashing import seed_id
-from kvpool.index import Lookup, Publisher, PublisherStatus, Row, Worker, WorkerStatus, codec
+from kvpool.index import (
+    FleetStatus,
+    IndexStatus,
+    Lookup,
+    Publisher,
+    PublisherStatus,
+    Row,
+    Worker,
+    WorkerStatus,
+    codec,
+)
 from kvpool.index.channel import error_of
 from kvpool.index.fleet import Fleet
 from kvpool.v1 import index_pb2 as pb
@@ -145,7 +155,7 @@ def test_the_two_clients_have_one_surface() -> None:
     del of_tasks["stream"]  # threads get by with calls
     del of_threads["snapshot"]  # asked for once, by an index that starts
     assert of_threads == of_tasks
-    assert set(of_threads) == {"lookup", "workers", "register", "remove", "close"}
+    assert set(of_threads) == {"lookup", "workers", "status", "register", "remove", "close"}
 
 
 def test_many_threads_share_a_client(served: Served) -> None:
@@ -484,9 +494,10 @@ WORKERS = st.builds(
 STATUSES = st.builds(
     WorkerStatus, worker=WORKERS, source=TEXT, lease_left_ms=U32,
     publishers=st.lists(
-        st.builds(PublisherStatus, U32, U64, U64, U64, U64, U64, U32, st.booleans(), TEXT), max_size=3
+        st.builds(PublisherStatus, U32, U64, U64, U64, U64, U64, U32, st.booleans(), TEXT, U64, U64, U64), max_size=3
     ).map(tuple),
 )  # fmt: skip
+INDEX = st.builds(IndexStatus, *[U64] * 9)
 
 
 def sent(message: Any) -> Any:
@@ -507,9 +518,16 @@ def test_workers_travel(worker: Worker) -> None:
     assert request.lease_ms == 0
 
 
-@given(st.lists(STATUSES, max_size=3))
-def test_statuses_travel(statuses: list[WorkerStatus]) -> None:
-    assert codec.decode_workers(sent(codec.encode_workers(statuses))) == statuses
+@given(INDEX, st.lists(STATUSES, max_size=3))
+def test_statuses_travel(index: IndexStatus, statuses: list[WorkerStatus]) -> None:
+    status = FleetStatus(index, tuple(statuses))
+    reply = sent(codec.encode_status(status))
+    assert codec.decode_status(reply) == status
+    assert codec.decode_workers(reply) == statuses
+
+
+def test_an_index_of_an_earlier_version_says_nothing_of_itself() -> None:
+    assert codec.decode_status(pb.ListWorkersResponse()) == FleetStatus(IndexStatus(), ())
 
 
 @given(

@@ -147,6 +147,95 @@ def test_golden_answers() -> None:
             assert (first.device_blocks, first.local_blocks) == (expected[1], expected[5]), case["name"]
 
 
+# ---- tier by tier
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False))
+def test_tiers_are_those_of_a_lookup(chance: random.Random) -> None:
+    """Where both say something they say the same, and the others are counted by hand."""
+    fleet, prompt = Fleet(), list(range(1, 7))
+    held: dict[tuple[str, int], dict[str, set[int]]] = {}
+    media = ("GPU", "CPU", "DISK")
+    for name, fields in (("a", {"namespace": NAMESPACE}), ("b", {"namespace": NAMESPACE}), ("c", {})):
+        fleet.add(a_worker(name, ranks=2, **fields), "flag")
+        for rank in range(2):
+            fleet.heard(f"default/{name}", rank)
+            held[name, rank] = {medium: set() for medium in media}
+    for step in range(20):
+        name, rank = chance.choice("abc"), chance.randrange(2)
+        blocks, medium = chance.sample(prompt, chance.randint(1, 6)), chance.choice([*media, "STORAGE"])
+        fleet.apply(f"default/{name}", rank, step, batch(stored(blocks, medium=medium), dp_rank=rank))
+        if medium != "STORAGE":
+            held[name, rank][medium] |= set(blocks)
+        if chance.random() < 0.2:
+            fleet.mark(f"default/{name}", rank, stale=chance.random() < 0.5, problem="x")
+    lookup = fleet.lookup("m", hashes64=packed64(prompt))
+    rows = fleet.lookup_tiers("m", hashes64=packed64(prompt))
+    assert [
+        (row.worker, row.dp_rank, row.block_tokens, row.prompt_blocks, row.device_blocks, row.local_blocks,
+         row.pool_blocks) for row in rows
+    ] == [
+        (row.worker, row.dp_rank, row.block_tokens, row.prompt_blocks, row.device_blocks, row.local_blocks,
+         row.pool_blocks) for row in lookup
+    ]  # fmt: skip
+    stale = {(row.worker, row.dp_rank): row.stale for row in lookup}
+    for row in rows:
+        of_rank = held[row.worker, row.dp_rank]
+        leading = [
+            0 if stale[row.worker, row.dp_rank] else next(
+                (count for count, block in enumerate(prompt) if block not in of_rank[medium]), len(prompt)
+            )
+            for medium in media
+        ]  # fmt: skip
+        assert [row.device_blocks, row.host_blocks, row.disk_blocks] == leading
+    assert [row.worker for row in fleet.lookup_tiers("m", hashes64=bytes(8), workers=["b", "x"])] == [
+        "b",
+        "b",
+    ]
+
+
+def test_tiers_of_a_rank_that_was_stale_meanwhile_are_not_credited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the table said may be of the time before batches were missing."""
+    fleet = Fleet()
+    fleet.add(a_worker("a"), "flag")
+    say(fleet, "default/a", 0, 1, batch(stored([1])))
+    (rank,) = fleet._ranks.values()
+    match = rank.index.match
+
+    class Meanwhile:
+        def match(self, *arguments: Any, **options: Any) -> Any:
+            found = match(*arguments, **options)
+            fleet.mark("default/a", 0, stale=after, problem="batches are missing")
+            return found
+
+    ((partition,),) = fleet._models.values()
+    for before, after in ((False, True), (True, False), (True, True), (False, False)):
+        fleet.mark("default/a", 0, stale=before, problem="batches are missing")
+        with monkeypatch.context() as patched:
+            patched.setattr(partition, "index", Meanwhile())
+            (row,) = fleet.lookup_tiers("m", hashes64=packed64([1]))
+        assert row.device_blocks == row.local_blocks == (0 if before or after else 1)
+
+
+def test_a_rank_says_what_it_holds() -> None:
+    fleet = Fleet()
+    fleet.add(a_worker("a", ranks=2, namespace=NAMESPACE), "flag")
+    events = [stored([1, 2, 3]), stored([3, 4], medium="CPU"), stored([1], medium="DISK")]
+    say(fleet, "default/a", 1, 1, batch(*events, stored([1, 9], medium="STORAGE"), dp_rank=1))
+
+    def held() -> list[tuple[int, int, int]]:
+        (status,) = fleet.workers()
+        return [(one.device_blocks, one.host_blocks, one.disk_blocks) for one in status.publishers]
+
+    assert held() == [(0, 0, 0), (3, 2, 1)]
+    totals = fleet.totals()
+    assert (totals.device_blocks, totals.host_blocks, totals.disk_blocks, totals.pool_blocks) == (3, 2, 1, 2)
+    fleet.reset("default/a", 1, "x")
+    assert held() == [(0, 0, 0), (0, 0, 0)]
+    assert fleet.totals().pool_blocks == 2
+
+
 # ---- the pool
 
 
@@ -361,7 +450,7 @@ def test_what_is_said_of_strangers_is_ignored() -> None:
         fleet.mark(worker_id, rank, stale=True)
         fleet.gap(worker_id, rank, closed=True)
         fleet.asked(worker_id, rank)
-    assert fleet.totals()._replace(memory_nbytes=0) == (1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert fleet.totals()._replace(memory_nbytes=0) == (1, 1, 1, *[0] * 13)
 
 
 # ---- who is there
@@ -693,7 +782,7 @@ def test_nothing_of_a_start_survives_it() -> None:
     fleet.add(a_worker(incarnation="last"), "call")
     assert fleet.totals().blocks == 0
     fleet.remove("default/w")
-    assert fleet.totals() == (0, 0, 0, 0, 0, 0, fleet.totals().batches, 0, 0, 0, 0, 0)
+    assert fleet.totals() == (0, 0, 0, 0, 0, 0, fleet.totals().batches, *[0] * 9)
 
 
 # ---- against a plain model

@@ -23,6 +23,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.roster import Roster
 from kvpool.index.service import IndexServer
 from kvpool.index.snapshot import Snapshot, pack, unpack
+from kvpool.index.tally import Tally
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc
 from tests.conftest import eventually
@@ -195,27 +196,58 @@ def test_a_fault_of_ours_stays_in_our_log(
     caplog.clear()  # its traceback holds the server
 
 
-class Watching:
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def looked_up(self, seconds: float, result: str) -> None:
-        assert seconds >= 0
-        self.seen.append(result)
-
-
-def test_lookups_are_observed() -> None:
-    observer = Watching()
-    fleet = Fleet()
-    fleet.add(a_worker(), "flag")
-    with serving(fleet, observer=observer) as served, grpc.insecure_channel(served.target) as channel:
-        for model, hashes in [("m", bytes(8)), ("m", bytes(8 << 17)), ("m", b""), ("x", bytes(8))]:
+def test_what_is_answered_is_counted() -> None:
+    tally, fleet = Tally(), Fleet()
+    fleet.add(a_worker(namespace="a" * 32), "flag")
+    say(
+        fleet,
+        "default/w",
+        0,
+        1,
+        batch(stored([1]), stored([1, 2], medium="CPU"), stored([9], medium="STORAGE")),
+    )
+    with serving(fleet, tally=tally) as served, grpc.insecure_channel(served.target) as channel:
+        asked = [("m", packed64([1, 2, 3, 4])), ("m", bytes(8 << 17)), ("m", b""), ("x", bytes(8))]
+        for model, hashes in asked:
             request = pb.LookupRequest(scope=pb.Scope(model=model), block_hashes=hashes)
             try:
                 raw(channel, "Lookup", request.SerializeToString())
             except grpc.RpcError:
                 continue
-    assert observer.seen == ["answered", "answered", "wrong", "unknown"]
+        stub = index_pb2_grpc.IndexServiceStub(channel)
+        status = stub.ListWorkers(pb.ListWorkersRequest(), timeout=WAIT_S).index
+    totals = tally.totals()
+    assert totals.results == {"answered": 2, "wrong": 1, "unknown": 1, "failed": 0}
+    assert totals.refused == {"INVALID_ARGUMENT": 1, "NOT_FOUND": 1}
+    assert totals.matched == (4 + (1 << 17), 1, 2, 0)
+    assert [totals.ratios[where].sum for where in ("device", "local", "pool")] == [0.25, 0.5, 0]
+    assert sum(totals.seconds.counts) == 2
+    assert totals.streams == 0
+    assert (status.lookups, status.prompt_blocks, status.device_blocks, status.local_blocks) == (
+        2, 4 + (1 << 17), 1, 2,
+    )  # fmt: skip
+    assert (status.held_blocks, status.held_pool_blocks) == (3, 1)
+    assert status.memory_nbytes > 0
+    assert status.uptime_ms < WAIT_S * 1000
+
+
+def test_open_streams_are_counted() -> None:
+    tally, fleet = Tally(), Fleet()
+    fleet.add(a_worker(), "flag")
+    with serving(fleet, tally=tally) as served, grpc.insecure_channel(served.target) as channel:
+        stub = index_pb2_grpc.IndexServiceStub(channel)
+        going_on = threading.Event()
+
+        def questions() -> Iterator[Any]:
+            yield pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8))
+            going_on.wait(WAIT_S)
+
+        answers = stub.LookupStream(questions(), timeout=WAIT_S)
+        next(answers)
+        assert tally.totals().streams == 1
+        going_on.set()
+        assert list(answers) == []
+        assert eventually(lambda: tally.totals().streams == 0)
 
 
 # ---- health, reflection, start and end

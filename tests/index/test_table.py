@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kvpool
 from kvpool import BlockHasher, ConfigError, MalformedEvents, PrefixIndex
 from kvpool.index import Match
-from kvpool.index.table import Applied
+from kvpool.index.table import TIERS, Applied
 from tests.index.model import Model
 from tests.index.wire import Hash, batch, cleared, packed64, removed, stored
 
@@ -417,6 +417,13 @@ def test_it_does_what_a_plain_model_does(
             model.apply(worker, rank, told)
         assert len(index) == model.blocks()
         assert index.workers() == sorted(model.workers)
+        held = {name: index.held_by(name) for name in ("a", "b", "nobody")}
+        assert held == {name: model.held_by(name) for name in held}
+        counters = index.counters()
+        assert all(
+            counters[f"{tier}_blocks"] == sum(model.held_by(name)[tier] for name in model.workers)
+            for tier in TIERS
+        )
         for prompt in prompts:
             assert sorted(index.match(packed64(prompt), workers=only)) == sorted(model.match(prompt, only))
 

@@ -209,7 +209,10 @@ TEST(table_forgets_workers_and_ranks) {
     store(table, worker, prompt);
   }
   store(table, "b", range(5000, 9000));
+  store(table, "b", range(0, 10), Tier::kPool);
   CHECK(table.stats().blocks == 9000 && table.stats().copies == 15'000);
+  CHECK(table.held_by("b") == (TierBlocks{14'000, 0, 0, 10}) && table.held_by("z") == TierBlocks{});
+  CHECK(table.stats().tier_blocks == (TierBlocks{34'000, 0, 0, 10}));
   CHECK(table.clear("a", 1, kAllTiers) && !table.clear("a", 9, kAllTiers) && !table.clear("z", 0, kAllTiers));
   CHECK(ask(table, prompt).size() == 5);
   CHECK(table.remove_worker("b") && !table.remove_worker("b"));
@@ -224,6 +227,7 @@ TEST(table_forgets_workers_and_ranks) {
   for (int i = 0; i < 20; ++i) tell(table, "e", Event::Kind::kStored, {});
   const TableStats stats = table.stats();
   CHECK(stats.blocks == 0 && stats.unswept == 0 && stats.holder_sets == 0 && stats.copies == 0);
+  CHECK(stats.tier_blocks == TierBlocks{});
 }
 
 TEST(table_refuses_what_is_too_much) {

@@ -1,0 +1,124 @@
+"""``Tally``: counts what an index answers, for its metrics and for ``ListWorkers``.
+
+Any thread may call anything. ``_lock`` guards all fields but ``started_s``; nothing under it takes more than a few
+microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from kvpool.index.answer import Lookup, TierRow
+
+Result = Literal["answered", "wrong", "unknown", "failed"]
+RESULTS: tuple[Result, ...] = ("answered", "wrong", "unknown", "failed")
+SECONDS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
+RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+
+
+class Matched(NamedTuple):
+    """Blocks of a prompt, and the most of them that one rank has leading, by where; sums of these."""
+
+    prompt_blocks: int = 0
+    device_blocks: int = 0
+    local_blocks: int = 0
+    pool_blocks: int = 0
+
+    @classmethod
+    def of(cls, lookup: Lookup) -> Matched:
+        """Of an answer."""
+        return cls(*(max(getattr(lookup, column), default=0) for column in cls._fields))
+
+    @classmethod
+    def of_tiers(cls, rows: Sequence[TierRow]) -> Matched:
+        """Of an answer tier by tier."""
+        return cls(*(max((getattr(row, column) for row in rows), default=0) for column in cls._fields))
+
+
+class Histogram:
+    """Counts by upper bound, and their sum; for one thread at a time."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def copy(self) -> Histogram:
+        """As it is now."""
+        copy = Histogram(self.bounds)
+        copy.counts, copy.sum = self.counts.copy(), self.sum
+        return copy
+
+
+class Totals(NamedTuple):
+    """Since the tally was made; ``streams``: now."""
+
+    results: dict[str, int]
+    seconds: Histogram  # of those that were answered
+    lookups: int  # that had a row
+    matched: Matched  # of these, summed
+    ratios: dict[str, Histogram]  # of these, by where: matched blocks over prompt blocks
+    refused: dict[str, int]  # by the name of the status
+    streams: int
+
+
+class Tally:
+    """Told by whoever answers, read by whoever shows it."""
+
+    def __init__(self) -> None:
+        self.started_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
+        self._seconds = Histogram(SECONDS)
+        self._lookups = 0
+        self._matched = Matched()
+        self._ratios = {where: Histogram(RATIOS) for where in ("device", "local", "pool")}
+        self._refused: Counter[str] = Counter()
+        self._streams = 0
+
+    def looked_up(self, seconds: float, result: Result, matched: Matched | None = None) -> None:
+        """One lookup has ended. ``matched``: of one that was answered."""
+        with self._lock:
+            self._results[result] += 1
+            if matched is None:
+                return
+            self._seconds.add(seconds)
+            if not matched.prompt_blocks:
+                return
+            self._lookups += 1
+            self._matched = Matched(*map(sum, zip(self._matched, matched, strict=True)))
+            for histogram, blocks in zip(self._ratios.values(), matched[1:], strict=True):
+                histogram.add(blocks / matched.prompt_blocks)
+
+    def refused(self, status: str) -> None:
+        """One request ended without an answer. ``status``: a name of gRPC's status codes."""
+        with self._lock:
+            self._refused[status] += 1
+
+    def stream(self, change: int) -> None:
+        """One stream of lookups was opened (1), or has ended (-1)."""
+        with self._lock:
+            self._streams += change
+
+    def totals(self) -> Totals:
+        """All of it at one moment."""
+        with self._lock:
+            return Totals(
+                dict(self._results),
+                self._seconds.copy(),
+                self._lookups,
+                self._matched,
+                {where: histogram.copy() for where, histogram in self._ratios.items()},
+                dict(self._refused),
+                self._streams,
+            )
