@@ -282,7 +282,39 @@ def lookup(
 
     run_lookup(
         model=model, index=index_, token_ids=token_ids, hashes=hashes, tenant=tenant, lora_name=lora_name,
-        lora_path=lora_path, cache_salt=cache_salt, workers=worker, timeout_s=timeout, as_json=as_json,
+        lora_path=lora_path, cache_salt=cache_salt, workers=worker, timeout_s=timeout, most=most,
+        as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command()
+def top(
+    index_: Annotated[
+        str, typer.Option("--index", metavar="HOST:PORT", help="Where the index serves.")
+    ] = "127.0.0.1:50051",
+    tenant: Annotated[str | None, typer.Option(help="Only workers of this tenant.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only workers of this model.")] = None,
+    sort: Annotated[
+        str, typer.Option(help="name, device, host, disk, batches, lag, gaps or resets.")
+    ] = "name",
+    most: Annotated[
+        int, typer.Option(min=0, help="Most rows of a table that is not live; 0: all. JSON always has all.")
+    ] = 0,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=3600, metavar="SECONDS", help="Time between two looks.")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and exit.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a look instead of a table.")
+    ] = False,
+) -> None:
+    """Watch an index: its workers, what they hold, how far behind it is, hit ratios. Runs until Ctrl-C."""
+    with _extra():
+        from kvpool.cli.top import run_top
+
+    run_top(
+        index=index_, tenant=tenant, model=model, sort=sort, most=most, interval_s=interval, once=once,
+        as_json=as_json,
     )  # fmt: skip
 
 

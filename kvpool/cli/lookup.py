@@ -21,6 +21,7 @@ from kvpool.index.client import IndexClient
 MAX_FILE_NBYTES = 128 << 20
 MAX_U32, MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 BAR_CELLS = 20
+WIDE, WHOLE = 55, 77  # columns of a terminal from where on there is room for bars, and for everything
 
 _WORD = re.compile(r"[^\s,]+")
 _DECIMAL = re.compile(r"[0-9]{1,20}")
@@ -39,9 +40,13 @@ def run_lookup(
     cache_salt: str | None,
     workers: Sequence[str] | None,
     timeout_s: float,
+    most: int,
     as_json: bool,
 ) -> None:
-    """Ask, and print a table or JSON. Errors: ``ConfigError`` for the arguments; those of ``IndexClient``."""
+    """Ask, and print a table of at most ``most`` rows (0: all) or JSON.
+
+    Errors: ``ConfigError`` for the arguments; those of ``IndexClient``.
+    """
     if (token_ids is None) == (hashes is None):
         raise ConfigError("give the prompt as --token-ids FILE or as --hashes FILE, and not as both")
     if (lora_name is None) != (lora_path is None):
@@ -67,7 +72,7 @@ def run_lookup(
     if as_json:
         print(json.dumps({"model": model, "tenant": tenant, "rows": [row._asdict() for row in rows]}))
     else:
-        _print(model, rows, answer)
+        _print(model, rows, answer, most)
 
 
 def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
@@ -151,7 +156,7 @@ def _hint(item: object, most: int) -> str:
     return f": write whole numbers from 0 to {most}{of_hashes}"
 
 
-def _print(model: str, rows: Sequence[Row], answer: Lookup) -> None:
+def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
     console = Console()
     if not rows:
         console.print(f'no worker of model "{model}" that was asked about is there now', markup=False)
@@ -166,22 +171,37 @@ def _print(model: str, rows: Sequence[Row], answer: Lookup) -> None:
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
+    wide, whole = console.width >= WIDE, console.width >= WHOLE
     table.add_column("worker", min_width=12, overflow="fold")
-    table.add_column("leading blocks", min_width=BAR_CELLS, no_wrap=True)
-    for name, nchars in (("device", 6), ("local", 5), ("pool", 5), ("sequence", 8), ("age", 10)):
+    if wide:
+        table.add_column("leading blocks", min_width=BAR_CELLS, no_wrap=True)
+    numbers = [("device", 6), ("local", 5), ("pool", 5)] + [("sequence", 8), ("age", 10)] * whole
+    for name, nchars in numbers:
         table.add_column(name, min_width=nchars, justify="right", no_wrap=True)
     several = len({row.worker for row in rows}) != len(rows)
-    for row in rows:
-        table.add_row(
-            Text(f"{row.worker} rank {row.dp_rank}" if several else row.worker),
-            _bar(row, marks),
-            str(row.device_blocks),
-            str(row.local_blocks),
-            str(row.pool_blocks),
-            str(row.sequence),
-            f"{'stale ' if row.stale else ''}{row.staleness_ms / 1000:.1f} s",
-        )
+    shown = rows[: most or None]
+    for row in shown:
+        cells: list[str | Text] = [Text(f"{row.worker} rank {row.dp_rank}" if several else row.worker)]
+        if wide:
+            cells.append(_bar(row, marks))
+        cells += [str(row.device_blocks), str(row.local_blocks), str(row.pool_blocks)]
+        if whole:
+            age = f"{'stale ' if row.stale else ''}{row.staleness_ms / 1000:.1f} s"
+            cells += [str(row.sequence), age]
+        table.add_row(*cells)
     console.print(table)
+    if left := rows[len(shown) :]:
+        console.print(_summary(left), markup=False)
+
+
+def _summary(left: Sequence[Row]) -> str:
+    """What the rows say that are not shown."""
+    some = sum(1 for row in left if row.device_blocks or row.local_blocks or row.pool_blocks)
+    stale = sum(row.stale for row in left)
+    said = [f"{some} of them have blocks of it" if some else "none of them has a block of it"]
+    if stale:
+        said.append(f"{stale} are stale" if stale > 1 else "1 is stale")
+    return f"and {len(left)} more: {', '.join(said)}; --most 0 shows all"
 
 
 def _bar(row: Row, marks: str) -> str:

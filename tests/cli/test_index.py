@@ -21,12 +21,14 @@ import pytest
 
 from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, open_store
 from kvpool.cli.index import parse_worker
-from kvpool.cli.lookup import read_numbers
+from kvpool.cli.lookup import read_numbers, run_lookup
 from kvpool.hashing import seed_id
 from kvpool.index import Publisher
+from kvpool.index.fleet import Fleet
 from kvpool.index.registry import Announcer
 from tests.cli.test_app import kvpool, refused
 from tests.conftest import eventually
+from tests.index.fleets import a_worker, say, serving
 from tests.index.publisher import misbehaving
 from tests.index.wire import batch, packed64, stored
 from tests.stores.servers import running as running_server
@@ -79,9 +81,10 @@ def test_from_a_publisher_to_a_table() -> None:
         publisher.publish(batch(stored(BlockHasher(16).hashes(TOKENS)[:3])))
         events, replay = publisher.publisher.events, publisher.publisher.replay
         worker = f"w-1={events},model=m,block=16,replay={replay},address=http://h:8000"
-        with running("--worker", worker, "--metrics", "127.0.0.1:0") as index:
+        with running("--worker", worker, "--metrics", "127.0.0.1:0", "--http", "127.0.0.1:0") as index:
             shown = re.fullmatch(
-                r"index listens on \S+, 1 worker, pool none, metrics on port ([0-9]+)", index.ready
+                r"index listens on \S+, 1 worker, pool none, metrics on port ([0-9]+), HTTP on port ([0-9]+)",
+                index.ready,
             )
             assert shown is not None
             options = ["--index", index.target, "--model", "m"]
@@ -124,12 +127,26 @@ def test_from_a_publisher_to_a_table() -> None:
             assert figures["kvpool_index_stale_ranks"] == "0.0"
             assert figures["kvpool_index_blocks"] == "3.0"
             assert figures["kvpool_index_batches_total"] == "1.0"
+            assert figures['kvpool_index_tier_blocks{tier="device"}'] == "3.0"
+            assert float(figures['kvpool_index_matched_ratio_sum{where="device"}']) > 0
+            assert 'kvpool_index_staleness_seconds{rank="0",tenant="default",worker="w-1"}' in figures
+            assert figures['kvpool_index_refused_requests_total{status="NOT_FOUND"}'] == "2.0"
+
+            asked = json.dumps({"model": "m", "token_ids": TOKENS, "block_size": 16}).encode()
+            with opener.open(f"http://127.0.0.1:{shown[2]}/query", asked, timeout=30) as reply:
+                assert json.loads(reply.read())["default"]["w-1"]["GPU"] == 48
+            top = json.loads(kvpool("top", "--index", index.target, "--once", "--json").stdout)
+            assert (top["ranks"][0]["worker"], top["ranks"][0]["device_blocks"]) == ("w-1", 3)
+            assert top["index"]["device_blocks"] >= 3  # that were asked about
             assert figures['kvpool_index_lookups_total{result="unknown"}'] == "2.0"
             assert float(figures["kvpool_index_lookup_seconds_count"]) >= 6
 
             line = refused("index", "--listen", index.target)
             assert line.startswith(f"kvpool: cannot listen on {index.target}: Address already in use")
             metrics = f"127.0.0.1:{shown[1]}"
+            taken = f"127.0.0.1:{shown[2]}"
+            line = refused("index", "--listen", "127.0.0.1:0", "--http", taken)
+            assert line.startswith(f"kvpool: cannot serve HTTP on {taken}: Address already in use")
             line = refused("index", "--listen", "127.0.0.1:0", "--metrics", metrics)
             assert line.startswith(f"kvpool: cannot show metrics on {metrics}: Address already in use")
 
@@ -232,6 +249,53 @@ def test_an_index_ends_in_time_with_clients_and_no_publisher() -> None:
                 assert lines == ['worker default/w joins: model "m", 1 rank, by flag']
 
 
+# ---- what a table says
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_a_table_of_many_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hashes").write_text("1 2 3 4 5 6 7 8 9 10")
+    fleet = Fleet()
+    for number in range(256):
+        fleet.add(a_worker(f"worker-{number:03}"), "flag")
+        if number % 2:
+            held = list(range(1, 2 + number % 10))
+            say(fleet, f"default/worker-{number:03}", 0, number, batch(stored(held)))
+    with serving(fleet) as served:
+
+        def lines(
+            columns: int, most: int, workers: list[str] | None = None, as_json: bool = False
+        ) -> list[str]:
+            monkeypatch.setenv("COLUMNS", str(columns))
+            run_lookup(
+                model="m", index=served.target, token_ids=None, hashes=str(tmp_path / "hashes"), tenant="default",
+                lora_name=None, lora_path=None, cache_salt=None, workers=workers, timeout_s=30, most=most,
+                as_json=as_json,
+            )  # fmt: skip
+            return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+        def rows(shown: list[str]) -> list[str]:
+            return [line for line in shown if line.startswith("worker-")]
+
+        shown = lines(100, 40)
+        assert len(rows(shown)) == 40
+        assert re.fullmatch(r"worker-009 +█{20} +10 +10 +0 +9 +[0-9.]+ s", rows(shown)[0])
+        left = "and 216 more: 88 of them have blocks of it, 128 are stale; --most 0 shows all"
+        assert shown[-1] == left
+        assert len(rows(lines(100, 0))) == 256
+        (one,) = rows(lines(100, 40, ["worker-009"]))
+        assert one.startswith("worker-009 ")
+        some = lines(100, 3, [f"worker-{number:03}" for number in range(64)])
+        assert some[-1].startswith("and 61 more: 29 of them have blocks of it, 32 are stale")
+        assert len(json.loads(lines(100, 3, as_json=True)[0])["rows"]) == 256
+        for columns in (40, 54, 60, 76):
+            narrow = lines(columns, 2)
+            assert max(map(len, narrow)) <= columns
+            assert re.match(r"worker-009 [ █]* +10 +10 +0$", rows(narrow)[0]), narrow
+
+
 # ---- wrong use
 
 
@@ -263,6 +327,7 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
         (["--worker", "w=tcp://h:1,model=m,block=0"], "block_tokens"),
         (["--worker", WORKER, "--worker", WORKER], "two workers of one tenant have the same name"),
         (["--metrics", "x"], "write HOST:PORT"),
+        (["--http", "x"], "write HOST:PORT"),
         (["--pool", "fiel:///x"], 'did you mean "file"?'),
         (["--pool", "memory://"], "--pool memory:// is of one process"),
         (["--pool", "valkey://:pass-word@127.0.0.1:1"], "127.0.0.1:1"),

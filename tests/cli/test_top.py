@@ -1,0 +1,223 @@
+"""``kvpool top`` beside a real index, on a pipe and on a terminal; and the arithmetic of two looks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.cli.top import Look, rates_of, rows_of
+from kvpool.hashing import seed_id
+from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, Worker, WorkerStatus
+from kvpool.index.fleet import Fleet
+from tests.cli.test_app import kvpool, refused
+from tests.conftest import eventually
+from tests.index.fleets import Served, a_worker, say, serving
+from tests.index.wire import batch, packed64, stored
+
+KVPOOL = str(Path(sys.executable).parent / "kvpool")
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    fleet = Fleet()
+    fleet.add(a_worker("w-1", ranks=2), "flag")
+    fleet.add(a_worker("w-2"), "call", 60)
+    say(fleet, "default/w-1", 0, 5, batch(stored([1, 2, 3]), stored([4], medium="CPU")))
+    fleet.mark("default/w-2", 0, stale=True, problem="it does not answer")
+    with serving(fleet) as running:
+        yield running
+
+
+# ---- on a pipe
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_once(served: Served) -> None:
+    served.fleet.lookup("m", hashes64=packed64([1, 2]))
+    shown = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": "120"})
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.search(r"up [0-9]+ s: 2 workers, 3 ranks, 2 stale\n", shown.stdout), shown.stdout
+    assert "4 blocks, 0 in the pool, " in shown.stdout
+    assert re.search(r"w-1 rank 0 +\|? *3 \|? *1 \|? *0 \|? *- ", shown.stdout), shown.stdout
+    assert "stale: not heard from yet" in shown.stdout
+    assert "stale: it does not answer" in shown.stdout
+    by_device = kvpool("top", "--index", served.target, "--once", "--sort", "device", "--most", "1").stdout
+    assert "w-1 rank 0" in by_device
+    assert "w-2" not in by_device
+    assert "and 2 more ranks, 2 of them stale" in by_device
+    for columns in ("40", "60", "79"):
+        narrow = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": columns})
+        assert max(map(len, narrow.stdout.splitlines())) <= int(columns)
+        assert "w-2" in narrow.stdout
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_json_is_stable(served: Served) -> None:
+    shown = json.loads(kvpool("top", "--index", served.target, "--once", "--json", "--sort", "host").stdout)
+    assert list(shown) == ["index", "ranks"]
+    assert shown["index"].pop("uptime_ms") >= 0
+    assert shown["index"].pop("memory_nbytes") > 0
+    assert shown["index"] == {
+        "lookups": 0, "prompt_blocks": 0, "device_blocks": 0, "local_blocks": 0, "pool_blocks": 0, "held_blocks": 4,
+        "held_pool_blocks": 0, "lookups_per_s": None, "device_ratio": None, "local_ratio": None, "pool_ratio": None,
+    }  # fmt: skip
+    first, second, third = shown["ranks"]
+    assert first.pop("staleness_ms") >= 0
+    assert first == {
+        "tenant": "default", "worker": "w-1", "dp_rank": 0, "model": "m", "source": "flag", "device_blocks": 3,
+        "host_blocks": 1, "disk_blocks": 0, "batches": 1, "batches_per_s": None, "stale": False, "gaps": 0,
+        "replays": 0, "resets": 0, "problem": "",
+    }  # fmt: skip
+    assert [(row["worker"], row["dp_rank"], row["stale"]) for row in (second, third)] == [
+        ("w-1", 1, True), ("w-2", 0, True),
+    ]  # fmt: skip
+    of_tenant = kvpool("top", "--index", served.target, "--once", "--json", "--tenant", "other").stdout
+    assert json.loads(of_tenant)["ranks"] == []
+
+
+@contextmanager
+def watching(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([KVPOOL, "top", "--interval", "0.2", *arguments], **options)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_an_index_that_goes_and_comes_again_is_waited_for(served: Served) -> None:
+    arguments = ["--index", served.target, "--json"]
+    with watching(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+
+        def until(key: str) -> dict[str, Any]:
+            for line in process.stdout or ():
+                if key in (said := json.loads(line)):
+                    return dict(said)
+            raise AssertionError("it ended")
+
+        until("ranks")
+        served.stop()
+        assert f"no index answers on {served.target}" in until("error")["error"]
+        again = Served(served.fleet, None, None)
+        again.target = served.target
+        again.start()
+        try:
+            assert len(until("ranks")["ranks"]) == 3
+        finally:
+            again.stop()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert (process.returncode, errors) == (0, b"")
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_who_stops_reading_is_no_error(served: Served) -> None:
+    arguments = ["--index", served.target, "--json"]
+    with watching(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        process.stderr.close()
+        assert (process.wait(30), errors) == (0, b"")
+
+
+def test_wrong_use() -> None:
+    line = refused("top", "--sort", "devcie")
+    assert line == 'kvpool: --sort: unknown order "devcie"; did you mean "device"?'
+    assert "no index answers on 127.0.0.1:1" in refused("top", "--index", "127.0.0.1:1", "--once")
+    assert "--interval" in refused("top", "--interval", "0")
+
+
+# ---- on a terminal
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_live(served: Served) -> None:
+    screen, terminal = pty.openpty()
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        environment = {**os.environ, "TERM": "xterm"}
+        for name in ("COLUMNS", "LINES", "NO_COLOR"):
+            environment.pop(name, None)
+        with watching(
+            "--index", served.target, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
+        ) as process:
+            os.close(terminal)
+            terminal = -1
+            shown = b""
+
+            def shows(text: bytes) -> bool:
+                nonlocal shown
+                if select.select([screen], [], [], 0.1)[0]:
+                    shown += os.read(screen, 65536)
+                return text in shown
+
+            assert eventually(lambda: shows(b"w-1 rank 0"), within_s=30), shown
+            shown = b""
+            say(served.fleet, "default/w-1", 0, 6, batch(stored([11, 12, 13, 14])))
+            assert eventually(lambda: shows(b" 7 "), within_s=30), shown  # device blocks, on the same screen
+            served.stop()
+            assert eventually(lambda: shows(b"trying again"), within_s=30), shown
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+    finally:
+        os.close(screen)
+        if terminal >= 0:
+            os.close(terminal)
+
+
+# ---- two looks
+
+
+def look(at_s: float, *, batches: int = 0, incarnation: str = "1", **index: int) -> Look:
+    worker = Worker("w", "m", 16, seed_id(None), (Publisher(0, "tcp://h:1"),), incarnation=incarnation)
+    rank = PublisherStatus(0, batches=batches)
+    return Look(at_s, FleetStatus(IndexStatus(**index), (WorkerStatus(worker, "flag", 0, (rank,)),)))
+
+
+def test_rates_are_of_the_time_between_two_looks() -> None:
+    before, now = look(10, batches=5), look(12, batches=25)
+    assert rows_of(now, None, "name")[0].batches_per_s is None
+    assert rows_of(now, before, "name")[0].batches_per_s == 10
+    assert rows_of(look(12, batches=3), before, "name")[0].batches_per_s is None  # it has begun again
+    other = look(12, batches=25, incarnation="2")
+    assert rows_of(other, before, "name")[0].batches_per_s is None
+
+
+def test_hit_ratios_are_of_the_time_between_two_looks() -> None:
+    first = look(
+        0, uptime_ms=1, lookups=4, prompt_blocks=100, device_blocks=50, local_blocks=60, pool_blocks=80
+    )
+    assert rates_of(first, None) == (None, 0.5, 0.6, 0.8)
+    second = look(
+        2, uptime_ms=9, lookups=8, prompt_blocks=200, device_blocks=60, local_blocks=160, pool_blocks=80
+    )
+    assert rates_of(second, first) == (2.0, 0.1, 1.0, 0.0)
+    idle = look(
+        4, uptime_ms=11, lookups=8, prompt_blocks=200, device_blocks=60, local_blocks=160, pool_blocks=80
+    )
+    assert rates_of(idle, second) == (0.0, 0.3, 0.8, 0.4)  # of all the time: nobody asked since
+    again = look(6, uptime_ms=3, lookups=1, prompt_blocks=10, device_blocks=5)
+    assert rates_of(again, idle) == (None, 0.5, 0.0, 0.0)  # it was started again
+    assert rates_of(look(8, uptime_ms=5), None) == (None, None, None, None)
