@@ -6,8 +6,6 @@ Live on a terminal; elsewhere a table, or a JSON object, a look. One thread, whi
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -113,10 +111,8 @@ def run_top(
                         fitting = max(1, console.height - HEAD_LINES)
                         live.update(watch.table(console.width, fitting), refresh=True)
                         time.sleep(interval_s)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):  # the watcher has gone, or who read for him
         return
-    except BrokenPipeError:  # who read has gone; nor may the interpreter say so at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print(console: Console, watch: _Watch, most: int, as_json: bool) -> None:

@@ -293,9 +293,11 @@ class _Connection(H11Protocol):
             self._end_after(REQUEST_S if in_request else HEAD_S)
 
     def on_response_complete(self) -> None:
-        self._in_request = False
         self._cancel()  # from now on uvicorn's timer for idle connections runs
         super().on_response_complete()
+        self._in_request = not self.cycle.response_complete  # the next one was there already
+        if self._in_request:
+            self._end_after(REQUEST_S)
 
     def timeout_keep_alive_handler(self) -> None:
         self.transport.abort()  # not close(): that waits for whoever does not read

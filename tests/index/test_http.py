@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,12 +334,13 @@ def test_a_second_request_may_not_drip_either(served: Served, monkeypatch: pytes
 def test_an_idle_connection_outlives_the_time_for_headers(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "HEAD_S", 0.2)
+    monkeypatch.setattr(http_module, "HEAD_S", 1.5)
+    monkeypatch.setattr(http_module, "REQUEST_S", 1.0)
     with asking(served.http) as client, asking(served.http) as other:
         client.query()
         held = client.connection.sock
         other.connection.connect()
-        assert cut_off(other.connection.sock)  # after HEAD_S
+        assert cut_off(other.connection.sock)  # after HEAD_S, and REQUEST_S with it
         client.query()
         assert client.connection.sock is held
 
@@ -356,6 +359,7 @@ def test_what_is_no_http_is_turned_away(served: Served, sent: bytes) -> None:
 
 def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(http_module, "HEAD_S", 2.0 * WAIT_S)
     host, port = served.http.split(":")
     with asking(served.http) as client, asking(served.http) as second:
         assert client.call("GET", "/health")[0] == second.call("GET", "/health")[0] == 200
@@ -364,7 +368,52 @@ def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch
         assert client.call("GET", "/health")[0] == 200
 
 
+@contextmanager
+def deaf(fleet: Fleet, address: str) -> Iterator[None]:
+    """A connection that asks many questions at once, 16 MB of answers, and reads none."""
+    for number in range(200):
+        fleet.add(a_worker(f"worker-{number:03}"), "flag")
+    body = b'{"model":"m","seq_hashes":[1]}'
+    question = b"POST /query_by_hash HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    host, port = address.split(":")
+    with socket.socket() as connection:
+        connection.settimeout(WAIT_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        connection.connect((host, int(port)))
+        connection.sendall(question * 800)
+        yield
+
+
+def sockets() -> int:
+    """That this process has."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own
+            found += str(link.readlink()).startswith("socket:")
+    return found
+
+
+def test_who_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "REQUEST_S", 2.0)
+    before = sockets()
+    with deaf(served.fleet, served.http):
+        assert eventually(lambda: sockets() == before + 2)
+        assert eventually(lambda: sockets() == before + 1, within_s=WAIT_S)  # the caller's own end
+
+
 # ---- start and end
+
+
+def test_it_ends_with_somebody_who_does_not_read() -> None:
+    fleet, tally = Fleet(), Tally()
+    with serving(fleet, tally=tally, http=True) as served, deaf(fleet, served.http):
+        answered = [-1, 0]
+        while answered[-1] != answered[-2]:  # then no more goes out
+            time.sleep(0.5)
+            answered.append(tally.totals().results["answered"])
+        started_s = time.monotonic()
+        served.stop()
+        assert time.monotonic() - started_s < http_module.STOP_TIMEOUT_S + WAIT_S / 2
 
 
 def test_it_ends_while_somebody_drips(served: Served) -> None:
