@@ -154,15 +154,16 @@ class _Watch:
     def table(self, width: int, most: int) -> RenderableType:
         if self._now is None:
             return Text(f"{self._away}; trying again")
-        parts: list[RenderableType] = [Text(line) for line in _head(self._now, self._before)]
+        parts: list[RenderableType] = []
+        if self._away:  # first: the end of a screen that is too long is cut off
+            ago_s = time.monotonic() - self._now.at_s
+            parts.append(Text(f"this is {ago_s:.0f} s old: {self._away}; trying again"))
+        parts += [Text(line) for line in _head(self._now, self._before)]
         rows = rows_of(self._now, self._before, self._sort)
         parts.append(_table(rows, most, width))
         if most and len(rows) > most:
             stale = sum(row.stale for row in rows[most:])
             parts.append(Text(f"and {len(rows) - most} more ranks, {stale} of them stale"))
-        if self._away:
-            ago_s = time.monotonic() - self._now.at_s
-            parts.append(Text(f"this is {ago_s:.0f} s old: {self._away}; trying again"))
         return Group(*parts)
 
 
@@ -264,10 +265,10 @@ def _table(rows: Sequence[Row], most: int, width: int) -> Table:
         }  # fmt: skip
         lines.append((row, [cells[name] for name in names]))
     columns = zip(*(line for _, line in lines), strict=True)
-    taken = sum(max(map(len, (name, *column))) + 1 for name, column in zip(names, columns, strict=False))
+    taken = sum(max(map(len, (name, *column))) + 2 for name, column in zip(names, columns, strict=False))
     for row, line in lines:
         problem = ("stale: " if row.stale else "") + row.problem
-        table.add_row(*map(Text, line), Text(_cut(problem, max(MIN_PROBLEM_CHARS, width - taken - 1))))
+        table.add_row(*map(Text, line), Text(_cut(problem, max(MIN_PROBLEM_CHARS, width - taken - 2))))
     return table
 
 
