@@ -218,9 +218,16 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
             return index
 
         def has_all(target: str) -> bool:
+            at = published - 1
             with IndexClient(target, 30) as client:
-                at = published - 1
-                return eventually(lambda: row(client) == (truth[at], at, False), within_s=WITHIN_S)
+
+                def is_right() -> bool:
+                    try:
+                        return row(client) == (truth[at], at, False)
+                    except IndexUnavailable:  # gRPC waits up to a second before it dials again
+                        return False
+
+                return eventually(is_right, within_s=WITHIN_S)
 
         def is_answered() -> bool:
             before = answers
