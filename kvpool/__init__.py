@@ -22,7 +22,7 @@ from kvpool.errors import (
 
 if TYPE_CHECKING:
     from kvpool.hashing import BlockHasher
-    from kvpool.index import PrefixIndex, Publisher, Worker
+    from kvpool.index import Chat, Load, PrefixIndex, Publisher, Worker
     from kvpool.index.async_client import AsyncIndexClient
     from kvpool.index.client import IndexClient
     from kvpool.keys import Layout, Namespace
@@ -33,12 +33,14 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncIndexClient",
     "BlockHasher",
+    "Chat",
     "ConfigError",
     "EngineRefused",
     "IndexClient",
     "IndexUnavailable",
     "KVPoolError",
     "Layout",
+    "Load",
     "MalformedEvents",
     "Namespace",
     "PrefixIndex",
@@ -56,8 +58,10 @@ __all__ = [
 _HOME = {
     "AsyncIndexClient": "kvpool.index.async_client",
     "BlockHasher": "kvpool.hashing",
+    "Chat": "kvpool.index",
     "IndexClient": "kvpool.index.client",
     "Layout": "kvpool.keys",
+    "Load": "kvpool.index",
     "Namespace": "kvpool.keys",
     "PrefixIndex": "kvpool.index",
     "Publisher": "kvpool.index",

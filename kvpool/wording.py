@@ -29,11 +29,13 @@ _EXTRAS = {
         "grpc",
         "grpc_health",
         "grpc_reflection",
+        "httpx",
         "prometheus_client",
         "starlette",
         "uvicorn",
         "zmq",
     },
+    "tokenize": {"jinja2", "tokenizers", "transformers"},
     "torch": {"torch"},
 }
 

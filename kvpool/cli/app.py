@@ -234,15 +234,37 @@ def index(
             metavar="SECONDS", min=0, max=86400, help="Longest time until health says that the index serves."
         ),
     ] = 15.0,
+    tokenizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="MODEL=FOLDER",
+            help="Take prompts of this model as text and chats, too; also a name on the Hugging Face hub.",
+        ),
+    ] = None,
+    scrape: Annotated[
+        bool, typer.Option("--scrape/--no-scrape", help="Read the workers' own metrics, for Route.")
+    ] = True,
+    route_cost: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--route-cost",
+            metavar="NAME=NUMBER",
+            help="A coefficient of Route: local, pool, waiting, running or usage.",
+        ),
+    ] = None,
 ) -> None:
     """Serve the prefix index: which worker holds how much of a prompt. Runs until SIGTERM or Ctrl-C."""
     with _extra():
-        from kvpool.cli.index import run_index
+        from kvpool.cli.index import IndexSettings, run_index
 
     run_index(
-        listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, workers=worker or [], max_blocks=max_blocks,
-        reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot, snapshot_every_s=snapshot_every,
-        bootstrap=bootstrap, warm_up_s=warm_up,
+        IndexSettings(
+            listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, workers=worker or [], max_blocks=max_blocks,
+            reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot,
+            snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [],
+            scrape=scrape, route_costs=route_cost or [],
+        )
     )  # fmt: skip
 
 
@@ -262,6 +284,17 @@ def lookup(
         str | None,
         typer.Option(metavar="FILE", help="The prompt as 64-bit block hashes, decimal or 0x...; -: stdin."),
     ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The prompt as text, for an index with a --tokenizer; -: stdin."),
+    ] = None,
+    chat: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The same as a chat: JSON, messages or the body of a request for /v1/chat/completions; -: stdin.",
+        ),
+    ] = None,
     tenant: Annotated[str, typer.Option(help="Whose workers.")] = "default",
     lora_name: Annotated[str | None, typer.Option(help="Of the adapter of the request.")] = None,
     lora_path: Annotated[str | None, typer.Option(help="Of the adapter of the request.")] = None,
@@ -270,6 +303,9 @@ def lookup(
         list[str] | None,
         typer.Option("--worker", metavar="NAME", help="Only this one; give it again for more."),
     ] = None,
+    route: Annotated[
+        bool, typer.Option("--route", help="Rank the workers by what the prompt would cost, and say why.")
+    ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for the answer.")] = 5.0,
     most: Annotated[
         int, typer.Option(min=0, help="Most rows of the table; 0: all. JSON always has all.")
@@ -281,9 +317,9 @@ def lookup(
         from kvpool.cli.lookup import run_lookup
 
     run_lookup(
-        model=model, index=index_, token_ids=token_ids, hashes=hashes, tenant=tenant, lora_name=lora_name,
-        lora_path=lora_path, cache_salt=cache_salt, workers=worker, timeout_s=timeout, most=most,
-        as_json=as_json,
+        model=model, index=index_, token_ids=token_ids, hashes=hashes, text=text, chat=chat, tenant=tenant,
+        lora_name=lora_name, lora_path=lora_path, cache_salt=cache_salt, workers=worker, route=route,
+        timeout_s=timeout, most=most, as_json=as_json,
     )  # fmt: skip
 
 

@@ -8,8 +8,9 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kvpool.config import hash_seed, redact
@@ -25,10 +26,13 @@ from kvpool.index.http import HttpServer
 from kvpool.index.registry import WorkerWatch
 from kvpool.index.residency import Residency
 from kvpool.index.roster import Roster
+from kvpool.index.routing import Costs, Router
+from kvpool.index.scraper import Scraper
 from kvpool.index.service import IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.index.snapshot_file import SnapshotFile
 from kvpool.index.tally import Tally
+from kvpool.index.tokenizer import Tokenizer
 from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.stores import Store, visit_store
 from kvpool.stores.url import StoreURL
@@ -41,51 +45,49 @@ BOOTSTRAP_TIMEOUT_S = 30.0
 logger = logging.getLogger("kvpool.index")
 
 
-def run_index(
-    *,
-    listen: str,
-    pool: str | None,
-    pool_keys_per_s: int,
-    workers: Sequence[str],
-    max_blocks: int,
-    reuse_reports: bool,
-    metrics: str | None,
-    http: str | None,
-    snapshot: str | None,
-    snapshot_every_s: float,
-    bootstrap: str | None,
-    warm_up_s: float,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class IndexSettings:
+    """What ``kvpool index`` is told, as its options say it."""
+
+    listen: str
+    pool: str | None
+    pool_keys_per_s: int
+    workers: Sequence[str]
+    max_blocks: int
+    reuse_reports: bool
+    metrics: str | None
+    http: str | None
+    snapshot: str | None
+    snapshot_every_s: float
+    bootstrap: str | None
+    warm_up_s: float
+    tokenizers: Sequence[str]
+    scrape: bool
+    route_costs: Sequence[str]
+
+
+def run_index(settings: IndexSettings) -> None:
     """Serve until SIGTERM or SIGINT. Errors: ``ConfigError``, before anything is served."""
-    fleet = Fleet(max_blocks=max_blocks, reuse_reports=reuse_reports, seed=hash_seed())
-    file = None if snapshot is None else Path(snapshot)
-    if file is not None:
-        snapshot_file.check_place(file)
-    if bootstrap is not None:
-        check_target(bootstrap)
-    named = [parse_worker(text, fleet.seed_id) for text in workers]
+    fleet = Fleet(max_blocks=settings.max_blocks, reuse_reports=settings.reuse_reports, seed=hash_seed())
+    if settings.snapshot is not None:
+        snapshot_file.check_place(Path(settings.snapshot))
+    if settings.bootstrap is not None:
+        check_target(settings.bootstrap)
+    named = [parse_worker(text, fleet.seed_id) for text in settings.workers]
     if len({worker.id for worker in named}) != len(named):
         raise ConfigError("--worker: two workers of one tenant have the same name")
+    router = Router(fleet, costs=parse_costs(settings.route_costs))
+    loaded = load_tokenizers(settings.tokenizers)
     _log_lines()
-    asyncio.run(
-        _serve(
-            fleet, listen, pool, pool_keys_per_s, named, metrics, http, file, snapshot_every_s, bootstrap, warm_up_s
-        )
-    )
+    asyncio.run(_serve(settings, fleet, named, router, loaded))
 
 
 async def _serve(
+    settings: IndexSettings,
     fleet: Fleet,
-    listen: str,
-    pool: str | None,
-    pool_keys_per_s: int,
     workers: Sequence[Worker],
-    metrics: str | None,
-    http: str | None,
-    file: Path | None,
-    snapshot_every_s: float,
-    bootstrap: str | None,
-    warm_up_s: float,
+    router: Router,
+    tokenizers: Mapping[str, Tokenizer],
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
     ended = asyncio.Event()
@@ -98,31 +100,47 @@ async def _serve(
     def take() -> Snapshot:
         return Snapshot(time.time(), "" if watch is None else watch.life, fleet.freeze())
 
+    file = None if settings.snapshot is None else Path(settings.snapshot)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     async with AsyncExitStack() as parts:
-        store = None if pool is None else parts.enter_context(_open_pool(pool))
-        residency = None if store is None else Residency(fleet, store, keys_per_s=pool_keys_per_s)
-        if residency is not None:
+        store = residency = None
+        if settings.pool is not None:
+            store = parts.enter_context(_open_pool(settings.pool))
+            residency = Residency(fleet, store, keys_per_s=settings.pool_keys_per_s)
             parts.callback(residency.close)
         roster = Roster(fleet, EventFeed(fleet))
         parts.callback(roster.close)
         life = None if store is None else _life(store)
-        if file is not None or bootstrap is not None:
+        if file is not None or settings.bootstrap is not None:
             flags = {worker.id for worker in workers}
-            await asyncio.to_thread(lambda: _warm_up(roster, file, bootstrap, flags, life))
+            await asyncio.to_thread(lambda: _warm_up(roster, file, settings.bootstrap, flags, life))
         tally = Tally()
         exporter = Exporter(fleet, tally, residency)
         parts.callback(exporter.close)
-        server = IndexServer(roster, tally, is_warm=is_warm, warm_up_s=warm_up_s, take=take)
+        server = IndexServer(
+            roster,
+            tally,
+            router=router,
+            tokenizers=tokenizers,
+            is_warm=is_warm,
+            warm_up_s=settings.warm_up_s,
+            take=take,
+        )
         parts.push_async_callback(server.stop)
-        port = await server.start(listen)
-        shown = f", metrics on port {exporter.serve(metrics)}" if metrics is not None else ""
-        if http is not None:
+        if settings.scrape:
+            scraper = Scraper(fleet, router.loads)
+            parts.push_async_callback(scraper.close)
+            scraper.start()
+        port = await server.start(settings.listen)
+        shown = (
+            f", metrics on port {exporter.serve(settings.metrics)}" if settings.metrics is not None else ""
+        )
+        if settings.http is not None:
             http_server = HttpServer(roster, tally, server.is_serving)
             parts.push_async_callback(http_server.stop)
-            shown += f", HTTP on port {await http_server.start(http)}"
+            shown += f", HTTP on port {await http_server.start(settings.http)}"
         for worker in workers:
             roster.add(worker, "flag")
         if store is not None and residency is not None:
@@ -138,13 +156,11 @@ async def _serve(
             parts.callback(watch.close)
         complete = True
         if file is not None:
-            parts.callback(SnapshotFile(file, take, every_s=snapshot_every_s).close)
+            parts.callback(SnapshotFile(file, take, every_s=settings.snapshot_every_s).close)
         named = f"{len(workers)} workers" if len(workers) != 1 else "1 worker"
-        host = listen.rpartition(":")[0]
-        print(
-            f"index listens on {host}:{port}, {named}, pool {redact(pool) if pool else 'none'}{shown}",
-            flush=True,
-        )
+        host = settings.listen.rpartition(":")[0]
+        pool = redact(settings.pool) if settings.pool else "none"
+        print(f"index listens on {host}:{port}, {named}, pool {pool}{shown}", flush=True)
         await server.wait(ended)
 
 
@@ -236,6 +252,40 @@ def _worker(text: str, seed_id: str) -> Worker:
         hash_algorithm=fields.get("hash", DEFAULT_ALGORITHM),
         address=fields.get("address", ""),
     )
+
+
+def load_tokenizers(given: Sequence[str]) -> dict[str, Tokenizer]:
+    """By model. Blocking, for seconds. Errors: ``ConfigError`` that begins with the option."""
+    sources: dict[str, str] = {}
+    for text in given:
+        # The last "=": a model's name may hold one, a folder should not.
+        model, separator, source = text.rpartition("=")
+        if not separator or not model or not source or model in sources:
+            raise ConfigError(f'--tokenizer "{text}": write MODEL=FOLDER, once for each model')
+        sources[model] = source
+    try:
+        return {model: Tokenizer.load(model, source) for model, source in sources.items()}
+    except ConfigError as error:
+        raise ConfigError(f"--tokenizer: {error}") from error
+
+
+def parse_costs(given: Sequence[str]) -> Costs:
+    """Errors: ``ConfigError`` that begins with the option."""
+    known = [one.name for one in fields(Costs)]
+    values: dict[str, float] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            if name not in known:
+                raise ConfigError(unknown("coefficient", name, known))
+            values[name] = float(value)
+        except ValueError as error:
+            why = error if isinstance(error, ConfigError) else "write NAME=NUMBER"
+            raise ConfigError(f'--route-cost "{text}": {why}') from error
+    try:
+        return Costs(**values)
+    except ConfigError as error:
+        raise ConfigError(f"--route-cost: {error}") from error
 
 
 def _of_rank(endpoint: str, rank: int) -> str:

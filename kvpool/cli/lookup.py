@@ -8,14 +8,16 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvpool.cli.ranking import ranking_json, ranking_table
 from kvpool.errors import ConfigError
-from kvpool.index import Lookup, Row
+from kvpool.index import Chat, Lookup, Row
 from kvpool.index.client import IndexClient
 
 MAX_FILE_NBYTES = 128 << 20
@@ -34,11 +36,14 @@ def run_lookup(
     index: str,
     token_ids: str | None,
     hashes: str | None,
+    text: str | None,
+    chat: str | None,
     tenant: str,
     lora_name: str | None,
     lora_path: str | None,
     cache_salt: str | None,
     workers: Sequence[str] | None,
+    route: bool,
     timeout_s: float,
     most: int,
     as_json: bool,
@@ -47,32 +52,54 @@ def run_lookup(
 
     Errors: ``ConfigError`` for the arguments; those of ``IndexClient``.
     """
-    if (token_ids is None) == (hashes is None):
-        raise ConfigError("give the prompt as --token-ids FILE or as --hashes FILE, and not as both")
+    if sum(given is not None for given in (token_ids, hashes, text, chat)) != 1:
+        raise ConfigError("give the prompt as --token-ids, --hashes, --text or --chat FILE, and only once")
     if (lora_name is None) != (lora_path is None):
         raise ConfigError("--lora-name and --lora-path go together: both are in the hash")
     if hashes is not None and (lora_name is not None or cache_salt is not None):
         raise ConfigError("--hashes: an adapter and a salt are in the hashes already")
+    question: dict[str, Any] = {"tenant": tenant, "workers": workers}
+    if hashes is None:
+        pair = (lora_name, lora_path)
+        question |= {"lora": None if lora_name is None else pair, "cache_salt": cache_salt}
+    if token_ids is not None:
+        question["token_ids"] = read_numbers(token_ids, "--token-ids", "token id", MAX_U32)
+    elif hashes is not None:
+        numbers = read_numbers(hashes, "--hashes", "block hash", MAX_U64)
+        question["hashes64"] = struct.pack(f"<{len(numbers)}Q", *numbers)
+    elif text is not None:
+        question["text"] = _text(text, "--text")
+    else:
+        assert chat is not None
+        question["chat"] = read_chat(chat, "--chat")
     with IndexClient(index, timeout_s) as client:
-        if token_ids is not None:
-            answer = client.lookup(
-                model,
-                token_ids=read_numbers(token_ids, "--token-ids", "token id", MAX_U32),
-                tenant=tenant,
-                lora=(lora_name, lora_path) if lora_name is not None and lora_path is not None else None,
-                cache_salt=cache_salt,
-                workers=workers,
-            )
-        else:
-            assert hashes is not None
-            numbers = read_numbers(hashes, "--hashes", "block hash", MAX_U64)
-            packed = struct.pack(f"<{len(numbers)}Q", *numbers)
-            answer = client.lookup(model, hashes64=packed, tenant=tenant, workers=workers)
+        if route:
+            ranking = client.route(model, **question)
+            if as_json:
+                print(json.dumps({"model": model, "tenant": tenant, "picks": ranking_json(ranking)}))
+            else:
+                Console().print(ranking_table(model, ranking))
+            return
+        answer = client.lookup(model, **question)
     rows = sorted(answer, key=lambda row: (-row.device_blocks, -row.local_blocks, -row.pool_blocks, *row[:2]))
     if as_json:
         print(json.dumps({"model": model, "tenant": tenant, "rows": [row._asdict() for row in rows]}))
     else:
         _print(model, rows, answer, most)
+
+
+def read_chat(source: str, option: str) -> Chat:
+    """The chat in a file, or on standard input where ``source`` is ``-``. Blocking. Errors: ``ConfigError``."""
+    text = _text(source, option)
+    try:
+        return Chat.of_request(json.loads(text))
+    except json.JSONDecodeError as error:
+        where = f"{_where(source)}, line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{where}: {error.msg}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{_where(source)} is nested too deeply for a chat") from error
+    except ConfigError as error:
+        raise ConfigError(f"{_where(source)}: {error}") from error
 
 
 def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
@@ -81,8 +108,8 @@ def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
     A JSON list, or decimal and 0x numbers between spaces, line ends or commas. Blocking. Errors: ``ConfigError`` that
     names the place.
     """
-    where = "standard input" if source == "-" else source
-    text = _text(source, option, where)
+    where = _where(source)
+    text = _text(source, option)
     if text.lstrip().startswith("["):
         numbers = _of_json(text, where, what, most)
     else:
@@ -101,7 +128,12 @@ def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
     return numbers
 
 
-def _text(source: str, option: str, where: str) -> str:
+def _where(source: str) -> str:
+    return "standard input" if source == "-" else source
+
+
+def _text(source: str, option: str) -> str:
+    where = _where(source)
     try:
         if source == "-":
             raw = sys.stdin.buffer.read(MAX_FILE_NBYTES + 1)

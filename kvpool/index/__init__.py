@@ -6,19 +6,26 @@
 from __future__ import annotations
 
 from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
+from kvpool.index.chat import Chat
+from kvpool.index.load import Load
+from kvpool.index.route import Pick, Route
 from kvpool.index.table import Applied, Match, Matches, PrefixIndex, Tier
 from kvpool.index.worker import Publisher, Worker
 
 __all__ = [
     "Applied",
+    "Chat",
     "FleetStatus",
     "IndexStatus",
+    "Load",
     "Lookup",
     "Match",
     "Matches",
+    "Pick",
     "PrefixIndex",
     "Publisher",
     "PublisherStatus",
+    "Route",
     "Row",
     "Tier",
     "Worker",

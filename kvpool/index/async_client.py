@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -12,8 +12,11 @@ import grpc.aio
 from kvpool.hashing import Multimodal
 from kvpool.index import channel, codec
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
+from kvpool.index.chat import Chat
 from kvpool.index.codec import Answer, Call
+from kvpool.index.load import Load
 from kvpool.index.lookup_stream import LookupStream
+from kvpool.index.route import Route
 from kvpool.index.worker import DEFAULT_TENANT, Worker
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ class AsyncIndexClient:
         *,
         token_ids: Sequence[int] | Buffer | None = None,
         hashes64: Buffer | None = None,
+        text: str | None = None,
+        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
         tenant: str = DEFAULT_TENANT,
         lora: tuple[str, str] | None = None,
         cache_salt: str | None = None,
@@ -45,10 +50,43 @@ class AsyncIndexClient:
     ) -> Lookup:
         """As ``IndexClient.lookup``."""
         call = codec.lookup_call(
-            model, token_ids=token_ids, hashes64=hashes64, tenant=tenant, lora=lora, cache_salt=cache_salt,
-            multimodal=multimodal, workers=workers,
+            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
+            cache_salt=cache_salt, multimodal=multimodal, workers=workers,
         )  # fmt: skip
         return await self._answer(call, timeout_s)
+
+    async def route(
+        self,
+        model: str,
+        *,
+        token_ids: Sequence[int] | Buffer | None = None,
+        hashes64: Buffer | None = None,
+        text: str | None = None,
+        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
+        tenant: str = DEFAULT_TENANT,
+        lora: tuple[str, str] | None = None,
+        cache_salt: str | None = None,
+        multimodal: Sequence[Multimodal] = (),
+        workers: Sequence[str] | None = None,
+        loads: Iterable[Load] = (),
+        most: int | None = None,
+        reserve_s: float | None = None,
+        prompt_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Route:
+        """As ``IndexClient.route``."""
+        call = codec.route_call(
+            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
+            cache_salt=cache_salt, multimodal=multimodal, workers=workers, loads=loads, most=most,
+            reserve_s=reserve_s, prompt_tokens=prompt_tokens,
+        )  # fmt: skip
+        return await self._answer(call, timeout_s)
+
+    async def release(
+        self, reservation: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None
+    ) -> bool:
+        """As ``IndexClient.release``."""
+        return await self._answer(codec.release_call(reservation, tenant), timeout_s)
 
     def stream(self) -> LookupStream:
         """Many lookups over one call, for half the cost of a call each. Close it, or use it as a context manager.

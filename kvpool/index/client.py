@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -12,7 +12,10 @@ from kvpool.errors import IndexUnavailable
 from kvpool.hashing import Multimodal
 from kvpool.index import channel, codec
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
+from kvpool.index.chat import Chat
 from kvpool.index.codec import Answer, Call
+from kvpool.index.load import Load
+from kvpool.index.route import Route
 from kvpool.index.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
 from kvpool.index.worker import DEFAULT_TENANT, Worker
 
@@ -43,6 +46,8 @@ class IndexClient:
         *,
         token_ids: Sequence[int] | Buffer | None = None,
         hashes64: Buffer | None = None,
+        text: str | None = None,
+        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
         tenant: str = DEFAULT_TENANT,
         lora: tuple[str, str] | None = None,
         cache_salt: str | None = None,
@@ -54,14 +59,56 @@ class IndexClient:
 
         Give the prompt as ``token_ids`` (ints from 0 to 2**32 - 1, or a buffer of ints) and the index hashes them for
         each kind of worker; or as ``hashes64``, what ``BlockHasher.hashes64`` returns, and these are asked everywhere.
+        ``text`` is a prompt as for ``/v1/completions``, ``chat`` the messages of one for ``/v1/chat/completions`` (or a
+        ``Chat``, with tools and more): an index that was started with the model's tokenizer makes tokens of them.
         ``lora``, ``cache_salt`` and ``multimodal`` enter the hash of tokens, as in ``BlockHasher``. ``workers``:
         candidates by name, those that are not known have no row; None: all.
         """
         call = codec.lookup_call(
-            model, token_ids=token_ids, hashes64=hashes64, tenant=tenant, lora=lora, cache_salt=cache_salt,
-            multimodal=multimodal, workers=workers,
+            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
+            cache_salt=cache_salt, multimodal=multimodal, workers=workers,
         )  # fmt: skip
         return self._answer(call, timeout_s)
+
+    def route(
+        self,
+        model: str,
+        *,
+        token_ids: Sequence[int] | Buffer | None = None,
+        hashes64: Buffer | None = None,
+        text: str | None = None,
+        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
+        tenant: str = DEFAULT_TENANT,
+        lora: tuple[str, str] | None = None,
+        cache_salt: str | None = None,
+        multimodal: Sequence[Multimodal] = (),
+        workers: Sequence[str] | None = None,
+        loads: Iterable[Load] = (),
+        most: int | None = None,
+        reserve_s: float | None = None,
+        prompt_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Route:
+        """The workers' ranks by what a prompt would cost there, the cheapest first, with the terms of each cost.
+
+        The prompt and ``workers`` as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows;
+        the index keeps it for later questions, and reads the workers' metrics itself. ``most``: picks that are wanted;
+        None: all. ``reserve_s``: count this prompt as load of the first pick for so long, so that routers that ask
+        meanwhile see it; ``release`` ends it sooner. ``prompt_tokens``: of the whole prompt, where it is given as
+        hashes; None: of its full blocks.
+        """
+        call = codec.route_call(
+            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
+            cache_salt=cache_salt, multimodal=multimodal, workers=workers, loads=loads, most=most,
+            reserve_s=reserve_s, prompt_tokens=prompt_tokens,
+        )  # fmt: skip
+        return self._answer(call, timeout_s)
+
+    def release(
+        self, reservation: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None
+    ) -> bool:
+        """End a reservation of ``route``: the request is over, or its load shows. False if it has ended by itself."""
+        return self._answer(codec.release_call(reservation, tenant), timeout_s)
 
     def workers(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None

@@ -6,14 +6,18 @@ Errors: ``ConfigError``, where no other is named.
 
 from __future__ import annotations
 
+import json
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from kvpool.errors import ConfigError
 from kvpool.hashing import Multimodal, len_tokens
 from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, WorkerStatus
+from kvpool.index.chat import Chat, text_parts
+from kvpool.index.load import Load, LoadSource
+from kvpool.index.route import Pick, Route, Trust
 from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.v1 import index_pb2 as pb
 
@@ -27,6 +31,13 @@ MAX_REPLY_NBYTES = 64 << 20
 CHUNK_NBYTES = 1 << 20  # of a snapshot
 MAX_U32 = (1 << 32) - 1
 TOKEN_NBYTES = 4
+MAX_TEXT_NBYTES = 4 << 20  # of a prompt as text or chat
+MAX_LOADS = 32768  # in a request
+
+_TRUST: Mapping[Trust, int] = {"exact": 1, "degraded": 2, "fallback": 3}
+_LOAD_SOURCE: Mapping[LoadSource, int] = {"none": 0, "reported": 1, "scraped": 2}
+_TRUST_OF = {number: name for name, number in _TRUST.items()}
+_LOAD_SOURCE_OF = {number: name for name, number in _LOAD_SOURCE.items()}
 
 Answer = TypeVar("Answer")
 
@@ -45,6 +56,8 @@ class Call(NamedTuple, Generic[Answer]):
 
 REPLIES: dict[str, Any] = {
     "Lookup": pb.LookupResponse,
+    "Route": pb.RouteResponse,
+    "Release": pb.ReleaseResponse,
     "RegisterWorker": pb.RegisterWorkerResponse,
     "RemoveWorker": pb.RemoveWorkerResponse,
     "ListWorkers": pb.ListWorkersResponse,
@@ -59,6 +72,8 @@ def lookup_call(
     *,
     token_ids: Sequence[int] | Buffer | None,
     hashes64: Buffer | None,
+    text: str | None = None,
+    chat: Chat | Sequence[Mapping[str, Any]] | None = None,
     tenant: str,
     lora: tuple[str, str] | None,
     cache_salt: str | None,
@@ -66,8 +81,69 @@ def lookup_call(
     workers: Sequence[str] | None,
 ) -> Call[Lookup]:
     """``Lookup``; the arguments are those of ``IndexClient.lookup``."""
-    if (token_ids is None) == (hashes64 is None):
-        raise ConfigError("give a prompt as token_ids or as hashes64, and not as both")
+    request = _question(
+        pb.LookupRequest, model, tenant=tenant, lora=lora, cache_salt=cache_salt, multimodal=multimodal,
+        workers=workers,
+    )  # fmt: skip
+    _set_prompt(request, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat)
+    return Call("Lookup", request, decode_lookup)
+
+
+def route_call(
+    model: str,
+    *,
+    token_ids: Sequence[int] | Buffer | None,
+    hashes64: Buffer | None,
+    text: str | None,
+    chat: Chat | Sequence[Mapping[str, Any]] | None,
+    tenant: str,
+    lora: tuple[str, str] | None,
+    cache_salt: str | None,
+    multimodal: Sequence[Multimodal],
+    workers: Sequence[str] | None,
+    loads: Iterable[Load],
+    most: int | None,
+    reserve_s: float | None,
+    prompt_tokens: int | None,
+) -> Call[Route]:
+    """``Route``; the arguments are those of ``IndexClient.route``."""
+    request = _question(
+        pb.RouteRequest, model, tenant=tenant, lora=lora, cache_salt=cache_salt, multimodal=multimodal,
+        workers=workers,
+    )  # fmt: skip
+    _set_prompt(request, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat)
+    if most is not None and most < 1:
+        raise ConfigError(f"most is the number of picks, 1 or more, not {most}")
+    try:
+        request.loads.extend(map(_encode_load, loads))
+        request.most = most or 0
+        request.reserve_ms = 0 if reserve_s is None else _ms("a reservation", reserve_s)
+        request.prompt_tokens = prompt_tokens or 0
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"this cannot be sent to an index: {_first_line(error)}") from error
+    return Call("Route", request, decode_route)
+
+
+def release_call(reservation: str, tenant: str) -> Call[bool]:
+    """``Release``; its answer: whether it was held."""
+    try:
+        request = pb.ReleaseRequest(tenant=tenant, reservation=reservation)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"this cannot be sent to an index: {_first_line(error)}") from error
+    return Call("Release", request, lambda reply: bool(reply.released))
+
+
+def _question(
+    kind: Any,
+    model: str,
+    *,
+    tenant: str,
+    lora: tuple[str, str] | None,
+    cache_salt: str | None,
+    multimodal: Sequence[Multimodal],
+    workers: Sequence[str] | None,
+) -> Any:
+    """What ``LookupRequest`` and ``RouteRequest`` have in common, but for the prompt."""
     if workers is not None and not workers:
         raise ConfigError("workers names nobody; leave it out to ask about all")
     if isinstance(workers, str):
@@ -85,24 +161,88 @@ def lookup_call(
                 for identifier, offset, length in multimodal
             ],
         )
-        request = pb.LookupRequest(scope=scope, workers=workers or ())
+        return kind(scope=scope, workers=workers or ())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"this cannot be sent to an index: {_first_line(error)}") from error
+
+
+def _set_prompt(
+    request: Any,
+    *,
+    token_ids: Sequence[int] | Buffer | None,
+    hashes64: Buffer | None,
+    text: str | None,
+    chat: Chat | Sequence[Mapping[str, Any]] | None,
+) -> None:
+    if sum(prompt is not None for prompt in (token_ids, hashes64, text, chat)) != 1:
+        raise ConfigError("give a prompt as token_ids, hashes64, text or chat, and only once")
     if token_ids is not None:
         request.token_ids = pack_tokens(token_ids)
-    else:
-        assert hashes64 is not None
+    elif hashes64 is not None:
         request.block_hashes = _pack_hashes(hashes64)
-    return Call("Lookup", request, decode_lookup)
+    elif text is not None:
+        try:
+            request.text = text
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"text cannot be sent to an index: {_first_line(error)}") from error
+    else:
+        request.chat.CopyFrom(_encode_chat(chat if isinstance(chat, Chat) else Chat.of_request(chat)))
+
+
+def _encode_chat(chat: Chat) -> Any:
+    try:
+        message = pb.ChatPrompt(
+            messages=[
+                pb.ChatMessage(
+                    role=one["role"],
+                    content=text_parts(one.get("content")),
+                    name=one.get("name") or "",
+                    reasoning=one.get("reasoning") or "",
+                    tool_calls_json=_json(one.get("tool_calls")),
+                    tool_call_id=one.get("tool_call_id") or "",
+                )
+                for one in chat.messages
+            ],
+            tools_json="" if chat.tools is None else json.dumps(list(chat.tools)),
+            template_options_json=_json(dict(chat.template_options)),
+        )
+        if not chat.add_generation_prompt:
+            message.add_generation_prompt = False
+    except ConfigError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a chat is a list of messages with a role and a content: {_first_line(error)}"
+        ) from error
+    return message
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value) if value else ""
+
+
+def _encode_load(load: Load) -> Any:
+    message = pb.RankLoad(
+        worker=load.worker,
+        dp_rank=load.dp_rank,
+        running=load.running,
+        waiting=load.waiting,
+        kv_usage_permille=round(load.kv_usage * 1000),
+    )
+    if load.queued_tokens is not None:
+        message.queued_tokens = load.queued_tokens
+    return message
+
+
+def _ms(what: str, seconds: float) -> int:
+    if not 0.001 <= seconds <= MAX_U32 / 1000:
+        raise ConfigError(f"{what} is a number of seconds from 0.001 on, not {seconds:g}")
+    return round(seconds * 1000)
 
 
 def register_call(worker: Worker, lease_s: float | None) -> Call[bool]:
     """``RegisterWorker``; its answer: whether another start of that name was followed."""
-    lease_ms = 0
-    if lease_s is not None:
-        if not 0.001 <= lease_s <= MAX_U32 / 1000:
-            raise ConfigError(f"a lease is a number of seconds from 0.001 on, not {lease_s:g}")
-        lease_ms = round(lease_s * 1000)
+    lease_ms = 0 if lease_s is None else _ms("a lease", lease_s)
     try:
         request = pb.RegisterWorkerRequest(worker=encode_worker(worker), lease_ms=lease_ms)
     except (TypeError, ValueError) as error:
@@ -182,6 +322,26 @@ def decode_lookup(reply: Any) -> Lookup:
     return Lookup(*map(tuple, columns))
 
 
+def decode_route(reply: Any) -> Route:
+    """Of ``RouteResponse``. Errors: ``ValueError`` when columns differ in length, or hold what has no name."""
+    lookup = decode_lookup(reply.rows)
+    columns: tuple[Any, ...] = (
+        reply.trust, reply.cost, reply.prefill_cost, reply.fetch_cost, reply.queue_cost, reply.running, reply.waiting,
+        reply.queued_tokens, reply.kv_usage_permille, reply.reserved_cost, reply.load_source, reply.load_age_ms,
+        reply.asleep,
+    )  # fmt: skip
+    if {len(lookup), *map(len, columns)} != {len(lookup)}:
+        raise ValueError("its columns differ in length")
+    try:
+        picks = [
+            Pick._make((row, _TRUST_OF[trust], *numbers, _LOAD_SOURCE_OF[source], age_ms, asleep))
+            for row, trust, *numbers, source, age_ms, asleep in zip(lookup, *columns, strict=True)
+        ]
+    except KeyError as error:
+        raise ValueError(f"it holds the number {error}, which has no name") from error
+    return Route(tuple(picks), reply.reservation)
+
+
 def decode_workers(reply: Any) -> list[WorkerStatus]:
     """Of ``ListWorkersResponse``."""
     return [
@@ -208,7 +368,7 @@ def decode_status(reply: Any) -> FleetStatus:
 
 
 class Question(NamedTuple):
-    """The arguments of ``Fleet.lookup``."""
+    """The arguments of ``Fleet.lookup``; and ``text`` or ``chat`` where tokens have yet to be made of them."""
 
     model: str
     options: dict[str, Any]
@@ -216,27 +376,90 @@ class Question(NamedTuple):
 
 
 def decode_question(request: Any) -> Question:
-    """Of ``LookupRequest``."""
+    """Of ``LookupRequest``, and of ``RouteRequest``, which has the same fields."""
     prompt = request.WhichOneof("prompt")
     if prompt is None:
-        raise ConfigError("a LookupRequest holds a prompt: block_hashes or token_ids")
+        raise ConfigError("a request holds a prompt: block_hashes, token_ids, text or chat")
     scope = request.scope
     options: dict[str, Any] = {
         "tenant": scope.tenant or DEFAULT_TENANT,
         "workers": list(request.workers) or None,
     }
-    packed = getattr(request, prompt)
+    value = getattr(request, prompt)
     if prompt == "block_hashes":
-        return Question(scope.model, {**options, "hashes64": packed}, len(packed))
-    if len(packed) % TOKEN_NBYTES:
-        raise ConfigError(f"token_ids are packed u32s, 4 bytes each; {len(packed)} bytes are not")
+        return Question(scope.model, {**options, "hashes64": value}, len(value))
     options |= {
-        "token_ids": memoryview(packed).cast("I"),
         "lora": (scope.lora_name, scope.lora_path) if scope.lora_name or scope.lora_path else None,
         "cache_salt": scope.cache_salt or None,
         "multimodal": [(item.identifier, item.offset, item.length) for item in scope.multimodal],
     }
-    return Question(scope.model, options, len(packed))
+    if prompt == "token_ids":
+        if len(value) % TOKEN_NBYTES:
+            raise ConfigError(f"token_ids are packed u32s, 4 bytes each; {len(value)} bytes are not")
+        return Question(scope.model, {**options, "token_ids": memoryview(value).cast("I")}, len(value))
+    nbytes = value.ByteSize() if prompt == "chat" else len(value.encode())
+    if not 1 <= nbytes <= MAX_TEXT_NBYTES:
+        raise ConfigError(f"a prompt as {prompt} has 1 to {MAX_TEXT_NBYTES} bytes, not {nbytes}")
+    if prompt == "chat":
+        value = _decode_chat(value)
+    return Question(scope.model, {**options, prompt: value}, nbytes)
+
+
+def _decode_chat(message: Any) -> Chat:
+    if not message.messages:
+        raise ConfigError("a chat holds messages")
+    options = _of_json("template_options_json", message.template_options_json, dict)
+    return Chat(
+        [_decode_message(one) for one in message.messages],
+        _of_json("tools_json", message.tools_json, list),
+        message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
+        options or {},
+    )
+
+
+def _decode_message(message: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": list(message.content)}
+    for name in ("name", "reasoning", "tool_call_id"):
+        if value := getattr(message, name):
+            made[name] = value
+    if calls := _of_json("tool_calls_json", message.tool_calls_json, list):
+        made["tool_calls"] = calls
+    return made
+
+
+def _of_json(field: str, text: str, kind: type) -> Any:
+    """None where there is no text."""
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{field} is no JSON: {_first_line(error)}") from error
+    if type(value) is not kind:
+        raise ConfigError(f"{field} is a JSON {'object' if kind is dict else 'list'}")
+    return value
+
+
+def decode_route_options(request: Any) -> dict[str, Any]:
+    """The arguments of ``Router.route`` that ``RouteRequest`` has beside those of ``decode_question``."""
+    if len(request.loads) > MAX_LOADS:
+        raise ConfigError(f"a request names at most {MAX_LOADS} loads, not {len(request.loads)}")
+    return {
+        "loads": [
+            Load(
+                worker=one.worker,
+                dp_rank=one.dp_rank,
+                running=one.running,
+                waiting=one.waiting,
+                queued_tokens=one.queued_tokens if one.HasField("queued_tokens") else None,
+                kv_usage=one.kv_usage_permille / 1000,
+            )
+            for one in request.loads
+        ],
+        "most": request.most or None,
+        "reserve_s": request.reserve_ms / 1000 if request.reserve_ms else None,
+        "prompt_tokens": request.prompt_tokens or None,
+    }
 
 
 def encode_lookup(lookup: Lookup) -> Any:
@@ -254,6 +477,17 @@ def encode_lookup(lookup: Lookup) -> Any:
         staleness_ms=lookup.staleness_ms,
         stale=lookup.stale,
     )
+
+
+def encode_route(route: Route) -> Any:
+    """``RouteResponse``."""
+    if not route.picks:
+        return pb.RouteResponse(rows=pb.LookupResponse())
+    columns: dict[str, Any] = dict(zip(Pick._fields, zip(*route.picks, strict=True), strict=True))
+    columns["rows"] = encode_lookup(Lookup.of(columns.pop("row")))
+    columns["trust"] = [_TRUST[one.trust] for one in route.picks]
+    columns["load_source"] = [_LOAD_SOURCE[one.load_source] for one in route.picks]
+    return pb.RouteResponse(reservation=route.reservation, **columns)
 
 
 def encode_worker(worker: Worker) -> Any:

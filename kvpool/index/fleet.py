@@ -100,6 +100,13 @@ class Pool(NamedTuple):
     holder: str
 
 
+class Progress(NamedTuple):
+    """How far one rank of one start of a worker had come."""
+
+    holder: str
+    batches: int
+
+
 class _Key(NamedTuple):
     """What workers must share to be in one partition."""
 
@@ -160,9 +167,9 @@ class _Rank:
     """One rank of one start of a worker."""
 
     __slots__ = (
-        "asked", "batch_digest", "batches", "gaps", "gone", "heard_at_s", "holder", "index", "joining", "lacking",
-        "lacking_since_s", "lock", "malformed", "marked", "pool", "problem", "publisher", "replays", "resets",
-        "sequence", "untold", "version", "worker",
+        "asked", "batch_digest", "batches", "emptied_at", "gaps", "gone", "heard_at_s", "holder", "index", "joining",
+        "lacking", "lacking_since_s", "lock", "malformed", "marked", "pool", "problem", "publisher", "replays",
+        "resets", "sequence", "untold", "version", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -181,6 +188,7 @@ class _Rank:
         self.joining = True  # until it is known for the first time that no later batch is missing
         self.heard_at_s = now_s  # when that was last known
         self.marked = False  # stale, says the feed
+        self.emptied_at = -1  # batches after which it was seen asleep; a later one says what it holds now
         self.problem = ""
         # Why only a part of what it holds is known; empty: it has told all. A rank that has told from its batch 0 on,
         # or from a clear on, has told all.
@@ -192,7 +200,7 @@ class _Rank:
 
     @property
     def stale(self) -> bool:
-        return self.marked or self.joining
+        return self.marked or self.joining or self.batches <= self.emptied_at
 
     def staleness_ms(self, now_s: float) -> int:
         return _staleness_ms(now_s - self.heard_at_s)
@@ -229,10 +237,12 @@ class _Rank:
         if self.lacking and not self.stale:
             asked = " and asked for all it holds" if self.asked else ""
             return _one_line(f"incomplete for {now_s - self.lacking_since_s:.0f} s{asked}: {self.lacking}")
-        return self._why_stale() if self.joining and not self.problem else self.problem
+        return self.problem or self._why_stale()
 
     def _why_stale(self) -> str:
-        return "not heard from yet" if self.publisher.events else "it publishes no KV events"
+        if self.joining:
+            return "not heard from yet" if self.publisher.events else "it publishes no KV events"
+        return "asleep, or no word of what it holds since" if self.batches <= self.emptied_at else ""
 
     # Under its lock:
 
@@ -407,6 +417,11 @@ class Fleet:
     def joining(self) -> int:
         """Ranks with events that were not heard from yet."""
         return sum(rank.joining and bool(rank.publisher.events) for rank in tuple(self._ranks.values()))
+
+    def followed(self) -> list[Worker]:
+        """The workers, in no order."""
+        with self._lock:
+            return [entry.worker for entry in self._entries.values()]
 
     def totals(self) -> Totals:
         """What a metrics page shows."""
@@ -620,6 +635,27 @@ class Fleet:
         if news:
             logger.info("worker %s rank %d is asked for all it holds: %s", worker_id, dp_rank, rank.lacking)
 
+    def progress(self, worker_id: str, dp_rank: int) -> Progress | None:
+        """How far a rank has come, for ``emptied``; None if it is not known."""
+        rank = self._ranks.get((worker_id, dp_rank))
+        return None if rank is None else Progress(rank.holder, rank.batches)
+
+    def emptied(self, worker_id: str, dp_rank: int, since: Progress) -> None:
+        """A rank is asleep, and was when it had come as far as ``since``: an engine empties its cache for that, and
+        says so with the first batch after it woke. Until a later batch has come, the rank is stale.
+        """
+        rank = self._ranks.get((worker_id, dp_rank))
+        if rank is None or rank.holder != since.holder:
+            return
+        with rank.lock:
+            was_stale = rank.stale
+            rank.version += 1
+            rank.emptied_at = since.batches
+            rank.version += 1
+            became_stale = rank.stale and not was_stale
+        if became_stale:
+            logger.info("worker %s rank %d is stale: it is asleep", worker_id, dp_rank)
+
     def _joined(self, rank: _Rank) -> None:
         with rank.lock:
             joined, rank.joining = rank.joining, False
@@ -706,6 +742,10 @@ class Fleet:
             )
         return asked
 
+    def check_model(self, model: str, tenant: str = DEFAULT_TENANT) -> None:
+        """Errors: ``ConfigError``, ``UnknownModel``: those of ``lookup`` for a model or tenant."""
+        self._partitions(tenant, model)
+
     def _partitions(self, tenant: str, model: str) -> tuple[_Partition, ...]:
         check_tenant(tenant)
         if not isinstance(model, str) or not model or len(model) > MAX_TEXT_NBYTES:
@@ -738,7 +778,7 @@ class Fleet:
                 pool[place] = count
         now_s = self._clock()
         sequences = [rank.sequence for rank in ranks]
-        stale = [rank.marked or rank.joining for rank in ranks]
+        stale = [rank.marked or rank.joining or rank.batches <= rank.emptied_at for rank in ranks]
         heard_at_s = [rank.heard_at_s for rank in ranks]
         for place, (rank, version) in enumerate(zip(ranks, versions, strict=True)):
             if version & 1 or rank.version != version:

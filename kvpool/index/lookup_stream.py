@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from kvpool.errors import KVPoolError
 from kvpool.hashing import Multimodal
 from kvpool.index import channel, codec
 from kvpool.index.answer import Lookup
+from kvpool.index.chat import Chat
 from kvpool.index.worker import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class LookupStream:
         *,
         token_ids: Sequence[int] | Buffer | None = None,
         hashes64: Buffer | None = None,
+        text: str | None = None,
+        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
         tenant: str = DEFAULT_TENANT,
         lora: tuple[str, str] | None = None,
         cache_salt: str | None = None,
@@ -56,8 +59,8 @@ class LookupStream:
     ) -> Lookup:
         """As ``IndexClient.lookup``. An answer that comes after its time is thrown away, and the stream goes on."""
         call = codec.lookup_call(
-            model, token_ids=token_ids, hashes64=hashes64, tenant=tenant, lora=lora, cache_salt=cache_salt,
-            multimodal=multimodal, workers=workers,
+            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
+            cache_salt=cache_salt, multimodal=multimodal, workers=workers,
         )  # fmt: skip
         limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
         try:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -25,15 +25,19 @@ from kvpool.index import codec, snapshot
 from kvpool.index.admission import check_name
 from kvpool.index.answer import FleetStatus, IndexStatus
 from kvpool.index.roster import Roster
+from kvpool.index.routing import Router
 from kvpool.index.snapshot import Snapshot
 from kvpool.index.tally import Matched, Result, Tally
+from kvpool.index.tokenizer import Tokenizer
 from kvpool.index.worker import DEFAULT_TENANT
 from kvpool.tenant import check_tenant
 from kvpool.v1 import index_pb2 as pb
 from kvpool.wording import parse_address
 
 INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
+LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
 THREADS = 4
+TEXT_THREADS = 2  # that make tokens of text: long ones must not hold up what else takes a thread
 MAX_CALLS = 256  # at a time; more are refused
 TICK_S = 0.25  # how late the end of a lease may be noticed
 STOP_TIMEOUT_S = 5.0
@@ -55,9 +59,10 @@ _CODES: tuple[tuple[type[KVPoolError], grpc.StatusCode], ...] = (
 class IndexServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
 
-    ``tally`` counts what is answered here; others may count in it, too. ``is_warm``: whether there is nothing to wait for;
-    until then, and for at most ``warm_up_s`` seconds, health says "not serving", and every call is answered all the same.
-    ``take``: a snapshot of what is known, to be called in any thread.
+    ``tally`` counts what is answered here; others may count in it, too. ``router``: of the same fleet; None: one that
+    knows of no load but what routers report. ``tokenizers``: by model, for prompts that come as text. ``is_warm``: whether
+    there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says "not serving", and every
+    call is answered all the same. ``take``: a snapshot of what is known, to be called in any thread.
     """
 
     def __init__(
@@ -65,12 +70,16 @@ class IndexServer:
         roster: Roster,
         tally: Tally | None = None,
         *,
+        router: Router | None = None,
+        tokenizers: Mapping[str, Tokenizer] | None = None,
         is_warm: Callable[[], bool] = lambda: True,
         warm_up_s: float = WARM_UP_S,
         take: Callable[[], Snapshot] | None = None,
     ) -> None:
         self._roster = roster
         self._tally = tally or Tally()
+        self._router = router or Router(roster.fleet)
+        self._tokenizers = tokenizers or {}
         self._is_warm = is_warm
         self._warm_up_s = warm_up_s
         self._serves_at_s = 0.0  # at the latest
@@ -81,6 +90,7 @@ class IndexServer:
         self._ticker: asyncio.Task[None] | None = None
         self._health = health.aio.HealthServicer()
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
+        self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "kvpool-text")
         self._streams: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -137,6 +147,7 @@ class IndexServer:
                 stream.cancel()
             await stopped
         self._threads.shutdown()
+        self._text_threads.shutdown()
 
     async def is_serving(self) -> bool:
         """Whether its health says so."""
@@ -167,6 +178,8 @@ class IndexServer:
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         methods: dict[str, tuple[Any, Any]] = {
             "Lookup": (pb.LookupRequest, self._lookup),
+            "Route": (pb.RouteRequest, self._route),
+            "Release": (pb.ReleaseRequest, self._release),
             "RegisterWorker": (pb.RegisterWorkerRequest, self._register),
             "RemoveWorker": (pb.RemoveWorkerRequest, self._remove),
             "ListWorkers": (pb.ListWorkersRequest, self._list),
@@ -190,17 +203,33 @@ class IndexServer:
         return handlers
 
     async def _lookup(self, request: Any) -> Any:
+        def answer(question: codec.Question) -> tuple[Any, Matched]:
+            lookup = self._roster.fleet.lookup(question.model, **question.options)
+            return codec.encode_lookup(lookup), Matched.of(lookup)
+
+        return await self._asked(request, answer)
+
+    async def _route(self, request: Any) -> Any:
+        def answer(question: codec.Question) -> tuple[Any, Matched]:
+            wishes = codec.decode_route_options(request)
+            route = self._router.route(question.model, **wishes, **question.options)
+            return codec.encode_route(route), Matched()  # the best rank may not be among the picks
+
+        return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
+
+    async def _asked(
+        self, request: Any, answer: Callable[[codec.Question], tuple[Any, Matched]], beside_nbytes: int = 0
+    ) -> Any:
+        """The reply to a request that holds a prompt, and other work that takes as long as so many bytes of one."""
         started_s = time.perf_counter()
         result: Result = "failed"
         matched = None
         try:
-            question = codec.decode_question(request)
-
-            def answer() -> tuple[Any, Matched]:
-                lookup = self._roster.fleet.lookup(question.model, **question.options)
-                return codec.encode_lookup(lookup), Matched.of(lookup)
-
-            reply, matched = answer() if question.nbytes <= INLINE_NBYTES else await self._in_thread(answer)
+            question = await self._in_tokens(codec.decode_question(request))
+            if question.nbytes + beside_nbytes <= INLINE_NBYTES:
+                reply, matched = answer(question)
+            else:
+                reply, matched = await self._in_thread(lambda: answer(question))
             result = "answered"
             return reply
         except UnknownModel:
@@ -211,6 +240,26 @@ class IndexServer:
             raise
         finally:
             self._tally.looked_up(time.perf_counter() - started_s, result, matched)
+
+    async def _in_tokens(self, question: codec.Question) -> codec.Question:
+        """The question with tokens in the place of text."""
+        text, chat = question.options.pop("text", None), question.options.pop("chat", None)
+        if text is None and chat is None:
+            return question
+        model = question.model
+        self._roster.fleet.check_model(model, question.options["tenant"])
+        tokenizer = self._tokenizers.get(model)
+        if tokenizer is None:
+            raise ConfigError(
+                f'this index has no tokenizer for "{model}": start it with --tokenizer {model}=FOLDER, '
+                "or send token_ids"
+            )
+        token_ids = await asyncio.get_running_loop().run_in_executor(
+            self._text_threads, lambda: tokenizer.of_text(text) if chat is None else tokenizer.of_chat(chat)
+        )
+        return codec.Question(
+            model, {**question.options, "token_ids": token_ids}, len(token_ids) * codec.TOKEN_NBYTES
+        )
 
     async def _lookups(self, _: Any, context: grpc.aio.ServicerContext) -> None:
         answer = _answering("Lookup", self._lookup, self._tally)
@@ -262,6 +311,10 @@ class IndexServer:
     def _pack(self) -> list[bytes]:
         assert self._take is not None
         return snapshot.pack(self._take())
+
+    async def _release(self, request: Any) -> Any:
+        tenant = check_tenant(request.tenant or DEFAULT_TENANT)
+        return pb.ReleaseResponse(released=self._router.release(tenant, request.reservation))
 
     async def _register(self, request: Any) -> Any:
         if not request.HasField("worker"):

@@ -294,6 +294,7 @@ class PrefixIndex:
         Batches wait while it is copied, about 10 ms for a million blocks, and nobody waits while it is packed.
         """
         return self._table.image()
+
     def held_by(self, worker: str) -> dict[Tier, int]:
         """Blocks that a worker holds in each tier; zeros for one that is not known. Errors: ``ConfigError``."""
         try:

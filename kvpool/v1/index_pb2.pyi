@@ -1,10 +1,31 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Trust(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRUST_UNSPECIFIED: _ClassVar[Trust]
+    TRUST_EXACT: _ClassVar[Trust]
+    TRUST_DEGRADED: _ClassVar[Trust]
+    TRUST_FALLBACK: _ClassVar[Trust]
+
+class LoadSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOAD_SOURCE_UNSPECIFIED: _ClassVar[LoadSource]
+    LOAD_SOURCE_REPORTED: _ClassVar[LoadSource]
+    LOAD_SOURCE_SCRAPED: _ClassVar[LoadSource]
+TRUST_UNSPECIFIED: Trust
+TRUST_EXACT: Trust
+TRUST_DEGRADED: Trust
+TRUST_FALLBACK: Trust
+LOAD_SOURCE_UNSPECIFIED: LoadSource
+LOAD_SOURCE_REPORTED: LoadSource
+LOAD_SOURCE_SCRAPED: LoadSource
 
 class Scope(_message.Message):
     __slots__ = ("model", "tenant", "lora_name", "lora_path", "cache_salt", "multimodal")
@@ -33,16 +54,48 @@ class MultimodalItem(_message.Message):
     def __init__(self, identifier: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("scope", "block_hashes", "token_ids", "workers")
+    __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers")
     SCOPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     scope: Scope
     block_hashes: bytes
     token_ids: bytes
+    text: str
+    chat: ChatPrompt
     workers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, scope: _Optional[_Union[Scope, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, scope: _Optional[_Union[Scope, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ChatPrompt(_message.Message):
+    __slots__ = ("messages", "tools_json", "add_generation_prompt", "template_options_json")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    tools_json: str
+    add_generation_prompt: bool
+    template_options_json: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., add_generation_prompt: bool = ..., template_options_json: _Optional[str] = ...) -> None: ...
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content", "name", "reasoning", "tool_calls_json", "tool_call_id")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: _containers.RepeatedScalarFieldContainer[str]
+    name: str
+    reasoning: str
+    tool_calls_json: str
+    tool_call_id: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls_json: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("worker", "dp_rank", "address", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "sequence", "staleness_ms", "stale")
@@ -69,6 +122,94 @@ class LookupResponse(_message.Message):
     staleness_ms: _containers.RepeatedScalarFieldContainer[int]
     stale: _containers.RepeatedScalarFieldContainer[bool]
     def __init__(self, worker: _Optional[_Iterable[str]] = ..., dp_rank: _Optional[_Iterable[int]] = ..., address: _Optional[_Iterable[str]] = ..., block_tokens: _Optional[_Iterable[int]] = ..., prompt_blocks: _Optional[_Iterable[int]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., local_blocks: _Optional[_Iterable[int]] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., staleness_ms: _Optional[_Iterable[int]] = ..., stale: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class RouteRequest(_message.Message):
+    __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers", "loads", "most", "reserve_ms", "prompt_tokens")
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    scope: Scope
+    block_hashes: bytes
+    token_ids: bytes
+    text: str
+    chat: ChatPrompt
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    loads: _containers.RepeatedCompositeFieldContainer[RankLoad]
+    most: int
+    reserve_ms: int
+    prompt_tokens: int
+    def __init__(self, scope: _Optional[_Union[Scope, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., workers: _Optional[_Iterable[str]] = ..., loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., most: _Optional[int] = ..., reserve_ms: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class RankLoad(_message.Message):
+    __slots__ = ("worker", "dp_rank", "running", "waiting", "queued_tokens", "kv_usage_permille")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_PERMILLE_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    dp_rank: int
+    running: int
+    waiting: int
+    queued_tokens: int
+    kv_usage_permille: int
+    def __init__(self, worker: _Optional[str] = ..., dp_rank: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., kv_usage_permille: _Optional[int] = ...) -> None: ...
+
+class RouteResponse(_message.Message):
+    __slots__ = ("rows", "trust", "cost", "prefill_cost", "fetch_cost", "queue_cost", "running", "waiting", "queued_tokens", "kv_usage_permille", "reserved_cost", "load_source", "load_age_ms", "asleep", "reservation")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COST_FIELD_NUMBER: _ClassVar[int]
+    FETCH_COST_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_COST_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_PERMILLE_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_COST_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    rows: LookupResponse
+    trust: _containers.RepeatedScalarFieldContainer[Trust]
+    cost: _containers.RepeatedScalarFieldContainer[int]
+    prefill_cost: _containers.RepeatedScalarFieldContainer[int]
+    fetch_cost: _containers.RepeatedScalarFieldContainer[int]
+    queue_cost: _containers.RepeatedScalarFieldContainer[int]
+    running: _containers.RepeatedScalarFieldContainer[int]
+    waiting: _containers.RepeatedScalarFieldContainer[int]
+    queued_tokens: _containers.RepeatedScalarFieldContainer[int]
+    kv_usage_permille: _containers.RepeatedScalarFieldContainer[int]
+    reserved_cost: _containers.RepeatedScalarFieldContainer[int]
+    load_source: _containers.RepeatedScalarFieldContainer[LoadSource]
+    load_age_ms: _containers.RepeatedScalarFieldContainer[int]
+    asleep: _containers.RepeatedScalarFieldContainer[bool]
+    reservation: str
+    def __init__(self, rows: _Optional[_Union[LookupResponse, _Mapping]] = ..., trust: _Optional[_Iterable[_Union[Trust, str]]] = ..., cost: _Optional[_Iterable[int]] = ..., prefill_cost: _Optional[_Iterable[int]] = ..., fetch_cost: _Optional[_Iterable[int]] = ..., queue_cost: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., kv_usage_permille: _Optional[_Iterable[int]] = ..., reserved_cost: _Optional[_Iterable[int]] = ..., load_source: _Optional[_Iterable[_Union[LoadSource, str]]] = ..., load_age_ms: _Optional[_Iterable[int]] = ..., asleep: _Optional[_Iterable[bool]] = ..., reservation: _Optional[str] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("tenant", "reservation")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    reservation: str
+    def __init__(self, tenant: _Optional[str] = ..., reservation: _Optional[str] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: bool
+    def __init__(self, released: bool = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("name", "tenant", "model", "hash_algorithm", "hash_seed_id", "block_tokens", "address", "incarnation", "namespace", "publishers")

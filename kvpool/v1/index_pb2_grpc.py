@@ -44,6 +44,16 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.Route = channel.unary_unary(
+                '/kvpool.v1.IndexService/Route',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.RouteRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.RouteResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/kvpool.v1.IndexService/Release',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
         self.RegisterWorker = channel.unary_unary(
                 '/kvpool.v1.IndexService/RegisterWorker',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerRequest.SerializeToString,
@@ -80,6 +90,21 @@ class IndexServiceServicer(object):
     def LookupStream(self, request_iterator, context):
         """The same for one prompt after another, answered in their order: half the cost of a call each. What Lookup would
         refuse ends the stream with the same status.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Route(self, request, context):
+        """Where to send a request: workers by the cost of the prompt there, the cheapest first, with what the cost is made of.
+        Refuses what Lookup refuses.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Give a reservation back before it ends by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +150,16 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.LookupStream,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.LookupRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.LookupResponse.SerializeToString,
+            ),
+            'Route': grpc.unary_unary_rpc_method_handler(
+                    servicer.Route,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.RouteRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.RouteResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.ReleaseRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.ReleaseResponse.SerializeToString,
             ),
             'RegisterWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterWorker,
@@ -201,6 +236,60 @@ class IndexService(object):
             '/kvpool.v1.IndexService/LookupStream',
             kvpool_dot_v1_dot_index__pb2.LookupRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Route(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.IndexService/Route',
+            kvpool_dot_v1_dot_index__pb2.RouteRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.RouteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.IndexService/Release',
+            kvpool_dot_v1_dot_index__pb2.ReleaseRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

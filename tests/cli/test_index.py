@@ -344,8 +344,8 @@ def test_wrong_use_of_index(arguments: list[str], says: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "given", "says"),
     [
-        ([], "", "give the prompt as --token-ids FILE or as --hashes FILE"),
-        (["--token-ids", "-", "--hashes", "-"], "", "not as both"),
+        ([], "", "give the prompt as --token-ids, --hashes"),
+        (["--token-ids", "-", "--hashes", "-"], "", "and only once"),
         (["--token-ids", "/nowhere"], "", "--token-ids /nowhere: No such file or directory"),
         (["--token-ids", "-"], "", "standard input holds no token id"),
         (["--token-ids", "-"], "1, 2\n3 four", "standard input, line 2, column 3: 'four' is no token id"),

@@ -219,11 +219,28 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
               "cache_salt": (5, "string"), "multimodal": (6, "*MultimodalItem")},
     "MultimodalItem": {"identifier": (1, "string"), "offset": (2, "uint"), "length": (3, "uint")},
     "LookupRequest": {"scope": (1, "Scope"), "block_hashes": (2, "bytes"), "token_ids": (3, "bytes"),
-                      "workers": (5, "*string")},
+                      "text": (4, "string"), "workers": (5, "*string"), "chat": (6, "ChatPrompt")},
+    "ChatPrompt": {"messages": (1, "*ChatMessage"), "tools_json": (2, "string"), "add_generation_prompt": (3, "uint"),
+                   "template_options_json": (4, "string")},
+    "ChatMessage": {"role": (1, "string"), "content": (2, "*string"), "name": (3, "string"), "reasoning": (4, "string"),
+                    "tool_calls_json": (5, "string"), "tool_call_id": (6, "string")},
     "LookupResponse": {"worker": (1, "*string"), "dp_rank": (2, "*uint"), "address": (3, "*string"),
                        "block_tokens": (4, "*uint"), "prompt_blocks": (5, "*uint"), "device_blocks": (6, "*uint"),
                        "local_blocks": (7, "*uint"), "pool_blocks": (8, "*uint"), "sequence": (9, "*uint"),
                        "staleness_ms": (10, "*uint"), "stale": (11, "*uint")},
+    "RouteRequest": {"scope": (1, "Scope"), "block_hashes": (2, "bytes"), "token_ids": (3, "bytes"),
+                     "text": (4, "string"), "workers": (5, "*string"), "chat": (6, "ChatPrompt"),
+                     "loads": (7, "*RankLoad"), "most": (8, "uint"), "reserve_ms": (9, "uint"),
+                     "prompt_tokens": (10, "uint")},
+    "RankLoad": {"worker": (1, "string"), "dp_rank": (2, "uint"), "running": (3, "uint"), "waiting": (4, "uint"),
+                 "queued_tokens": (5, "uint"), "kv_usage_permille": (6, "uint")},
+    "RouteResponse": {"rows": (1, "LookupResponse"), "trust": (2, "*uint"), "cost": (3, "*uint"),
+                      "prefill_cost": (4, "*uint"), "fetch_cost": (5, "*uint"), "queue_cost": (6, "*uint"),
+                      "running": (7, "*uint"), "waiting": (8, "*uint"), "queued_tokens": (9, "*uint"),
+                      "kv_usage_permille": (10, "*uint"), "reserved_cost": (11, "*uint"), "load_source": (12, "*uint"),
+                      "load_age_ms": (13, "*uint"), "asleep": (14, "*uint"), "reservation": (15, "string")},
+    "ReleaseRequest": {"tenant": (1, "string"), "reservation": (2, "string")},
+    "ReleaseResponse": {"released": (1, "uint")},
     "Worker": {"name": (1, "string"), "tenant": (2, "string"), "model": (3, "string"), "hash_algorithm": (4, "string"),
                "hash_seed_id": (5, "string"), "block_tokens": (6, "uint"), "address": (7, "string"),
                "incarnation": (8, "string"), "namespace": (9, "string"), "publishers": (10, "*Publisher")},
@@ -345,6 +362,43 @@ def make_protocol() -> list[dict[str, Any]]:
         "pool_blocks": [300, 300], "sequence": [(1 << 64) - 1, 0], "staleness_ms": [128, (1 << 32) - 1],
         "stale": [False, True],
     })  # fmt: skip
+    message("LookupRequest", {"scope": {"model": "m"}, "text": "Gr\u00fc\u00df dich"})
+    call = {"id": "c1", "type": "function", "function": {"name": "ask", "arguments": '{"a": 1}'}}
+    chat = {
+        "messages": [
+            {"role": "system", "content": ["be brief", "be kind"]},
+            {"role": "user", "content": ["how many?"], "name": "ann"},
+            {"role": "assistant", "reasoning": "let me ask", "tool_calls_json": json.dumps([call])},
+            {"role": "tool", "content": ["42"], "tool_call_id": "c1"},
+        ],
+        "tools_json": json.dumps([{"type": "function", "function": {"name": "ask"}}]),
+        "add_generation_prompt": True,
+        "template_options_json": json.dumps({"enable_thinking": False}),
+    }
+    message("LookupRequest", {"scope": scope, "workers": ["w-1"], "chat": chat})
+    message("RouteRequest", {
+        "scope": scope, "block_hashes": whole["block_hashes"], "workers": ["w-1", "w-2"],
+        "loads": [{"worker": "w-1", "dp_rank": 1, "running": 3, "waiting": 2, "queued_tokens": 4_000_000_000_000,
+                   "kv_usage_permille": 250}, {"worker": "w-2"}],
+        "most": 2, "reserve_ms": 2_000, "prompt_tokens": 90,
+    })  # fmt: skip
+    message(
+        "RouteRequest", {"scope": {"model": "m"}, "chat": {"messages": [{"role": "user", "content": ["x"]}]}}
+    )
+    message("RouteResponse", {
+        "rows": {
+            "worker": ["w-1", "w-1"], "dp_rank": [1, 0], "address": ["http://10.0.0.7:8000", ""],
+            "block_tokens": [16, 16], "prompt_blocks": [5, 5], "device_blocks": [2, 0], "local_blocks": [3, 0],
+            "pool_blocks": [4, 4], "sequence": [7, 0], "staleness_ms": [12, 0], "stale": [False, True],
+        },
+        "trust": [1, 3], "cost": [300, 4_000_000_000_000], "prefill_cost": [16, 16], "fetch_cost": [4, 13],
+        "queue_cost": [280, 3_999_999_999_971], "running": [1, 0], "waiting": [0, 7], "queued_tokens": [200, 0],
+        "kv_usage_permille": [15, 1000], "reserved_cost": [1, 0], "load_source": [1, 2], "load_age_ms": [0, 900],
+        "asleep": [False, True], "reservation": "00112233aabbccdd",
+    })  # fmt: skip
+    message("RouteResponse", {"rows": {}})
+    message("ReleaseRequest", {"tenant": "t", "reservation": "00112233aabbccdd"})
+    message("ReleaseResponse", {"released": True})
     message("RegisterWorkerRequest", {"worker": worker, "lease_ms": 10_000})
     message("RegisterWorkerResponse", {"replaced": True})
     message("RemoveWorkerRequest", {"tenant": "t", "name": "w-1"})

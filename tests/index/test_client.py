@@ -155,7 +155,16 @@ def test_the_two_clients_have_one_surface() -> None:
     del of_tasks["stream"]  # threads get by with calls
     del of_threads["snapshot"]  # asked for once, by an index that starts
     assert of_threads == of_tasks
-    assert set(of_threads) == {"lookup", "workers", "status", "register", "remove", "close"}
+    assert set(of_threads) == {
+        "lookup",
+        "route",
+        "release",
+        "workers",
+        "status",
+        "register",
+        "remove",
+        "close",
+    }
 
 
 def test_many_threads_share_a_client(served: Served) -> None:
@@ -172,8 +181,8 @@ def test_many_threads_share_a_client(served: Served) -> None:
     [
         ("lookup", ["mm"], {"hashes64": bytes(8)}, UnknownModel, 'unknown model "mm"; did you mean "m"?'),
         ("lookup", ["m"], {"hashes64": bytes(8), "tenant": "x"}, UnknownModel, 'unknown tenant "x"'),
-        ("lookup", ["m"], {}, ConfigError, "as token_ids or as hashes64"),
-        ("lookup", ["m"], {"token_ids": [1], "hashes64": bytes(8)}, ConfigError, "not as both"),
+        ("lookup", ["m"], {}, ConfigError, "as token_ids, hashes64"),
+        ("lookup", ["m"], {"token_ids": [1], "hashes64": bytes(8)}, ConfigError, "only once"),
         ("lookup", ["m"], {"token_ids": [-1]}, ConfigError, "whole numbers from 0 to 4294967295"),
         ("lookup", ["m"], {"token_ids": [1 << 32]}, ConfigError, "whole numbers from 0 to 4294967295"),
         ("lookup", ["m"], {"token_ids": np.array([1 << 32])}, ConfigError, "whole numbers"),
@@ -565,6 +574,8 @@ def test_noise_is_refused_or_read(noise: bytes) -> None:
         return
     try:
         question = codec.decode_question(request)
+        if question.options.keys() & {"text", "chat"}:
+            return  # for a tokenizer
         fleet.lookup(question.model, **question.options)
     except kvpool.KVPoolError as error:
         lines = str(error).splitlines()

@@ -110,7 +110,7 @@ def test_what_is_refused_ends_those_behind_it() -> None:
 
 def test_what_cannot_be_sent_leaves_the_stream_as_it_was() -> None:
     async def use(stream: LookupStream) -> None:
-        with pytest.raises(ConfigError, match="token_ids or as hashes64"):
+        with pytest.raises(ConfigError, match="token_ids, hashes64, text or chat"):
             await stream.lookup("m")
         with pytest.raises(ConfigError, match="timeout_s"):
             await matched(stream, 1, timeout_s=0)

@@ -34,7 +34,7 @@ sent = index_pb2.LookupRequest(
     block_hashes=bytes(range(16)), workers=["a"])
 assert index_pb2.LookupRequest.FromString(sent.SerializeToString()) == sent
 assert sent.WhichOneof("prompt") == "block_hashes"
-assert index_pb2_grpc.IndexServiceServicer.Lookup and not hasattr(index_pb2_grpc.IndexServiceServicer, "Route")
+assert index_pb2_grpc.IndexServiceServicer.Lookup and not hasattr(index_pb2_grpc.IndexServiceServicer, "Nothing")
 print(google.protobuf.__version__, grpc.__version__, sent.SerializeToString().hex())
 """
 
@@ -93,7 +93,17 @@ def test_the_lowest_versions_are_those_of_the_extra() -> None:
     ("message", "fields"),
     [
         ("Scope", {"model": 1, "tenant": 2, "lora_name": 3, "lora_path": 4, "cache_salt": 5, "multimodal": 6}),
-        ("LookupRequest", {"scope": 1, "block_hashes": 2, "token_ids": 3, "workers": 5}),
+        (
+            "LookupRequest",
+            {"scope": 1, "block_hashes": 2, "token_ids": 3, "text": 4, "workers": 5, "chat": 6},
+        ),
+        (
+            "RouteRequest",
+            {
+                "scope": 1, "block_hashes": 2, "token_ids": 3, "text": 4, "workers": 5, "chat": 6, "loads": 7,
+                "most": 8, "reserve_ms": 9, "prompt_tokens": 10,
+            },
+        ),
         (
             "LookupResponse",
             {

@@ -140,7 +140,7 @@ LOOKUP = pb.Scope(model="m")
         ("ListWorkers", b"\x08", "INVALID_ARGUMENT", "not a kvpool.v1.ListWorkersRequest"),
         ("Lookup", b"", "INVALID_ARGUMENT", "holds a prompt"),
         ("Lookup", pb.LookupRequest(block_hashes=bytes(8)), "INVALID_ARGUMENT", "name the model"),
-        ("Lookup", pb.LookupRequest(scope=LOOKUP), "INVALID_ARGUMENT", "holds a prompt: block_hashes or token_ids"),
+        ("Lookup", pb.LookupRequest(scope=LOOKUP), "INVALID_ARGUMENT", "holds a prompt: block_hashes, token_ids,"),
         ("Lookup", pb.LookupRequest(scope=LOOKUP, block_hashes=b""), "INVALID_ARGUMENT", "blocks, not 0"),
         ("Lookup", pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(12)), "INVALID_ARGUMENT", "12 bytes are not"),
         ("Lookup", pb.LookupRequest(scope=LOOKUP, token_ids=b""), "INVALID_ARGUMENT", "tokens, not 0"),
@@ -162,7 +162,7 @@ LOOKUP = pb.Scope(model="m")
          "cannot be printed"),
         ("RemoveWorker", b"", "INVALID_ARGUMENT", "a worker's name has 1"),
         ("RemoveWorker", pb.RemoveWorkerRequest(name="a", tenant="/"), "INVALID_ARGUMENT", "tenant"),
-        ("Route", b"", "UNIMPLEMENTED", "Method not found"),
+        ("Nothing", b"", "UNIMPLEMENTED", "Method not found"),
     ],
 )  # fmt: skip
 def test_wrong_calls(channel: grpc.Channel, method: str, request_: Any, code: str, says: str) -> None:

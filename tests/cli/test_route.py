@@ -1,0 +1,110 @@
+"""``kvpool lookup --route``, ``--text`` and ``--chat`` as a user meets them: real processes, one line per error."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import BlockHasher, IndexClient
+from kvpool.index.metrics_page import Engine
+from tests.cli.test_app import kvpool, refused
+from tests.cli.test_index import running
+from tests.conftest import eventually
+from tests.index.pages import serving_page
+from tests.index.publisher import misbehaving
+from tests.index.tiny_tokenizer import write_tokenizer
+from tests.index.wire import batch, stored
+
+CHAT = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "the user asks the system " * 20}],
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "chat.json").write_text(json.dumps(CHAT))
+    with misbehaving() as publisher, serving_page({0: Engine(3, 1, 0.5)}) as pages:
+        events, replay = publisher.publisher.events, publisher.publisher.replay
+        workers = [
+            f"w-1={events},model=m,block=16,replay={replay},address={pages.address}",
+            "w-2=tcp://127.0.0.1:1,model=m,block=16",
+        ]
+        options = [f"--worker={worker}" for worker in workers]
+        with running(*options, f"--tokenizer=m={folder}", "--route-cost=waiting=500") as index:
+            asked = ["lookup", "--index", index.target, "--model", "m", "--timeout", "30"]
+            chat = [*asked, "--chat", str(tmp_path / "chat.json")]
+            rows = json.loads(kvpool(*chat, "--json").stdout)["rows"]
+            blocks = rows[0]["prompt_blocks"]
+            assert blocks > 3
+            with IndexClient(index.target, 30) as client:
+                # What it hashes to is what the index itself says a prompt of these tokens would be.
+                tokens = _tokens(folder)
+                publisher.publish(batch(stored(BlockHasher(16).hashes(tokens)[:3])))
+                assert eventually(lambda: client.lookup("m", token_ids=tokens).device_blocks[0] == 3)
+                assert eventually(lambda: client.route("m", token_ids=[1]).picks[0].load_source != "none")
+                assert eventually(
+                    lambda: (
+                        {pick.load_source for pick in client.route("m", token_ids=[1]).picks}
+                        == {"none", "scraped"}
+                    )
+                )
+            picks = json.loads(kvpool(*chat, "--route", "--json").stdout)["picks"]
+            assert [pick["worker"] for pick in picks] == ["w-1", "w-2"]
+            best: dict[str, Any] = picks[0]
+            assert (best["device_blocks"], best["trust"], best["running"], best["waiting"]) == (
+                3,
+                "exact",
+                3,
+                1,
+            )
+            assert best["queue_cost"] == 500 + 3 * 64 + 512 == picks[1]["queue_cost"]
+            assert best["cost"] == best["prefill_cost"] + best["fetch_cost"] + best["queue_cost"]
+            assert best["prefill_cost"] == len(tokens) - 48
+            assert (picks[1]["trust"], picks[1]["load_source"]) == ("fallback", "none")
+            table = kvpool(*chat, "--route").stdout
+            line = rf"w-1 +{best['cost']} +{best['prefill_cost']} +0 +1204 +3/3/0 +3 +1 +exact"
+            assert re.search(line, table), table
+            assert re.search(r"w-2 .* 0/0/0 +\? +\? +fallback", table), table
+
+            text = kvpool(*asked, "--text", "-", "--json", input="a tool says 42")
+            assert json.loads(text.stdout)["rows"][0]["prompt_blocks"] >= 0
+            assert refused(*asked, "--chat", "-", input="{") == (
+                "kvpool: standard input, line 1, column 2: Expecting property name enclosed in double quotes"
+            )
+            assert refused(*asked, "--chat", "-", input="{}") == (
+                'kvpool: standard input: a chat is a list of messages, or an object with "messages"'
+            )
+            assert "give the prompt as --token-ids, --hashes, --text or --chat" in refused(*asked)
+
+
+def _tokens(folder: Path) -> list[int]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from kvpool.index import Chat
+        from kvpool.index.tokenizer import Tokenizer
+
+        return Tokenizer.load("m", str(folder)).of_chat(Chat.of_request(CHAT))
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("--tokenizer=m", '--tokenizer "m": write MODEL=FOLDER, once for each model'),
+        ("--tokenizer=m=", '--tokenizer "m=": write MODEL=FOLDER, once for each model'),
+        ("--tokenizer=m=/does/not/exist", "--tokenizer: no tokenizer for m in /does/not/exist: "),
+        ("--route-cost=pol=1", '--route-cost "pol=1": unknown coefficient "pol"; did you mean "pool"?'),
+        ("--route-cost=pool", '--route-cost "pool": write NAME=NUMBER'),
+        ("--route-cost=pool=-1", "--route-cost: the coefficient pool is a number from 0 to 1e+06, not -1"),
+    ],
+)
+def test_options_that_make_no_sense(option: str, says: str) -> None:
+    assert refused("index", "--listen", "127.0.0.1:0", option).startswith(f"kvpool: {says}")

@@ -1,0 +1,91 @@
+"""Metrics pages as a vLLM server shows them, and servers that show them, or something else."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+from kvpool.index.metrics_page import Engine
+
+
+def page(engines: dict[int, Engine], model: str = "m") -> bytes:
+    """The gauges that count, of a server with these engines."""
+    written = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    lines = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
+    for number, engine in engines.items():
+        labels = f'engine="{number}",model_name="{written}"'
+        lines += [
+            f"vllm:num_requests_running{{{labels}}} {float(engine.running)}",
+            f"vllm:num_requests_waiting{{{labels}}} {float(engine.waiting)}",
+            f"vllm:kv_cache_usage_perc{{{labels}}} {engine.kv_usage}",
+            f'vllm:engine_sleep_state{{{labels},sleep_state="awake"}} {float(not engine.asleep)}',
+            f'vllm:engine_sleep_state{{{labels},sleep_state="weights_offloaded"}} {float(engine.asleep)}',
+            f'vllm:engine_sleep_state{{{labels},sleep_state="discard_all"}} 0.0',
+        ]
+    return "\n".join([*lines, ""]).encode()
+
+
+def answer(body: bytes, status: str = "200 OK") -> bytes:
+    """A whole HTTP reply, after which the connection is closed."""
+    head = f"HTTP/1.1 {status}\r\ncontent-type: text/plain\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+class PageServer:
+    """Answers each request with what ``say`` does to its connection: real sockets, one thread a connection."""
+
+    def __init__(self, say: Callable[[socket.socket], None]) -> None:
+        self.say = say
+        self.asked: list[bytes] = []
+        self.closing = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(0.05)
+        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def show(self, engines: dict[int, Engine]) -> None:
+        """A good page from now on."""
+        body = answer(page(engines))
+        self.say = lambda connection: connection.sendall(body)
+
+    def close(self) -> None:
+        self.closing.set()
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self.closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,))
+            thread.start()
+            self._threads.append(thread)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(10)
+            head = b""
+            while b"\r\n\r\n" not in head:
+                part = connection.recv(4096)
+                if not part:
+                    return
+                head += part
+            self.asked.append(head)
+            self.say(connection)
+
+
+@contextlib.contextmanager
+def serving_page(engines: dict[int, Engine] | None = None) -> Iterator[PageServer]:
+    server = PageServer(lambda connection: None)
+    server.show(engines or {0: Engine()})
+    try:
+        yield server
+    finally:
+        server.close()
