@@ -23,7 +23,7 @@ def ranking_table(model: str, route: Route) -> Table | Text:
     if not route.picks:
         return Text(f'no worker of model "{model}" that was asked about is there now')
     table = Table(
-        title="cost = prefill + fetch + queue, in tokens to compute; held: blocks on device / local / in pool",
+        title="cost = prefill + fetch + queue, in tokens; held: device/local/pool blocks",
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
