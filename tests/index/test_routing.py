@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -245,20 +244,33 @@ def test_there_are_so_many_reservations_and_no_more(monkeypatch: pytest.MonkeyPa
 
 
 def test_routers_that_ask_at_once_spread() -> None:
-    names = [f"w{place}" for place in range(8)]
-    router = Router(a_fleet(*names))
-    found: list[str] = []
+    """A second one cannot choose between what the first has read and what it reserves."""
+    fleet = a_fleet("a", "b")
+    tokens = list(range(48))
+    say(fleet, "default/a", 0, 0, batch(stored(BlockHasher(16).hashes(tokens[:16]))))
+    router = Router(fleet)
+    cost_of, found = router._reservations.cost, []
+    reading, chosen = threading.Event(), threading.Event()
+
+    def slowly(worker_id: str, dp_rank: int) -> int:
+        cost = cost_of(worker_id, dp_rank)
+        if not reading.is_set():
+            reading.set()
+            chosen.wait(0.3)  # more than enough for the second, if it may
+        return cost
+
+    router._reservations.cost = slowly  # type: ignore[method-assign]
 
     def ask() -> None:
-        for _ in range(20):
-            found.append(order(router.route("m", token_ids=[1, 2, 3], reserve_s=60))[0])
+        found.append(order(router.route("m", token_ids=tokens, reserve_s=60))[0])
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert Counter(found) == dict.fromkeys(names, 20), "each choice saw those before it"
+    first = threading.Thread(target=ask)
+    first.start()
+    assert reading.wait(30)
+    ask()
+    chosen.set()
+    first.join()
+    assert sorted(found) == ["a", "b"], "a is cheaper for one of them"
 
 
 @pytest.mark.parametrize(
