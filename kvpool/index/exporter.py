@@ -16,10 +16,10 @@ from prometheus_client.registry import Collector
 from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
+from kvpool.index.residency import Residency
 from kvpool.index.table import TIERS
 from kvpool.index.tally import Histogram, Tally
 from kvpool.metrics import Metric
-from kvpool.index.residency import Residency
 from kvpool.wording import parse_address
 
 MAX_RANKS_SHOWN = 1024  # one by one; each is a time series of its own
