@@ -188,6 +188,13 @@ class Matches:
     def dp_ranks(self) -> bytes: ...
     def column(self, column: int) -> bytes:
         """Leading blocks. 0 to 3: in the device, host, disk, pool tier; 4: in any of the first three; 5: in any."""
+    def placed(
+        self, places: dict[str, tuple[int, ...]], count: int, columns: Sequence[int]
+    ) -> list[list[int]]:
+        """Each of ``columns`` as ``count`` numbers, in the places that ``places`` has for a worker, 0 elsewhere."""
+
+def pack_varints(values: tuple[int, ...]) -> bytes:
+    """Protobuf's packed varints. Errors: RuntimeError for what is not a whole number from 0 to 2**64 - 1."""
 
 class Table:
     """kvpool/_native/table.h. Any thread; the GIL is released while the table is read or changed."""

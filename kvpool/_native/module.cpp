@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <memory>
@@ -479,6 +480,17 @@ nb::bytes packed(const std::vector<std::uint32_t>& column) {
   return nb::bytes(column.data(), column.size() * sizeof(std::uint32_t));
 }
 
+// Protobuf's packed varints of a column of an answer: protobuf's own takes a call for each number.
+nb::bytes pack_varints(const nb::tuple& values) {
+  std::vector<std::uint8_t> packed;
+  for (const nb::handle value : values) {
+    auto left = nb::cast<std::uint64_t>(value);
+    for (; left >= 0x80; left >>= 7) packed.push_back(static_cast<std::uint8_t>(left | 0x80));
+    packed.push_back(static_cast<std::uint8_t>(left));
+  }
+  return nb::bytes(packed.data(), packed.size());
+}
+
 class PyMatches {
  public:
   explicit PyMatches(Matches matches) : matches_(std::move(matches)) {}
@@ -493,6 +505,38 @@ class PyMatches {
   nb::bytes column(std::size_t column) const {
     if (column >= kColumnCount) throw std::invalid_argument("there is no such column");
     return packed(matches_.columns[column]);
+  }
+
+  // Columns in the order of somebody's own rows: of `count` rows, those that `places` names for a worker get what it
+  // has, and the others 0. Of several rows of one worker the least counts.
+  nb::list placed(const nb::dict& places, std::size_t count, const std::vector<std::size_t>& columns) const {
+    std::vector<std::vector<std::uint32_t>> found(columns.size(), std::vector<std::uint32_t>(count));
+    std::vector<bool> taken(count);
+    for (std::size_t row = 0; row < rows(); ++row) {
+      const nb::str name = to_str(*matches_.workers[row]);
+      const nb::handle theirs = PyDict_GetItemWithError(places.ptr(), name.ptr());
+      if (!theirs.is_valid()) {
+        if (PyErr_Occurred() != nullptr) throw nb::python_error();
+        continue;
+      }
+      if (!PyTuple_Check(theirs.ptr())) throw nb::type_error("places are tuples");
+      for (const nb::handle one : nb::borrow<nb::tuple>(theirs)) {
+        const auto place = nb::cast<std::size_t>(one);
+        if (place >= count) throw std::invalid_argument("a place is beyond the last row");
+        for (std::size_t i = 0; i < columns.size(); ++i) {
+          const std::uint32_t blocks = matches_.columns.at(columns[i])[row];
+          found[i][place] = taken[place] ? std::min(found[i][place], blocks) : blocks;
+        }
+        taken[place] = true;
+      }
+    }
+    nb::list result;
+    for (const auto& column : found) {
+      nb::list numbers;
+      for (const std::uint32_t blocks : column) numbers.append(blocks);
+      result.append(numbers);
+    }
+    return result;
   }
 
  private:
@@ -687,7 +731,9 @@ NB_MODULE(_native, m) {
       .def("__len__", &PyMatches::rows)
       .def("workers", &PyMatches::workers)
       .def("dp_ranks", &PyMatches::dp_ranks)
-      .def("column", &PyMatches::column, "column"_a);
+      .def("column", &PyMatches::column, "column"_a)
+      .def("placed", &PyMatches::placed, "places"_a, "count"_a, "columns"_a);
+  m.def("pack_varints", &pack_varints, "values"_a);
   // .none(): our own errors say more than nanobind's.
   nb::class_<PyTable>(m, "Table")
       .def(nb::init<std::size_t, bool, std::uint32_t>(), "max_blocks"_a, "reuse_reports"_a, "block_tokens"_a)

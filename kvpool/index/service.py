@@ -188,14 +188,14 @@ class IndexServer:
             name: grpc.unary_unary_rpc_method_handler(
                 _answering(name, method, self._tally),
                 request_deserializer=_reader(message),
-                response_serializer=codec.REPLIES[name].SerializeToString,
+                # the answer of a lookup is packed already
+                response_serializer=None if name == "Lookup" else codec.REPLIES[name].SerializeToString,
             )
             for name, (message, method) in methods.items()
         }
         handlers["LookupStream"] = grpc.stream_stream_rpc_method_handler(
             self._lookups,
             request_deserializer=_reader(pb.LookupRequest),
-            response_serializer=codec.REPLIES["Lookup"].SerializeToString,
         )
         handlers["Snapshot"] = grpc.unary_stream_rpc_method_handler(
             self._snapshot, request_deserializer=_reader(pb.SnapshotRequest)

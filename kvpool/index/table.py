@@ -23,7 +23,11 @@ DEFAULT_MAX_BLOCKS = 1 << 27  # 134 million: 2 to 4 GB
 MAX_BLOCKS = 1 << 32
 MAX_DP_RANK = 65535
 
+Column = Literal["device", "host", "disk", "pool", "local", "any"]
+Places = dict[str, tuple[int, ...]]  # by worker: the rows of an answer that are about it
+
 _LOCAL, _ANY = len(TIERS), len(TIERS) + 1
+_COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any")  # as in kvpool/_native/table.h
 
 
 class Applied(NamedTuple):
@@ -124,6 +128,13 @@ class Matches:
     def any_blocks(self) -> memoryview:
         """Leading blocks in any tier, the pool among them, block by block."""
         return self._column(_ANY)
+
+    def placed(self, places: Places, count: int, *columns: Column) -> list[list[int]]:
+        """Each of ``columns`` in the order of the caller's own ``count`` rows, 0 where a row's worker has none.
+
+        A worker with several data-parallel ranks gets what all of them have.
+        """
+        return self._native.placed(places, count, [_COLUMNS.index(column) for column in columns])
 
     def __iter__(self) -> Iterator[Match]:
         columns = [self._column(column).tolist() for column in range(_ANY + 1)]
