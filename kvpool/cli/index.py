@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import resource
 import signal
 import sys
 import time
@@ -79,6 +80,7 @@ def run_index(settings: IndexSettings) -> None:
     router = Router(fleet, costs=parse_costs(settings.route_costs))
     loaded = load_tokenizers(settings.tokenizers)
     _log_lines()
+    _allow_descriptors()
     asyncio.run(_serve(settings, fleet, named, router, loaded))
 
 
@@ -302,6 +304,12 @@ def _whole(field: str, text: str) -> int:
     if _NUMBER.fullmatch(text) is None:
         raise ConfigError(f"{field} is a whole number, not {text!r:.40}")
     return int(text)
+
+
+def _allow_descriptors() -> None:
+    """As many as this process may have: a publisher takes seven, and 1,024 is a usual limit to begin with."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _log_lines() -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import zmq
@@ -30,6 +31,7 @@ TURN = 256  # batches of one socket in a row
 TURN_NBYTES = 4 << 20
 HIGH_WATER = 10_000  # batches that wait in a socket
 MAX_FRAME_NBYTES = 64 << 20
+LOOK_S = 0.05  # how late the end of a wait may be noticed
 END = (1 << 64) - 1  # -1
 
 
@@ -53,6 +55,13 @@ class _Link:
     backoff_s: float = 0.25
     probe_at: float = 0.0
 
+    @property
+    def due_at(self) -> float:
+        """When it has to be looked at, if nothing comes before."""
+        if self.asked:
+            return self.answer_by
+        return self.probe_at if self.sequence.is_live else self.ask_at
+
 
 class EventFeed:
     """Follows the publishers of workers and tells ``sink`` what they say, from one thread of its own.
@@ -64,13 +73,20 @@ class EventFeed:
     def __init__(self, sink: EventSink) -> None:
         self._sink = sink
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # A publisher takes four sockets, and ZMQ stops at 1,023 by itself: at 256 workers.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._orders: deque[Callable[[], None]] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._followed: dict[str, list[_Link]] = {}  # by worker
-        self._by_socket: dict[zmq.Socket[bytes], _Link] = {}
-        self._poller = zmq.Poller()
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._sockets: dict[int, tuple[_Link, zmq.Socket[bytes]]] = {}  # by descriptor
+        # A descriptor of ZMQ's becomes readable when something happens to its socket, not while something is there to
+        # be read: whoever has not read to the end has to come back by itself.
+        self._unread: set[int] = set()
+        self._due_at = time.monotonic()  # some link's, or earlier
+        # Not ZMQ's own poll, which asks every socket each time: 0.5 ms for 240 workers, and each batch may be a turn.
+        self._epoll = select.epoll()
+        self._epoll.register(self._woken, select.EPOLLIN)
         self.ignored_messages = 0  # that are no batch
         self._thread = threading.Thread(target=self._run, name="kvpool-feed", daemon=True)
         self._thread.start()
@@ -107,6 +123,7 @@ class EventFeed:
         self._thread.join(STUCK_S)
         if self._thread.is_alive():
             raise FeedStuck(f"the feed's thread has not ended within {STUCK_S:g} s")
+        self._epoll.close()
         os.close(self._woken)
 
     @property
@@ -130,31 +147,32 @@ class EventFeed:
             self._context.destroy(linger=0)
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(max(0, int((self._next_at() - time.monotonic()) * 1e3) + 1)))
+        wait_s = 0.0 if self._unread else max(0.0, self._due_at - time.monotonic())
+        ready = {descriptor for descriptor, _ in self._epoll.poll(wait_s)} | self._unread
+        self._unread = set()
         if self._woken in ready:
             os.eventfd_read(self._woken)
         while self._orders:
             self._orders.popleft()()
-        for one in ready:
-            link = self._by_socket.get(one)
-            if link is not None and one is link.replay:
-                self._read_replay(link)
-            elif link is not None:
-                self._read_events(link)
-        now = time.monotonic()
-        for links in self._followed.values():
-            for link in links:
-                self._keep_asking(link, now)
+        touched: list[_Link] = []
+        for descriptor in ready:
+            if descriptor not in self._sockets:  # the one that wakes; or it was closed in this turn
+                continue
+            link, one = self._sockets[descriptor]
+            touched.append(link)
+            if not (self._read_replay(link) if one is link.replay else self._read_events(link)):
+                self._unread.add(descriptor)
+        self._keep_asking(touched)
 
-    def _next_at(self) -> float:
-        at = time.monotonic() + PROBE_S
-        for links in self._followed.values():
-            for link in links:
-                if link.asked:
-                    at = min(at, link.answer_by)
-                else:
-                    at = min(at, link.probe_at if link.sequence.is_live else link.ask_at)
-        return at
+    def _keep_asking(self, touched: Iterable[_Link]) -> None:
+        """Ask whom it is time to ask: of those that have said something, and of all when a wait is over."""
+        now = time.monotonic()
+        if now >= self._due_at:
+            self._due_at = now + PROBE_S
+            touched = [link for links in self._followed.values() for link in links]
+        for link in touched:
+            self._keep_asking_one(link, now)
+            self._due_at = min(self._due_at, max(link.due_at, now + LOOK_S))
 
     def _follow(self, worker: Worker, positions: Mapping[int, Position]) -> None:
         self._unfollow(worker.id)
@@ -163,6 +181,11 @@ class EventFeed:
             if not publisher.events:
                 self._sink.mark(worker.id, publisher.dp_rank, stale=True, problem="it publishes no KV events")
                 continue
+            try:
+                events, monitor = self._monitored()
+            except zmq.ZMQError as error:
+                self._sink.mark(worker.id, publisher.dp_rank, stale=True, problem=_no_socket(error))
+                continue
             sequence = Sequence(
                 self._sink,
                 worker.id,
@@ -170,25 +193,41 @@ class EventFeed:
                 can_replay=bool(publisher.replay),
                 position=positions.get(publisher.dp_rank),
             )
-            events = self._socket(zmq.SUB)
-            monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             events.subscribe(b"")
             self._connect(events, publisher.events, worker.id, publisher.dp_rank)
             link = _Link(worker.id, publisher, sequence, events, monitor)
             links.append(link)
             for one in (events, monitor):
-                self._by_socket[one] = link
-                self._poller.register(one, zmq.POLLIN)
+                self._watch(link, one)
             # Batches that are published before the subscription stands are in the replay, or are a gap.
+        self._due_at = time.monotonic()  # they are new
 
     def _unfollow(self, worker_id: str) -> None:
         for link in self._followed.pop(worker_id, ()):
             self._close_replay(link)
             link.events.disable_monitor()
             for one in (link.events, link.monitor):
-                self._poller.unregister(one)
-                del self._by_socket[one]
-                one.close(linger=0)
+                self._drop(one)
+
+    def _monitored(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A SUB socket, and one that tells of lost connections."""
+        events = self._socket(zmq.SUB)
+        try:
+            return events, events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError:
+            events.close(linger=0)
+            raise
+
+    def _watch(self, link: _Link, one: zmq.Socket[bytes]) -> None:
+        self._sockets[one.fileno()] = (link, one)
+        self._unread.add(one.fileno())
+        self._epoll.register(one.fileno(), select.EPOLLIN)
+
+    def _drop(self, one: zmq.Socket[bytes]) -> None:
+        self._epoll.unregister(one.fileno())
+        self._unread.discard(one.fileno())
+        del self._sockets[one.fileno()]
+        one.close(linger=0)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         one = self._context.socket(kind)
@@ -207,18 +246,20 @@ class EventFeed:
             problem = f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}"
             self._sink.mark(worker_id, dp_rank, stale=True, problem=problem)
 
-    def _read_events(self, link: _Link) -> None:
-        """Hand on what has come, unless the connection was lost meanwhile.
+    def _read_events(self, link: _Link) -> bool:
+        """Hand on what has come, unless the connection was lost meanwhile. False: there may be more.
 
         The monitor tells of a lost connection before anything can come over the next one. So it is asked after
         the batches were taken and before any of them is believed.
         """
         taken: list[list[bytes]] = []
-        nbytes = 0
-        with contextlib.suppress(zmq.Again):
+        nbytes, all_taken = 0, False
+        try:
             while len(taken) < TURN and nbytes < TURN_NBYTES:
                 taken.append(link.events.recv_multipart(zmq.NOBLOCK))
                 nbytes += sum(map(len, taken[-1]))
+        except zmq.Again:
+            all_taken = True
         if int(link.monitor.get(zmq.EVENTS)) & zmq.POLLIN and self._was_lost(link):
             with contextlib.suppress(zmq.Again):
                 for _ in range(HIGH_WATER):  # a replay brings what is still true of it
@@ -230,7 +271,7 @@ class EventFeed:
             if was_asked:
                 link.ask_at = time.monotonic()
                 link.sequence.replay_failed("its connection was lost")
-            return
+            return False
         if taken:
             link.probe_at = time.monotonic() + PROBE_S
         for frames in taken:
@@ -238,6 +279,7 @@ class EventFeed:
                 link.sequence.live(int.from_bytes(frames[1], "big"), frames[2])
             else:
                 self.ignored_messages += 1
+        return all_taken
 
     @staticmethod
     def _was_lost(link: _Link) -> bool:
@@ -247,14 +289,14 @@ class EventFeed:
                 lost |= recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"] == zmq.EVENT_DISCONNECTED
         return lost
 
-    def _read_replay(self, link: _Link) -> None:
+    def _read_replay(self, link: _Link) -> bool:
+        """Hand on what was asked for. False: there may be more."""
+        assert link.replay is not None
         for _ in range(TURN):
-            if link.replay is None:
-                return
             try:
                 frames = link.replay.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             now = time.monotonic()
             if len(frames) != 5 and len(frames) != 4:
                 self.ignored_messages += 1
@@ -267,8 +309,9 @@ class EventFeed:
                     link.sequence.replay_ended()
                 else:
                     link.sequence.replayed(number, frames[-1])
+        return False
 
-    def _keep_asking(self, link: _Link, now: float) -> None:
+    def _keep_asking_one(self, link: _Link, now: float) -> None:
         """Ask for a replay when one is due; give one up that brings nothing."""
         if link.asked:
             if now >= link.answer_by:
@@ -283,20 +326,27 @@ class EventFeed:
         if wanted is None or now < link.ask_at:
             return
         if link.replay is None:
-            link.replay = self._socket(zmq.DEALER)
+            try:
+                link.replay = self._socket(zmq.DEALER)
+            except zmq.ZMQError as error:
+                link.ask_at = now + MAX_BACKOFF_S
+                link.sequence.replay_failed(_no_socket(error))
+                return
             self._connect(link.replay, link.publisher.replay, link.worker_id, link.publisher.dp_rank)
-            self._by_socket[link.replay] = link
-            self._poller.register(link.replay, zmq.POLLIN)
+            self._watch(link, link.replay)
         link.asked, link.answer_by = True, now + ANSWER_S
         try:
             link.replay.send_multipart([b"", wanted.to_bytes(8, "big")], zmq.NOBLOCK)
         except zmq.Again:
             link.answer_by = now
+        self._unread.add(link.replay.fileno())  # to send is something that happens to it
 
     def _close_replay(self, link: _Link) -> None:
         link.asked = False
         if link.replay is not None:
-            self._poller.unregister(link.replay)
-            del self._by_socket[link.replay]
-            link.replay.close(linger=0)
+            self._drop(link.replay)
             link.replay = None
+
+
+def _no_socket(error: zmq.ZMQError) -> str:
+    return f"the index has no socket left for it: {zmq.strerror(error.errno or 0)}"

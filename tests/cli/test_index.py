@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -73,6 +74,16 @@ def running(*arguments: str, **environment: str) -> Iterator[Index]:
         if index.process.poll() is None:
             index.process.kill()
             index.process.communicate(timeout=30)
+
+
+def test_it_may_open_as_many_files_as_its_process_may() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        with running() as index:
+            assert resource.prlimit(index.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.usefixtures("grpc_started")

@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 
 from kvpool.cli.engine_process import free_ports
 from kvpool.index import feed as module
@@ -292,3 +294,41 @@ def test_a_batch_that_the_index_takes_for_malformed_is_told(feed: EventFeed, hea
         feed.follow(worker_of(publisher.publisher))
         assert followed(heard, [1])
         assert "malformed" in heard.problems[0]
+
+
+class AmongOthers(Locked):
+    """Listens to one worker, and why the others are stale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[str] = []
+
+    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
+        if worker_id == "default/w":
+            super().mark(worker_id, dp_rank, stale=stale, problem=problem)
+        else:
+            self.others.append(problem)
+
+
+def test_more_workers_than_zmq_has_sockets_for_by_itself() -> None:
+    heard = AmongOthers()
+    with misbehaving() as publisher, closing(EventFeed(heard)) as feed:
+        publisher.publish(text(0))
+        nobody = Publisher(0, "ipc:///nonexistent/events", "ipc:///nonexistent/replay")
+        for number in range(300):
+            feed.follow(worker_of(nobody, f"other-{number}"))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+
+
+def test_a_worker_that_no_socket_is_left_for_is_stale_and_costs_the_others_nothing() -> None:
+    heard = AmongOthers()
+    with misbehaving() as publisher, closing(EventFeed(heard)) as feed:
+        feed._context.set(zmq.MAX_SOCKETS, 6)  # one worker, and not two
+        feed.follow(worker_of(publisher.publisher))
+        publisher.publish(text(0))
+        assert followed(heard, [0])
+        feed.follow(worker_of(publisher.publisher, "other"))
+        assert eventually(lambda: any("no socket left" in one for one in heard.others), within_s=WITHIN_S)
+        publisher.publish(text(1))
+        assert followed(heard, [0, 1])
