@@ -33,6 +33,7 @@ BIN := $(VENV)/bin
 SERVERS := .cache/servers
 PEERS := .cache/peers
 LMCACHE_VERSION := 0.5.6
+DYNAMO_VERSION := 1.6.1
 PROTO_TOOLS := .cache/proto
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)
@@ -49,7 +50,7 @@ help:
 	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each; make fuzz for as long in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store and the prefix index, each beside its peer"
-	@echo "make bench-peers  environments of LMCache, GLIDE and redis-py, for kvpool bench store --peers"
+	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py and Dynamo, for kvpool bench store|index --peers"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
@@ -80,7 +81,7 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool bench store
 	$(BIN)/kvpool bench index
 
-bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp
+bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) -m soak --durations=15 $(PYTEST)
@@ -173,6 +174,11 @@ $(PEERS)/glide/.stamp: | $(VENV)/.stamp-venv
 
 $(PEERS)/redis/.stamp: | $(VENV)/.stamp-venv
 	$(call peer_environment,redis,redis>=6 hiredis>=3)
+	@touch $@
+
+# Of Dynamo, what routes: a quarter of a gigabyte, and no engine.
+$(PEERS)/dynamo/.stamp: | $(VENV)/.stamp-venv
+	$(call peer_environment,dynamo,ai-dynamo-runtime==$(DYNAMO_VERSION))
 	@touch $@
 
 # $(1): a peer; $(2): what it needs.

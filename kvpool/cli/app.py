@@ -16,6 +16,7 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.wording import format_nbytes, missing_extra, parse_nbytes
 
 MAX_BATCH_NBYTES = 8 << 30
+PEERS_FOLDER = ".cache/peers"
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -394,7 +395,7 @@ def bench_store(
     ] = False,
     peers_folder: Annotated[
         str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
-    ] = ".cache/peers",
+    ] = PEERS_FOLDER,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a PNG of GB/s over value size.")
     ] = None,
@@ -437,9 +438,19 @@ def bench_index(
     rounds: Annotated[
         int, typer.Option(min=1, max=10_000, help="Rounds of asking all prompts; the median counts.")
     ] = 20,
+    peers: Annotated[bool, typer.Option("--peers", help="Dynamo's RadixTree and HTTP indexer, too.")] = False,
+    peers_folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
+    ] = PEERS_FOLDER,
     as_json: Json = False,
 ) -> None:
-    """Ingest, lookup and memory of the prefix index, beside a plain Python dictionary."""
+    """The prefix index beside a plain Python dictionary and Dynamo's: ingest, lookups and memory.
+
+    With the extra "index" also over gRPC beside an echo, and fed over ZMQ.
+    """
     from kvpool.cli.bench_index import run_bench_index
 
-    run_bench_index(blocks=blocks, workers=workers or [1, 8, 64, 256], rounds=rounds, as_json=as_json)
+    run_bench_index(
+        blocks=blocks, workers=workers or [8, 64, 256], rounds=rounds,
+        peers=Path(peers_folder) if peers else None, as_json=as_json,
+    )  # fmt: skip

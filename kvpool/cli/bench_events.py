@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgpack
 
-PROMPT_BLOCKS = 8192
-MOST_HOLDERS = 8
 EVENT_BLOCKS = 16
-BATCH_BLOCKS = 1024  # about what a busy engine publishes with one step
+BATCH_EVENTS = 64  # about what a busy engine publishes with one step
 BLOCK_TOKENS = 16
 
 
-def payloads(hashes: Sequence[int], *, tokens: bool) -> list[bytes]:
-    """What vLLM would publish for these blocks, in batches."""
+def payloads(hashes: Sequence[int], *, tokens: bool, batch_events: int = BATCH_EVENTS) -> list[bytes]:
+    """What vLLM would publish for these blocks of one prompt, in batches."""
     events = []
     for at in range(0, len(hashes), EVENT_BLOCKS):
         part = hashes[at : at + EVENT_BLOCKS]
@@ -24,7 +23,7 @@ def payloads(hashes: Sequence[int], *, tokens: bool) -> list[bytes]:
                 "type": "BlockStored",
                 "block_hashes": part,
                 "parent_block_hash": hashes[at - 1] if at else None,
-                "token_ids": _tokens(part[0], count),
+                "token_ids": event_tokens(part[0], count),
                 "block_size": BLOCK_TOKENS,
                 "lora_id": None,
                 "medium": "GPU",
@@ -33,10 +32,24 @@ def payloads(hashes: Sequence[int], *, tokens: bool) -> list[bytes]:
                 "kv_cache_spec_kind": "full_attention",
             }
         )
-    step = BATCH_BLOCKS // EVENT_BLOCKS
-    return [msgpack.packb([0.0, events[at : at + step], 0]) for at in range(0, len(events), step)]
+    return _batches(events, batch_events)
 
 
-def _tokens(seed: int, count: int) -> list[int]:
+def removals(hashes: Sequence[int], *, batch_events: int = BATCH_EVENTS) -> list[bytes]:
+    """What vLLM would publish when it evicts these blocks."""
+    events = [
+        {"type": "BlockRemoved", "block_hashes": list(part), "medium": "GPU", "group_idx": 0}
+        for part in (hashes[at : at + EVENT_BLOCKS] for at in range(0, len(hashes), EVENT_BLOCKS))
+    ]
+    return _batches(events, batch_events)
+
+
+def _batches(events: Sequence[dict[str, Any]], batch_events: int) -> list[bytes]:
+    return [
+        msgpack.packb([0.0, events[at : at + batch_events], 0]) for at in range(0, len(events), batch_events)
+    ]
+
+
+def event_tokens(seed: int, count: int) -> list[int]:
     """Token ids of a large vocabulary: most take three bytes or five."""
     return [(seed + 7919 * i) % 128_000 for i in range(count)]

@@ -1,258 +1,347 @@
-"""``kvpool bench index``: the prefix index beside a plain Python dictionary, and a lookup over gRPC beside an echo.
+"""``kvpool bench index``: the prefix index beside a plain Python dictionary and Dynamo's; in this process, over gRPC,
+and fed over ZMQ.
 
-The table is filled with prompts of 8,192 blocks. In the shape ``sessions`` a prompt is held by 1 to 8 workers,
-one of them to its end and the others to some block on the way; in the shape ``everybody`` all workers hold all of
-it. Prompts are asked in rotation, so that the table, not a cache, answers. The dictionary maps a block's hash to a
-bit mask of workers, and is given events that are decoded already.
+What is asked is in ``kvpool.cli.bench_contest``. The dictionary maps a block's hash to a bit mask of workers, and is
+given events that are decoded already.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
-import random
-import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvpool.cli.bench_events import MOST_HOLDERS, PROMPT_BLOCKS, payloads
+from kvpool.cli.bench_contest import (
+    PROMPT_BLOCKS,
+    Asked,
+    Result,
+    Scores,
+    contest,
+    holdings,
+    percentile,
+    timed,
+    unpacked,
+)
+from kvpool.cli.bench_events import payloads, removals
+from kvpool.cli.bench_feed import FeedReport, measure_feed
 from kvpool.cli.bench_restart import RestartRow, measure_restart
 from kvpool.cli.bench_rpc import RpcRow, measure_rpc
+from kvpool.cli.dynamo_process import ask_dynamo, dynamo_python
 from kvpool.index import PrefixIndex
 
-SEED = 5
-SHORT_BLOCKS = 64
+OWN, DICTIONARY, DYNAMO = "kvpool", "dict", "Dynamo"
+SETTLED_BLOCKS = 1 << 16  # below, a map's first segments are most of its memory
 
 
 @dataclass(frozen=True)
 class Row:
-    """One table: M pairs/s are 10^6 (block, holder) pairs a second, from one thread."""
+    """One shape: a result by contestant. ``tokens_mpairs_per_s``: kvpool's ingest of payloads with 16 tokens a block.
+    ``block_nbytes_most``: while its table grew, from 65,536 blocks on."""
 
     shape: str
     workers: int
     blocks: int
-    pairs: int
-    ingest_mpairs_per_s: float  # payloads without tokens
-    ingest_tokens_mpairs_per_s: float  # the same, with 16 tokens a block
-    dict_ingest_mpairs_per_s: float
-    short_us_p50: float
-    short_us_p99: float
-    dict_short_us_p50: float
-    long_us_p50: float
-    long_us_p99: float
-    dict_long_us_p50: float
-    block_nbytes: float
-    block_nbytes_most: float  # while the table grew, from 65,536 blocks on
-    remove_worker_us: float
+    results: dict[str, Result]
+    tokens_mpairs_per_s: float
+    block_nbytes_most: float
 
 
-def run_bench_index(*, blocks: int, workers: Sequence[int], rounds: int, as_json: bool) -> None:
-    """Measure, and print a table or JSON. Blocking: about a minute, and 1 GB of memory, for a million blocks."""
+def run_bench_index(
+    *, blocks: int, workers: Sequence[int], rounds: int, peers: Path | None, as_json: bool
+) -> None:
+    """Measure, and print tables or JSON. ``peers``: the folder of others' environments; None: without them.
+
+    Blocking: some minutes, and 1 GB of memory, for a million blocks. Errors: ``KVPoolError``.
+    """
+    python = dynamo_python(peers) if peers is not None else None
     shapes = [("sessions", count) for count in workers]
     shapes.append(("everybody", min(8, max(workers))))  # a pair for each worker and block: keep it small
     rows = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("filling and asking", total=len(shapes))
+    rpc_rows: list[RpcRow] = []
+    feed: FeedReport | None = None
+    restart: RestartRow | None = None
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("filling and asking", total=len(shapes) + 3)
         for shape, count in shapes:
-            rows.append(_measure(shape, count, max(1, blocks // PROMPT_BLOCKS), rounds))
+            rows.append(_measure(shape, count, max(1, blocks // PROMPT_BLOCKS), rounds, python))
             progress.advance(task)
-        rpc_rows: list[RpcRow] = []
-        restart: RestartRow | None = None
         if importlib.util.find_spec("grpc") is not None:
             progress.update(task, description="asking over gRPC")
             rpc_rows = measure_rpc(blocks, max(workers), rounds)
-            progress.update(task, description="killing and starting again")
+            progress.update(task, description="publishing over ZMQ", advance=1)
+            feed = measure_feed(blocks, rounds, python)
+            progress.update(task, description="killing and starting again", advance=1)
             restart = measure_restart(blocks, max(workers))
     index = PrefixIndex()
-    call_us = _percentile(_times(lambda _: index.match(b""), 2000, 1), 0.5)
+    call_us = percentile(timed(lambda _: index.match(b""), 2000, 1), 0.5)
     if as_json:
         print(json.dumps({"call_us": call_us, "rows": [asdict(row) for row in rows],
                           "rpc": [asdict(row) for row in rpc_rows],
-                          "restart": restart and asdict(restart)}))  # fmt: skip
+                          "feed": None if feed is None else asdict(feed),
+                          "restart": None if restart is None else asdict(restart)}))  # fmt: skip
         return
-    _print(rows, call_us)
-    _print_rpc(rpc_rows, max(workers))
-    if restart is not None:
-        _print_restart(restart)
+    show = Console()
+    for row in rows:
+        show.print(_table(row, call_us))
+    if feed is None or restart is None:
+        show.print("gRPC and ZMQ were not measured: pip install 'kvpool[index]'", highlight=False)
+        return
+    show.print(_rpc_table(rpc_rows, max(workers)))
+    for table in _feed_tables(feed):
+        show.print(table)
+    show.print(_restart_table(restart))
 
 
-def _measure(shape: str, workers: int, prompts: int, rounds: int) -> Row:
-    draw = random.Random(SEED)
-    index, tokens_index, peer = PrefixIndex(), PrefixIndex(), _Dictionary()
-    texts = [draw.randbytes(8 * PROMPT_BLOCKS) for _ in range(prompts)]
-    pairs, seconds, tokens_s, peer_s, most_nbytes = 0, 0.0, 0.0, 0.0, 0.0
-    for number, text in enumerate(texts):
-        hashes = struct.unpack(f"<{PROMPT_BLOCKS}Q", text)
-        holders: Sequence[int] = range(workers)
-        if shape == "sessions":
-            holders = draw.sample(range(workers), draw.randint(1, min(MOST_HOLDERS, workers)))
-        for place, worker in enumerate(holders):
-            part: Sequence[int] = hashes
-            if shape == "sessions" and place > 0:
-                part = hashes[: draw.randint(1, PROMPT_BLOCKS)]
-            seconds += _clock(index, f"worker-{worker}", payloads(part, tokens=False))
-            peer_s += peer.store(part, 1 << worker)
-            pairs += len(part)
-        if len(index) >= 1 << 16:
-            most_nbytes = max(most_nbytes, index.memory_nbytes / len(index))
-        if number % 8 == 0:  # tokens are slow to make: a part is enough
-            tokens_s += _clock(tokens_index, "worker", payloads(hashes, tokens=True))
-    with_tokens = len(texts[::8]) * PROMPT_BLOCKS
-    block_nbytes = index.memory_nbytes / len(index)
-    short = [text[: 8 * SHORT_BLOCKS] for text in texts]
-    ours_short = _times(lambda i: index.match(short[i]), prompts, 10 * rounds)
-    ours_long = _times(lambda i: index.match(texts[i]), prompts, rounds)
-    split = [struct.unpack(f"<{PROMPT_BLOCKS}Q", text) for text in texts[:16]]
-    peer_short = _times(lambda i: peer.match(split[i][:SHORT_BLOCKS]), len(split), rounds)
-    peer_long = _times(lambda i: peer.match(split[i]), len(split), 2)
-    for text, prompt in zip(texts[:16], split, strict=True):
-        ours = {int(row.worker[7:]): row.device_blocks for row in index.match(text)}
-        assert ours == peer.match(prompt), "the index and the dictionary must agree"
-    started = time.perf_counter()
-    index.remove_worker("worker-0")
-    removal_s = time.perf_counter() - started
+def _measure(shape: str, workers: int, prompts: int, rounds: int, python: Path | None) -> Row:
+    own = _Own()
+    results = {
+        OWN: contest(own, shape, workers, prompts, rounds),
+        DICTIONARY: contest(Dictionary(), shape, workers, prompts, rounds),
+    }
+    if python is not None:
+        results[DYNAMO] = _of_dynamo(python, shape, workers, prompts, rounds)
+    assert not any(asked.wrong for asked in results[OWN].asked), "the index must not be wrong"
     return Row(
         shape=shape,
         workers=workers,
         blocks=prompts * PROMPT_BLOCKS,
-        pairs=pairs,
-        ingest_mpairs_per_s=pairs / seconds / 1e6,
-        ingest_tokens_mpairs_per_s=with_tokens / tokens_s / 1e6,
-        dict_ingest_mpairs_per_s=pairs / peer_s / 1e6,
-        short_us_p50=_percentile(ours_short, 0.5),
-        short_us_p99=_percentile(ours_short, 0.99),
-        dict_short_us_p50=_percentile(peer_short, 0.5),
-        long_us_p50=_percentile(ours_long, 0.5),
-        long_us_p99=_percentile(ours_long, 0.99),
-        dict_long_us_p50=_percentile(peer_long, 0.5),
-        block_nbytes=block_nbytes,
-        block_nbytes_most=max(most_nbytes, block_nbytes),
-        remove_worker_us=removal_s * 1e6,
+        results=results,
+        tokens_mpairs_per_s=_ingest_with_tokens(max(1, prompts // 8)),
+        block_nbytes_most=own.most_nbytes or results[OWN].block_nbytes,
     )
 
 
-class _Dictionary:
-    """The peer: block hash -> bit mask of workers."""
+def _ingest_with_tokens(prompts: int) -> float:
+    """Of some prompts: tokens are slow to make."""
+    own, taken_s = _Own(), 0.0
+    for packed, _ in holdings("sessions", 1, prompts):
+        taken_s += own.apply(0, payloads(unpacked(packed), tokens=True))
+    return prompts * PROMPT_BLOCKS / taken_s / 1e6
+
+
+def _of_dynamo(python: Path, shape: str, workers: int, prompts: int, rounds: int) -> Result:
+    asked = {"do": "contest", "shape": shape, "workers": workers, "prompts": prompts, "rounds": rounds}
+    answer = ask_dynamo(python, asked)
+    return Result(**{**answer, "asked": [Asked(**one) for one in answer["asked"]]})
+
+
+class _Own:
+    is_slow = False
+
+    def __init__(self) -> None:
+        self._index = PrefixIndex()
+        self.most_nbytes = 0.0
+
+    def store(self, worker: int, hashes: Sequence[int]) -> float:
+        taken_s = self.apply(worker, payloads(hashes, tokens=False))
+        if len(self._index) >= SETTLED_BLOCKS:
+            self.most_nbytes = max(self.most_nbytes, self._index.memory_nbytes / len(self._index))
+        return taken_s
+
+    def take_away(self, worker: int, hashes: Sequence[int]) -> None:
+        self.apply(worker, removals(hashes))
+
+    def apply(self, worker: int, batches: Sequence[bytes]) -> float:
+        name = f"{worker}"
+        started = time.perf_counter()
+        for batch in batches:
+            self._index.apply(name, batch)
+        return time.perf_counter() - started
+
+    def question(self, packed: bytes) -> bytes:
+        return packed
+
+    def ask(self, question: bytes) -> Any:
+        return self._index.match(question)
+
+    def scores(self, answer: Any) -> Scores:
+        return {int(row.worker): row.device_blocks for row in answer}
+
+    def remove_worker(self, worker: int) -> float:
+        started = time.perf_counter()
+        self._index.remove_worker(f"{worker}")
+        return time.perf_counter() - started
+
+    def nbytes(self) -> int:
+        return self._index.memory_nbytes
+
+
+class Dictionary:
+    """Block hash -> bit mask of workers."""
+
+    is_slow = True
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
 
-    def store(self, hashes: Sequence[int], worker: int) -> float:
-        """Seconds that it took."""
-        masks = self._masks
+    def store(self, worker: int, hashes: Sequence[int]) -> float:
+        masks, bit = self._masks, 1 << worker
         started = time.perf_counter()
         for block in hashes:
-            masks[block] = masks.get(block, 0) | worker
+            masks[block] = masks.get(block, 0) | bit
         return time.perf_counter() - started
 
-    def match(self, hashes: Sequence[int]) -> dict[int, int]:
-        """Leading blocks by worker; who holds none is left out."""
-        found: dict[int, int] = {}
+    def take_away(self, worker: int, hashes: Sequence[int]) -> None:
+        for block in hashes:
+            self._masks[block] &= ~(1 << worker)
+
+    def question(self, packed: bytes) -> tuple[int, ...]:
+        return unpacked(packed)
+
+    def ask(self, question: tuple[int, ...]) -> Scores:
+        found: Scores = {}
         masks = self._masks
-        running = masks.get(hashes[0], 0)
-        for count, block in enumerate(hashes):
+        running = masks.get(question[0], 0)
+        for count, block in enumerate(question):
             now = running & masks.get(block, 0)
             if now != running:
                 _end(found, running & ~now, count)
                 running = now
             if not running:
                 return found
-        _end(found, running, len(hashes))
+        _end(found, running, len(question))
         return found
 
+    def scores(self, answer: Scores) -> Scores:
+        return answer
 
-def _end(found: dict[int, int], workers: int, count: int) -> None:
+    def remove_worker(self, worker: int) -> float:
+        kept, masks = ~(1 << worker), self._masks
+        started = time.perf_counter()
+        for block, mask in masks.items():
+            masks[block] = mask & kept
+        return time.perf_counter() - started
+
+    def nbytes(self) -> int:
+        """Of what the dictionary itself takes: its table and its keys; masks are mostly shared, and not counted."""
+        return self._masks.__sizeof__() + len(self._masks) * (1 << 62).__sizeof__()
+
+
+def _end(found: Scores, workers: int, count: int) -> None:
     while workers:
         worker = workers & -workers
         found[worker.bit_length() - 1] = count
         workers ^= worker
 
 
-def _clock(index: PrefixIndex, worker: str, payloads: Sequence[bytes]) -> float:
-    started = time.perf_counter()
-    for payload in payloads:
-        index.apply(worker, payload)
-    return time.perf_counter() - started
-
-
-def _times(ask: Callable[[int], object], prompts: int, rounds: int) -> list[float]:
-    """Microseconds of every call, prompt after prompt; the first round only warms up."""
-    times = []
-    for turn in range(rounds + 1):
-        for number in range(prompts):
-            started = time.perf_counter()
-            ask(number)
-            if turn:
-                times.append((time.perf_counter() - started) * 1e6)
-    return sorted(times)
-
-
-def _percentile(sorted_values: Sequence[float], part: float) -> float:
-    return sorted_values[min(len(sorted_values) - 1, int(part * len(sorted_values)))]
-
-
-def _print(rows: Sequence[Row], call_us: float) -> None:
-    table = Table(
-        title=f"{rows[0].blocks:,} blocks, one thread. Ingest: million pairs/s, from payloads and with their "
-        f"tokens. Lookups: p50 and p99 in us; an empty call takes {call_us:.2f}. Memory: bytes a block, and the "
-        "most while the table grew."
+def _table(row: Row, call_us: float) -> Table:
+    table = _empty_table(
+        f"{row.workers} workers, {row.shape}; {row.blocks:,} blocks, one thread. Lookups of so many blocks: p50 / p99 "
+        f"in us; an empty call takes {call_us:.2f}. With tokens it takes {row.tokens_mpairs_per_s:.1f} M pairs/s; it "
+        f"took at most {row.block_nbytes_most:.1f} B a block while it grew. x: times as fast, or as small.",
+        "",
+        *itertools.chain(*([name] if name == OWN else [name, "x"] for name in row.results)),
     )
-    names = ("held by", "in", "ingest", "tokens", "64", "p99", "8,192", "p99", "B", "most")
-    for name in names:
-        table.add_column(name, justify="left" if name in names[:2] else "right")
-    for row in rows:
-        table.add_row(
-            f"{row.workers} {row.shape}",
-            "kvpool",
-            f"{row.ingest_mpairs_per_s:.1f}",
-            f"{row.ingest_tokens_mpairs_per_s:.1f}",
-            f"{row.short_us_p50:.2f}",
-            f"{row.short_us_p99:.2f}",
-            f"{row.long_us_p50:.0f}",
-            f"{row.long_us_p99:.0f}",
-            f"{row.block_nbytes:.1f}",
-            f"{row.block_nbytes_most:.1f}",
+    names = list(row.results)
+
+    def add(what: str, shown: dict[str, str], times: dict[str, float]) -> None:
+        cells = []
+        for name in names:
+            cells += [shown[name]] if name == OWN else [shown[name], f"{times[name]:.1f}"]
+        table.add_row(what, *cells)
+
+    results = row.results
+    own = results[OWN]
+    add(
+        "ingest, M pairs/s",
+        {name: f"{one.ingest_mpairs_per_s:.1f}" for name, one in results.items()},
+        {name: own.ingest_mpairs_per_s / one.ingest_mpairs_per_s for name, one in results.items()},
+    )
+    add(
+        "memory, B",
+        {name: f"{one.block_nbytes:.1f}" for name, one in results.items()},
+        {name: one.block_nbytes / own.block_nbytes for name, one in results.items()},
+    )
+    for place, asked in enumerate(own.asked):
+        theirs = {name: one.asked[place] for name, one in results.items()}
+        add(
+            f"{asked.blocks:,} {asked.kind}",
+            {name: _times_shown(one) for name, one in theirs.items()},
+            {name: one.p50_us / asked.p50_us for name, one in theirs.items()},
         )
-        dictionary = (f"{row.dict_short_us_p50:.2f}", "", f"{row.dict_long_us_p50:.0f}")
-        table.add_row("", "dict", f"{row.dict_ingest_mpairs_per_s:.1f}", "", *dictionary, end_section=True)
-    Console().print(table)
-
-
-def _print_rpc(rows: Sequence[RpcRow], workers: int) -> None:
-    console = Console()
-    if not rows:
-        console.print("Lookups over gRPC were not measured: pip install 'kvpool[index]'", highlight=False)
-        return
-    table = Table(
-        title=f"Lookups of {PROMPT_BLOCKS:,} blocks over gRPC, {workers} workers, in us, beside an echo of as many "
-        "bytes in the same server. ratio: of the medians."
+    add(
+        "a worker goes, us",
+        {name: f"{one.remove_worker_us:.0f}" for name, one in results.items()},
+        {name: one.remove_worker_us / own.remove_worker_us for name, one in results.items()},
     )
-    names = ("call", "callers", "p50", "p99", "echo p50", "echo p99", "ratio")
-    for name in names:
-        table.add_column(name, justify="left" if name == names[0] else "right")
+    return table
+
+
+def _times_shown(asked: Asked) -> str:
+    digits = 0 if asked.p50_us >= 100 else 1
+    wrong = f", {asked.wrong} wrong" if asked.wrong else ""
+    return f"{asked.p50_us:.{digits}f} / {asked.p99_us:.{digits}f}{wrong}"
+
+
+def _rpc_table(rows: Sequence[RpcRow], workers: int) -> Table:
+    table = _empty_table(
+        f"Lookups of {PROMPT_BLOCKS:,} blocks over gRPC, {workers} workers, in us, beside an echo of as many bytes "
+        "in the same server. ratio: of the medians.",
+        "call", "callers", "p50", "p99", "echo p50", "echo p99", "ratio",
+    )  # fmt: skip
     for row in rows:
         times = (row.p50_us, row.p99_us, row.echo_p50_us, row.echo_p99_us)
         table.add_row(
             row.kind, f"{row.callers}", *(f"{each:.0f}" for each in times), f"{row.p50_over_echo:.2f}"
         )
-    console.print(table)
+    return table
 
 
-def _print_restart(row: RestartRow) -> None:
-    table = Table(
-        title=f"A restart with {row.blocks:,} blocks at {row.workers} workers: bytes a block in the file; ms for which "
-        "batches wait; seconds to pack and write, and to read and take over. Killed with one worker of as many blocks: "
-        "seconds until it listens, and until it answers as before."
+def _feed_tables(feed: FeedReport) -> list[Table]:
+    ingest = _empty_table(
+        f"From a publisher's process over ZMQ into an index's, {feed.publishers} workers, events of 16 blocks with "
+        "their tokens.",
+        "index", "events a batch", "M blocks/s",
+    )  # fmt: skip
+    for row in feed.ingest:
+        ingest.add_row(row.index, f"{row.batch_events}", f"{row.mblocks_per_s:.2f}")
+    beside = _empty_table(
+        f"Lookups of one caller over gRPC, in us, idle and while batches of {feed.beside_batch_events} events come as "
+        "fast as it took them above. ratio: of the p99.",
+        "blocks", "idle p50", "p99", "ingest p50", "p99", "ratio", "M blocks/s",
+    )  # fmt: skip
+    for one in feed.beside:
+        times = (one.idle_p50_us, one.idle_p99_us, one.busy_p50_us, one.busy_p99_us)
+        beside.add_row(
+            f"{one.blocks:,}", *(f"{each:.0f}" for each in times), f"{one.p99_ratio:.2f}", f"{one.mblocks_per_s:.2f}"
+        )  # fmt: skip
+    if feed.peer_query_p50_us is None:
+        return [ingest, beside]
+    peer = _empty_table(
+        f"Dynamo's HTTP indexer, asked for {PROMPT_BLOCKS:,} hashes, in us.", "", "p50", "p99"
     )
-    for name in ("B", "copy, ms", "write, s", "restore, s", "listens, s", "answers, s"):
-        table.add_column(name, justify="right")
+    peer.add_row("/query_by_hash", f"{feed.peer_query_p50_us:.0f}", f"{feed.peer_query_p99_us:.0f}")
+    return [ingest, beside, peer]
+
+
+def _restart_table(row: RestartRow) -> Table:
+    table = _empty_table(
+        f"A restart with {row.blocks:,} blocks at {row.workers} workers: bytes a block in the file; ms for which "
+        "batches wait; seconds to pack and write, and to read and take over. Killed with one worker of as many blocks: "
+        "seconds until it listens, and until it answers as before.",
+        "B", "copy, ms", "write, s", "restore, s", "listens, s", "answers, s",
+    )  # fmt: skip
     table.add_row(
         f"{row.block_nbytes:.1f}", f"{row.copy_ms:.1f}", f"{row.write_s:.2f}", f"{row.restore_s:.2f}",
         f"{row.killed_listens_s:.2f}", f"{row.killed_answers_s:.2f}",
     )  # fmt: skip
-    Console().print(table)
+    return table
+
+
+def _empty_table(title: str, first: str, *names: str) -> Table:
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right")
+    return table

@@ -7,9 +7,7 @@ they are asked for, as vLLM's publisher does, all of them at first and then only
 
 from __future__ import annotations
 
-import random
 import re
-import struct
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,8 @@ from types import TracebackType
 
 import zmq
 
-from kvpool.cli.bench_events import BLOCK_TOKENS, MOST_HOLDERS, PROMPT_BLOCKS, payloads
+from kvpool.cli.bench_contest import PROMPT_BLOCKS, holdings, unpacked
+from kvpool.cli.bench_events import BLOCK_TOKENS, payloads
 from kvpool.cli.engine_process import child_environment, free_ports
 from kvpool.errors import IndexUnavailable, UnknownModel
 from kvpool.hashing import seed_id
@@ -57,14 +56,13 @@ class RestartRow:
 
 def measure_restart(blocks: int, workers: int) -> RestartRow:
     """Blocking, for some seconds. Errors: ``IndexUnavailable`` when the process does not come up."""
-    draw = random.Random(SEED)
-    prompts = [draw.randbytes(8 * PROMPT_BLOCKS) for _ in range(max(1, blocks // PROMPT_BLOCKS))]
+    prompts = max(1, blocks // PROMPT_BLOCKS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "snapshot"
-        nbytes, copy_s, write_s, restore_s = _at_rest(path, prompts, workers, draw)
+        nbytes, copy_s, write_s, restore_s = _at_rest(path, prompts, workers)
         path.unlink()
         listens_s, answers_s = _killed(path, prompts)
-    count = len(prompts) * PROMPT_BLOCKS
+    count = prompts * PROMPT_BLOCKS
     return RestartRow(count, workers, nbytes / count, copy_s * 1e3, write_s, restore_s, listens_s, answers_s)
 
 
@@ -72,21 +70,16 @@ def _worker(name: str, events: str = "tcp://127.0.0.1:1", replay: str = "tcp://1
     return Worker(name, MODEL, BLOCK_TOKENS, seed_id(None), (Publisher(0, events, replay),))
 
 
-def _at_rest(
-    path: Path, prompts: Sequence[bytes], workers: int, draw: random.Random
-) -> tuple[int, float, float, float]:
+def _at_rest(path: Path, prompts: int, workers: int) -> tuple[int, float, float, float]:
     """Bytes of the file, and seconds to copy, to write and to restore."""
     fleet = Fleet()
     sequences = [0] * workers
     for number in range(workers):
         fleet.add(_worker(f"worker-{number}"), "call")
-    for text in prompts:
-        hashes = struct.unpack(f"<{PROMPT_BLOCKS}Q", text)
-        for place, number in enumerate(
-            draw.sample(range(workers), draw.randint(1, min(MOST_HOLDERS, workers)))
-        ):
-            part = hashes if place == 0 else hashes[: draw.randint(1, PROMPT_BLOCKS)]
-            for payload in payloads(part, tokens=False):
+    for packed, theirs in holdings("sessions", workers, prompts):
+        hashes = unpacked(packed)
+        for number, blocks in theirs:
+            for payload in payloads(hashes[:blocks], tokens=False):
                 fleet.apply(f"default/worker-{number}", 0, sequences[number], payload)
                 sequences[number] += 1
     started = time.perf_counter()
@@ -103,13 +96,10 @@ def _at_rest(
     return path.stat().st_size, copied - started, written - started, restored - written
 
 
-def _killed(path: Path, prompts: Sequence[bytes]) -> tuple[float, float]:
+def _killed(path: Path, count: int) -> tuple[float, float]:
     """Seconds from the kill until it listens, and until all prompts are answered as before."""
-    batches = [
-        payload
-        for text in prompts
-        for payload in payloads(struct.unpack(f"<{PROMPT_BLOCKS}Q", text), tokens=False)
-    ]
+    prompts = [packed for packed, _ in holdings("sessions", 1, count)]
+    batches = [payload for packed in prompts for payload in payloads(unpacked(packed), tokens=False)]
     *ports, listen = free_ports(3)
     events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
     flag = f"worker={events},replay={replay},model={MODEL},block={BLOCK_TOKENS}"

@@ -8,7 +8,6 @@ messages and does not decode what comes, so that both ways do the same work here
 from __future__ import annotations
 
 import asyncio
-import random
 import struct
 import subprocess
 import sys
@@ -16,18 +15,20 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from kvpool.cli.bench_events import BLOCK_TOKENS, MOST_HOLDERS, PROMPT_BLOCKS, payloads
+from kvpool.cli.bench_contest import PROMPT_BLOCKS, holdings, unpacked
+from kvpool.cli.bench_events import BLOCK_TOKENS, payloads
 from kvpool.errors import IndexUnavailable
 from kvpool.hashing import seed_id
 from kvpool.index import Publisher, Worker
 from kvpool.v1 import index_pb2 as pb
 
 MODEL = "bench"
-TURNS = 25  # calls of one kind before the other's turn
+CALLERS = (1, 16)
+TURNS = 25  # calls of each caller before the other kind's turn
 START_TIMEOUT_S = 300.0
 ECHO = "/bench.Echo"
 
-Ask = Callable[[int], Awaitable[object]]
+Ask = Callable[[int, int], Awaitable[object]]  # about a prompt, by a caller
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RpcRow:
 
 def measure_rpc(blocks: int, workers: int, rounds: int) -> list[RpcRow]:
     """Blocking, for some seconds. Errors: ``IndexUnavailable`` when the other process does not come up."""
-    prompts = _prompts(blocks)
+    prompts = [packed for packed, _ in holdings("sessions", workers, _prompts(blocks))]
     process = subprocess.Popen(
         [sys.executable, "-m", __spec__.name, str(blocks), str(workers)], stdout=subprocess.PIPE, text=True
     )
@@ -77,27 +78,28 @@ async def _measure(index: str, echo: str, prompts: Sequence[bytes], rounds: int)
         ]
         echo_call = theirs.unary_unary(f"{ECHO}/Call")
 
-        async def unary(number: int) -> object:
+        async def unary(number: int, _: int) -> object:
             return await lookup(requests[number])
 
-        async def unary_echo(number: int) -> object:
+        async def unary_echo(number: int, _: int) -> object:
             return await echo_call(echoed[number])
 
-        rows = [await _row("unary", callers, unary, unary_echo, len(requests), rounds) for callers in (1, 16)]
-        stream = ours.stream_stream("/kvpool.v1.IndexService/LookupStream")()
-        echo_stream = theirs.stream_stream(f"{ECHO}/Stream")()
+        streams = [ours.stream_stream("/kvpool.v1.IndexService/LookupStream")() for _ in range(max(CALLERS))]
+        echo_streams = [theirs.stream_stream(f"{ECHO}/Stream")() for _ in range(max(CALLERS))]
 
-        async def streamed(number: int) -> object:
-            await stream.write(requests[number])
-            return await stream.read()
+        async def streamed(number: int, caller: int) -> object:
+            await streams[caller].write(requests[number])
+            return await streams[caller].read()
 
-        async def streamed_echo(number: int) -> object:
-            await echo_stream.write(echoed[number])
-            return await echo_stream.read()
+        async def streamed_echo(number: int, caller: int) -> object:
+            await echo_streams[caller].write(echoed[number])
+            return await echo_streams[caller].read()
 
-        rows.append(await _row("stream", 1, streamed, streamed_echo, len(requests), rounds))
-        stream.cancel()
-        echo_stream.cancel()
+        rows = []
+        for kind, ask, echo_ask in (("unary", unary, unary_echo), ("stream", streamed, streamed_echo)):
+            rows += [await _row(kind, callers, ask, echo_ask, len(requests), rounds) for callers in CALLERS]
+        for stream in (*streams, *echo_streams):
+            stream.cancel()
         return rows
 
 
@@ -129,16 +131,15 @@ async def _turn(call: Ask, callers: int, prompts: int, number: int) -> list[floa
     async def one(caller: int) -> None:
         for turn in range(TURNS):
             started = time.perf_counter()
-            await call((number * TURNS + turn + caller) % prompts)
+            await call((number * TURNS + turn + caller) % prompts, caller)
             times.append((time.perf_counter() - started) * 1e6)
 
     await asyncio.gather(*(one(caller) for caller in range(callers)))
     return times
 
 
-def _prompts(blocks: int) -> list[bytes]:
-    draw = random.Random(5)
-    return [draw.randbytes(8 * PROMPT_BLOCKS) for _ in range(max(1, blocks // PROMPT_BLOCKS))]
+def _prompts(blocks: int) -> int:
+    return max(1, blocks // PROMPT_BLOCKS)
 
 
 # ---- the process that serves
@@ -166,15 +167,11 @@ async def _serve(blocks: int, workers: int) -> None:
             "flag",
         )  # fmt: skip
         fleet.heard(f"default/worker-{number}", 0)
-    draw = random.Random(7)
     sequences = [0] * workers
-    for prompt in _prompts(blocks):
-        hashes = struct.unpack(f"<{PROMPT_BLOCKS}Q", prompt)
-        for place, number in enumerate(
-            draw.sample(range(workers), draw.randint(1, min(MOST_HOLDERS, workers)))
-        ):
-            part = hashes[: draw.randint(1, PROMPT_BLOCKS)] if place else hashes
-            for payload in payloads(part, tokens=False):
+    for packed, holders in holdings("sessions", workers, _prompts(blocks)):
+        hashes = unpacked(packed)
+        for number, leading in holders:
+            for payload in payloads(hashes[:leading], tokens=False):
                 sequences[number] += 1
                 fleet.apply(f"default/worker-{number}", 0, sequences[number], payload)
 
