@@ -49,7 +49,7 @@ help:
 	@echo "make fuzz      replies of servers, records and events of engines, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
 	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each; make fuzz for as long in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
-	@echo "make bench     block hashes, the file store and the prefix index, each beside its peer"
+	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py and Dynamo, for kvpool bench store|index --peers"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
@@ -80,6 +80,7 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool bench hash
 	$(BIN)/kvpool bench store
 	$(BIN)/kvpool bench index
+	$(BIN)/kvpool bench fleet
 
 bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
 

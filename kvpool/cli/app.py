@@ -454,3 +454,35 @@ def bench_index(
         blocks=blocks, workers=workers or [8, 64, 256], rounds=rounds,
         peers=Path(peers_folder) if peers else None, as_json=as_json,
     )  # fmt: skip
+
+
+@bench.command("fleet")
+def bench_fleet(
+    workers: Annotated[int, typer.Option(min=2, max=4096, help="Simulated workers.")] = 240,
+    routers: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, max=64, help="Routers that share the requests; give it again for another number."
+        ),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=10, max=10_000_000, help="Requests of each run, after as many to warm up.")
+    ] = 4000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sessions.")] = 5,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a PNG of hits and imbalance over routers.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What routers make of the prefix index: sessions on a simulated fleet, placed by four policies.
+
+    At random, by least load, by what each router has placed itself, and by asking one real index that all share, which
+    the simulated workers tell over ZMQ what they store and evict.
+    """
+    with _extra():
+        from kvpool.cli.bench_fleet import run_bench_fleet
+
+    run_bench_fleet(
+        workers=workers, routers=routers or [1, 2, 4, 8], requests=requests, seed=seed,
+        plot=Path(plot) if plot else None, as_json=as_json,
+    )  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -14,7 +12,7 @@ from rich.table import Table
 
 from kvpool.cli.bench_clients import BARE, BARE_AGAIN, LMCACHE, OWN
 from kvpool.cli.host_settings import congestion_control_name
-from kvpool.errors import ConfigError
+from kvpool.cli.plot import new_figure, save_figure
 from kvpool.wording import format_nbytes
 
 CELLS = ("put_idle", "put_busy", "get_idle", "get_busy")
@@ -145,14 +143,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
     Errors: ``ConfigError`` when matplotlib is not installed or the file cannot be written. Without rows: only these.
     """
-    try:
-        # Not its pyplot, which would look for a screen.
-        figure_module: Any = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed: pip install 'kvpool[bench]'"
-        ) from error
-    figure = figure_module.Figure(figsize=(12, 8), layout="constrained")
+    figure = new_figure(12, 8)
     panels = figure.subplots(2, 2, sharex=True)
     sizes = sorted({row.value_nbytes for row in rows})
     for panel, cell in zip(panels.flat, ("put_idle", "get_idle", "put_busy", "get_busy"), strict=True):
@@ -168,7 +159,4 @@ def draw(rows: list[Row], path: Path) -> None:
             panel.set_xscale("log", base=2)
             panel.set_xticks(sizes, [format_nbytes(size) for size in sizes])
             panel.legend()
-    try:
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise ConfigError(f"cannot write the plot {path}: {error.strerror}") from error
+    save_figure(figure, path)

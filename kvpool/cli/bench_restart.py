@@ -32,7 +32,6 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.snapshot import Snapshot, pack
 
 MODEL = "bench"
-SEED = 5
 START_TIMEOUT_S = 60.0
 JOIN_TIMEOUT_S = 300.0
 POLL_S = 0.005
