@@ -77,8 +77,10 @@ class Misbehaving:
                 continue
             with self._lock:
                 kept = list(enumerate(self.kept, self.first))
-            for one, payload in kept:
-                if one >= wanted and one not in self.dropped_in_replays:
+            wanted_ones = [(one, payload) for one, payload in kept if one >= wanted]
+            for at, (one, payload) in enumerate(wanted_ones):
+                # A queue that is full drops what comes behind that which it holds: never the first.
+                if at == 0 or one not in self.dropped_in_replays:
                     self._router.send_multipart([who, empty, b"", one.to_bytes(8, "big"), payload])
             self.dropped_in_replays = set()
             self._router.send_multipart([who, empty, b"", END.to_bytes(8, "big"), b""])

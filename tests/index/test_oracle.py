@@ -193,6 +193,7 @@ class Oracle(RuleBasedStateMachine):
     """Three workers, one with two ranks and one of a model with a sliding window, as one tenant of every replica."""
 
     tenants = 0
+    longest_s = 0.0  # until a quiet service knew everything, of all examples
 
     def __init__(self, clients: Sequence[IndexClient]) -> None:
         super().__init__()
@@ -266,10 +267,12 @@ class Oracle(RuleBasedStateMachine):
 
     @rule(who=WHO, numbers=st.sets(st.integers(0, 20), max_size=6))
     def drop_in_the_next_replay(self, who: int, numbers: set[int]) -> None:
+        self.steps.append(f"{who} drops {numbers} in the next replay")
         self.sources[who].publisher.dropped_in_replays = numbers
 
     @rule(who=WHO, mute=st.booleans())
     def be_mute(self, who: int, mute: bool) -> None:
+        self.steps.append(f"{who} is mute: {mute}")
         self.sources[who].publisher.mute = mute
 
     @rule(who=WHO, count=st.integers(1, 8))
@@ -380,9 +383,11 @@ class Oracle(RuleBasedStateMachine):
                             unsettled.append(f"{row} of {prompt}")
             return not unsettled
 
+        began_s = time.monotonic()
         assert eventually(settled, within_s=SETTLED_S + MARGIN_S), "\n".join(
             [*unsettled, "after:", *self.steps]
         )
+        Oracle.longest_s = max(Oracle.longest_s, time.monotonic() - began_s)
         for worker in self.incarnations:
             self.nothing_of_before(worker)
 
@@ -444,3 +449,4 @@ def test_two_replicas_settle_and_agree(tmp_path: Path) -> None:
             clients.append(parts.enter_context(IndexClient(index.address, timeout_s=CALL_S)))
         while time.monotonic() < ends_s:
             run_state_machine_as_test(lambda: Oracle(clients), settings=drawn(5, 50))
+    print(f"{Oracle.tenants} examples; the longest wait for all to be known was {Oracle.longest_s:.2f} s")
