@@ -684,7 +684,8 @@ void Table::find_held(const Seat& seat, SeatId id, SetRuns& runs, std::uint64_t 
     const bool on = begin * seat.stride < bound && (seat.last != 0 || from_root != 0);
     run = on ? runs.at(i) : nullptr;
     const Columns now = run == nullptr ? Columns{0} : kColumnsOf[sets_.tiers(run->set, id)];
-    for (std::size_t column = 0; column < kColumnCount; ++column) {
+    // Most changes of the set are somebody else's.
+    for (std::size_t column = 0; column < kColumnCount && now != running; ++column) {
       const bool was = (running >> column & 1U) != 0, is = (now >> column & 1U) != 0;
       if (is && !was) since[column] = begin;
       if (was && !is) add_held(held[column], since[column], begin, seat.last, seat.stride);

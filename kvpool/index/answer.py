@@ -87,8 +87,8 @@ class PublisherStatus:
     ``sequence``: of the last batch applied, 0 also before the first. ``batches``: applied. ``gaps``: times that
     batches were missing. ``replays``: gaps that a replay closed. ``resets``: times that all it held was forgotten.
     ``staleness_ms``, ``stale``: as in ``Lookup``. ``problem``: one line; empty: none. What it holds after that batch:
-    ``device_blocks``, ``host_blocks``, ``disk_blocks``; ``digest``, ``blocks`` of all these, as ``Content``: the same in
-    every index that followed it to this sequence.
+    ``device_blocks``, ``host_blocks``, ``disk_blocks``; ``digest``, ``blocks`` of all these, as ``Content``: the same
+    in every index that followed it to this sequence.
     """
 
     dp_rank: int

@@ -60,9 +60,9 @@ class IndexServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
 
     ``tally`` counts what is answered here; others may count in it, too. ``router``: of the same fleet; None: one that
-    knows of no load but what routers report. ``tokenizers``: by model, for prompts that come as text. ``is_warm``: whether
-    there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says "not serving", and every
-    call is answered all the same. ``take``: a snapshot of what is known, to be called in any thread.
+    knows of no load but what routers report. ``tokenizers``: by model, for prompts that come as text. ``is_warm``:
+    whether there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says "not serving",
+    and every call is answered all the same. ``take``: a snapshot of what is known, to be called in any thread.
     """
 
     def __init__(

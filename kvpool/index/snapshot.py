@@ -41,7 +41,8 @@ assert _HEADER.size == 32
 
 class RankState(NamedTuple):
     """A rank of a worker. ``holder``: who has its blocks in the image. ``position``: the batch after which these are
-    its blocks; None: there is nothing to go on from. ``lacking``: why they are only a part of them; empty: they are all."""
+    its blocks; None: there is nothing to go on from. ``lacking``: why they are only a part of them; empty: all of them.
+    """
 
     publisher: Publisher
     holder: str

@@ -170,6 +170,21 @@ def test_from_a_publisher_to_a_table() -> None:
 
 
 @pytest.mark.usefixtures("grpc_started")
+@pytest.mark.parametrize(("flags", "blocks"), [([], 0), (["--no-reuse-reports"], 3)])
+def test_windows_are_known_where_nobody_asks_for_reports(flags: list[str], blocks: int) -> None:
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33, "group_idx": 1}
+    told = stored([1, 2, 3, 4], group_idx=0), stored([1, 2, 3, 4], **window)
+    with misbehaving() as publisher:
+        publisher.publish(batch(*told))
+        worker = f"w={publisher.publisher.events},model=m,block=16,replay={publisher.publisher.replay}"
+        with running("--worker", worker, *flags) as index, IndexClient(index.target, 30) as client:
+            assert eventually(
+                lambda: client.lookup("m", hashes64=packed64([1, 2, 3, 4])).device_blocks == (4,)
+            )
+            assert client.lookup("m", hashes64=packed64([1, 2, 3])).device_blocks == (blocks,)
+
+
+@pytest.mark.usefixtures("grpc_started")
 def test_hashes_and_the_seed_of_the_index() -> None:
     with misbehaving() as publisher:
         publisher.publish(batch(stored([7, 0xFFEEDDCCBBAA9988, 9])))

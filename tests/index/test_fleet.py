@@ -234,6 +234,16 @@ def test_a_rank_says_what_it_holds() -> None:
     fleet.reset("default/a", 1, "x")
     assert held() == [(0, 0, 0), (0, 0, 0)]
     assert fleet.totals().pool_blocks == 2
+def test_groups_are_scored_by_the_workers_block_size() -> None:
+
+
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33, "group_idx": 1}
+    told = batch(stored([1, 2, 3, 4], group_idx=0), stored([2, 4], **window, block_size=32))
+    for reuse_reports, blocks in ((True, 0), (False, 4)):
+        fleet = Fleet(reuse_reports=reuse_reports)
+        fleet.add(a_worker(), "flag")
+        say(fleet, "default/w", 0, 1, told)
+        assert ask(fleet, [1, 2, 3, 4, 5]) == {("w", 0): (blocks, blocks, 0)}
 
 
 # ---- the pool
