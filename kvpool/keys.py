@@ -56,6 +56,22 @@ class BlockKey(NamedTuple):
     rank: int
 
 
+class FoundKey(NamedTuple):
+    """A block's key as an index knows it: by the 64-bit form of the hash."""
+
+    tenant: str
+    namespace: str  # 32 hex digits
+    hash64: int
+    group: int
+    rank: int
+
+
+def split_key(key: str) -> FoundKey:
+    """Take apart a key of which ``is_key`` was true: for who looks at millions of them."""
+    _, tenant, namespace, block_hash, group, rank = key.split(":")
+    return FoundKey(tenant, namespace, int(block_hash[-16:], 16), int(group), int(rank))
+
+
 def parse_key(key: str) -> BlockKey:
     """Take one block's key apart.
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvpool.errors import ConfigError
 from kvpool.keys import (
     BlockKey,
+    FoundKey,
     GroupLayout,
     Layout,
     Namespace,
@@ -21,7 +22,9 @@ from kvpool.keys import (
     parse_key,
     parse_tenant,
     parse_worker_key,
+    rank_key,
     request_key,
+    split_key,
     tenant_prefix,
     worker_key,
     workers_prefix,
@@ -289,3 +292,13 @@ def test_a_bad_layout(change: dict[str, Any], words: str) -> None:
         Layout("", (FULL,))
     with pytest.raises(ConfigError):
         Layout("bfloat16", ())
+
+
+@pytest.mark.parametrize("nbytes", [8, 16, 32, 64])
+def test_a_found_key_says_what_events_say(nbytes: int) -> None:
+    namespace = Namespace("tenant_1", {"model": "m"})
+    digest = bytes(range(100, 100 + nbytes))
+    key = namespace.key(digest, 12, 65535)
+    found = FoundKey("tenant_1", namespace.hex, int.from_bytes(digest[-8:], "big"), 12, 65535)
+    assert split_key(key) == found
+    assert rank_key(key, 3) == namespace.key(digest, 12, 3)

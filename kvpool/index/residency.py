@@ -31,7 +31,7 @@ import msgpack
 
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.fleet import Fleet, Pool
-from kvpool.keys import KEY_PREFIX, BlockKey, Fact, namespace_prefix, parse_key, rank_key, tenant_prefix
+from kvpool.keys import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
 from kvpool.stores.facts import announced_namespaces
 from kvpool.stores.notices import Notices
 from kvpool.stores.store import SCAN_KEYS, Store
@@ -225,31 +225,31 @@ class Residency:
 
     # ---- what is there
 
-    def _ours(self, keys: Iterable[str]) -> list[tuple[str, BlockKey]]:
+    def _ours(self, keys: Iterable[str]) -> list[tuple[str, FoundKey]]:
         """The keys of known namespaces, taken apart; learns how many ranks those have."""
         known = _names(self._pools)
         ours = []
         for key in keys:
-            block = parse_key(key)
+            block = split_key(key)
             namespace = _namespace(block)
             if namespace in known and block.rank < MAX_RANKS:
                 self._ranks[namespace] = max(self._ranks.get(namespace, 1), block.rank + 1)
                 ours.append((key, block))
         return ours
 
-    def _settle(self, blocks: Iterable[tuple[str, BlockKey]], seen: Collection[str]) -> int:
+    def _settle(self, blocks: Iterable[tuple[str, FoundKey]], seen: Collection[str]) -> int:
         """Credit the blocks that are there, and no longer those that are not; how many keys were asked for.
 
         ``blocks``: with the key of the first rank. ``seen``: keys that were there just now.
         """
-        there: dict[str, BlockKey] = dict(blocks)
+        there: dict[str, FoundKey] = dict(blocks)
         wanted = [
             wanted
             for key, block in there.items()
             for rank in range(self._ranks[_namespace(block)])
             if (wanted := rank_key(key, rank)) not in seen
         ]
-        gone: dict[str, BlockKey] = {}
+        gone: dict[str, FoundKey] = {}
         for start in range(0, len(wanted), MAX_ASKED):
             asked = wanted[start : start + MAX_ASKED]
             for key, found in zip(asked, self._store.contains_many(asked), strict=True):
@@ -261,10 +261,10 @@ class Residency:
         self._tell("BlockRemoved", gone.values())
         return len(wanted)
 
-    def _tell(self, event: str, blocks: Iterable[BlockKey]) -> None:
+    def _tell(self, event: str, blocks: Iterable[FoundKey]) -> None:
         by_group: dict[Namespace, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for block in blocks:
-            by_group[_namespace(block)][block.group].append(int.from_bytes(block.hash[-8:], "big"))
+            by_group[_namespace(block)][block.group].append(block.hash64)
         if not by_group:
             return
         for pool in self._pools:
@@ -310,8 +310,8 @@ class Residency:
             logger.warning("this is over: %s", trouble)
 
 
-def _namespace(block: BlockKey) -> Namespace:
-    return block.tenant, block.fingerprint.hex()
+def _namespace(block: FoundKey) -> Namespace:
+    return block[:2]
 
 
 def _names(pools: Iterable[Pool]) -> set[Namespace]:

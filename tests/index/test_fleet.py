@@ -234,8 +234,9 @@ def test_a_rank_says_what_it_holds() -> None:
     fleet.reset("default/a", 1, "x")
     assert held() == [(0, 0, 0), (0, 0, 0)]
     assert fleet.totals().pool_blocks == 2
-def test_groups_are_scored_by_the_workers_block_size() -> None:
 
+
+def test_groups_are_scored_by_the_workers_block_size() -> None:
 
     window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33, "group_idx": 1}
     told = batch(stored([1, 2, 3, 4], group_idx=0), stored([2, 4], **window, block_size=32))
