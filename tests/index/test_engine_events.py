@@ -305,7 +305,7 @@ def test_groups_are_scored_as_the_engine_would(seed: int, groups: str) -> None:
     engine = _HybridEngine(random.Random(seed), GROUPS[groups](), full_reports=False)
     index = PrefixIndex(reuse_reports=False, block_tokens=engine.BLOCK)
     hits = cut = 0
-    for _ in range(250):
+    for _ in range(180):
         index.apply("w", engine.step())
         for hashes in engine.prompts:
             usable = engine.usable(hashes)
@@ -325,7 +325,7 @@ def test_groups_are_never_credited_with_more_than_the_engine_could_use(
     engine = _HybridEngine(random.Random(7), GROUPS[groups](), full_reports=full_reports)
     index = PrefixIndex(block_tokens=engine.BLOCK)
     credited = usable = 0
-    for _ in range(250):
+    for _ in range(180):
         index.apply("w", engine.step())
         for hashes in engine.prompts:
             ours, theirs = _credited(index, hashes), engine.usable(hashes)

@@ -430,7 +430,7 @@ def test_no_answer_is_beyond_the_state_that_it_names() -> None:
         IndexClient(served.target, timeout_s=CALL_S) as client,
     ):
         try:
-            run_state_machine_as_test(lambda: Oracle([client]), settings=drawn(20, 30))
+            run_state_machine_as_test(lambda: Oracle([client]), settings=drawn(15, 30))
         finally:
             served.roster.close()
 
