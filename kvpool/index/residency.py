@@ -34,13 +34,14 @@ from kvpool.index.fleet import Fleet, Pool
 from kvpool.keys import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
 from kvpool.stores.facts import announced_namespaces
 from kvpool.stores.notices import Notices
-from kvpool.stores.store import SCAN_KEYS, Store
+from kvpool.stores.store import LOOK_KEYS, Store
 
 DEFAULT_KEYS_PER_S = 20_000
 MAX_KEYS_PER_S = 10_000_000
 PAUSE_S = 10.0  # between two rounds
 RETRY_S = 1.0  # after a round that failed
 WAIT_S = 0.25  # the longest that nobody looks whether there is something to do
+CATCH_UP_S = 0.1
 CLOSE_S = 5.0
 MAX_ASKED = 1 << 16  # keys in one question to the pool
 MAX_RANKS = 1024  # of a namespace: a key that names a higher one is passed over
@@ -156,7 +157,9 @@ class Residency:
         try:
             if heard.emptied and not self._has_witness():
                 self._fleet.forget_pool()
-            self._settle(((rank_key(key, 0), block) for key, block in self._ours(heard.keys)), ())
+            for start in range(0, len(heard.keys), LOOK_KEYS):
+                keys = heard.keys[start : start + LOOK_KEYS]
+                self._settle(((rank_key(key, 0), block) for key, block in self._ours(keys)), ())
         except KVPoolError:
             self._again.set()
 
@@ -173,7 +176,7 @@ class Residency:
             return
         if self._round is None:
             self._again.clear()
-            self._round = self._walk()
+            self._round, self._next_s = self._walk(), now_s
         try:
             looked_at = next(self._round)
         except StopIteration:
@@ -184,7 +187,8 @@ class Residency:
             self._count(failed_rounds=1)
             self._say(_UNSEEN, str(error))
         else:
-            self._next_s = now_s + looked_at / self._keys_per_s
+            # What a step came late, for notices were looked after, is caught up.
+            self._next_s = max(self._next_s, now_s - CATCH_UP_S) + looked_at / self._keys_per_s
 
     def _end_round(self, pause_s: float, least_pause_s: float = 0.0) -> None:
         if self._round is not None:
@@ -210,7 +214,7 @@ class Residency:
             for keys in self._store.scan_keys(_common_prefix(self._known)):
                 # Each block once, by its first rank: without that one it is not there.
                 found = [(key, block) for key, block in self._ours(keys) if block.rank == 0]
-                yield SCAN_KEYS + self._settle(found, set(keys))
+                yield max(LOOK_KEYS, len(keys)) + self._settle(found, set(keys))
             for pool in pools:
                 left, slices = 1, 0
                 while left:

@@ -109,7 +109,7 @@ class _Inbox:
 
     def take(self, timeout_s: float) -> Heard:
         if self._something.wait(timeout_s):
-            self.closed.wait(LINGER_S)
+            self.closed.wait(min(LINGER_S, timeout_s))
         with self._lock:
             heard = Heard(list(self._keys), self._emptied, self._missed, "")
             self._keys, self._emptied, self._missed = {}, False, False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool.errors import StoreUnavailable
 from kvpool.keys import is_key
 from kvpool.stores.server_announcements import connect
-from kvpool.stores.store import SCAN_KEYS, StoredBlock
+from kvpool.stores.store import LOOK_KEYS, SCAN_KEYS, StoredBlock
 from kvpool.stores.url import StoreURL
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBl
     the name is read. Errors: ``StoreUnavailable``.
     """
     with _looking(url, name) as server:
-        for keys in _walk(server, prefix):
+        for keys in _walk(server, prefix, SCAN_KEYS):
             if keys:
                 yield _sized(server, keys)
 
@@ -35,7 +35,7 @@ def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBl
 def scan_keys(url: StoreURL, name: str, prefix: str) -> Iterator[list[str]]:
     """``Store.scan_keys`` on the server of ``url``. Errors: ``StoreUnavailable``."""
     with _looking(url, name) as server:
-        yield from _walk(server, prefix)
+        yield from _walk(server, prefix, LOOK_KEYS)
 
 
 @contextmanager
@@ -49,12 +49,12 @@ def _looking(url: StoreURL, name: str) -> Iterator[redis.Redis]:
         raise StoreUnavailable(f"{name}: cannot look at its blocks: {error}") from error
 
 
-def _walk(server: redis.Redis, prefix: str) -> Iterator[list[str]]:
-    """The blocks' keys of each step."""
+def _walk(server: redis.Redis, prefix: str, count: int) -> Iterator[list[str]]:
+    """The blocks' keys of each step, in which the server walks about ``count``."""
     pattern = _SPECIAL.sub(r"\\\1", prefix) + "*"
     cursor = 0
     while True:
-        reply: Any = server.scan(cursor, match=pattern, count=SCAN_KEYS)
+        reply: Any = server.scan(cursor, match=pattern, count=count)
         cursor, names = reply
         yield [key for key in (one.decode("ascii", "replace") for one in names) if is_key(key)]
         if cursor == 0:

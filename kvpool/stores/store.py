@@ -26,6 +26,7 @@ MAX_ANNOUNCEMENTS = 4096
 MAX_ANNOUNCEMENT_KEY_CHARS = 512
 MAX_LEASE_S = 366 * 86400.0
 SCAN_KEYS = 1000  # about so many at a time
+LOOK_KEYS = 128  # of scan_keys(): so few that who looks at them does not keep the interpreter from others
 
 _Store = TypeVar("_Store", bound="Store")
 
@@ -190,7 +191,7 @@ class Store(ABC):
         return self._scan(prefix)
 
     def scan_keys(self, prefix: str = KEY_PREFIX) -> Iterator[list[str]]:
-        """As ``scan``, the keys alone: a list for every thousand or so that were walked, which may be empty.
+        """As ``scan``, the keys alone: a list for every hundred or so that were walked, which may be empty.
 
         What stays is given at least once; where it cannot be sure of that (servers changed), the last step fails.
         Blocking at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
@@ -266,7 +267,9 @@ class Store(ABC):
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]: ...
 
     def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
-        return ([block.key for block in blocks] for blocks in self._scan(prefix))
+        for blocks in self._scan(prefix):
+            for start in range(0, len(blocks), LOOK_KEYS):
+                yield [block.key for block in blocks[start : start + LOOK_KEYS]]
 
     def _notices(self) -> Notices | None:
         return None
