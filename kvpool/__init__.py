@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpool.errors import (
+    AccessDenied,
     ConfigError,
     EngineRefused,
     IndexUnavailable,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessDenied",
     "AsyncIndexClient",
     "BlockHasher",
     "Chat",

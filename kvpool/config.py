@@ -25,11 +25,12 @@ from kvpool.tenant import check_tenant
 from kvpool.wording import nearest, parse_nbytes, redact, unknown
 from kvpool.worker_name import check_worker_name
 
-__all__ = ["PoolConfig", "TierConfig", "hash_seed", "redact"]
+__all__ = ["PoolConfig", "TierConfig", "hash_seed", "index_token", "read_toml", "redact"]
 
 ENVIRONMENT_PREFIX = "KVPOOL_"
 CONFIG_VARIABLE = "KVPOOL_CONFIG"
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+INDEX_TOKEN_VARIABLE = "KVPOOL_INDEX_TOKEN"  # noqa: S105 - a name
 MAX_CONFIG_FILE_NBYTES = 1 << 20
 _TYPO_LIKENESS = 0.8  # KVPOOL_PORT, which Kubernetes sets for a service named kvpool, is 0.5 of KVPOOL_POOL
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
@@ -109,7 +110,7 @@ class _Settings(BaseModel):
         merged: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         if path:
-            for name, value in _read_toml(path).items():
+            for name, value in read_toml(path, CONFIG_VARIABLE).items():
                 if name not in fields:
                     raise ConfigError(f"{path}: {unknown('setting', name, fields)}")
                 merged[name], spelled[name] = value, f'{path}: setting "{name}"'
@@ -185,6 +186,11 @@ def hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get(HASH_SEED_VARIABLE)
 
 
+def index_token(environ: Mapping[str, str] | None = None) -> str:
+    """The bearer token for an index, a secret: ``KVPOOL_INDEX_TOKEN``; empty when it is not set."""
+    return (os.environ if environ is None else environ).get(INDEX_TOKEN_VARIABLE, "")
+
+
 def _is_reachable(host: str) -> bool:
     """Whether ``host`` can be an address of one host: a name, or an IP address but the one that means all."""
     try:
@@ -237,18 +243,22 @@ def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str], settings: 
     return f"{spelled[name]}: {problem}{got}"
 
 
-def _read_toml(path: str) -> dict[str, Any]:
+def read_toml(path: str, named_by: str) -> dict[str, Any]:
+    """What the TOML file at ``path`` says; ``named_by``: the variable or option that names it.
+
+    Blocking: reads one small file. Errors: ``ConfigError``.
+    """
     tomllib = _toml_reader(path)
     try:
         with Path(path).open("rb") as file:
             raw = file.read(MAX_CONFIG_FILE_NBYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{CONFIG_VARIABLE}={path}: {error.strerror}") from error
+        raise ConfigError(f"{named_by}={path}: {error.strerror}") from error
     if len(raw) > MAX_CONFIG_FILE_NBYTES:
-        raise ConfigError(f"{path}: larger than {MAX_CONFIG_FILE_NBYTES} bytes: this is not a settings file")
+        raise ConfigError(f"{path}: larger than {MAX_CONFIG_FILE_NBYTES} bytes: this is not such a file")
     try:
         settings: dict[str, Any] = tomllib.loads(raw.decode())
-    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError
         raise ConfigError(f"{path}: not TOML: {str(error).splitlines()[0]}") from None
     return settings
 

@@ -35,5 +35,9 @@ class IndexUnavailable(KVPoolError):
     """The index could not answer in time or at all; a router goes on without it. Says which and what to do."""
 
 
+class AccessDenied(IndexUnavailable):
+    """The index does not let this caller in: no token, a wrong one, or one without the right for this tenant."""
+
+
 class UnknownModel(KVPoolError, LookupError):
     """The index knows no worker of this model and tenant, or cannot hash tokens as any of them does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,11 +37,28 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
+# How a command gets into an index.
+TokenFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Holds the bearer token for the index; without it KVPOOL_INDEX_TOKEN."),
+]
+TlsCa = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Connect with TLS; the authority of the index's certificate, PEM."),
+]
+TlsCert = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Certificate of this client, where the index demands one.")
+]
+TlsKey = Annotated[str | None, typer.Option(metavar="FILE", help="Private key of --tls-cert.")]
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 def main() -> None:
     """Entry point of the console script."""
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "NONE"
+    )  # what it would print of a failed handshake, our line says
     try:
         code = app(standalone_mode=False)  # what a command's typer.Exit says; Ctrl-C comes as 130
         if code == EXIT_INTERRUPTED:
@@ -138,6 +156,10 @@ def doctor(
         ),
     ] = None,
     tenant: Annotated[str, typer.Option(help="Whose part of the pool.")] = "default",
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Say what keeps a pool, its workers or an index from working, and what to change.
@@ -147,8 +169,11 @@ def doctor(
     if pool is None and not index:
         raise ConfigError("name what to examine: --pool URL, --index HOST:PORT, or both")
     from kvpool.cli.doctor import run_doctor
+    from kvpool.cli.index_connection import IndexConnection
 
-    if not run_doctor(pool=pool, indexes=index or [], tenant=tenant, as_json=as_json):
+    ways = (token_file, tls_ca, tls_cert, tls_key)
+    indexes = [IndexConnection(target, *ways) for target in index or ()]
+    if not run_doctor(pool=pool, indexes=indexes, tenant=tenant, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -254,6 +279,20 @@ def index(
             help="A coefficient of Route: local, pool, waiting, running or usage.",
         ),
     ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Ask callers for a token of this file; kvpool token makes entries."
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Serve TLS with this certificate and its chain, PEM.")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Its private key, PEM.")] = None,
+    tls_client_ca: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Demand of callers a certificate of this authority, PEM."),
+    ] = None,
 ) -> None:
     """Serve the prefix index: which worker holds how much of a prompt. Runs until SIGTERM or Ctrl-C."""
     with _extra():
@@ -264,9 +303,30 @@ def index(
             listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, workers=worker or [], max_blocks=max_blocks,
             reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot,
             snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [],
-            scrape=scrape, route_costs=route_cost or [],
+            scrape=scrape, route_costs=route_cost or [], tokens=tokens, tls_cert=tls_cert, tls_key=tls_key,
+            tls_client_ca=tls_client_ca,
         )
     )  # fmt: skip
+
+
+@app.command()
+def token(
+    name: Annotated[str, typer.Argument(help="Whom it is for; a name in the file of tokens.")],
+    token_file: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="Where the token is written, a new file, for that caller alone."),
+    ],
+    right: Annotated[
+        list[str] | None, typer.Option("--right", help="ask, publish or administer; give it again for more.")
+    ] = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option("--tenant", help="For whose workers; give it again for more; *: all.")
+    ] = None,
+) -> None:
+    """Make a bearer token for an index, and print the entry for its file of tokens: kvpool token ... >> tokens.toml."""
+    from kvpool.cli.token import run_token
+
+    run_token(name=name, rights=right or ["ask"], tenants=tenant or ["default"], token_file=token_file)
 
 
 @app.command()
@@ -311,14 +371,20 @@ def lookup(
     most: Annotated[
         int, typer.Option(min=0, help="Most rows of the table; 0: all. JSON always has all.")
     ] = 40,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
     """Ask an index how many leading blocks of a prompt each worker holds."""
     with _extra():
+        from kvpool.cli.index_connection import IndexConnection
         from kvpool.cli.lookup import run_lookup
 
+    index = IndexConnection(index_, token_file, tls_ca, tls_cert, tls_key)
     run_lookup(
-        model=model, index=index_, token_ids=token_ids, hashes=hashes, text=text, chat=chat, tenant=tenant,
+        model=model, index=index, token_ids=token_ids, hashes=hashes, text=text, chat=chat, tenant=tenant,
         lora_name=lora_name, lora_path=lora_path, cache_salt=cache_salt, workers=worker, route=route,
         timeout_s=timeout, most=most, as_json=as_json,
     )  # fmt: skip
@@ -341,17 +407,22 @@ def top(
         float, typer.Option(min=0.2, max=3600, metavar="SECONDS", help="Time between two looks.")
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and exit.")] = False,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a look instead of a table.")
     ] = False,
 ) -> None:
     """Watch an index: its workers, what they hold, how far behind it is, hit ratios. Runs until Ctrl-C."""
     with _extra():
+        from kvpool.cli.index_connection import IndexConnection
         from kvpool.cli.top import run_top
 
     run_top(
-        index=index_, tenant=tenant, model=model, sort=sort, most=most, interval_s=interval, once=once,
-        as_json=as_json,
+        index=IndexConnection(index_, token_file, tls_ca, tls_cert, tls_key), tenant=tenant, model=model, sort=sort,
+        most=most, interval_s=interval, once=once, as_json=as_json,
     )  # fmt: skip
 
 

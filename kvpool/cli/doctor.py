@@ -20,6 +20,7 @@ from kvpool.cli.file_system import file_system_findings
 from kvpool.cli.finding import Finding, note, ok, problem
 from kvpool.cli.fleet_check import announced_workers, index_findings, replica_findings, worker_findings
 from kvpool.cli.host_settings import host_findings
+from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.server_settings import server_findings
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.index.worker import Worker
@@ -36,7 +37,7 @@ MAX_DIFFERENCES_SHOWN = 8
 _STYLE = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
-def run_doctor(*, pool: str | None, indexes: Sequence[str], tenant: str, as_json: bool) -> bool:
+def run_doctor(*, pool: str | None, indexes: Sequence[IndexConnection], tenant: str, as_json: bool) -> bool:
     """Examine what is named and print what was found; True without a problem.
 
     Blocking, for some seconds. Errors: ``ConfigError`` for a URL or tenant that is none.

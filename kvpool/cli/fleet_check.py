@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from kvpool.cli.finding import Finding, note, ok, problem
-from kvpool.errors import IndexUnavailable, UnknownModel
+from kvpool.cli.index_connection import IndexConnection
+from kvpool.errors import AccessDenied, IndexUnavailable, UnknownModel
 from kvpool.index.answer import WorkerStatus
 from kvpool.index.client import IndexClient
 from kvpool.index.worker import Worker
@@ -109,16 +110,19 @@ def _schemes(workers: Iterable[Worker]) -> Iterator[Finding]:
             )
 
 
-def index_findings(target: str, announced: list[Worker] | None, tenant: str) -> Iterator[Finding]:
-    """Judge the index at ``target``. ``announced``: who is in the pool; None: it was not looked at."""
-    with IndexClient(target) as client:
+def index_findings(index: IndexConnection, announced: list[Worker] | None, tenant: str) -> Iterator[Finding]:
+    """Judge an index. ``announced``: who is in the pool; None: it was not looked at."""
+    with index.open() as client:
         try:
             statuses = client.workers()
+        except AccessDenied as error:
+            yield problem("index", str(error), "give a token with the right to ask: --token-file")
+            return
         except IndexUnavailable as error:
             yield problem("index", str(error), "start it with kvpool index, or correct the address")
             return
         count = sum(len(status.publishers) for status in statuses)
-        yield ok("index", f"{target} answers: it follows {len(statuses)} workers with {count} ranks")
+        yield ok("index", f"{index.target} answers: it follows {len(statuses)} workers with {count} ranks")
         if not statuses:
             yield note(
                 "index",
@@ -179,14 +183,14 @@ def _hashing(client: IndexClient, statuses: list[WorkerStatus]) -> Iterator[Find
             yield problem("index", str(error), "or ask it by block hashes")
 
 
-def replica_findings(target: str, other: str) -> Iterator[Finding]:
+def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterator[Finding]:
     """Whether two indexes know the same of the workers that both follow. Blocking, for two seconds where they do not.
 
     They are compared at equal sequences, so one that is a little behind is no finding.
     """
     differing: dict[_Rank, tuple[int, int]] = {}
     compared: set[_Rank] = set()
-    with IndexClient(target) as one, IndexClient(other) as two:
+    with target.open() as one, other.open() as two:
         for turn in range(COMPARISONS):
             if turn:
                 time.sleep(BETWEEN_S)
@@ -208,8 +212,8 @@ def replica_findings(target: str, other: str) -> Iterator[Finding]:
     for (worker, _, dp_rank), (blocks, its_blocks) in sorted(differing.items()):
         yield problem(
             "replicas",
-            f"after the same batch of rank {dp_rank} of worker {worker}, {target} knows of {blocks} blocks and {other} "
-            f"of {its_blocks}, and not of the same",
+            f"after the same batch of rank {dp_rank} of worker {worker}, {target.target} knows of {blocks} blocks and "
+            f"{other.target} of {its_blocks}, and not of the same",
             "the one that has missed batches (resets in ListWorkers) knows less: start it anew with --bootstrap of the "
             "other",
         )

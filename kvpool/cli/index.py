@@ -14,12 +14,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from kvpool.cli.index_connection import IndexConnection
 from kvpool.config import hash_seed, redact
 from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError, SnapshotRefused
 from kvpool.index import snapshot_file
 from kvpool.index.admission import check_worker
 from kvpool.index.channel import check_target
-from kvpool.index.client import IndexClient
+from kvpool.index.doors import Doors
 from kvpool.index.exporter import Exporter
 from kvpool.index.feed import EventFeed
 from kvpool.index.fleet import Fleet
@@ -33,6 +34,7 @@ from kvpool.index.service import IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.index.snapshot_file import SnapshotFile
 from kvpool.index.tally import Tally
+from kvpool.index.tls import ServerTls
 from kvpool.index.tokenizer import Tokenizer
 from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.stores import Store, visit_store
@@ -65,6 +67,10 @@ class IndexSettings:
     tokenizers: Sequence[str]
     scrape: bool
     route_costs: Sequence[str]
+    tokens: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
 
 
 def run_index(settings: IndexSettings) -> None:
@@ -79,9 +85,21 @@ def run_index(settings: IndexSettings) -> None:
         raise ConfigError("--worker: two workers of one tenant have the same name")
     router = Router(fleet, costs=parse_costs(settings.route_costs))
     loaded = load_tokenizers(settings.tokenizers)
+    doors = Doors(settings.tokens)
+    tls = _tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     _log_lines()
     _allow_descriptors()
-    asyncio.run(_serve(settings, fleet, named, router, loaded))
+    asyncio.run(_serve(settings, fleet, named, router, loaded, doors, tls))
+
+
+def _tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
+    if (cert is None) != (key is None):
+        raise ConfigError("--tls-cert and --tls-key go together: a certificate and its private key")
+    if cert is None or key is None:
+        if client_ca is not None:
+            raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key: there is no TLS without them")
+        return None
+    return ServerTls(cert, key, client_ca or "")
 
 
 async def _serve(
@@ -90,6 +108,8 @@ async def _serve(
     workers: Sequence[Worker],
     router: Router,
     tokenizers: Mapping[str, Tokenizer],
+    doors: Doors,
+    tls: ServerTls | None,
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
     ended = asyncio.Event()
@@ -129,6 +149,8 @@ async def _serve(
             is_warm=is_warm,
             warm_up_s=settings.warm_up_s,
             take=take,
+            doors=doors,
+            tls=tls,
         )
         parts.push_async_callback(server.stop)
         if settings.scrape:
@@ -140,7 +162,7 @@ async def _serve(
             f", metrics on port {exporter.serve(settings.metrics)}" if settings.metrics is not None else ""
         )
         if settings.http is not None:
-            http_server = HttpServer(roster, tally, server.is_serving)
+            http_server = HttpServer(roster, tally, server.is_serving, doors=doors, tls=tls)
             parts.push_async_callback(http_server.stop)
             shown += f", HTTP on port {await http_server.start(settings.http)}"
         for worker in workers:
@@ -174,7 +196,7 @@ def _warm_up(
     def of_peer() -> Snapshot | None:
         if bootstrap is None:
             return None
-        with IndexClient(bootstrap) as peer:
+        with IndexConnection(bootstrap).open() as peer:
             return unpack(peer.snapshot(timeout_s=BOOTSTRAP_TIMEOUT_S))
 
     def of_file() -> Snapshot | None:

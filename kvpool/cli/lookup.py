@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.ranking import ranking_json, ranking_table
 from kvpool.errors import ConfigError
 from kvpool.index import Chat, Lookup, Row
-from kvpool.index.client import IndexClient
 
 MAX_FILE_NBYTES = 128 << 20
 MAX_U32, MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
@@ -33,7 +33,7 @@ _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 def run_lookup(
     *,
     model: str,
-    index: str,
+    index: IndexConnection,
     token_ids: str | None,
     hashes: str | None,
     text: str | None,
@@ -72,7 +72,7 @@ def run_lookup(
     else:
         assert chat is not None
         question["chat"] = read_chat(chat, "--chat")
-    with IndexClient(index, timeout_s) as client:
+    with index.open(timeout_s) as client:
         if route:
             ranking = client.route(model, **question)
             if as_json:

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvpool.cli.index_connection import IndexConnection
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client import IndexClient
@@ -77,7 +78,7 @@ SORTS: dict[str, Callable[[Row], float]] = {
 
 def run_top(
     *,
-    index: str,
+    index: IndexConnection,
     tenant: str | None,
     model: str | None,
     sort: str,
@@ -94,7 +95,7 @@ def run_top(
         raise ConfigError(f"--sort: {unknown('order', sort, SORTS)}")
     console = Console()
     try:
-        with IndexClient(index, TIMEOUT_S) as client:
+        with index.open(TIMEOUT_S) as client:
             watch = _Watch(client, tenant, model, sort)
             if once:
                 watch.look()

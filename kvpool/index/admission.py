@@ -10,7 +10,7 @@ import re
 from kvpool.errors import ConfigError
 from kvpool.hashing import ALGORITHMS, MAX_BLOCK_TOKENS, BlockHasher
 from kvpool.index.table import MAX_DP_RANK
-from kvpool.index.worker import Publisher, Worker
+from kvpool.index.worker import PUSHED, Publisher, Worker
 from kvpool.tenant import check_tenant
 
 MAX_NAME_NBYTES = 256
@@ -66,6 +66,10 @@ def _check_publisher(who: str, publisher: Publisher) -> None:
     rank = publisher.dp_rank
     if type(rank) is not int or not 0 <= rank <= MAX_DP_RANK:
         raise ConfigError(f"{who}: dp_rank is a whole number from 0 to {MAX_DP_RANK}, not {rank!r:.40}")
+    if publisher.events == PUSHED:
+        if publisher.replay:
+            raise ConfigError(f"{who}: who pushes its events is asked on the same stream: leave replay empty")
+        return
     if publisher.events or publisher.replay:  # both are empty where its events are switched off
         _endpoint(f"{who}: events", publisher.events)
     if publisher.replay:

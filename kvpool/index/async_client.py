@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -11,26 +12,40 @@ import grpc.aio
 
 from kvpool.hashing import Multimodal
 from kvpool.index import channel, codec
+from kvpool.index.access import Access
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.chat import Chat
 from kvpool.index.codec import Answer, Call
 from kvpool.index.load import Load
 from kvpool.index.lookup_stream import LookupStream
+from kvpool.index.publisher import EventPublisher
 from kvpool.index.route import Route
 from kvpool.index.worker import DEFAULT_TENANT, Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+DEFAULT_LEASE_S = 10.0
+
 
 class AsyncIndexClient:
     """``IndexClient`` for one event loop: made, used and closed in it. Same arguments, answers and errors."""
 
-    def __init__(self, target: str, timeout_s: float = channel.DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        target: str,
+        timeout_s: float = channel.DEFAULT_TIMEOUT_S,
+        *,
+        token: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+    ) -> None:
         self._target = channel.check_target(target)
         self._timeout_s = channel.check_timeout_s(timeout_s)
-        self._channel = grpc.aio.insecure_channel(target, options=channel.OPTIONS)
-        self._calls = channel.open_calls(self._channel)
+        self._access = Access(token, tls_ca, tls_cert, tls_key)
+        self._channel = self._access.open(grpc.aio, target, channel.OPTIONS)
+        self._calls = channel.open_calls(self._channel, self._access)
         self._closed = False
 
     async def lookup(
@@ -96,7 +111,24 @@ class AsyncIndexClient:
         """
         if self._closed:
             raise channel.closed(self._target)
-        return LookupStream(self._target, channel.open_stream(self._channel), self._timeout_s)
+        call = channel.open_stream(self._channel, self._access)
+        return LookupStream(self._target, call, self._timeout_s)
+
+    def publisher(self, worker: Worker, lease_s: float = DEFAULT_LEASE_S) -> EventPublisher:
+        """Push the events of a worker of this caller, under a lease. Close it, or use it as a context manager.
+
+        ``worker``: with an incarnation, another one at each start, and events ``push`` of every publisher. Never
+        blocks. Errors: ``ConfigError``; ``IndexUnavailable`` when this client is closed.
+        """
+        if self._closed:
+            raise channel.closed(self._target)
+        return EventPublisher(
+            self._target,
+            self.register,
+            partial(channel.open_stream, self._channel, self._access, "Publish"),
+            worker,
+            lease_s,
+        )
 
     async def workers(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError, UnknownModel
+from kvpool.errors import AccessDenied, ConfigError, IndexUnavailable, KVPoolError, UnknownModel
 from kvpool.index import codec
+from kvpool.index.access import Access
 from kvpool.index.codec import Answer, Call
 from kvpool.v1 import index_pb2 as pb
 from kvpool.wording import parse_address
@@ -26,6 +28,19 @@ OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1000),  # also how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+
+
+# What stands in gRPC's words when a handshake has failed -> what is wrong, and what to change. The first counts.
+_TLS_ADVICE = {
+    "certificate has expired": "its certificate has expired: renew it",
+    "certificate is not yet valid": "its certificate is not yet valid: correct it, or this host's clock",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority in tls_ca: name the one that signed it",
+    "Hostname Verification Check failed": "its certificate is not for this host: dial a name or address that it holds",
+    "WRONG_VERSION_NUMBER": "what listens there speaks no TLS: leave tls_ca out",
+    "handshake failed": "the handshake has failed; see that an index serves TLS there",
+    "Socket closed": "it was closed at once. If the index serves TLS, name its authority with tls_ca; if it demands a "
+    "certificate, add tls_cert and tls_key, of an authority that it trusts and not expired",
+}
 
 
 def _packed(request: Any) -> bytes:
@@ -54,17 +69,21 @@ def check_timeout_s(timeout_s: float) -> float:
     return timeout_s
 
 
-def open_calls(channel: Any) -> dict[str, Any]:
+def open_calls(channel: Any, access: Access) -> dict[str, Any]:
     """What calls each method of the index, by its name; of either kind of channel."""
     return {
-        name: channel.unary_unary(f"/{codec.SERVICE}/{name}", request_serializer=_packed)
+        name: partial(
+            channel.unary_unary(f"/{codec.SERVICE}/{name}", request_serializer=_packed),
+            metadata=access.metadata,
+        )
         for name in codec.REPLIES
     }
 
 
-def open_stream(channel: Any) -> Any:
-    """A call of ``LookupStream``, under way."""
-    return channel.stream_stream(f"/{codec.SERVICE}/LookupStream", request_serializer=_packed)()
+def open_stream(channel: Any, access: Access, method: str = "LookupStream") -> Any:
+    """A call of a method with streams on both sides, under way."""
+    call = channel.stream_stream(f"/{codec.SERVICE}/{method}", request_serializer=_packed)
+    return call(metadata=access.metadata)
 
 
 def open_snapshot(channel: Any, timeout_s: float) -> Any:
@@ -115,7 +134,8 @@ def unanswered(target: str, count: int) -> KVPoolError:
 def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError:
     """The error of ours for one of gRPC's."""
     code: Any = error.code()
-    detail = " ".join((error.details() or "").split())[:MAX_DETAIL_CHARS]
+    words = " ".join((error.details() or "").split())
+    detail = words[:MAX_DETAIL_CHARS]
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return ConfigError(detail)
     if code is grpc.StatusCode.NOT_FOUND:
@@ -124,7 +144,13 @@ def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError
         return late(target, timeout_s)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return IndexUnavailable(f"what listens on {target} is no kvpool index: {detail}")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return AccessDenied(f"the index at {target} does not let this client in: {detail}")
     if code is grpc.StatusCode.UNAVAILABLE:
+        if "failed to connect" in words:
+            for sign, advice in _TLS_ADVICE.items():
+                if sign in words:
+                    return IndexUnavailable(f"no connection to the index at {target}: {advice}")
         if "http1" in detail or "HTTP" in detail or "SETTINGS" in detail:
             return IndexUnavailable(f"what listens on {target} does not speak gRPC: it is no kvpool index")
         return IndexUnavailable(

@@ -11,6 +11,7 @@ import grpc
 from kvpool.errors import IndexUnavailable
 from kvpool.hashing import Multimodal
 from kvpool.index import channel, codec
+from kvpool.index.access import Access
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.chat import Chat
 from kvpool.index.codec import Answer, Call
@@ -26,18 +27,34 @@ if TYPE_CHECKING:
 class IndexClient:
     """A connection to the index at ``HOST:PORT``; it is made with the first call, and again when it was lost.
 
+    ``token``: the bearer token, for an index that asks for one; None: none.
+    ``tls_ca``: PEM file of the authorities that the index's certificate must be of; None: no TLS. ``tls_cert``,
+    ``tls_key``: of this client, for an index that demands a certificate. Without TLS a token crosses the network in the
+    clear.
+
     ``timeout_s``: the deadline of a call that names none. Any thread may call anything; a call blocks its thread until
     the answer or the deadline. ``with`` closes it.
 
     Errors, of every call: ``ConfigError`` for a wrong argument, ``UnknownModel``, and ``IndexUnavailable`` when no
-    index answers in time. A router takes the last as "nothing is known" and goes on.
+    index answers in time, or (``AccessDenied``) it does not let this client in. A router takes the last as "nothing is
+    known" and goes on.
     """
 
-    def __init__(self, target: str, timeout_s: float = channel.DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        target: str,
+        timeout_s: float = channel.DEFAULT_TIMEOUT_S,
+        *,
+        token: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+    ) -> None:
         self._target = channel.check_target(target)
         self._timeout_s = channel.check_timeout_s(timeout_s)
-        self._channel = grpc.insecure_channel(target, options=channel.OPTIONS)
-        self._calls = channel.open_calls(self._channel)
+        self._access = Access(token, tls_ca, tls_cert, tls_key)
+        self._channel = self._access.open(grpc, target, channel.OPTIONS)
+        self._calls = channel.open_calls(self._channel, self._access)
         self._closed = False
 
     def lookup(

@@ -18,9 +18,11 @@ from kvpool.errors import ConfigError
 from kvpool.hashing import Multimodal, len_tokens
 from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, WorkerStatus
 from kvpool.index.chat import Chat, text_parts
+from kvpool.index.intake import Ack, Pushed
 from kvpool.index.load import Load, LoadSource
 from kvpool.index.route import Pick, Route, Trust
 from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
+from kvpool.tenant import check_tenant
 from kvpool.v1 import index_pb2 as pb
 
 if TYPE_CHECKING:
@@ -564,6 +566,58 @@ def encode_status(status: FleetStatus) -> Any:
             )
             for one in status.workers
         ],
+    )
+
+
+def encode_batch(pushed: Pushed) -> Any:
+    """``EventBatch``."""
+    tenant, _, name = pushed.worker_id.partition("/")
+    return pb.EventBatch(
+        tenant=tenant,
+        worker=name,
+        dp_rank=pushed.dp_rank,
+        incarnation=pushed.incarnation,
+        sequence=pushed.sequence,
+        payload=pushed.payload,
+        answers=pushed.answers,
+        last=pushed.last,
+    )
+
+
+def decode_batch(message: Any) -> Pushed:
+    """Of ``EventBatch``."""
+    return Pushed(
+        f"{check_tenant(message.tenant or DEFAULT_TENANT)}/{message.worker}",
+        message.dp_rank,
+        message.incarnation,
+        message.sequence,
+        message.payload,
+        message.answers,
+        message.last,
+    )
+
+
+def encode_ack(ack: Ack) -> Any:
+    """``PublishAck``."""
+    tenant, _, name = ack.worker_id.partition("/")
+    return pb.PublishAck(
+        tenant=tenant,
+        worker=name,
+        dp_rank=ack.dp_rank,
+        sequence=ack.sequence,
+        question=ack.question,
+        start=ack.start,
+    )
+
+
+def decode_ack(message: Any) -> Ack:
+    """Of ``PublishAck``."""
+    return Ack(
+        f"{message.tenant}/{message.worker}",
+        message.dp_rank,
+        message.sequence,
+        message.question,
+        message.start,
     )
 
 

@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvpool.errors import KVPoolError
 from kvpool.index.sequence import Sequence
-from kvpool.index.worker import EventSink, Position, Publisher, Worker
+from kvpool.index.worker import PUSHED, EventSink, Position, Publisher, Worker
 
 PROBE_S = 1.0  # an idle publisher is asked that often whether there is anything later
 ANSWER_S = 2.0  # how long a replay may bring nothing
@@ -178,6 +178,8 @@ class EventFeed:
         self._unfollow(worker.id)
         links = self._followed[worker.id] = []
         for publisher in worker.publishers:
+            if publisher.events == PUSHED:  # it comes to us: see Intake
+                continue
             if not publisher.events:
                 self._sink.mark(worker.id, publisher.dp_rank, stale=True, problem="it publishes no KV events")
                 continue

@@ -755,13 +755,12 @@ class Fleet:
         if partitions is not None:
             return partitions
         with self._lock:
-            known = list(self._models)
-        if not known:
-            raise UnknownModel(f'unknown model "{model}": no worker has joined this index yet')
-        models = [name for owner, name in known if owner == tenant]
-        if not models:
-            raise UnknownModel(_unknown("tenant", tenant, {owner for owner, _ in known}))
-        raise UnknownModel(_unknown("model", model, models))
+            models = [name for owner, name in self._models if owner == tenant]
+        if not models:  # nothing of other tenants: the one who asks may be none of theirs
+            raise UnknownModel(
+                f'unknown model "{model}": no worker of tenant "{tenant}" has joined this index yet'
+            )
+        raise UnknownModel(_unknown_model(model, models))
 
     def _answer(self, partition: _Partition, hashes: Buffer, candidates: frozenset[str] | None) -> Lookup:
         members, holders = _among(partition, candidates)
@@ -1078,11 +1077,11 @@ def _prompt(token_ids: Sequence[int] | Buffer | None, hashes64: Buffer | None) -
     return hashes
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def _unknown_model(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if len(names) <= MOST_NAMED or nearest(name, names) is not None:
-        return unknown(kind, name, names)
-    return f'unknown {kind} "{name}"; {len(names)} are known, among them {", ".join(names[:MOST_NAMED])}'
+        return unknown("model", name, names)
+    return f'unknown model "{name}"; {len(names)} are known, among them {", ".join(names[:MOST_NAMED])}'
 
 
 def _staleness_ms(now_s: float, heard_at_s: Sequence[float]) -> tuple[int, ...]:

@@ -26,11 +26,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvpool.errors import ConfigError, KVPoolError, UnknownModel
+from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index import rfc1403
 from kvpool.index.admission import check_name
+from kvpool.index.doors import EVERYTHING, Doors, Pass, WrongToken
 from kvpool.index.roster import Roster
 from kvpool.index.tally import Matched, Result, Tally
+from kvpool.index.tls import ServerTls
 from kvpool.index.worker import Worker
 from kvpool.tenant import check_tenant
 from kvpool.wording import parse_address
@@ -51,7 +53,12 @@ Value = TypeVar("Value")
 logger = logging.getLogger("kvpool.index")
 
 # The status, and how gRPC calls the same.
+HEALTH = "/health"
+
+_Call = Callable[[bytes, Pass], Awaitable[Any]]
 _STATUSES: tuple[tuple[type[KVPoolError], int, str], ...] = (
+    (WrongToken, 401, "UNAUTHENTICATED"),
+    (AccessDenied, 403, "PERMISSION_DENIED"),
     (ConfigError, 400, "INVALID_ARGUMENT"),
     (UnknownModel, 404, "NOT_FOUND"),
     (KVPoolError, 429, "RESOURCE_EXHAUSTED"),  # a limit of the fleet
@@ -69,13 +76,24 @@ class _Refused(Exception):
 class HttpServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``stop``.
 
-    ``tally`` counts what is answered. ``is_serving``: what ``/health`` says.
+    ``tally`` counts what is answered. ``is_serving``: what ``/health`` says. ``doors``: who may do what; None: all may
+    do everything. ``tls``: None: without; its files are read once, when it starts.
     """
 
-    def __init__(self, roster: Roster, tally: Tally, is_serving: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        tally: Tally,
+        is_serving: Callable[[], Awaitable[bool]],
+        *,
+        doors: Doors | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
         self._roster = roster
         self._tally = tally
         self._is_serving = is_serving
+        self._doors = doors or Doors()
+        self._tls = tls
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-http")
         self._changing = asyncio.Lock()  # a registration adds to what it has read
         self._waiting_nbytes = 0
@@ -100,6 +118,7 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
             h11_max_incomplete_event_size=MAX_HEAD_NBYTES,
+            **({} if self._tls is None else self._tls.uvicorn_options),
         )
         config.load()
         server = uvicorn.Server(config)
@@ -122,28 +141,31 @@ class HttpServer:
     # ---- requests
 
     def _application(self) -> Starlette:
-        calls: dict[str, Callable[[bytes], Awaitable[Any]]] = {
-            "/query": lambda body: self._query(body, by_hash=False),
-            "/query_by_hash": lambda body: self._query(body, by_hash=True),
+        calls: dict[str, _Call] = {
+            "/query": lambda body, caller: self._query(body, caller, by_hash=False),
+            "/query_by_hash": lambda body, caller: self._query(body, caller, by_hash=True),
             "/register": self._register,
             "/unregister": self._unregister,
         }
         routes = [self._route(path, "POST", call) for path, call in calls.items()]
-        routes.append(self._route("/health", "GET", self._health))
+        routes.append(self._route(HEALTH, "GET", self._health))
         return Starlette(routes=routes, exception_handlers={HTTPException: self._no_such})
 
-    def _route(self, path: str, method: str, call: Callable[[bytes], Awaitable[Any]]) -> Route:
+    def _route(self, path: str, method: str, call: _Call) -> Route:
         async def endpoint(request: Request) -> Response:
             return await self._answer(request, call)
 
         return Route(path, endpoint, methods=[method])
 
-    async def _answer(self, request: Request, call: Callable[[bytes], Awaitable[Any]]) -> Response:
+    async def _answer(self, request: Request, call: _Call) -> Response:
         """Every request comes through here: who may not ask is turned away before its body is read."""
         body = bytearray()
         try:
+            caller = EVERYTHING  # health is open to all
+            if request.url.path != HEALTH:
+                caller = self._doors.admit(request.headers.get("authorization"))
             await self._read(request, body)
-            return Response(await call(bytes(body)), media_type="application/json")
+            return Response(await call(bytes(body), caller), media_type="application/json")
         except ClientDisconnect:
             return Response(status_code=400)
         except _Refused as error:
@@ -197,18 +219,19 @@ class HttpServer:
         if refusal is not None:
             raise refusal
 
-    async def _health(self, _: bytes) -> bytes:
+    async def _health(self, _: bytes, __: Pass) -> bytes:
         if not await self._is_serving():
             raise _Refused(503, "UNAVAILABLE", "this index does not answer for now")
         return _packed({"status": "ok"})
 
-    async def _query(self, body: bytes, *, by_hash: bool) -> bytes:
+    async def _query(self, body: bytes, caller: Pass, *, by_hash: bool) -> bytes:
         started_s = time.perf_counter()
         result: Result = "failed"
         matched = None
 
         def answer() -> tuple[bytes, Matched]:
             query = rfc1403.decode_query(body, by_hash=by_hash)
+            caller.check("ask", query.tenant)
             rows = self._roster.fleet.lookup_tiers(query.model, **query.options)
             return _packed(rfc1403.encode_answer(query, rows)), Matched.of_tiers(rows)
 
@@ -225,9 +248,10 @@ class HttpServer:
         finally:
             self._tally.looked_up(time.perf_counter() - started_s, result, matched)
 
-    async def _register(self, body: bytes) -> bytes:
+    async def _register(self, body: bytes, caller: Pass) -> bytes:
         def register() -> bytes:
             asked = rfc1403.decode_registration(body)
+            caller.check("publish", asked.tenant)
             known = self._known(asked.tenant, asked.instance)
             worker = rfc1403.with_rank(asked, known, self._roster.fleet.seed_id)
             self._roster.add(worker, "call")
@@ -236,9 +260,10 @@ class HttpServer:
         async with self._changing:
             return await self._in_thread(register)
 
-    async def _unregister(self, body: bytes) -> bytes:
+    async def _unregister(self, body: bytes, caller: Pass) -> bytes:
         def unregister() -> bytes:
             asked = rfc1403.decode_removal(body)
+            caller.check("administer", asked.tenant)
             known = self._known(asked.tenant, asked.instance)
             if known is None:
                 ranks = []

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvpool.errors import KVPoolError
 from kvpool.index.fleet import Added, Fleet, Source
+from kvpool.index.intake import Intake
 from kvpool.index.snapshot import Snapshot
 from kvpool.index.worker import Position, Worker
 
@@ -37,27 +38,28 @@ class Feed(Protocol):
 class Roster:
     """Adds workers to ``fleet`` and removes them, and has ``feed`` follow those that are there.
 
-    ``feed``: None where events come some other way. Any thread may call any method.
+    ``feed``: None where events come some other way. ``intake`` follows those who push their events. Any thread may
+    call any method.
     """
 
     def __init__(self, fleet: Fleet, feed: Feed | None = None) -> None:
         self.fleet = fleet
-        self._feed = feed
+        self.intake = Intake(fleet)
+        self._feeds: tuple[Feed, ...] = (self.intake,) if feed is None else (self.intake, feed)
         self._lock = threading.Lock()
 
     def add(self, worker: Worker, source: Source, lease_s: float | None = None) -> Added:
         """``Fleet.add``; a new start is followed from now on, and no longer the one before it."""
         with self._lock:
-            if self._feed is None:
-                return self.fleet.add(worker, source, lease_s)
             replaces = self.fleet.replaces(worker, source)
             if replaces:
-                self._feed.unfollow(worker.id)
+                self._unfollow(worker.id)
             added: Added | None = None
             try:
                 added = self.fleet.add(worker, source, lease_s)
                 if added in ("new", "replaced"):
-                    self._feed.follow(worker)
+                    for feed in self._feeds:
+                        feed.follow(worker)
             except KVPoolError:
                 if replaces or added is not None:  # nobody follows it
                     self.fleet.remove(worker.id)
@@ -68,29 +70,32 @@ class Roster:
         """``Fleet.thaw``; those that come back are followed from where they were. Errors: ``SnapshotRefused``."""
         with self._lock:
             for worker, positions in self.fleet.thaw(snapshot, age_s=age_s, flags=flags, life=life):
-                if self._feed is not None:
-                    self._feed.follow(worker, positions)
+                for feed in self._feeds:
+                    feed.follow(worker, positions)
 
     def remove(self, worker_id: str, source: Source | None = None) -> bool:
         """``Fleet.remove``."""
         with self._lock:
             removed = self.fleet.remove(worker_id, source)
-            if removed and self._feed is not None:
-                self._feed.unfollow(worker_id)
+            if removed:
+                self._unfollow(worker_id)
             return removed
 
     def expire(self) -> list[str]:
         """``Fleet.expire``. Errors: ``KVPoolError`` when the feed has ended, since nothing known stays true then."""
-        if self._feed is not None and not self._feed.is_alive:
+        if not all(feed.is_alive for feed in self._feeds):
             raise KVPoolError("the index has stopped: nobody reads events any more; the lines above say why")
         with self._lock:
             ended = self.fleet.expire()
             for worker_id in ended:
-                if self._feed is not None:
-                    self._feed.unfollow(worker_id)
+                self._unfollow(worker_id)
             return ended
 
     def close(self) -> None:
         """Stop following anybody."""
-        if self._feed is not None:
-            self._feed.close()
+        for feed in self._feeds:
+            feed.close()
+
+    def _unfollow(self, worker_id: str) -> None:
+        for feed in self._feeds:
+            feed.unfollow(worker_id)

@@ -166,6 +166,11 @@ class Sequence:
         return 0 if self._last is None else self._last + 1
 
     @property
+    def applied(self) -> int:
+        """The number of the last batch applied; 0 also when there is none."""
+        return self._last or 0
+
+    @property
     def is_live(self) -> bool:
         """Whether nothing is being asked."""
         return self._state is _State.LIVE

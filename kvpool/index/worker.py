@@ -10,14 +10,15 @@ from typing import NamedTuple, Protocol
 
 DEFAULT_TENANT = "default"
 DEFAULT_ALGORITHM = "sha256_cbor"
+PUSHED = "push"  # instead of an endpoint: the publisher brings its events (``IndexService.Publish``)
 
 
 @dataclass(frozen=True)
 class Publisher:
     """Where one data-parallel rank publishes its KV events (``vllm/distributed/kv_events.py``).
 
-    ``events``: ``tcp://HOST:PORT`` of its PUB socket; empty: its events are switched off. ``replay``: of its ROUTER
-    socket; empty: it has none.
+    ``events``: ``tcp://HOST:PORT`` of its PUB socket; ``push``: it brings them; empty: they are switched off.
+    ``replay``: of its ROUTER socket; empty: it has none.
     """
 
     dp_rank: int

@@ -59,6 +59,11 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerResponse.FromString,
                 _registered_method=True)
+        self.Publish = channel.stream_stream(
+                '/kvpool.v1.IndexService/Publish',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.EventBatch.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.PublishAck.FromString,
+                _registered_method=True)
         self.RemoveWorker = channel.unary_unary(
                 '/kvpool.v1.IndexService/RemoveWorker',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RemoveWorkerRequest.SerializeToString,
@@ -117,6 +122,13 @@ class IndexServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Publish(self, request_iterator, context):
+        """Push the events of registered workers, where the index cannot reach the sockets of their publishers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RemoveWorker(self, request, context):
         """Forget a worker and all it holds, until it announces itself again.
         """
@@ -165,6 +177,11 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.RegisterWorker,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerResponse.SerializeToString,
+            ),
+            'Publish': grpc.stream_stream_rpc_method_handler(
+                    servicer.Publish,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.EventBatch.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.PublishAck.SerializeToString,
             ),
             'RemoveWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoveWorker,
@@ -317,6 +334,33 @@ class IndexService(object):
             '/kvpool.v1.IndexService/RegisterWorker',
             kvpool_dot_v1_dot_index__pb2.RegisterWorkerRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.RegisterWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Publish(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvpool.v1.IndexService/Publish',
+            kvpool_dot_v1_dot_index__pb2.EventBatch.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.PublishAck.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,7 @@ from tests.conftest import eventually
 from tests.index.fleets import a_worker, say, serving
 from tests.index.publisher import misbehaving
 from tests.index.wire import batch, packed64, stored
+from tests.stores.certificates import Authority
 from tests.stores.servers import running as running_server
 
 TOKENS = list(range(100, 180))
@@ -322,6 +323,82 @@ def test_a_table_of_many_workers(
             assert re.match(r"worker-009 [ █]* +10 +10 +0$", rows(narrow)[0]), narrow
 
 
+@pytest.mark.usefixtures("grpc_started")
+def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server, client = authority.issue("server", names=("127.0.0.1",)), authority.issue("client")
+    tokens, router, other = (str(tmp_path / name) for name in ("tokens.toml", "router.token", "other.token"))
+    made = kvpool("token", "router", "--right", "ask", "--token-file", router)
+    made_other = kvpool("token", "other", "--right", "publish", "--tenant", "*", "--token-file", other)
+    Path(tokens).write_text(made.stdout + made_other.stdout)
+    secrets = [Path(name).read_text().strip() for name in (router, other)]
+    assert Path(router).stat().st_mode & 0o777 == 0o600
+    assert "name a new file" in refused("token", "router", "--token-file", router)
+    secured = [
+        "--tls-cert",
+        str(server.cert),
+        "--tls-key",
+        str(server.key),
+        "--tls-client-ca",
+        str(authority.ca),
+    ]
+    worker = "w=tcp://127.0.0.1:1,model=m,block=16"
+    with running("--worker", worker, "--tokens", tokens, *secured) as index:
+        trusting = [
+            "--tls-ca",
+            str(authority.ca),
+            "--tls-cert",
+            str(client.cert),
+            "--tls-key",
+            str(client.key),
+        ]
+        asked = ["lookup", "--index", index.target, "--model", "m", "--hashes", "-"]
+        rows = json.loads(kvpool(*asked, "--json", *trusting, "--token-file", router, input="1").stdout)[
+            "rows"
+        ]
+        assert [row["worker"] for row in rows] == ["w"]
+        found = kvpool(
+            *asked, "--json", *trusting, input="1", env={**os.environ, "KVPOOL_INDEX_TOKEN": secrets[0]}
+        )
+        assert json.loads(found.stdout)["rows"][0]["worker"] == "w"
+        doctor = kvpool("doctor", "--index", index.target, *trusting, "--token-file", router).stdout
+        assert f"{index.target} answers: it follows 1 workers" in " ".join(doctor.split())
+        doctor = kvpool("doctor", "--index", index.target, *trusting).stdout
+        assert "give a token with the right to ask: --token-file" in " ".join(doctor.split())
+        for arguments, says in [
+            ([*trusting], "does not let this client in: this index asks for a token"),
+            ([*trusting, "--token-file", other], "this token has no right to ask"),
+            ([*trusting, "--token-file", router, "--tenant", "x"], "this token is not for tenant 'x'"),
+            (
+                [*trusting, "--token-file", str(server.cert)],
+                "a token is 1 to 1024 printable ASCII characters",
+            ),
+            ([*trusting, "--token-file", "/nowhere"], "--token-file /nowhere: No such file or directory"),
+            (["--token-file", router], "If the index serves TLS, name its authority with tls_ca"),
+            ([*trusting[:2], "--token-file", router], "add tls_cert and tls_key"),
+            (["--tls-ca", "/nowhere"], "tls_ca /nowhere: No such file"),
+        ]:
+            line = refused(*asked, *arguments, input="1")
+            assert says in line, line
+        code, lines = index.stop()
+        assert code == 0
+        assert lines == ['worker default/w joins: model "m", 1 rank, by flag']
+        assert not any(secret in "\n".join(lines) for secret in secrets)
+
+
+def test_an_index_that_others_reach_without_a_token_says_so() -> None:
+    command = [str(Path(sys.executable).parent / "kvpool"), "index", "--listen", "0.0.0.0:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], 60)[0]
+        finally:
+            process.terminate()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert b"whoever reaches 0.0.0.0:0 may ask about every tenant" in errors
+
+
 # ---- wrong use
 
 
@@ -355,6 +432,10 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
         (["--metrics", "x"], "write HOST:PORT"),
         (["--http", "x"], "write HOST:PORT"),
         (["--pool", "fiel:///x"], 'did you mean "file"?'),
+        (["--tokens", "/nowhere"], "--tokens=/nowhere: No such file"),
+        (["--tls-cert", "/nowhere"], "--tls-cert and --tls-key go together"),
+        (["--tls-client-ca", "/nowhere"], "--tls-client-ca needs --tls-cert and --tls-key"),
+        (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "--tls-cert /nowhere: No such file"),
         (["--pool", "memory://"], "--pool memory:// is of one process"),
         (["--pool", "valkey://:pass-word@127.0.0.1:1"], "127.0.0.1:1"),
     ],

@@ -49,11 +49,17 @@ class Served:
     """An index that listens in a thread of its own."""
 
     def __init__(
-        self, fleet: Fleet, feed: Any, tally: Tally | None, http: bool, options: dict[str, Any]
+        self,
+        fleet: Fleet,
+        feed: Any,
+        tally: Tally | None,
+        http: bool,
+        target: str,
+        options: dict[str, Any],
     ) -> None:
         self.fleet = fleet
         self.roster = Roster(fleet, feed)
-        self.target = ""
+        self.target = target
         self.http = ""  # where it speaks HTTP; empty: nowhere
         self._tally = tally or Tally()
         self._with_http = http
@@ -78,7 +84,13 @@ class Served:
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         server = IndexServer(self.roster, self._tally, **self._options)
-        http = HttpServer(self.roster, self._tally, server.is_serving)
+        http = HttpServer(
+            self.roster,
+            self._tally,
+            server.is_serving,
+            doors=self._options.get("doors"),
+            tls=self._options.get("tls"),
+        )
         try:
             self.target = f"127.0.0.1:{await server.start(self.target or '127.0.0.1:0')}"
             if self._with_http:
@@ -100,10 +112,11 @@ def serving(
     feed: Any = None,
     tally: Tally | None = None,
     http: bool = False,
+    target: str = "",
     **options: Any,
 ) -> Iterator[Served]:
-    """An index on a free port, until the end of the block; ``options``: of ``IndexServer``."""
-    served = Served(fleet or Fleet(), feed, tally, http, options)
+    """An index, on a free port unless one is given, until the end of the block; ``options``: of ``IndexServer``."""
+    served = Served(fleet or Fleet(), feed, tally, http, target, options)
     try:
         served.start()
         yield served

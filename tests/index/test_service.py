@@ -154,7 +154,7 @@ LOOKUP = pb.Scope(model="m")
          "INVALID_ARGUMENT", "tenant"),
         ("Lookup", pb.LookupRequest(scope=pb.Scope(model="x"), block_hashes=bytes(8)), "NOT_FOUND", "known are m"),
         ("Lookup", pb.LookupRequest(scope=pb.Scope(model="m", tenant="x"), block_hashes=bytes(8)), "NOT_FOUND",
-         'unknown tenant "x"; known are default'),
+         'no worker of tenant "x" has joined this index yet'),
         ("RegisterWorker", b"", "INVALID_ARGUMENT", "holds a worker"),
         ("RegisterWorker", pb.RegisterWorkerRequest(worker=pb.Worker(name="b", model="m")), "INVALID_ARGUMENT",
          "the engine's --block-size"),
