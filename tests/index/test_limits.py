@@ -101,7 +101,7 @@ def test_streams_above_the_limit_are_refused_in_one_line(
 
 def _open_one_more(target: str) -> None:
     with grpc.insecure_channel(target) as channel:
-        next(channel.stream_stream(f"/{codec.SERVICE}/LookupStream")(iter(()), timeout=WAIT_S))
+        list(channel.stream_stream(f"/{codec.SERVICE}/LookupStream")(iter(()), timeout=WAIT_S))
 
 
 async def _until_there_is_room(client: AsyncIndexClient) -> None:
