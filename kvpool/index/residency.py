@@ -342,4 +342,7 @@ def _groups(facts: Mapping[str, Fact]) -> dict[int, dict[str, Any]]:
         elif (window := _WINDOW.fullmatch(attention)) is not None:
             kind = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": int(window[1])}
             groups[group] = kind
+        block_tokens = facts.get(f"group{group}.block_tokens")
+        if group in groups and type(block_tokens) is int:
+            groups[group]["block_size"] = block_tokens
     return groups

@@ -117,7 +117,7 @@ def test_an_index_that_goes_and_comes_again_is_waited_for(served: Served) -> Non
         until("ranks")
         served.stop()
         assert f"no index answers on {served.target}" in until("error")["error"]
-        again = Served(served.fleet, None, None)
+        again = Served(served.fleet)
         again.target = served.target
         again.start()
         try:

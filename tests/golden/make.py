@@ -480,7 +480,7 @@ def make_snapshots() -> list[dict[str, Any]]:
     namespace = "0123456789abcdef" * 2
     names = [b"rank/300", b"rank/301", b"pool/" + namespace.encode()]
     seats = [
-        number(len(name)) + name + number(rank) + number(0) + b"\1"
+        number(len(name)) + name + number(rank) + number(0) + number(0) + number(0) + number(1)
         for name, rank in zip(names, [0, 1, 0], strict=True)
     ]
     device, host, pool = 1, 2, 8
@@ -494,8 +494,9 @@ def make_snapshots() -> list[dict[str, Any]]:
     digests = [0x0123456789ABCDEF, (1 << 64) - 1]
     worker = [
         "default", "w", "m", "sha256_cbor", "a" * 16, "http://w:8000", "i", namespace, 16, "call", 60.0,
-        [[0, "tcp://w:5557", "tcp://w:5657", "rank/300", [41, digests[0]]],
-         [1, "tcp://w:5558", "tcp://w:5658", "rank/301", [(1 << 63) + 5, digests[1]]]],
+        [[0, "tcp://w:5557", "tcp://w:5657", "rank/300", [41, digests[0]], ""],
+         [1, "tcp://w:5558", "tcp://w:5658", "rank/301", [(1 << 63) + 5, digests[1]],
+          "batches were lost"]],
     ]  # fmt: skip
     partition = {"image_nbytes": len(image), "namespaces": [namespace], "workers": [worker]}
     head = msgpack.packb({"written_at_s": 1.5, "life": "run", "partitions": [partition]})
@@ -504,7 +505,7 @@ def make_snapshots() -> list[dict[str, Any]]:
             "name": "two ranks, a pool, copies", "hex": sealed(b"KVPINDEX", len(head), head, image).hex(),
             "positions": [[41, digests[0]], [(1 << 63) + 5, digests[1]]],
             "prompt": [(1 << 64) - 1, 2, 3], "device": [3, 0], "local": [3, 0], "pool": [2, 2],
-            "alone": [3], "alone_local": [1, 1], "copied": 2, "copies": 201,
+            "lacking": ["", "batches were lost"], "alone": [3], "alone_local": [1, 1], "copied": 2, "copies": 201,
         }
     ]  # fmt: skip
 

@@ -51,11 +51,12 @@ class Served:
     def __init__(
         self,
         fleet: Fleet,
-        feed: Any,
-        tally: Tally | None,
-        http: bool,
-        target: str,
-        options: dict[str, Any],
+        feed: Any = None,
+        *,
+        tally: Tally | None = None,
+        http: bool = False,
+        target: str = "",
+        **options: Any,
     ) -> None:
         self.fleet = fleet
         self.roster = Roster(fleet, feed)
@@ -116,7 +117,7 @@ def serving(
     **options: Any,
 ) -> Iterator[Served]:
     """An index, on a free port unless one is given, until the end of the block; ``options``: of ``IndexServer``."""
-    served = Served(fleet or Fleet(), feed, tally, http, target, options)
+    served = Served(fleet or Fleet(), feed, tally=tally, http=http, target=target, **options)
     try:
         served.start()
         yield served

@@ -370,7 +370,7 @@ def test_an_index_that_comes_back_is_found_again() -> None:
     with client:
         with pytest.raises(IndexUnavailable, match="no index answers"):
             client.workers()
-        again = Served(Fleet(), None, {})
+        again = Served(Fleet())
         again.target = served.target
         again.start()
         try:

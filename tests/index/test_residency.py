@@ -465,7 +465,10 @@ def test_all_ranks_make_a_block(server: Server) -> None:
 
 def test_groups_are_as_the_facts_say(valkey: Server) -> None:
     """A window needs its last block only; that is known before any worker says so."""
-    facts = {"model": "m", "groups": 2, "group0.attention": "sliding_window:16", "group1.attention": "full"}
+    facts = {
+        "model": "m", "groups": 2, "group0.attention": "sliding_window:16", "group0.block_tokens": 16,
+        "group1.attention": "full", "group1.block_tokens": 16,
+    }  # fmt: skip
     namespace = Namespace("default", facts)
     fleet = a_fleet(namespace)
     with open_store(valkey.url) as store:
@@ -478,7 +481,7 @@ def test_groups_are_as_the_facts_say(valkey: Server) -> None:
             assert list(pool.table.match(packed64(hashes64(range(5)))).pool_blocks) == [5]
             groups = residency._groups["default", namespace.hex]
             assert groups[0]["kv_cache_spec_sliding_window"] == 16
-            assert groups[1] == {"kv_cache_spec_kind": "full_attention"}
+            assert groups[1] == {"kv_cache_spec_kind": "full_attention", "block_size": 16}
 
 
 def test_other_namespaces_and_tenants_are_left_alone(valkey: Server) -> None:

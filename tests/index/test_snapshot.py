@@ -245,7 +245,10 @@ def test_golden_snapshots(case: dict[str, Any]) -> None:
         assert fleet.lookup("m", hashes64=packed64([case["copied"]])).device_blocks[0] == 1
         say(fleet, worker_id, 0, 42 + number, batch(removed([case["copied"]])))
     assert fleet.lookup("m", hashes64=packed64([case["copied"]])).device_blocks[0] == 0
+    # Who had told only a part is asked for the rest, and nobody else.
+    assert fleet.incomplete() == [(worker_id, rank) for rank, why in enumerate(case["lacking"]) if why]
     again = unpack(taken(fleet, "run"))
+    assert [rank.lacking for rank in again.partitions[0].workers[0].ranks] == case["lacking"]
     assert (
         unpack(bytes.fromhex(case["hex"])).partitions[0].workers[0].worker
         == again.partitions[0].workers[0].worker
@@ -349,7 +352,7 @@ WORKER, RANKS = ("partitions", 0, "workers", 0), ("partitions", 0, "workers", 0,
         ((*RANKS, 0, 0), "x"), ((*RANKS, 0, 0), 1), ((*RANKS, 0, 1), "http://x"), ((*RANKS, 0, 2), ""), (RANKS, []),
         ((*RANKS, 0, 3), "pool/" + NAMESPACE), ((*RANKS, 0, 3), "rank/1"), ((*RANKS, 0, 3), "rank/-1"),
         ((*RANKS, 0, 4), [1]), ((*RANKS, 0, 4), [-1, 1]), ((*RANKS, 0, 4), [1, 0]), ((*RANKS, 0, 4), [1.5, 1]),
-        ((*RANKS, 0, 4), [True, 1]),
+        ((*RANKS, 0, 4), [True, 1]), ((*RANKS, 0, 5), None),
     ],
 )  # fmt: skip
 def test_a_head_that_makes_no_sense_is_refused(place: tuple[Any, ...], value: Any) -> None:
@@ -376,7 +379,7 @@ def test_a_worker_that_is_there_twice_is_refused() -> None:
     empty = PrefixIndex().image().pack()
     mixed = [one["workers"][0] for one in unsealed(taken(a_fleet(Clock())))[0]["partitions"]]
     for worker in mixed:
-        worker[11] = [[*rank[:4], None] for rank in worker[11]]
+        worker[11] = [[*rank[:4], None, ""] for rank in worker[11]]
     head = {**head, "partitions": [{"image_nbytes": len(empty), "namespaces": [], "workers": mixed}]}
     with pytest.raises(SnapshotRefused, match="do not belong together"):
         thawed(sealed(head, empty))
