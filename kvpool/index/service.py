@@ -404,17 +404,18 @@ class IndexServer:
 
     async def _snapshot(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         """One at a time: it takes as much memory as it has bytes."""
-        async with AsyncExitStack() as held:
 
-            async def take(_: Any, __: Pass) -> list[bytes]:
-                if self._take is None or not self._serves:
-                    raise _NotWarm("this index has nothing to give: it is not warm itself")
-                if self._taking.locked():
-                    raise KVPoolError("another snapshot is under way: ask later")
-                await held.enter_async_context(self._taking)
-                return await self._in_thread(self._pack)
+        async def serve(context: grpc.aio.ServicerContext) -> None:
+            async with AsyncExitStack() as held:
 
-            async def serve(context: grpc.aio.ServicerContext) -> None:
+                async def take(_: Any, __: Pass) -> list[bytes]:
+                    if self._take is None or not self._serves:
+                        raise _NotWarm("this index has nothing to give: it is not warm itself")
+                    if self._taking.locked():
+                        raise KVPoolError("another snapshot is under way: ask later")
+                    await held.enter_async_context(self._taking)
+                    return await self._in_thread(self._pack)
+
                 method = _Method(pb.SnapshotRequest, "administer", lambda _: ALL_TENANTS, take)
                 for part in await self._answering("Snapshot", method)(request, context):
                     for at in range(0, len(part), codec.CHUNK_NBYTES):
@@ -424,7 +425,7 @@ class IndexServer:
                         except (TimeoutError, asyncio.TimeoutError):
                             raise _NotTaken("the caller did not take its snapshot") from None
 
-            await self._stream("Snapshot", serve)(request, context)
+        await self._stream("Snapshot", serve)(request, context)
 
     def _pack(self) -> list[bytes]:
         assert self._take is not None

@@ -22,6 +22,7 @@ import pytest
 
 from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, open_store
 from kvpool.cli.index import parse_worker
+from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.lookup import read_numbers, run_lookup
 from kvpool.hashing import seed_id
 from kvpool.index import Publisher
@@ -297,9 +298,9 @@ def test_a_table_of_many_workers(
         ) -> list[str]:
             monkeypatch.setenv("COLUMNS", str(columns))
             run_lookup(
-                model="m", index=served.target, token_ids=None, hashes=str(tmp_path / "hashes"), tenant="default",
-                lora_name=None, lora_path=None, cache_salt=None, workers=workers, timeout_s=30, most=most,
-                as_json=as_json,
+                model="m", index=IndexConnection(served.target), token_ids=None, hashes=str(tmp_path / "hashes"),
+                text=None, chat=None, tenant="default", lora_name=None, lora_path=None, cache_salt=None,
+                workers=workers, route=False, timeout_s=30, most=most, as_json=as_json,
             )  # fmt: skip
             return [line.strip() for line in capsys.readouterr().out.splitlines()]
 

@@ -37,7 +37,7 @@ def served() -> Iterator[Served]:
     fleet = Fleet()
     fleet.add(a_worker("w-1", ranks=2), "flag")
     fleet.add(a_worker("w-2"), "call", 60)
-    say(fleet, "default/w-1", 0, 5, batch(stored([1, 2, 3]), stored([4], medium="CPU")))
+    say(fleet, "default/w-1", 0, 0, batch(stored([1, 2, 3]), stored([4], medium="CPU")))
     fleet.mark("default/w-2", 0, stale=True, problem="it does not answer")
     with serving(fleet) as running:
         yield running

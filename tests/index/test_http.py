@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,15 +17,19 @@ import pytest
 
 from kvpool import BlockHasher, ConfigError
 from kvpool.index import http as http_module
+from kvpool.index.doors import Doors
 from kvpool.index.feed import EventFeed
 from kvpool.index.fleet import Fleet
 from kvpool.index.http import HttpServer
 from kvpool.index.roster import Roster
 from kvpool.index.tally import Tally
+from kvpool.index.tls import ServerTls
 from tests.conftest import eventually
 from tests.index.fleets import Served, a_worker, say, serving
 from tests.index.publisher import Misbehaving, misbehaving
+from tests.index.tokens import write_tokens
 from tests.index.wire import batch, removed, stored
+from tests.stores.certificates import Authority
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -36,13 +41,20 @@ HASHES = [int.from_bytes(digest[-8:], "big") for digest in BlockHasher(16).hashe
 class Rfc1403Client:
     """As a gateway would write one from "Mooncake Conductor Indexer API" (RFC 1403), and nothing else."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: str = "", trust: ssl.SSLContext | None = None) -> None:
         host, port = address.split(":")
-        self.connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+        self.headers = {"Content-Type": "application/json"}
+        if token:
+            self.headers["Authorization"] = f"Bearer {token}"
+        self.connection = (
+            http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+            if trust is None
+            else http.client.HTTPSConnection(host, int(port), timeout=WAIT_S, context=trust)
+        )
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        self.connection.request(method, path, raw, {"Content-Type": "application/json"})
+        self.connection.request(method, path, raw, self.headers)
         reply = self.connection.getresponse()
         text = reply.read()
         assert reply.headers["content-type"] == "application/json"
@@ -78,8 +90,8 @@ class Rfc1403Client:
 
 
 @contextmanager
-def asking(address: str) -> Iterator[Rfc1403Client]:
-    client = Rfc1403Client(address)
+def asking(address: str, token: str = "", trust: ssl.SSLContext | None = None) -> Iterator[Rfc1403Client]:
+    client = Rfc1403Client(address, token, trust)
     try:
         yield client
     finally:
@@ -173,7 +185,62 @@ def test_tenants_are_apart() -> None:
     with serving(fleet, http=True) as served, asking(served.http) as client:
         assert client.query(tenant_id="t")["a"]["GPU"] == 160
         status, reply = client.call("POST", "/query", {"model": "m", "token_ids": TOKENS})
-        assert (status, reply) == (404, {"error": 'unknown tenant "default"; known are t'})
+        assert (status, reply) == (
+            404,
+            {"error": 'unknown model "m": no worker of tenant "default" has joined this index yet'},
+        )
+
+
+def test_tokens_are_asked_for_here_too(tmp_path: Path) -> None:
+    tokens = write_tokens(
+        tmp_path / "tokens.toml",
+        router=(["ask"], ["t"]), worker=(["publish"], ["t"]), chief=(["administer"], ["*"]),
+    )  # fmt: skip
+    fleet = Fleet()
+    fleet.add(a_worker("a", tenant="t"), "flag")
+    asked = {"model": "m", "token_ids": TOKENS, "tenant_id": "t"}
+    named = {
+        "tenant_id": "t",
+        "instance_id": "b",
+        "type": "vLLM",
+        "modelname": "m",
+        "block_size": 16,
+        "dp_rank": 0,
+    }
+    endpoint = {"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:2"}
+    with serving(fleet, http=True, doors=Doors(str(tmp_path / "tokens.toml"))) as served:
+
+        def status(holder: str, method: str, path: str, body: Any = None) -> int:
+            with asking(served.http, tokens.get(holder, holder)) as client:
+                return client.call(method, path, body)[0]
+
+        assert status("", "GET", "/health") == 200
+        assert status("", "POST", "/query", asked) == 401
+        assert status("wrong", "POST", "/query", asked) == 401
+        assert status("router", "POST", "/query", asked) == 200
+        assert status("worker", "POST", "/query", asked) == 403
+        for tenant in ("other", "default"):  # whether there are workers of it or not
+            assert status("router", "POST", "/query", {**asked, "tenant_id": tenant}) == 403
+        assert status("router", "POST", "/register", named | endpoint) == 403
+        assert status("worker", "POST", "/register", named | endpoint) == 200
+        assert status("worker", "POST", "/unregister", named) == 403
+        assert status("chief", "POST", "/unregister", named) == 200
+
+
+def test_tls_is_spoken_here_too(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server, client = authority.issue("server", names=("127.0.0.1",)), authority.issue("client")
+    trust = ssl.create_default_context(cafile=str(authority.ca))
+    tls = ServerTls(str(server.cert), str(server.key), str(authority.ca))
+    fleet = Fleet()
+    with serving(fleet, http=True, tls=tls) as served:
+        with asking(served.http, trust=trust) as stranger, pytest.raises(OSError):
+            stranger.call("GET", "/health")
+        trust.load_cert_chain(str(client.cert), str(client.key))
+        with asking(served.http, trust=trust) as known:
+            assert known.call("GET", "/health") == (200, {"status": "ok"})
+        with asking(served.http) as plain, pytest.raises((OSError, http.client.HTTPException)):
+            plain.call("GET", "/health")
 
 
 def test_a_request_is_answered_in_its_own_spelling(served: Served) -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
 from kvpool.index import codec, service, turnstile
 from kvpool.index.fleet import Fleet
+from kvpool.index.tally import Tally
 from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
 from tests.index.fleets import a_worker, serving
@@ -114,19 +115,14 @@ async def _until_there_is_room(client: AsyncIndexClient) -> None:
                 await asyncio.sleep(0.005)
 
 
-class Counted:
-    def __init__(self) -> None:
-        self.lookups = 0
-
-    def looked_up(self, seconds: float, result: str) -> None:
-        self.lookups += 1
-
-
 def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
     """What waits is bounded by the windows of the connection: the index answers no more until something is read."""
     workers, most = 300, 20_000
     asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8000)).SerializeToString()
-    observer = Counted()
+    tally = Tally()
+
+    def lookups() -> int:
+        return tally.totals().results["answered"]
 
     async def run(target: str) -> None:
         async with grpc.aio.insecure_channel(target, options=QUIET) as channel:
@@ -139,16 +135,16 @@ def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
                     break  # the index takes no more
                 sent += 1
             assert sent < most
-            answered = observer.lookups
+            answered = lookups()
             assert answered < sent
             async with AsyncIndexClient(target, WAIT_S) as other, other.stream() as stream:
                 assert len(await other.lookup("m", hashes64=bytes(8))) == workers
                 assert len(await stream.lookup("m", hashes64=bytes(8))) == workers
-            assert observer.lookups == answered + 2
+            assert lookups() == answered + 2
             for _ in range(answered + 1):  # it goes on where it stood
                 assert len(pb.LookupResponse.FromString(await call.read()).worker) == workers
             await writing
             call.cancel()
 
-    with serving(a_fleet(workers), observer=observer) as served:
+    with serving(a_fleet(workers), tally=tally) as served:
         asyncio.run(run(served.target))
