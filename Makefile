@@ -36,14 +36,15 @@ LMCACHE_VERSION := 0.5.6
 DYNAMO_VERSION := 1.6.1
 PROTO_TOOLS := .cache/proto
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
+BY_FILE := -n 2 --dist loadfile
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
+.PHONY: help demo test test-parts test-engines check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
-	@echo "make test      all tests but the soak tests; real vLLM engines among them"
+	@echo "make test      all tests but the soak tests: test-parts, then test-engines, which are those with real vLLM engines"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records and events of engines, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
@@ -66,8 +67,14 @@ help:
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool demo
 
-test: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
-	$(RUN_PYTEST) -m "not soak and not compose" --durations=15 $(PYTEST)
+test: test-parts test-engines
+
+# Two files at a time: most tests wait for servers, deadlines and processes. 5: none of these was asked for.
+test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
+	$(RUN_PYTEST) $(BY_FILE) -m "not e2e and not soak and not compose" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+
+test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
+	$(RUN_PYTEST) -m e2e --durations=15 $(PYTEST) || [[ $$? == 5 ]]
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/ruff check . scripts/install-vllm scripts/image-wheels
@@ -85,7 +92,7 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
-	$(RUN_PYTEST) -m soak --durations=15 $(PYTEST)
+	$(RUN_PYTEST) $(BY_FILE) -m soak --durations=15 $(PYTEST)
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
 test-compose: $(VENV)/.stamp-core
