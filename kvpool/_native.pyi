@@ -196,11 +196,20 @@ class Matches:
 def pack_varints(values: tuple[int, ...]) -> bytes:
     """Protobuf's packed varints. Errors: RuntimeError for what is not a whole number from 0 to 2**64 - 1."""
 
+class MemoryBudget:
+    """kvpool/_native/memory_budget.h: what the tables that share it may take. Any thread."""
+
+    def __init__(self, limit_nbytes: int) -> None: ...
+    @property
+    def used_nbytes(self) -> int: ...
+
 class Table:
     """kvpool/_native/table.h. Any thread; the GIL is released while the table is read or changed."""
 
     # max_blocks: 1 to 2**32. block_tokens: of a block that is hashed; 0: not known.
-    def __init__(self, max_blocks: int, reuse_reports: bool, block_tokens: int) -> None: ...
+    def __init__(
+        self, max_blocks: int, reuse_reports: bool, block_tokens: int, budget: MemoryBudget | None
+    ) -> None: ...
 
     # The counts of Applied in table.h, in their order. dp_rank: where the batch names none. pool: who holds what
     # the batch says of the pool; None: the worker. The bytes of payload must not change meanwhile. ValueError: no
@@ -221,6 +230,9 @@ class Table:
 
     # (blocks that it held, doubts that are left).
     def expel(self, worker: str) -> tuple[int, int]: ...
+
+    # Holdings of a worker that left to make room, since they were last cleared.
+    def evicted(self, worker: str) -> int: ...
     def workers(self) -> list[str]: ...
 
     # (digest, blocks) of what it holds, as Content in table.h; None: not known.
@@ -239,4 +251,6 @@ class TableImage:
     def pack(self) -> bytes: ...
 
 # A table with what is packed. The bytes must not change meanwhile.
-def table_of(packed: Buffer, max_blocks: int, reuse_reports: bool, block_tokens: int) -> Table: ...
+def table_of(
+    packed: Buffer, max_blocks: int, reuse_reports: bool, block_tokens: int, budget: MemoryBudget | None
+) -> Table: ...

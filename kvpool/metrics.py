@@ -73,7 +73,10 @@ INDEX: Mapping[str, Metric] = {
     "resets": Metric("kvpool_index_resets_total", "Times that all a rank held was forgotten."),
     "malformed_batches": Metric("kvpool_index_malformed_batches_total", "Batches that were not applied."),
     "refused_blocks": Metric(
-        "kvpool_index_refused_blocks_total", "Blocks that were not taken because the index is full."
+        "kvpool_index_refused_blocks_total", "Blocks that were not taken because there is no room."
+    ),
+    "evicted_blocks": Metric(
+        "kvpool_index_evicted_blocks_total", "Cold blocks that were forgotten because the index is full."
     ),
 }
 INDEX_TIER_BLOCKS = Metric(

@@ -45,28 +45,28 @@ std::uint64_t FlatMap::passes() const {
   return passes;
 }
 
-std::pair<std::uint32_t*, bool> FlatMap::insert(std::uint64_t key, std::uint32_t value) {
+std::pair<std::uint32_t*, bool> FlatMap::insert(std::uint64_t key, std::uint32_t value, bool may_grow) {
   const std::uint64_t mixed = mix(key);
-  if (std::uint32_t* found = find(key)) return {found, false};
+  if (std::uint32_t* found = touch(key)) return {found, false};
   Segment* segment = directory_[directory_index(mixed)].segment;
   if (segment->size >= limit_of(segment->capacity())) {
-    if (!make_room(mixed)) return {nullptr, false};
+    if (!may_grow || !make_room(mixed)) return {nullptr, false};
     segment = directory_[directory_index(mixed)].segment;
   }
-  std::uint32_t* place = insert_new(*segment, mixed, key, value);
+  std::uint32_t* place = insert_new(*segment, mixed, key, value, kRoundsOfNew);
   ++size_;
   return {place, true};
 }
 
 std::uint32_t* FlatMap::insert_new(Segment& segment, std::uint64_t mixed, std::uint64_t key,
-                                   std::uint32_t value) {
+                                   std::uint32_t value, unsigned rounds) {
   for (std::size_t i = mixed & segment.mask;; i = (i + 1) & segment.mask) {
     Bucket& bucket = segment.buckets[i];
-    const auto entry = static_cast<std::size_t>(std::countr_one(bucket.used));
+    const auto entry = static_cast<std::size_t>(std::countr_one(bucket.state));
     if (entry < kBucketEntries) {
       bucket.key[entry] = key;
       bucket.value[entry] = value;
-      bucket.used = static_cast<std::uint8_t>(bucket.used | 1U << entry);
+      bucket.set(entry, true, rounds);
       ++segment.size;
       return &bucket.value[entry];
     }
@@ -82,7 +82,7 @@ bool FlatMap::erase(std::uint64_t key) {
   for (std::size_t i = mixed & segment.mask;; i = (i + 1) & segment.mask) {
     Bucket& bucket = segment.buckets[i];
     if (found >= bucket.value && found < bucket.value + kBucketEntries) {
-      bucket.used = static_cast<std::uint8_t>(bucket.used & ~(1U << (found - bucket.value)));
+      bucket.set(static_cast<std::size_t>(found - bucket.value), false, 0);
       break;
     }
     --bucket.passed;
@@ -127,10 +127,10 @@ void FlatMap::refill(const Segment& from, Segment& low, Segment& high) const {
   for (std::size_t i = 0; i <= from.mask; ++i) {
     const Bucket& bucket = from.buckets[i];
     for (std::size_t entry = 0; entry < kBucketEntries; ++entry) {
-      if ((bucket.used >> entry & 1) == 0) continue;
+      if (!bucket.is_used(entry)) continue;
       const std::uint64_t mixed = mix(bucket.key[entry]);
       Segment& to = (mixed >> (63 - from.depth) & 1) != 0 ? high : low;
-      insert_new(to, mixed, bucket.key[entry], bucket.value[entry]);
+      insert_new(to, mixed, bucket.key[entry], bucket.value[entry], bucket.rounds(entry));
     }
   }
 }

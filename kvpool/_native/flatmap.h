@@ -5,9 +5,15 @@
 // A bucket is one cache line of five entries. Entries that do not fit go to the next bucket; how many went past
 // is counted, so that a search knows where to stop and an erasure leaves no tombstone.
 //
-// No locks: the owner has one.
+// Which entries are cold is kept in bits that a bucket had to spare: how many rounds of the hand an entry survives. The
+// hand of evict() goes round the buckets of a segment, erases what survives no more rounds, and takes one from the rest.
+// What is new survives one. What is touch()ed survives three: where much is new, the hand may go round at once to find
+// something cold, and what is touched all the time must outlast that.
+//
+// No locks: the owner has one. touch() may run beside find(), touch() and visits that change nothing.
 #pragma once
 
+#include <atomic>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -35,9 +41,12 @@ class FlatMap {
   // Null when it is not there. The pointer holds until the next insert() or erase().
   std::uint32_t* find(std::uint64_t key);
   const std::uint32_t* find(std::uint64_t key) const;
-  const std::uint32_t* find(const Place& place, std::uint64_t key) const;
-  // (the value's place, whether it is new); a value that is there stays as it is. Null: no room (kMaxDepth).
-  std::pair<std::uint32_t*, bool> insert(std::uint64_t key, std::uint32_t value);
+  // As find(), and it is not cold from now on.
+  std::uint32_t* touch(std::uint64_t key);
+  const std::uint32_t* touch(const Place& place, std::uint64_t key) const;
+  // (the value's place, whether it is new); a value that is there stays as it is. Null: no room (kMaxDepth), or none
+  // without another segment where the map may not grow.
+  std::pair<std::uint32_t*, bool> insert(std::uint64_t key, std::uint32_t value, bool may_grow = true);
   bool erase(std::uint64_t key);
 
   // Has the first cache line that find(key) will look at loaded.
@@ -47,6 +56,11 @@ class FlatMap {
   // cursor that starts at 0 and comes back to 0 has met every entry that stayed in the map meanwhile.
   template <typename IsDead>
   void sweep_segment(std::uint64_t& cursor, IsDead is_dead);
+
+  // Erases the next entry of the segment that `key` belongs to that is cold, or of which is_dead(value) says so, and
+  // calls leaves(key, value) before. False: the segment is empty.
+  template <typename IsDead, typename Leaves>
+  bool evict(std::uint64_t key, IsDead is_dead, Leaves leaves);
 
   // Calls visit(key, value) for each entry, in no particular order.
   template <typename Visit>
@@ -63,12 +77,23 @@ class FlatMap {
   std::uint64_t passes() const;
 
  private:
+  static constexpr unsigned kRoundsOfNew = 1;
+  static constexpr unsigned kRoundsOfTouched = 3;
+
   struct alignas(64) Bucket {
     std::uint64_t key[kBucketEntries];
     std::uint32_t value[kBucketEntries];
     std::uint16_t passed;  // entries that were sent on from here, by this bucket or to it from one before
-    std::uint8_t used;     // bit i: entry i is there
-    std::uint8_t unused;
+    // Bit i: entry i is there. Above, two bits an entry: rounds of the hand that it survives.
+    std::uint16_t state;
+
+    bool is_used(std::size_t entry) const { return (state >> entry & 1) != 0; }
+    unsigned rounds(std::size_t entry) const { return state >> shift_of(entry) & 3U; }
+    void set(std::size_t entry, bool used, unsigned rounds) {
+      const unsigned others = state & ~(1U << entry | 3U << shift_of(entry));
+      state = static_cast<std::uint16_t>(others | (used ? 1U : 0U) << entry | rounds << shift_of(entry));
+    }
+    static constexpr std::size_t shift_of(std::size_t entry) { return kBucketEntries + 2 * entry; }
   };
   static_assert(sizeof(Bucket) == 64);
 
@@ -82,6 +107,7 @@ class FlatMap {
     std::size_t size = 0;
     std::size_t owned_at = 0;  // in segments_
     unsigned depth;            // bits of the mixed key that all entries share
+    std::uint32_t hand = 0;    // the bucket where evict() goes on
   };
 
   // What a search needs of a segment, one dependent load nearer.
@@ -101,10 +127,11 @@ class FlatMap {
   }
   Place locate(std::uint64_t key) const;
   std::size_t directory_index(std::uint64_t mixed) const { return depth_ == 0 ? 0 : mixed >> (64 - depth_); }
+  template <bool kTouches = false>
   static std::uint32_t* find_at(const Place& place, std::uint64_t key);
 
   static std::uint32_t* insert_new(Segment& segment, std::uint64_t mixed, std::uint64_t key,
-                                   std::uint32_t value);
+                                   std::uint32_t value, unsigned rounds);
   bool make_room(std::uint64_t mixed);
   void refill(const Segment& from, Segment& low, Segment& high) const;
   Entrance add_segment(unsigned depth, std::size_t buckets);
@@ -131,7 +158,8 @@ inline FlatMap::Place FlatMap::locate(std::uint64_t key) const {
   return {entrance.buckets, entrance.mask, mixed & entrance.mask};
 }
 
-inline std::uint32_t* FlatMap::find_at(const Place& place, std::uint64_t key) {
+template <bool kTouches>
+std::uint32_t* FlatMap::find_at(const Place& place, std::uint64_t key) {
   std::size_t i = place.bucket;
   do {
     Bucket& bucket = place.buckets[i];
@@ -140,8 +168,20 @@ inline std::uint32_t* FlatMap::find_at(const Place& place, std::uint64_t key) {
     for (std::size_t entry = 0; entry < kBucketEntries; ++entry) {
       equal |= static_cast<unsigned>(bucket.key[entry] == key) << entry;
     }
-    equal &= bucket.used;
-    if (equal != 0) return &bucket.value[std::countr_zero(equal)];
+    const std::atomic_ref state(bucket.state);  // other readers may touch an entry
+    const unsigned seen = state.load(std::memory_order_relaxed);
+    equal &= seen;
+    if (equal != 0) {
+      const auto entry = static_cast<std::size_t>(std::countr_zero(equal));
+      if constexpr (kTouches) {
+        const unsigned rounds = kRoundsOfTouched << Bucket::shift_of(entry);
+        // Looked at first: a line that one reader writes is taken from all others.
+        if ((seen & rounds) != rounds) {
+          state.fetch_or(static_cast<std::uint16_t>(rounds), std::memory_order_relaxed);
+        }
+      }
+      return &bucket.value[entry];
+    }
     if (bucket.passed == 0) return nullptr;
     i = (i + 1) & place.mask;
   } while (i != place.bucket);  // many erasures may leave every bucket passed by something
@@ -150,8 +190,10 @@ inline std::uint32_t* FlatMap::find_at(const Place& place, std::uint64_t key) {
 
 inline std::uint32_t* FlatMap::find(std::uint64_t key) { return find_at(locate(key), key); }
 inline const std::uint32_t* FlatMap::find(std::uint64_t key) const { return find_at(locate(key), key); }
-inline const std::uint32_t* FlatMap::find(const Place& place, std::uint64_t key) const {
-  return find_at(place, key);
+
+inline std::uint32_t* FlatMap::touch(std::uint64_t key) { return find_at<true>(locate(key), key); }
+inline const std::uint32_t* FlatMap::touch(const Place& place, std::uint64_t key) const {
+  return find_at<true>(place, key);
 }
 
 inline FlatMap::Place FlatMap::prefetch(std::uint64_t key) const {
@@ -171,14 +213,35 @@ template <typename Visit>
 void FlatMap::visit_segment(std::uint64_t& cursor, Visit visit) const {
   const Segment& segment = *directory_[directory_index(cursor)].segment;
   for (std::size_t i = 0; i <= segment.mask; ++i) {
-    const Bucket& bucket = segment.buckets[i];
+    Bucket& bucket = segment.buckets[i];
+    const unsigned state = std::atomic_ref(bucket.state).load(std::memory_order_relaxed);
     for (std::size_t entry = 0; entry < kBucketEntries; ++entry) {
-      if ((bucket.used >> entry & 1) != 0) visit(bucket.key[entry], bucket.value[entry]);
+      if ((state >> entry & 1U) != 0) visit(bucket.key[entry], bucket.value[entry]);
     }
   }
   // The first mixed key behind the segment; wraps to 0 behind the last one.
   const unsigned shift = 64 - segment.depth;
   cursor = segment.depth == 0 ? 0 : ((cursor >> shift) + 1) << shift;
+}
+
+template <typename IsDead, typename Leaves>
+bool FlatMap::evict(std::uint64_t key, IsDead is_dead, Leaves leaves) {
+  Segment& segment = *directory_[directory_index(mix(key))].segment;
+  // Until all have come to the end of their rounds, at most.
+  for (std::size_t step = 0; step <= kRoundsOfTouched * (segment.mask + 1) + segment.mask; ++step) {
+    Bucket& bucket = segment.buckets[segment.hand];
+    for (std::size_t entry = 0; entry < kBucketEntries; ++entry) {
+      if (!bucket.is_used(entry)) continue;
+      if (bucket.rounds(entry) != 0 && !is_dead(bucket.value[entry])) continue;
+      leaves(bucket.key[entry], bucket.value[entry]);
+      return erase(bucket.key[entry]);  // the hand stays: there may be more of them
+    }
+    for (std::size_t entry = 0; entry < kBucketEntries; ++entry) {
+      if (bucket.is_used(entry)) bucket.set(entry, true, bucket.rounds(entry) - 1);
+    }
+    segment.hand = static_cast<std::uint32_t>((segment.hand + 1) & segment.mask);
+  }
+  return false;
 }
 
 template <typename Visit>

@@ -473,7 +473,7 @@ nb::str to_str(std::string_view text) { return nb::str(text.data(), text.size())
 nb::tuple to_tuple(const Applied& applied) {
   return nb::make_tuple(applied.stored, applied.copied, applied.repeated, applied.removed, applied.uncopied,
                         applied.unknown, applied.refused, applied.doubted, applied.cleared_events,
-                        applied.skipped_events);
+                        applied.skipped_events, applied.evicted);
 }
 
 nb::bytes packed(const std::vector<std::uint32_t>& column) {
@@ -560,10 +560,25 @@ nb::tuple to_tuple(const TierBlocks& blocks) {
   return nb::make_tuple(blocks[0], blocks[1], blocks[2], blocks[3]);
 }
 
+class PyMemoryBudget {
+ public:
+  explicit PyMemoryBudget(std::size_t limit_nbytes) : budget_(std::make_shared<MemoryBudget>(limit_nbytes)) {}
+  std::shared_ptr<MemoryBudget> get() const { return budget_; }
+  std::size_t used_nbytes() const { return budget_->used_nbytes; }
+
+ private:
+  std::shared_ptr<MemoryBudget> budget_;
+};
+
+std::shared_ptr<MemoryBudget> native_of(const PyMemoryBudget* budget) {
+  return budget == nullptr ? nullptr : budget->get();
+}
+
 class PyTable {
  public:
-  PyTable(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens)
-      : PyTable(std::make_unique<Table>(max_blocks, reuse_reports, block_tokens)) {}
+  PyTable(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
+          const PyMemoryBudget* budget)
+      : PyTable(std::make_unique<Table>(max_blocks, reuse_reports, block_tokens, native_of(budget))) {}
   explicit PyTable(std::unique_ptr<Table> table) : table_(std::move(table)) {}
   PyTable(const PyTable&) = delete;
   PyTable& operator=(const PyTable&) = delete;
@@ -630,6 +645,11 @@ class PyTable {
     return without_gil([&] { return table_->expel(name); });
   }
 
+  std::uint64_t evicted(nb::handle worker) const {
+    const std::string_view name = utf8_view(worker, "worker must be a str");
+    return without_gil([&] { return table_->evicted(name); });
+  }
+
   nb::list workers() const {
     const std::vector<std::string> names = without_gil([this] { return table_->workers(); });
     nb::list list;
@@ -676,10 +696,11 @@ class PyTable {
 };
 
 PyTable* py_table_of(nb::handle packed, std::size_t max_blocks, bool reuse_reports,
-                     std::uint32_t block_tokens) {
+                     std::uint32_t block_tokens, const PyMemoryBudget* budget) {
   const Bytes bytes(packed);
   return new PyTable(without_gil([&] {
-    return std::make_unique<Table>(max_blocks, reuse_reports, block_tokens, unpack_image(bytes.get()));
+    return std::make_unique<Table>(max_blocks, reuse_reports, block_tokens, native_of(budget),
+                                   unpack_image(bytes.get()));
   }));
 }
 
@@ -734,15 +755,20 @@ NB_MODULE(_native, m) {
       .def("column", &PyMatches::column, "column"_a)
       .def("placed", &PyMatches::placed, "places"_a, "count"_a, "columns"_a);
   m.def("pack_varints", &pack_varints, "values"_a);
+  nb::class_<PyMemoryBudget>(m, "MemoryBudget")
+      .def(nb::init<std::size_t>(), "limit_nbytes"_a)
+      .def_prop_ro("used_nbytes", &PyMemoryBudget::used_nbytes);
   // .none(): our own errors say more than nanobind's.
   nb::class_<PyTable>(m, "Table")
-      .def(nb::init<std::size_t, bool, std::uint32_t>(), "max_blocks"_a, "reuse_reports"_a, "block_tokens"_a)
+      .def(nb::init<std::size_t, bool, std::uint32_t, const PyMemoryBudget*>(), "max_blocks"_a,
+           "reuse_reports"_a, "block_tokens"_a, "budget"_a.none())
       .def("apply", &PyTable::apply, "worker"_a.none(), "payload"_a.none(), "dp_rank"_a, "pool"_a.none())
       .def("match", &PyTable::match, "hashes64"_a.none(), "workers"_a.none())
       .def("remove_worker", &PyTable::remove_worker, "worker"_a.none())
       .def("clear", &PyTable::clear, "worker"_a.none(), "dp_rank"_a.none(), "tiers"_a)
       .def("doubt", &PyTable::doubt, "worker"_a.none(), "cursor"_a)
       .def("expel", &PyTable::expel, "worker"_a.none())
+      .def("evicted", &PyTable::evicted, "worker"_a.none())
       .def("workers", &PyTable::workers)
       .def("content", &PyTable::content, "worker"_a.none())
       .def("image", &PyTable::image)
@@ -751,7 +777,7 @@ NB_MODULE(_native, m) {
   nb::exception<DamagedImage>(m, "DamagedImage", PyExc_ValueError);
   nb::class_<PyTableImage>(m, "TableImage").def("pack", &PyTableImage::pack);
   m.def("table_of", &py_table_of, "packed"_a.none(), "max_blocks"_a, "reuse_reports"_a, "block_tokens"_a,
-        nb::rv_policy::take_ownership);
+        "budget"_a.none(), nb::rv_policy::take_ownership);
 
   m.def("open_file_engine", &open_file_engine, "root"_a, "capacity_nbytes"_a, "threads"_a);
   nb::exception<RespError>(m, "RespError");

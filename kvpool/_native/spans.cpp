@@ -68,7 +68,7 @@ std::uint64_t SetRuns::hash_at(std::uint64_t block) const {
 
 SetId SetRuns::next_set() {
   FlatMap::Place& place = places_[read_ % kAhead];
-  const std::uint32_t* set = blocks_->find(place, hash_at(read_));
+  const std::uint32_t* set = blocks_->touch(place, hash_at(read_));
   if (read_ + kAhead < count_) place = blocks_->prefetch(hash_at(read_ + kAhead));
   ++read_;
   return set == nullptr ? kNobody : *set;

@@ -88,12 +88,14 @@ void add(const TierBlocks& blocks, TierBlocks& sum) {
 
 }  // namespace
 
-Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens)
+Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
+             std::shared_ptr<MemoryBudget> budget)
     : max_blocks_(max_blocks),
       reuse_reports_(reuse_reports),
       block_tokens_(block_tokens),
       blocks_(random_seed()),
-      sets_(random_seed()) {
+      sets_(random_seed()),
+      share_(std::move(budget)) {
   if (max_blocks < 1 || max_blocks > kMaxBlocks) {
     throw std::invalid_argument("max_blocks must be from 1 to 4294967296");
   }
@@ -120,6 +122,7 @@ Applied& Applied::operator+=(const Applied& other) {
   doubted += other.doubted;
   cleared_events += other.cleared_events;
   skipped_events += other.skipped_events;
+  evicted += other.evicted;
   return *this;
 }
 
@@ -264,6 +267,7 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
     }
   }
   sweep(1 + batch.hashes.size() / kHashesPerSweep);
+  account();
   total_ += applied;
   ++batches_;
   return applied;
@@ -284,12 +288,19 @@ void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t
   for (std::size_t i = 0; i < hashes.size(); ++i) {
     if (i + kAhead < hashes.size()) blocks_.prefetch(hashes[i + kAhead]);
     if (doubts != nullptr) doubts->blocks.erase(hashes[i]);
-    std::uint32_t* set =
-        blocks_.size() < max_blocks_ ? blocks_.insert(hashes[i], kNobody).first : blocks_.find(hashes[i]);
+    if (i % kHashesPerSweep == 0) account();
+    const bool may_grow = share_.may_grow();
+    const bool full = held_ >= max_blocks_;
+    std::uint32_t* set = full ? blocks_.touch(hashes[i]) : blocks_.insert(hashes[i], kNobody, may_grow).first;
+    // A place that waits to be swept is no block yet: it is one more, too.
+    if (set == nullptr || (full && sets_[*set].empty())) {
+      set = make_room(hashes[i], applied) ? blocks_.insert(hashes[i], kNobody, may_grow).first : nullptr;
+    }
     if (set == nullptr) {
       ++applied.refused;
       continue;
     }
+    const std::size_t sets_nbytes = may_grow ? 0 : sets_.nbytes();
     const SetId to = sets_.with(*set, seat, event.tier);
     if (to == *set) {
       if (!counts_copies) {
@@ -297,8 +308,14 @@ void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t
         continue;
       }
       std::unique_ptr<FlatMap>& more = seats_[seat].more_copies;
-      if (!more) more = std::make_unique<FlatMap>(random_seed());
-      const auto [copies, is_new] = more->insert(hashes[i], 0);
+      if (!more) {
+        more = std::make_unique<FlatMap>(random_seed());
+        seats_nbytes_ += more->nbytes();
+      }
+      const std::size_t nbytes_before = more->nbytes();
+      // Where there is no room for it the copy is not counted: less is credited than could be.
+      const auto [copies, is_new] = more->insert(hashes[i], 0, may_grow);
+      seats_nbytes_ += more->nbytes() - nbytes_before;
       if (copies != nullptr && *copies != ~std::uint32_t{0}) {
         ++*copies;
         seats_[seat].digests[static_cast<std::size_t>(Tier::kDevice)] += digest_of_copy(hashes[i]);
@@ -311,6 +328,8 @@ void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t
     *set = to;
     enter(seat, event.tier, hashes[i]);
     ++applied.stored;
+    // A set of its own is memory, too: another block goes for it.
+    if (!may_grow && sets_.nbytes() > sets_nbytes) make_room(hashes[i], applied);
   }
 }
 
@@ -365,6 +384,8 @@ void Table::drop(std::span<const std::uint32_t> ranks, Tiers tiers) {
 void Table::drop(std::span<const Tiers> gone) {
   bool anything = false;
   for (SeatId seat = 0; seat < gone.size(); ++seat) {
+    // What it held is gone altogether: what it will be told to hold is whole again.
+    if ((gone[seat] & kLocalTiers) == kLocalTiers) seats_[seat].evicted = 0;
     for (unsigned tier = 0; tier < kTierCount; ++tier) {
       anything = anything || ((gone[seat] >> tier & 1U) != 0 && seats_[seat].blocks[tier] != 0);
     }
@@ -376,8 +397,19 @@ void Table::drop(std::span<const Tiers> gone) {
     for (unsigned tier = 0; tier < kTierCount; ++tier) {
       if ((gone[seat] >> tier & 1U) != 0) seats_[seat].blocks[tier] = seats_[seat].digests[tier] = 0;
     }
-    if ((gone[seat] & tiers_of(Tier::kDevice)) != 0) seats_[seat].more_copies.reset();
-    if ((gone[seat] & tiers_of(Tier::kPool)) != 0) seats_[seat].doubts.reset();
+    let_go(seats_[seat], gone[seat]);
+  }
+}
+
+// What a seat keeps beside its blocks of these tiers.
+void Table::let_go(Seat& seat, Tiers tiers) {
+  if (seat.more_copies && (tiers & tiers_of(Tier::kDevice)) != 0) {
+    seats_nbytes_ -= seat.more_copies->nbytes();
+    seat.more_copies.reset();
+  }
+  if (seat.doubts && (tiers & tiers_of(Tier::kPool)) != 0) {
+    seats_nbytes_ -= seat.doubts->blocks.nbytes();
+    seat.doubts.reset();
   }
 }
 
@@ -390,6 +422,7 @@ bool Table::clear(std::string_view worker, std::optional<std::uint32_t> dp_rank,
     if (!dp_rank || ranks_[rank].dp_rank == *dp_rank) ranks.push_back(rank);
   }
   drop(ranks, tiers);
+  account();
   return !ranks.empty();
 }
 
@@ -402,6 +435,7 @@ bool Table::remove_worker(std::string_view worker) {
   // From here on nothing needs memory. The numbers may be given to others: no set names them any more.
   for (const std::uint32_t rank : workers_[place].ranks) {
     for (const SeatId seat : ranks_[rank].seats) {
+      let_go(seats_[seat], kAllTiers);
       seats_[seat] = Seat{};
       free_seats_.push_back(seat);
     }
@@ -412,6 +446,7 @@ bool Table::remove_worker(std::string_view worker) {
   workers_[place] = Worker{};
   free_workers_.push_back(place);
   worker_by_name_.erase(known);
+  account();
   return true;
 }
 
@@ -420,15 +455,24 @@ std::uint64_t Table::doubt(std::string_view worker, std::uint64_t cursor) {
   const std::vector<SeatId> seats = seats_of(worker);
   if (seats.empty()) return 0;
   if (cursor == 0) {
-    for (const SeatId seat : seats) seats_[seat].doubts = std::make_unique<Doubts>(random_seed());
+    for (const SeatId seat : seats) {
+      let_go(seats_[seat], tiers_of(Tier::kPool));
+      seats_[seat].doubts = std::make_unique<Doubts>(random_seed());
+      seats_nbytes_ += seats_[seat].doubts->blocks.nbytes();
+    }
   }
   blocks_.visit_segment(cursor, [&](std::uint64_t hash, SetId set) {
     for (const SeatId seat : seats) {
       // A seat without doubts has come, or was cleared, since the round began: what it holds was told of since.
       if (!seats_[seat].doubts || (sets_.tiers(set, seat) & tiers_of(Tier::kPool)) == 0) continue;
-      seats_[seat].doubts->blocks.insert(hash, 0);
+      // Though there be no memory for it: what is not in doubt would be credited for good.
+      FlatMap& doubted = seats_[seat].doubts->blocks;
+      const std::size_t nbytes_before = doubted.nbytes();
+      doubted.insert(hash, 0);
+      seats_nbytes_ += doubted.nbytes() - nbytes_before;
     }
   });
+  account();
   return cursor;
 }
 
@@ -447,8 +491,9 @@ std::pair<std::size_t, std::size_t> Table::expel(std::string_view worker) {
     remove(seat, removal, hashes, applied);
     for (const std::uint64_t hash : hashes) doubts->blocks.erase(hash);
     left += doubts->blocks.size();
-    if (doubts->blocks.size() == 0) seats_[seat].doubts.reset();
+    if (doubts->blocks.size() == 0) let_go(seats_[seat], tiers_of(Tier::kPool));
   }
+  account();
   total_.removed += applied.removed;
   return {applied.removed, left};
 }
@@ -466,8 +511,9 @@ void Table::sweep(std::size_t segments) {
 
 // ---- at rest
 
-Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens, const TableImage& image)
-    : Table(max_blocks, reuse_reports, block_tokens) {
+Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
+             std::shared_ptr<MemoryBudget> budget, const TableImage& image)
+    : Table(max_blocks, reuse_reports, block_tokens, std::move(budget)) {
   // Nobody else knows this table yet: no lock. Seats are given out from 0 on, so a place in the image is a SeatId.
   for (std::size_t i = 0; i < image.seats.size(); ++i) {
     const TableImage::Seat& seat = image.seats[i];
@@ -477,18 +523,26 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
     seats_[*place].partial = seat.partial;
     seats_[*place].last = seat.last;
     seats_[*place].stride = seat.stride;
+    seats_[*place].evicted = seat.evicted;
     learn_plain(seats_[*place].rank);
   }
   std::vector<SetId> sets(image.set_ends.size());
-  for (std::size_t i = 0; i < sets.size(); ++i) sets[i] = sets_.of(image.set(i));
+  for (std::size_t i = 0; i < sets.size(); ++i) {
+    sets[i] = sets_.of(image.set(i));
+    sets_.move(kNobody,
+               sets[i]);  // until all blocks are in: one that is refused must not be what frees a set
+  }
   for (std::size_t i = 0; i < image.hashes.size(); ++i) {
+    if (i % kHashesPerSweep == 0) account();
     if (i + kAhead < image.hashes.size()) blocks_.prefetch(image.hashes[i + kAhead]);
     const std::uint64_t hash = image.hashes[i];
     const SetId set = sets[image.set_of[i]];
-    const auto [place, is_new] =
-        blocks_.size() < max_blocks_ ? blocks_.insert(hash, set) : std::pair(blocks_.find(hash), false);
+    const auto [place, is_new] = blocks_.size() < max_blocks_ ? blocks_.insert(hash, set, share_.may_grow())
+                                                              : std::pair(blocks_.find(hash), false);
     if (place == nullptr) {
+      // What was cold there is not in the image, so one block is as good as another.
       ++total_.refused;
+      for (const Holding holding : sets_[set]) ++seats_[holding.seat()].evicted;
       continue;
     }
     if (!is_new) throw DamagedImage("a block stands there twice");
@@ -500,6 +554,7 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
       }
     }
   }
+  for (const SetId set : sets) sets_.move(set, kNobody);
   for (const TableImage::Copies& copies : image.copies) {
     const std::uint32_t* set = blocks_.find(copies.hash);
     if (set == nullptr) continue;  // refused
@@ -507,11 +562,20 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
       throw DamagedImage("copies of a block that their holder does not have");
     }
     std::unique_ptr<FlatMap>& more = seats_[copies.seat].more_copies;
-    if (!more) more = std::make_unique<FlatMap>(random_seed());
-    if (!more->insert(copies.hash, copies.more).second) throw DamagedImage("copies stand there twice");
+    if (!more) {
+      more = std::make_unique<FlatMap>(random_seed());
+      seats_nbytes_ += more->nbytes();
+    }
+    const std::size_t nbytes_before = more->nbytes();
+    account();
+    const auto [place, is_new] = more->insert(copies.hash, copies.more, share_.may_grow());
+    seats_nbytes_ += more->nbytes() - nbytes_before;
+    if (place == nullptr) continue;  // no room for it: less is credited than could be
+    if (!is_new) throw DamagedImage("copies stand there twice");
     seats_[copies.seat].digests[static_cast<std::size_t>(Tier::kDevice)] +=
         copies.more * digest_of_copy(copies.hash);
   }
+  account();
 }
 
 TableImage Table::image() const {
@@ -525,7 +589,8 @@ TableImage Table::image() const {
     const auto place = static_cast<SeatId>(image.seats.size());
     places[seat] = place;
     image.seats.push_back({*workers_[rank.worker].name, rank.dp_rank, seats_[seat].group,
-                           seats_[seat].partial, seats_[seat].last, seats_[seat].stride});
+                           seats_[seat].partial, seats_[seat].last, seats_[seat].stride,
+                           seats_[seat].evicted});
     if (!seats_[seat].more_copies) continue;
     seats_[seat].more_copies->for_each(
         [&](std::uint64_t hash, std::uint32_t more) { image.copies.push_back({place, more, hash}); });
@@ -547,6 +612,46 @@ TableImage Table::image() const {
   });
   return image;
 }
+
+// Where the block `hash` would stand: a place of nobody's, or of a cold block. False: there is none.
+bool Table::make_room(std::uint64_t hash, Applied& applied) {
+  do {
+    const bool evicted = blocks_.evict(
+        hash, [this](SetId set) { return sets_[set].empty(); },
+        [&](std::uint64_t cold, SetId set) { forget(cold, set, applied); });
+    if (!evicted) return false;
+  } while (held_ >= max_blocks_);
+  return true;
+}
+
+// All that is known of a block, its copies as well: a count that outlived it would be more than the engine has.
+void Table::forget(std::uint64_t hash, SetId set, Applied& applied) {
+  for (const Holding holding : sets_[set]) {
+    Seat& seat = seats_[holding.seat()];
+    const std::uint32_t* copies = seat.more_copies ? seat.more_copies->find(hash) : nullptr;
+    if (copies != nullptr) {
+      seat.digests[static_cast<std::size_t>(Tier::kDevice)] -= *copies * digest_of_copy(hash);
+      seat.more_copies->erase(hash);
+    }
+    for (unsigned tiers = holding.tiers(); tiers != 0; tiers &= tiers - 1) {
+      leave(holding.seat(), static_cast<Tier>(std::countr_zero(tiers)), hash);
+    }
+    ++seat.evicted;
+  }
+  if (!sets_[set].empty()) {
+    --held_;
+    ++applied.evicted;
+  }
+  sets_.move(set, kNobody);
+}
+
+std::size_t Table::nbytes() const {
+  return sizeof *this - sizeof blocks_ - sizeof sets_ + blocks_.nbytes() + sets_.nbytes() + seats_nbytes_ +
+         workers_.capacity() * sizeof(Worker) + ranks_.capacity() * sizeof(Rank) +
+         seats_.capacity() * sizeof(Seat);
+}
+
+void Table::account() { share_.set(nbytes()); }
 
 // ---- reading
 
@@ -571,7 +676,7 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
   for (std::size_t i = 0; i < std::min(count, kAhead); ++i) places[i] = blocks_.prefetch(load(hashes, i));
   const auto set_of = [&](std::size_t index) {
     FlatMap::Place& place = places[index % kAhead];
-    const std::uint32_t* set = blocks_.find(place, load(hashes, index));
+    const std::uint32_t* set = blocks_.touch(place, load(hashes, index));
     if (index + kAhead < count) place = blocks_.prefetch(load(hashes, index + kAhead));
     return set == nullptr ? kNobody : *set;
   };
@@ -697,6 +802,13 @@ void Table::find_held(const Seat& seat, SeatId id, SetRuns& runs, std::uint64_t 
   }
 }
 
+std::uint64_t Table::evicted(std::string_view worker) const {
+  const auto held = read();
+  std::uint64_t evicted = 0;
+  for (const SeatId seat : seats_of(worker)) evicted += seats_[seat].evicted;
+  return evicted;
+}
+
 std::vector<std::string> Table::workers() const {
   const auto held = read();
   std::vector<std::string> names;
@@ -744,18 +856,13 @@ TableStats Table::stats() const {
   stats.holder_sets = sets_.size();
   stats.workers = worker_by_name_.size();
   stats.unswept = blocks_.size() - held_;
-  stats.nbytes = sizeof *this - sizeof blocks_ - sizeof sets_ + blocks_.nbytes() + sets_.nbytes() +
-                 workers_.capacity() * sizeof(Worker) + ranks_.capacity() * sizeof(Rank) +
-                 seats_.capacity() * sizeof(Seat);
+  stats.nbytes = nbytes();
   for (const Seat& seat : seats_) {
     if (seat.in_use) {
       ++stats.holders;
       add(seat.blocks, stats.tier_blocks);
     }
-    if (seat.doubts) stats.nbytes += seat.doubts->blocks.nbytes();
-    if (!seat.more_copies) continue;
-    stats.copies += seat.more_copies->size();
-    stats.nbytes += seat.more_copies->nbytes();
+    if (seat.more_copies) stats.copies += seat.more_copies->size();
   }
   return stats;
 }

@@ -17,6 +17,10 @@
 // (docs/decisions/0042-the-pool-is-settled-by-doubt.md): doubt() everything the table credits, apply() what was listed
 // as stored events, expel() what is still in doubt. Any stored event ends the doubt about its blocks.
 //
+// A full table (max_blocks, or its MemoryBudget) makes room by forgetting cold blocks, those that were neither stored
+// nor asked for in a while, with all that is known of them (docs/decisions/0053-a-full-index-forgets-what-is-cold.md).
+// Counts then are below the engine's, never above: from none they go up and down with its events.
+//
 // Any thread may call anything. One lock: match(), workers() and stats() share it, all others hold it alone.
 #pragma once
 
@@ -37,6 +41,7 @@
 #include "events.h"
 #include "flatmap.h"
 #include "holders.h"
+#include "memory_budget.h"
 #include "spans.h"
 #include "table_image.h"
 
@@ -50,10 +55,11 @@ struct Applied {
   std::uint64_t removed = 0;   // gone from this holder
   std::uint64_t uncopied = 0;  // one physical copy less, others are left
   std::uint64_t unknown = 0;   // removed, but this holder did not have it
-  std::uint64_t refused = 0;   // stored, but the table is full
+  std::uint64_t refused = 0;   // stored, but there is no room for it
   std::uint64_t doubted = 0;   // stored, but perhaps only a report of what is gone: not believed
   std::uint64_t cleared_events = 0;
   std::uint64_t skipped_events = 0;  // of an unknown type or in an unknown medium
+  std::uint64_t evicted = 0;         // cold blocks of anybody that left to make room
 
   Applied& operator+=(const Applied& other);
 };
@@ -96,12 +102,16 @@ class Table {
   static constexpr std::size_t kMaxBlocks = std::size_t{1} << 32;
   static constexpr std::size_t kMaxWorkerNbytes = 256;
 
-  // Blocks beyond max_blocks are refused, and counted. Without reuse_reports, events from the root are believed, and add
+  // Blocks beyond max_blocks make others leave. Without reuse_reports, events from the root are believed, and add
   // copies, like all others, which is exact as long as no engine reports reused blocks. block_tokens: of a block that is
-  // hashed; 0: not known, and groups are taken to have blocks of that size.
-  Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens = 0);
-  // What was in another table. Blocks beyond max_blocks are refused, and counted. Throws DamagedImage.
-  Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens, const TableImage& image);
+  // hashed; 0: not known, and groups are taken to have blocks of that size. budget: what all tables that share it may
+  // take; null: no limit.
+  Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens = 0,
+        std::shared_ptr<MemoryBudget> budget = nullptr);
+  // What was in another table. Blocks for which there is no room are refused, and counted; their holders are told to be
+  // short of them as of evicted() ones. Throws DamagedImage.
+  Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
+        std::shared_ptr<MemoryBudget> budget, const TableImage& image);
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
 
@@ -122,6 +132,9 @@ class Table {
   std::uint64_t doubt(std::string_view worker, std::uint64_t cursor);
   // Takes some doubted blocks from the worker's part of the pool: (how many it held, how many doubts are left).
   std::pair<std::size_t, std::size_t> expel(std::string_view worker);
+
+  // Holdings of this worker that were evicted since they were last cleared; 0: none, or not known.
+  std::uint64_t evicted(std::string_view worker) const;
 
   std::vector<std::string> workers() const;
   TierBlocks held_by(std::string_view worker) const;  // by all its ranks and groups; not known: nothing
@@ -149,6 +162,7 @@ class Table {
     bool partial = false;      // engines may report blocks of it that are gone
     std::uint32_t last = 0;    // blocks at the end of a prefix that it needs; 0: all
     std::uint32_t stride = 1;  // hashed blocks in a block of the group
+    std::uint64_t evicted = 0;
     TierBlocks blocks{};
     std::array<std::uint64_t, kTierCount>
         digests{};  // sums over blocks and copies: a change costs one addition
@@ -186,6 +200,11 @@ class Table {
   void drop(std::span<const std::uint32_t> ranks, Tiers tiers);
   void drop(std::span<const Tiers> gone);
   void sweep(std::size_t segments);
+  void let_go(Seat& seat, Tiers tiers);
+  bool make_room(std::uint64_t hash, Applied& applied);
+  void forget(std::uint64_t hash, SetId set, Applied& applied);
+  std::size_t nbytes() const;
+  void account();
 
   // Adds the rows of the ranks that are not plain. wanted: by worker; null: all.
   void match_uneven(std::span<const std::byte> hashes, const std::vector<bool>* wanted,
@@ -211,6 +230,8 @@ class Table {
   std::size_t uneven_ = 0;  // ranks that are not plain
   std::size_t held_ = 0;    // blocks with a holder; the others wait to be swept
   std::uint64_t sweep_cursor_ = 0;
+  std::size_t seats_nbytes_ = 0;  // of all more_copies and doubts
+  BudgetShare share_;
   Applied total_;
   std::uint64_t batches_ = 0;
 };

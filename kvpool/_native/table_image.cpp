@@ -23,7 +23,7 @@ struct Header {
 static_assert(sizeof(Header) == 32);
 
 constexpr std::array<char, 8> kMagic = {'K', 'V', 'P', 'T', 'A', 'B', 'L', 'E'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;  // 1 does not say what was evicted
 constexpr std::size_t kMaxNameNbytes = 256;
 constexpr unsigned kTierBits = kTierCount;
 
@@ -128,6 +128,7 @@ std::vector<std::byte> pack_image(const TableImage& image) {
     writer.number(seat.partial ? 1 : 0);
     writer.number(seat.last);
     writer.number(seat.stride);
+    writer.number(seat.evicted);
   }
 
   // The hashes by set: where those of each set begin, then each to its place.
@@ -172,7 +173,7 @@ TableImage unpack_image(std::span<const std::byte> packed) {
   std::memcpy(&header, packed.data(), sizeof header);
   const auto body = packed.subspan(sizeof header);
   if (header.magic != kMagic) throw DamagedImage("it is no image of a prefix table");
-  if (header.version != kVersion) {
+  if (header.version != 1 && header.version != kVersion) {
     throw DamagedImage("it is of version " + std::to_string(header.version) + ", and this is version " +
                        std::to_string(kVersion));
   }
@@ -195,8 +196,10 @@ TableImage unpack_image(std::span<const std::byte> packed) {
     const auto last = static_cast<std::uint32_t>(reader.number(~std::uint32_t{0}, "blocks of a window"));
     const auto stride = static_cast<std::uint32_t>(reader.number(~std::uint32_t{0}, "blocks of a block"));
     if (stride == 0) throw DamagedImage("a group has no blocks");
+    const std::uint64_t evicted =
+        header.version == 1 ? 0 : reader.number(~std::uint64_t{0}, "evicted blocks");
     image.seats.push_back({std::string(reinterpret_cast<const char*>(name.data()), name.size()), dp_rank,
-                           group, partial, last, stride});
+                           group, partial, last, stride, evicted});
   }
   read_sets(reader, image);
   const std::size_t copies = reader.count(sizeof(std::uint64_t) + 2, "copies");

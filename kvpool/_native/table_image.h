@@ -31,6 +31,7 @@ struct TableImage {
     bool partial;
     std::uint32_t last;
     std::uint32_t stride;
+    std::uint64_t evicted;
   };
   struct Copies {
     SeatId seat;

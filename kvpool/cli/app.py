@@ -234,6 +234,12 @@ def index(
             "windows are known exactly."
         ),
     ] = True,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of the tables of all models, such as 2GiB; cold blocks make room."
+        ),
+    ] = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Show Prometheus metrics there.")
     ] = None,
@@ -301,6 +307,7 @@ def index(
     run_index(
         IndexSettings(
             listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, workers=worker or [], max_blocks=max_blocks,
+            max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),
             reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot,
             snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [],
             scrape=scrape, route_costs=route_cost or [], tokens=tokens, tls_cert=tls_cert, tls_key=tls_key,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvpool.cli.finding import Finding, note, ok, problem
@@ -186,7 +187,8 @@ def _hashing(client: IndexClient, statuses: list[WorkerStatus]) -> Iterator[Find
 def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterator[Finding]:
     """Whether two indexes know the same of the workers that both follow. Blocking, for two seconds where they do not.
 
-    They are compared at equal sequences, so one that is a little behind is no finding.
+    They are compared at equal sequences, so one that is a little behind is no finding; and a rank of which one of them
+    has evicted blocks is not compared.
     """
     differing: dict[_Rank, tuple[int, int]] = {}
     compared: set[_Rank] = set()
@@ -198,16 +200,20 @@ def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterato
                 here, there = _contents(one.workers()), _contents(two.workers())
             except IndexUnavailable:  # a finding of index_findings
                 return
-            for rank in here.keys() & there.keys():
-                (sequence, digest, blocks), (its_sequence, its_digest, its_blocks) = here[rank], there[rank]
-                if sequence != its_sequence:
+            full = {rank for rank in here.keys() & there.keys() if here[rank].evicted or there[rank].evicted}
+            common = (here.keys() & there.keys()) - full
+            for rank in full:
+                differing.pop(rank, None)
+                compared.discard(rank)
+            for rank in common:
+                if here[rank].sequence != there[rank].sequence:
                     continue
                 compared.add(rank)
-                if digest == its_digest:
+                if here[rank].digest == there[rank].digest:
                     differing.pop(rank, None)
                 else:
-                    differing[rank] = (blocks, its_blocks)
-            if not differing and compared >= here.keys() & there.keys():
+                    differing[rank] = (here[rank].blocks, there[rank].blocks)
+            if not differing and compared >= common:
                 break
     for (worker, _, dp_rank), (blocks, its_blocks) in sorted(differing.items()):
         yield problem(
@@ -223,6 +229,12 @@ def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterato
             f"worker {worker} is not followed well, or as the same start, by both {target} and {other}",
             "give both the same --pool and --worker",
         )
+    if full:
+        yield note(
+            "replicas",
+            f"{len(full)} ranks were not compared: an index that is full has forgotten blocks of theirs",
+            "raise its --max-blocks or --max-memory",
+        )
     if not differing:
         yield ok("replicas", f"{target} and {other} know the same of {len(compared)} ranks")
 
@@ -230,10 +242,19 @@ def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterato
 _Rank = tuple[str, str, int]  # worker, its incarnation, rank
 
 
-def _contents(statuses: list[WorkerStatus]) -> dict[_Rank, tuple[int, int, int]]:
-    """(sequence, digest, blocks) of each rank that is trusted."""
+class _Holdings(NamedTuple):
+    sequence: int
+    digest: int
+    blocks: int
+    evicted: int
+
+
+def _contents(statuses: list[WorkerStatus]) -> dict[_Rank, _Holdings]:
+    """Of each rank that is trusted."""
     return {
-        (status.worker.id, status.worker.incarnation, one.dp_rank): (one.sequence, one.digest, one.blocks)
+        (status.worker.id, status.worker.incarnation, one.dp_rank): _Holdings(
+            one.sequence, one.digest, one.blocks, one.evicted_blocks
+        )
         for status in statuses
         for one in status.publishers
         if not one.stale

@@ -57,6 +57,7 @@ class IndexSettings:
     pool_keys_per_s: int
     workers: Sequence[str]
     max_blocks: int
+    max_memory_nbytes: int | None = None
     reuse_reports: bool
     metrics: str | None
     http: str | None
@@ -75,7 +76,12 @@ class IndexSettings:
 
 def run_index(settings: IndexSettings) -> None:
     """Serve until SIGTERM or SIGINT. Errors: ``ConfigError``, before anything is served."""
-    fleet = Fleet(max_blocks=settings.max_blocks, reuse_reports=settings.reuse_reports, seed=hash_seed())
+    fleet = Fleet(
+        max_blocks=settings.max_blocks,
+        max_memory_nbytes=settings.max_memory_nbytes,
+        reuse_reports=settings.reuse_reports,
+        seed=hash_seed(),
+    )
     if settings.snapshot is not None:
         snapshot_file.check_place(Path(settings.snapshot))
     if settings.bootstrap is not None:

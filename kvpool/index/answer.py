@@ -88,7 +88,8 @@ class PublisherStatus:
     batches were missing. ``replays``: gaps that a replay closed. ``resets``: times that all it held was forgotten.
     ``staleness_ms``, ``stale``: as in ``Lookup``. ``problem``: one line; empty: none. What it holds after that batch:
     ``device_blocks``, ``host_blocks``, ``disk_blocks``; ``digest``, ``blocks`` of all these, as ``Content``: the same
-    in every index that followed it to this sequence.
+    in every index that followed it to this sequence, and evicted nothing. ``evicted_blocks``: forgotten to make room,
+    since all it held was last cleared: above 0 it may be credited with less than it holds.
     """
 
     dp_rank: int
@@ -105,6 +106,7 @@ class PublisherStatus:
     device_blocks: int = 0
     host_blocks: int = 0
     disk_blocks: int = 0
+    evicted_blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from kvpool.index.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_worker
 from kvpool.index.answer import Lookup, PublisherStatus, TierRow, WorkerStatus
 from kvpool.index.sequence import batch_digest
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
-from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, Content, Places, PrefixIndex
+from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, Content, MemoryBudget, Places, PrefixIndex
 from kvpool.index.worker import DEFAULT_TENANT, Position, Publisher, Worker
 from kvpool.tenant import check_tenant
 from kvpool.wording import nearest, unknown
@@ -85,6 +85,7 @@ class Totals(NamedTuple):
     resets: int
     malformed_batches: int
     refused_blocks: int
+    evicted_blocks: int
     device_blocks: int  # held; these four: once for each holder
     host_blocks: int
     disk_blocks: int
@@ -216,7 +217,7 @@ class _Rank:
     def status(self, now_s: float) -> PublisherStatus:
         with self.lock:
             sequence, content = self.sequence, self.index.content(self.holder) or Content(0, 0)
-            held = self.index.held_by(self.holder)
+            held, evicted = self.index.held_by(self.holder), self.index.evicted(self.holder)
         return PublisherStatus(
             dp_rank=self.publisher.dp_rank,
             sequence=sequence,
@@ -228,17 +229,18 @@ class _Rank:
             resets=self.resets,
             staleness_ms=self.staleness_ms(now_s),
             stale=self.stale,
-            problem=self._problem(now_s),
+            problem=self._problem(now_s, evicted),
             device_blocks=held["device"],
             host_blocks=held["host"],
             disk_blocks=held["disk"],
+            evicted_blocks=evicted,
         )
 
-    def _problem(self, now_s: float) -> str:
+    def _problem(self, now_s: float, evicted: int) -> str:
         if self.lacking and not self.stale:
             asked = " and asked for all it holds" if self.asked else ""
             return _one_line(f"incomplete for {now_s - self.lacking_since_s:.0f} s{asked}: {self.lacking}")
-        return self.problem or self._why_stale()
+        return self.problem or self._why_stale() or _why_less(evicted)
 
     def _why_stale(self) -> str:
         if self.joining:
@@ -286,14 +288,16 @@ class _Entry:
 class Fleet:
     """The workers of an index; an ``EventSink`` for whoever follows their events.
 
-    ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``seed``: what ``PYTHONHASHSEED`` is
-    for the engines whose prompts come as tokens; None: not set. ``clock``: seconds that only go up.
+    ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``max_memory_nbytes``: of all
+    partitions together, see ``MemoryBudget``; None: no limit. ``seed``: what ``PYTHONHASHSEED`` is for the engines
+    whose prompts come as tokens; None: not set. ``clock``: seconds that only go up.
     """
 
     def __init__(
         self,
         *,
         max_blocks: int = DEFAULT_MAX_BLOCKS,
+        max_memory_nbytes: int | None = None,
         reuse_reports: bool = True,
         seed: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -301,6 +305,7 @@ class Fleet:
         PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # judges them
         self._max_blocks = max_blocks
         self._reuse_reports = reuse_reports
+        self._memory = None if max_memory_nbytes is None else MemoryBudget(max_memory_nbytes)
         self._seed = seed
         self._clock = clock
         self._lock = threading.Lock()
@@ -445,6 +450,7 @@ class Fleet:
             resets=departed["resets"] + sum(rank.resets for rank in ranks),
             malformed_batches=departed["malformed"] + sum(rank.malformed for rank in ranks),
             refused_blocks=departed["refused"] + sum(counter["refused"] for counter in counters),
+            evicted_blocks=departed["evicted"] + sum(counter["evicted"] for counter in counters),
             **{f"{tier}_blocks": sum(counter[f"{tier}_blocks"] for counter in counters) for tier in TIERS},
         )
 
@@ -498,6 +504,7 @@ class Fleet:
                 max_blocks=self._max_blocks,
                 reuse_reports=self._reuse_reports,
                 block_tokens=state.workers[0].worker.block_tokens if state.workers else None,
+                memory=self._memory,
             )
             for state in snapshot.partitions
         ]
@@ -906,7 +913,7 @@ class Fleet:
             used = tuple(partition for partition in partitions if partition.members)
             for partition in partitions:
                 if not partition.members:
-                    self._departed["refused"] += partition.index.counters()["refused"]
+                    self._depart(partition)
             if used:
                 self._models[name] = used
             else:
@@ -929,6 +936,7 @@ class Fleet:
                 max_blocks=self._max_blocks,
                 reuse_reports=self._reuse_reports,
                 block_tokens=worker.block_tokens,
+                memory=self._memory,
             )
             partition = _Partition(_key(worker), index, self._seed)
             self._models[name] = (*partitions, partition)
@@ -968,7 +976,12 @@ class Fleet:
             # The model stays known; a table's memory does not shrink, so it goes.
             name_of = (partition.key.tenant, partition.key.model)
             self._models[name_of] = tuple(other for other in self._models[name_of] if other is not partition)
-            self._departed["refused"] += partition.index.counters()["refused"]
+            self._depart(partition)
+
+    def _depart(self, partition: _Partition) -> None:
+        counters = partition.index.counters()
+        for name in ("refused", "evicted"):
+            self._departed[name] += counters[name]
 
     def _enter_namespace(self, partition: _Partition, namespace: str) -> None:
         if not namespace:
@@ -1089,6 +1102,10 @@ def _staleness_ms(now_s: float, heard_at_s: Sequence[float]) -> tuple[int, ...]:
     if min(since_ms) < 0 or max(since_ms) > MAX_STALENESS_MS:  # heard just now, or never
         since_ms = [min(max(0, one_ms), MAX_STALENESS_MS) for one_ms in since_ms]
     return tuple(since_ms)
+
+
+def _why_less(evicted: int) -> str:
+    return f"{evicted} of its blocks were forgotten to make room: it may be credited less" if evicted else ""
 
 
 def _one_line(problem: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from kvpool import _native
 from kvpool.errors import ConfigError, MalformedEvents, SnapshotRefused
 from kvpool.hashing import MAX_BLOCK_TOKENS
-from kvpool.wording import unknown
+from kvpool.wording import MAX_NBYTES, unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -39,10 +39,31 @@ class Applied(NamedTuple):
     removed: int  # gone from this holder
     uncopied: int  # one physical copy less, others are left
     unknown: int  # removed, but this holder did not have it
-    refused: int  # stored, but the index is full
+    refused: int  # stored, but there is no room for it
     doubted: int  # stored, but of a window from the root of a prompt: perhaps a report of what is gone, not believed
     cleared_events: int
     skipped_events: int  # of an unknown type or in an unknown medium
+    evicted: int  # cold blocks of anybody that left to make room
+
+
+class MemoryBudget:
+    """What several indexes may take together; each may always have its first MiB.
+
+    ``limit_nbytes``: 1 or more. Where it is used up, no table grows: cold blocks make room. What holds blocks does not
+    shrink, so an index that grew first keeps its part. Any thread. Errors: ``ConfigError``.
+    """
+
+    __slots__ = ("native",)
+
+    def __init__(self, limit_nbytes: int) -> None:
+        if type(limit_nbytes) is not int or not 1 <= limit_nbytes <= MAX_NBYTES:
+            raise ConfigError(f"a memory budget is 1 to {MAX_NBYTES} bytes, not {limit_nbytes!r}")
+        self.native = _native.MemoryBudget(limit_nbytes)
+
+    @property
+    def used_nbytes(self) -> int:
+        """What the indexes take now."""
+        return self.native.used_nbytes
 
 
 class Content(NamedTuple):
@@ -148,13 +169,14 @@ class Matches:
 
 
 class PrefixIndex:
-    """Which workers hold which blocks, from their KV events; exact as of the last batch applied.
+    """Which workers hold which blocks, from their KV events; exact as of the last batch applied, until it is full.
 
     One index is **one partition**: the workers in it must share model, tenant, hash algorithm, hash seed and
     hash block size, since a block is known by its 64-bit hash alone. Keep one index for each partition.
 
-    ``max_blocks``: distinct blocks, 1 to 2**32. What is stored beyond it is refused and counted, never evicted:
-    an index that forgets credits too little, and engines do not tell twice. A block costs 17 to 30 bytes where
+    ``max_blocks``: distinct blocks, 1 to 2**32. ``memory``: what this index and others that share it may take; None: no
+    limit. A full index makes room: a block that was neither stored nor asked for in a while is forgotten, and counted
+    (``evicted``). Its workers are credited less then, and never more than they hold. A block costs 17 to 30 bytes where
     prompts share prefixes. ``reuse_reports``: some requests may run with vLLM's ``kv_cache_report_mode`` set to
     ``full``; ``docs/index.md`` says what that costs. False, where none does, counts copies exactly, and knows all that
     a sliding window holds. ``block_tokens``: of a block that is hashed, for models with KV-cache groups of larger
@@ -172,6 +194,7 @@ class PrefixIndex:
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         reuse_reports: bool = True,
         block_tokens: int | None = None,
+        memory: MemoryBudget | None = None,
     ) -> None:
         if type(max_blocks) is not int or not 1 <= max_blocks <= MAX_BLOCKS:
             raise ConfigError(f"max_blocks is a whole number from 1 to {MAX_BLOCKS}, not {max_blocks!r}")
@@ -183,7 +206,7 @@ class PrefixIndex:
             raise ConfigError(
                 f"block_tokens is a whole number from 1 to {MAX_BLOCK_TOKENS} or None, not {block_tokens!r}"
             )
-        self._table = _native.Table(max_blocks, reuse_reports, block_tokens or 0)
+        self._table = _native.Table(max_blocks, reuse_reports, block_tokens or 0, _native_of(memory))
 
     @classmethod
     def of_image(
@@ -193,15 +216,18 @@ class PrefixIndex:
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         reuse_reports: bool = True,
         block_tokens: int | None = None,
+        memory: MemoryBudget | None = None,
     ) -> PrefixIndex:
         """An index with what was in another one when ``image().pack()`` made these bytes; totals start from 0.
 
-        Blocks beyond ``max_blocks`` are refused, and counted. Errors: ``SnapshotRefused`` for bytes that are no image
-        or are damaged; ``ConfigError`` for the rest.
+        Blocks for which there is no room are refused, and counted, for their holders as ``evicted``. Errors:
+        ``SnapshotRefused`` for bytes that are no image or are damaged; ``ConfigError`` for the rest.
         """
         made = cls(max_blocks=max_blocks, reuse_reports=reuse_reports, block_tokens=block_tokens)
         try:
-            made._table = _native.table_of(packed, max_blocks, reuse_reports, block_tokens or 0)
+            made._table = _native.table_of(
+                packed, max_blocks, reuse_reports, block_tokens or 0, _native_of(memory)
+            )
         except (ValueError, TypeError, BufferError) as error:
             raise SnapshotRefused(f"no image of a prefix index: {error}") from error
         try:
@@ -287,6 +313,16 @@ class PrefixIndex:
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
 
+    def evicted(self, worker: str) -> int:
+        """How many of a worker's holdings were forgotten to make room, since all it held was last cleared.
+
+        Above 0 it may be credited with less than it holds. Errors: ``ConfigError``.
+        """
+        try:
+            return self._table.evicted(worker)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+
     def workers(self) -> list[str]:
         """The names of all workers that were added and not removed, sorted."""
         return self._table.workers()
@@ -339,6 +375,10 @@ class PrefixIndex:
     def __repr__(self) -> str:
         stats = self._table.stats()
         return f"<PrefixIndex of {stats['blocks']} blocks at {stats['workers']} workers>"
+
+
+def _native_of(memory: MemoryBudget | None) -> _native.MemoryBudget | None:
+    return None if memory is None else memory.native
 
 
 def _check_rank(dp_rank: int) -> None:

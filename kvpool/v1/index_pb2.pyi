@@ -360,7 +360,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, worker: _Optional[_Union[Worker, _Mapping]] = ..., source: _Optional[str] = ..., lease_left_ms: _Optional[int] = ..., publishers: _Optional[_Iterable[_Union[PublisherStatus, _Mapping]]] = ...) -> None: ...
 
 class PublisherStatus(_message.Message):
-    __slots__ = ("dp_rank", "sequence", "batches", "gaps", "replays", "resets", "staleness_ms", "stale", "problem", "digest", "blocks", "device_blocks", "host_blocks", "disk_blocks")
+    __slots__ = ("dp_rank", "sequence", "batches", "gaps", "replays", "resets", "staleness_ms", "stale", "problem", "digest", "blocks", "device_blocks", "host_blocks", "disk_blocks", "evicted_blocks")
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +375,7 @@ class PublisherStatus(_message.Message):
     DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     dp_rank: int
     sequence: int
     batches: int
@@ -389,7 +390,8 @@ class PublisherStatus(_message.Message):
     device_blocks: int
     host_blocks: int
     disk_blocks: int
-    def __init__(self, dp_rank: _Optional[int] = ..., sequence: _Optional[int] = ..., batches: _Optional[int] = ..., gaps: _Optional[int] = ..., replays: _Optional[int] = ..., resets: _Optional[int] = ..., staleness_ms: _Optional[int] = ..., stale: bool = ..., problem: _Optional[str] = ..., digest: _Optional[int] = ..., blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
+    evicted_blocks: int
+    def __init__(self, dp_rank: _Optional[int] = ..., sequence: _Optional[int] = ..., batches: _Optional[int] = ..., gaps: _Optional[int] = ..., replays: _Optional[int] = ..., resets: _Optional[int] = ..., staleness_ms: _Optional[int] = ..., stale: bool = ..., problem: _Optional[str] = ..., digest: _Optional[int] = ..., blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()

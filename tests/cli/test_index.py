@@ -433,6 +433,8 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
         (["--metrics", "x"], "write HOST:PORT"),
         (["--http", "x"], "write HOST:PORT"),
         (["--pool", "fiel:///x"], 'did you mean "file"?'),
+        (["--max-memory", "many"], "not a size"),
+        (["--max-memory", "0"], "a memory budget is 1 to"),
         (["--tokens", "/nowhere"], "--tokens=/nowhere: No such file"),
         (["--tls-cert", "/nowhere"], "--tls-cert and --tls-key go together"),
         (["--tls-client-ca", "/nowhere"], "--tls-client-ca needs --tls-cert and --tls-key"),

@@ -122,6 +122,23 @@ def test_health_waits_for_the_publishers_and_a_peer_gives_what_it_knows() -> Non
                 assert f"{index.target} knows of 1 blocks and {other.target} of 10" in says
 
 
+def test_a_replica_that_is_full_is_not_compared() -> None:
+    with misbehaving() as publisher:
+        publish(publisher, range(10))
+        with running(*flag(publisher)) as whole, running(*flag(publisher), "--max-blocks", "5") as full:
+            targets = [whole.target, full.target]
+            for target in targets:
+                with IndexClient(target, 30) as client:
+                    assert eventually(lambda client=client: row(client)[1:] == (9, False), within_s=WITHIN_S)
+            findings = json.loads(
+                kvpool("doctor", "--index", targets[0], "--index", targets[1], "--json").stdout
+            )["findings"]
+            about = {one["level"]: one["says"] for one in findings if one["about"] == "replicas"}
+            assert about.keys() == {"note", "ok"}
+            assert about["note"].startswith("1 ranks were not compared")
+            assert about["ok"].endswith("know the same of 0 ranks")
+
+
 def test_what_the_pool_held_comes_back_while_it_is_the_same_one(tmp_path: Path) -> None:
     path = tmp_path / "snapshot"
     with (

@@ -265,7 +265,7 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
                         "replays": (5, "uint"), "resets": (6, "uint"), "staleness_ms": (7, "uint"),
                         "stale": (8, "uint"), "problem": (9, "string"), "digest": (10, "uint"),
                         "blocks": (11, "uint"), "device_blocks": (20, "uint"), "host_blocks": (21, "uint"),
-                        "disk_blocks": (22, "uint")},
+                        "disk_blocks": (22, "uint"), "evicted_blocks": (30, "uint")},
     "SnapshotRequest": {},
     "SnapshotChunk": {"data": (1, "bytes")},
 }  # fmt: skip
@@ -420,7 +420,8 @@ def make_protocol() -> list[dict[str, Any]]:
         "worker": worker, "source": "call", "lease_left_ms": 9_000,
         "publishers": [
             {"dp_rank": 0, "sequence": 41, "batches": 42, "gaps": 2, "replays": 1, "resets": 1, "staleness_ms": 7,
-             "digest": (1 << 64) - 2, "blocks": 321, "device_blocks": 300, "host_blocks": 20, "disk_blocks": 1},
+             "digest": (1 << 64) - 2, "blocks": 321, "device_blocks": 300, "host_blocks": 20, "disk_blocks": 1,
+             "evicted_blocks": 300},
             {"dp_rank": 1, "staleness_ms": 9_000, "stale": True, "problem": "not heard from yet"},
         ],
     }], "index": {

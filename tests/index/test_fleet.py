@@ -461,7 +461,7 @@ def test_what_is_said_of_strangers_is_ignored() -> None:
         fleet.mark(worker_id, rank, stale=True)
         fleet.gap(worker_id, rank, closed=True)
         fleet.asked(worker_id, rank)
-    assert fleet.totals()._replace(memory_nbytes=0) == (1, 1, 1, *[0] * 13)
+    assert fleet.totals()._replace(memory_nbytes=0) == (1, 1, 1, *[0] * 14)
 
 
 # ---- who is there
@@ -552,11 +552,11 @@ def test_totals_outlive_workers() -> None:
     fleet.gap("default/w", 0, closed=False)
     fleet.reset("default/w", 0, "x")
     before = fleet.totals()
-    assert (before.batches, before.gaps, before.resets, before.refused_blocks) == (1, 1, 1, 1)
+    assert (before.batches, before.gaps, before.resets, before.evicted_blocks) == (1, 1, 1, 1)
     assert (before.ranks, before.stale_ranks) == (2, 1)
     fleet.remove("default/w")
     after = fleet.totals()
-    assert (after.batches, after.gaps, after.resets, after.refused_blocks) == (1, 1, 1, 1)
+    assert (after.batches, after.gaps, after.resets, after.evicted_blocks) == (1, 1, 1, 1)
     assert (after.workers, after.ranks) == (0, 0)
 
 
@@ -794,7 +794,7 @@ def test_nothing_of_a_start_survives_it() -> None:
     fleet.add(a_worker(incarnation="last"), "call")
     assert fleet.totals().blocks == 0
     fleet.remove("default/w")
-    assert fleet.totals() == (0, 0, 0, 0, 0, 0, fleet.totals().batches, *[0] * 9)
+    assert fleet.totals() == (0, 0, 0, 0, 0, 0, fleet.totals().batches, *[0] * 10)
 
 
 # ---- against a plain model

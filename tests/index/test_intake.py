@@ -206,6 +206,24 @@ def test_nothing_is_said_of_a_start_that_is_not_followed_any_more() -> None:
     one.close()
 
 
+def test_a_worker_that_leaves_just_before_its_batch_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    one = an_intake(heard)
+    stream = one.open()
+    joined(stream, 1)
+    link_of = one.link_of
+
+    def and_then_it_leaves(message: Pushed) -> object:
+        link = link_of(message)
+        one.unfollow(ID)
+        return link
+
+    monkeypatch.setattr(one, "link_of", and_then_it_leaves)
+    with pytest.raises(NotRegistered, match="was removed"):
+        stream.take(pushed(1, batch(1)))
+    assert heard.numbers == [0]
+
+
 def test_who_pushes_has_no_replay_endpoint() -> None:
     with pytest.raises(ConfigError, match="leave replay empty"):
         check_worker(Worker("w", "m", 16, "0" * 16, (Publisher(0, PUSHED, "tcp://h:1"),)))

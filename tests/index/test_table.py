@@ -284,9 +284,9 @@ def test_an_empty_list_of_workers_is_nobody() -> None:
 def test_counters_say_what_happened() -> None:
     index = PrefixIndex(max_blocks=3)
     applied = index.apply(
-        "w", batch(stored([1, 2, 3, 4]), stored([1], parent=9), removed([8]), {"type": "X"})
+        "w", batch(stored([1, 2, 3, 4]), stored([4], parent=9), removed([8]), {"type": "X"})
     )
-    assert applied == (3, 1, 0, 0, 0, 1, 1, 0, 0, 1)
+    assert applied == (4, 1, 0, 0, 0, 1, 0, 0, 0, 1, 1)
     with pytest.raises(MalformedEvents):
         index.apply("w", b"\x90")
     counters = index.counters()
@@ -342,12 +342,12 @@ def test_a_clear_may_be_of_the_device_alone() -> None:
     index = PrefixIndex(reuse_reports=False)
     told = [stored([1], medium=medium) for medium in ("GPU", "GPU", "CPU", "DISK", "STORAGE")]
     index.apply("w", batch(*told))
-    assert index.apply("w", batch(cleared("GPU"))) == Applied(*[0] * 8, 1, 0)
+    assert index.apply("w", batch(cleared("GPU"))) == Applied(*[0] * 8, 1, 0, 0)
     assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 1, 1, 1, 1, 1)]
     index.apply("w", batch(stored([1])))
     assert index.apply("w", batch(removed([1]))).removed == 1, "no copy of before the clear is left"
     for other in ("CPU", "DISK", "STORAGE", "a new one"):
-        assert index.apply("w", batch(cleared(other))) == Applied(*[0] * 9, 1)
+        assert index.apply("w", batch(cleared(other))) == Applied(*[0] * 9, 1, 0)
     assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 1, 1, 1, 1, 1)]
     index.apply("w", batch(cleared()))
     assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 0, 0, 1, 0, 1)]

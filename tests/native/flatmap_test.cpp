@@ -78,6 +78,30 @@ TEST(flatmap_grows_in_small_steps) {
   CHECK(map.nbytes() < 300'000 * 32);
 }
 
+TEST(flatmap_evicts_what_is_neither_new_nor_touched) {
+  const auto never = [](std::uint32_t) { return false; };
+  FlatMap map(5);
+  for (std::uint64_t key = 0; key < 2000; ++key) CHECK(map.insert(key, 0).second);
+  const std::size_t nbytes = map.nbytes();
+  for (std::uint64_t key = 2000; key < 40'000; ++key) {
+    for (std::uint64_t hot = key % 4; hot < 500 && key % 100 < 4; hot += 4) CHECK(map.touch(hot) != nullptr);
+    if (map.insert(key, 0, false).first != nullptr) continue;
+    bool called = false;
+    const bool gone = map.evict(key, never, [&](std::uint64_t cold, std::uint32_t) {
+      CHECK(cold >= 500 && map.find(cold) != nullptr);
+      called = true;
+    });
+    CHECK(called && gone);
+    CHECK(map.insert(key, 0, false).second);
+  }
+  CHECK(map.nbytes() == nbytes);
+  // All touched: somebody leaves all the same.
+  for (std::uint64_t key = 0; key < 40'000; ++key) map.touch(key);
+  CHECK(map.evict(1, never, [](std::uint64_t, std::uint32_t) {}));
+  FlatMap empty(6);
+  CHECK(!empty.evict(1, never, [](std::uint64_t, std::uint32_t) {}));
+}
+
 TEST(flatmap_sweep_meets_every_entry_once) {
   FlatMap map(4);
   for (std::uint64_t key = 0; key < 50'000; ++key) map.insert(key, static_cast<std::uint32_t>(key));

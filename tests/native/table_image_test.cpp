@@ -24,7 +24,7 @@ using Packed = std::vector<std::byte>;
 constexpr std::size_t kMany = std::size_t{1} << 20;
 
 Table restored(const Packed& packed, std::size_t max_blocks = kMany) {
-  return {max_blocks, true, unpack_image(packed)};
+  return {max_blocks, true, 0, nullptr, unpack_image(packed)};
 }
 
 Packed packed(const Table& table) { return pack_image(table.image()); }
@@ -199,7 +199,7 @@ TEST(image_that_lies_is_refused_or_harmless) {
 TEST(image_names_what_makes_no_sense) {
   const auto refused = [](auto change) {
     TableImage image;
-    image.seats = {{"w", 0, 0, true}, {"w", 0, 1, false}};
+    image.seats = {{"w", 0, 0, true, 0, 1, 0}, {"w", 0, 1, false, 0, 1, 0}};
     image.holdings = {Holding(0, 1)};
     image.set_ends = {1};
     image.hashes = {5, 6};
@@ -234,6 +234,26 @@ TEST(image_with_more_blocks_than_there_is_room_for_is_taken_in_part) {
   store(table, "w", hashes);
   Table copy = restored(packed(table), 100);
   CHECK(copy.stats().blocks == 100 && copy.stats().applied.refused == 900 && copy.stats().copies == 100);
+  CHECK(copy.evicted("w") == 900 && copy.stats().holder_sets == 1);
+  const Table again = restored(packed(copy));
+  CHECK(again.evicted("w") == 900 && again.content("w")->digest == copy.content("w")->digest);
+}
+
+TEST(image_keeps_the_budget) {
+  const auto budget = std::make_shared<MemoryBudget>(std::size_t{2} << 20);
+  Table table(kMany, true);
+  Hashes hashes(200'000);
+  for (std::size_t i = 0; i < hashes.size(); ++i) hashes[i] = i;
+  store(table, "w", hashes);
+  store(table, "w", hashes);
+  {
+    const Table copy(kMany, true, 0, budget, unpack_image(packed(table)));
+    CHECK(budget->used_nbytes == copy.stats().nbytes);
+    CHECK(budget->used_nbytes < (std::size_t{3} << 20));
+    CHECK(copy.stats().blocks > 60'000 && copy.stats().applied.refused > 0);
+    CHECK(copy.evicted("w") == copy.stats().applied.refused);
+  }
+  CHECK(budget->used_nbytes == 0);
 }
 
 TEST(image_is_of_one_moment) {

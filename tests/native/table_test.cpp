@@ -177,13 +177,14 @@ TEST(table_credits_what_windows_could_go_on_from) {
     const std::uint32_t whole = draw(length + 1);
     EventBatch batch;
     batch.hashes = range(0, whole);
-    batch.events.push_back({Event::Kind::kStored, Tier::kDevice, Reach::kWhole, true, 0, 0, whole, 16, 0});
+    batch.events.push_back(
+        {Event::Kind::kStored, Tier::kDevice, Reach::kWhole, true, 0, 0, whole, false, 16, 0});
     std::vector<bool> held(length);
     for (std::uint32_t block = 0; block < length; ++block) {
       if (!(held[block] = draw(5) != 0)) continue;
       batch.hashes.push_back(block);
       batch.events.push_back({Event::Kind::kStored, Tier::kDevice, Reach::kWindow, false, 1,
-                              batch.hashes.size() - 1, 1, 16, 16 * last + 1});
+                              batch.hashes.size() - 1, 1, false, 16, 16 * last + 1});
     }
     table.apply("a", 0, batch);
     std::uint32_t best = 0;
@@ -230,24 +231,69 @@ TEST(table_forgets_workers_and_ranks) {
   CHECK(stats.tier_blocks == TierBlocks{});
 }
 
-TEST(table_refuses_what_is_too_much) {
+TEST(table_makes_room) {
   Table table(10, true);
-  CHECK(store(table, "a", range(0, 15)).refused == 5);
-  CHECK(store(table, "b", range(0, 15)).stored == 10);  // no new block among them
-  CHECK(table.stats().blocks == 10);
-  remove(table, "a", range(0, 5));
-  remove(table, "b", range(0, 5));
-  CHECK(store(table, "a", range(10, 15)).stored == 5);
-  // Blocks that nobody holds make room, too.
+  CHECK(store(table, "a", range(0, 15)).evicted == 5);
+  CHECK(table.stats().blocks == 10 && table.evicted("a") == 5);
+  // Blocks that nobody holds go first.
   table.remove_worker("a");
-  table.remove_worker("b");
-  tell(table, "c", Event::Kind::kStored, {});
-  CHECK(store(table, "c", range(100, 110)).stored == 10);
+  const Applied applied = store(table, "b", range(100, 110));
+  CHECK(applied.stored == 10 && applied.evicted == 0);
+  CHECK(table.stats().unswept == 0);
+}
 
+TEST(table_keeps_its_budget) {
+  const auto budget = std::make_shared<MemoryBudget>(std::size_t{4} << 20);
+  {
+    Table first(kMany, false, 0, budget);
+    Table second(kMany, false, 0, budget);
+    std::mt19937_64 chance(10);
+    for (int batch = 0; batch < 60; ++batch) {
+      Hashes hashes(3000);
+      for (std::uint64_t& hash : hashes) hash = chance();
+      CHECK(store(first, "a", hashes).refused == 0);
+      store(first, "a", hashes);  // a second copy of each
+      hashes.resize(300);
+      store(second, "b", hashes);
+    }
+    CHECK(budget->used_nbytes == first.stats().nbytes + second.stats().nbytes);
+    CHECK(budget->used_nbytes < (std::size_t{6} << 20));
+    CHECK(first.stats().applied.evicted > 0);
+    CHECK(first.stats().blocks > 40'000);
+  }
+  CHECK(budget->used_nbytes == 0);
+}
+
+// What is forgotten comes back, goes, is copied and reported: a block is never held when the engine has none.
+TEST(table_never_holds_more_than_the_engine) {
+  std::mt19937_64 chance(11);
+  Table table(500, false);
+  std::map<std::uint64_t, std::uint32_t> engine;
+  for (int step = 0; step < 60'000; ++step) {
+    const std::uint64_t begin = chance() % 2000;
+    const Hashes hashes = range(begin, begin + 1 + chance() % 8);
+    if (chance() % 2 == 0) {
+      store(table, "a", hashes);
+      for (const std::uint64_t hash : hashes) ++engine[hash];
+    } else {
+      Hashes there;
+      for (const std::uint64_t hash : hashes) {
+        if (engine[hash] != 0) there.push_back(hash), --engine[hash];
+      }
+      remove(table, "a", there);
+    }
+    CHECK(table.stats().blocks <= 500);
+    const std::uint64_t asked = chance() % 2000;
+    if (engine[asked] == 0) CHECK(blocks_of(table, "a", {asked}, Column::kDevice) == 0);
+  }
+  CHECK(table.stats().applied.evicted > 1000);
+}
+
+TEST(table_refuses_what_is_too_much) {
   CHECK_THROWS(std::invalid_argument, Table(0, true));
-  CHECK_THROWS(std::invalid_argument, store(table, "", {1}));
-  CHECK_THROWS(std::invalid_argument, store(table, std::string(257, 'x'), {1}));
   Table wide(kMany, true);
+  CHECK_THROWS(std::invalid_argument, store(wide, "", {1}));
+  CHECK_THROWS(std::invalid_argument, store(wide, std::string(257, 'x'), {1}));
   EventBatch batch;
   batch.hashes = {1};
   for (std::uint32_t group = 0; group < 300; ++group) {
