@@ -69,8 +69,10 @@ demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 
 test: test-parts test-engines
 
-# Two files at a time: most tests wait for servers, deadlines and processes. 5: none of these was asked for.
+# Two files at a time: most tests wait for servers, deadlines and processes. 5: none of these was asked for. Only root
+# can make networks, so nobody else is asked for what the tests with one need.
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
+	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
 	$(RUN_PYTEST) $(BY_FILE) -m "not e2e and not soak and not compose" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
 
 test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp

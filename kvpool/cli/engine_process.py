@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import select
 import shutil
@@ -26,6 +27,7 @@ from typing import Any
 
 from kvpool.errors import KVPoolError
 
+LOWEST_PORT = 10_000
 START_TIMEOUT_S = 240.0
 ASK_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
@@ -57,12 +59,20 @@ def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> di
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nobody uses now; another process may take one before you do."""
-    with contextlib.ExitStack() as open_sockets:
-        sockets = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Different TCP ports that nobody uses now; another process may take one before you do.
+
+    They are below those that the system gives to connections, so that none of these takes one. Errors: ``OSError``
+    when there are too few.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(LOWEST_PORT, max(first, LOWEST_PORT + 1000)), 1000):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"{count} free ports are wanted, and {len(found)} were found")
 
 
 def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -110,7 +110,7 @@ def test_the_primary_is_killed_under_load(name: str, tmp_path: Path) -> None:
             assert watched.replica.client.exists(key(OTHER)) == 1
             # The old one comes back as a replica, and nobody writes to it.
             watched.primary.start()
-            assert eventually(lambda: role(watched.primary) == "slave", within_s=30)
+            assert eventually(lambda: role(watched.primary) == "slave", within_s=60)
             assert serves(store)
     finally:
         watched.kill()
