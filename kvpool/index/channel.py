@@ -86,14 +86,14 @@ def open_stream(channel: Any, access: Access, method: str = "LookupStream") -> A
     return call(metadata=access.metadata)
 
 
-def open_snapshot(channel: Any, timeout_s: float) -> Any:
+def open_snapshot(channel: Any, access: Access, timeout_s: float) -> Any:
     """The chunks of a ``Snapshot``, as they come."""
     call = channel.unary_stream(
         f"/{codec.SERVICE}/Snapshot",
         request_serializer=_packed,
         response_deserializer=pb.SnapshotChunk.FromString,
     )
-    return call(pb.SnapshotRequest(), timeout=timeout_s)
+    return call(pb.SnapshotRequest(), timeout=timeout_s, metadata=access.metadata)
 
 
 def read(target: str, call: Call[Answer], reply: bytes) -> Answer:

@@ -163,7 +163,7 @@ class IndexClient:
             raise channel.closed(self._target)
         found = bytearray()
         try:
-            call = channel.open_snapshot(self._channel, limit_s)
+            call = channel.open_snapshot(self._channel, self._access, limit_s)
             for chunk in call:
                 found += chunk.data
                 if len(found) > MAX_SNAPSHOT_NBYTES:

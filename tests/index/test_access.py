@@ -19,6 +19,7 @@ from kvpool.errors import AccessDenied
 from kvpool.index import codec
 from kvpool.index.doors import Doors
 from kvpool.index.fleet import Fleet
+from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
 from tests.index.fleets import Served, a_worker, say, serving
@@ -55,7 +56,11 @@ def closed(tmp_path: Path) -> Iterator[Closed]:
     for tenant in ("a", "b"):
         fleet.add(a_worker(f"w-{tenant}", tenant=tenant, model=f"model-{tenant}"), "flag")
         say(fleet, f"{tenant}/w-{tenant}", 0, 4, batch(stored([1, 2])))
-    with serving(fleet, doors=Doors(str(path))) as served:
+
+    def take() -> Snapshot:
+        return Snapshot(1.0, "", fleet.freeze())
+
+    with serving(fleet, take=take, doors=Doors(str(path))) as served:
         yield Closed(served, path, tokens)
 
 
@@ -104,6 +109,14 @@ def test_health_is_open_and_reflection_is_not_there(closed: Closed) -> None:
                 )
             )
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_snapshot_is_for_who_administers_all(closed: Closed) -> None:
+    with closed.client("root") as client:
+        assert unpack(client.snapshot()).written_at_s == 1.0
+    for name in HOLDERS:
+        with closed.client(name) as client, pytest.raises(AccessDenied):
+            client.snapshot()
 
 
 def scope(tenant: str, model: str = "m") -> Any:
