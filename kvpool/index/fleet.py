@@ -782,7 +782,7 @@ class Fleet:
             [pool] = matches.placed(members.places_of_pool, count, "pool")
         now_s = self._clock()
         sequences = [rank.sequence for rank in ranks]
-        stale = [rank.marked or rank.joining or rank.batches <= rank.emptied_at for rank in ranks]
+        stale = [rank.stale for rank in ranks]
         heard_at_s = [rank.heard_at_s for rank in ranks]
         moved = [
             place

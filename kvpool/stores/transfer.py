@@ -7,6 +7,7 @@ Any thread may call any method.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import Protocol
@@ -71,6 +72,11 @@ class Transfer:
         if _native.CANCELLED in results:
             raise StoreUnavailable(f"{self._what}: cancelled")
         return [result == _native.OK for result in results]
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until the batch has ended, well or badly, for at most ``timeout_s`` seconds; no fault is raised."""
+        with contextlib.suppress(StoreUnavailable):
+            self.wait(timeout_s)
 
     def abandon(self) -> None:
         """Cancel, and wait until nothing uses the buffers any more; blocking, for at most a second."""

@@ -10,7 +10,6 @@ the store's own threads, between staging slots and the pool, and never touch the
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -157,7 +156,7 @@ class TransferEngine:
         """Advance everything; waits up to ``wait_s`` only if a load is in flight and nothing has ended."""
         self._advance()
         if wait_s > 0 and not self._finished.loads and self._jobs and self._parts:
-            _pause(self._parts[0].transfer, wait_s)
+            self._parts[0].transfer.settle(wait_s)
             self._advance()
         finished, self._finished = self._finished, Finished([], [])
         return finished
@@ -166,7 +165,7 @@ class TransferEngine:
         """Wait until the stores in flight have ended; True when they did in time."""
         deadline = time.monotonic() + timeout_s
         while self._parts and (left := deadline - time.monotonic()) > 0:
-            _pause(self._parts[0].transfer, left)
+            self._parts[0].transfer.settle(left)
             self._advance()
         return not self._parts
 
@@ -177,7 +176,7 @@ class TransferEngine:
         for part in self._parts + self._stopping:
             part.transfer.cancel()
         for part in self._parts + self._stopping:
-            _pause(part.transfer, ABANDON_AFTER_S)
+            part.transfer.settle(ABANDON_AFTER_S)
         self._stopping += self._parts
         self._parts.clear()
         self._reap()
@@ -363,9 +362,3 @@ class TransferEngine:
             else:
                 still.append(part)
         self._stopping = still
-
-
-def _pause(transfer: Transfer, timeout_s: float) -> None:
-    """Wait until ``transfer`` has ended, well or badly, for at most ``timeout_s``."""
-    with contextlib.suppress(StoreUnavailable):
-        transfer.wait(timeout_s)

@@ -16,7 +16,6 @@ Threads: the engine's scheduler thread only. Bytes move in the store's own threa
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -47,18 +46,17 @@ from kvpool.keys import Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Transfer, open_store
 from kvpool.stores.facts import announce_facts
+from kvpool.transfer.engine import PART_NBYTES, STORE_TIMEOUT_S
 from kvpool.vllm import compat
 from kvpool.vllm.guard import Guard, refuse
+from kvpool.vllm.scheduler import LOOKUP_GRACE_S
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 logger = init_logger("vllm.kvpool")
 
-PART_NBYTES = 4 << 20  # of a load or store under one deadline; at least one chunk
 MAX_PARTS = 8  # under way at a time
-STORE_TIMEOUT_S = 5.0  # nothing waits for a store, so its deadline only bounds how long rows are held
-LOOKUP_GRACE_S = 0.25  # how long after its own deadline an existence batch may still be stopping
 DRAIN_STEP_S = 1.0
 
 
@@ -270,7 +268,7 @@ class KVPoolTier(SecondaryTierManager):
         """Wait until nothing touches the engine's rows; each batch has a deadline, so it ends."""
         while self._jobs:
             if self._parts:
-                _pause(self._parts[0].transfer)
+                self._parts[0].transfer.settle(DRAIN_STEP_S)
             self._guard.run(self._advance, None)
 
     def shutdown(self) -> None:
@@ -427,9 +425,3 @@ class KVPoolTier(SecondaryTierManager):
             name, _, label = sample.partition("/")
             stats.increase_counter(name, amount, (label,) if label else ())
         return stats
-
-
-def _pause(transfer: Transfer) -> None:
-    """Wait until it has ended, well or badly."""
-    with contextlib.suppress(StoreUnavailable):
-        transfer.wait(DRAIN_STEP_S)
