@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 
+import anyio
 import httpx
 
 from kvpool.index.fleet import Fleet
@@ -94,7 +95,8 @@ class Scraper:
     async def _take(self, worker_id: str, address: str, ranks: tuple[int, ...]) -> None:
         # Before the page is asked for: a batch that comes meanwhile may be of an engine that woke.
         since = [self._fleet.progress(worker_id, rank) for rank in ranks]
-        page = await asyncio.wait_for(self._page(f"{address.rstrip('/')}/metrics"), DEADLINE_S)
+        with anyio.fail_after(DEADLINE_S):  # before 3.12, asyncio.wait_for forgets a cancellation that meets the page
+            page = await self._page(f"{address.rstrip('/')}/metrics")
         engines = read_page(page)
         if len(engines) == len(ranks) == 1:  # behind a balancer of its own, each rank is a server
             engines = {ranks[0]: next(iter(engines.values()))}
@@ -121,6 +123,6 @@ class Scraper:
 
 
 def _line(error: Exception) -> str:
-    if isinstance(error, asyncio.TimeoutError | httpx.TimeoutException):
+    if isinstance(error, TimeoutError | httpx.TimeoutException):
         return f"no answer within {DEADLINE_S:g} s"
     return (" ".join(str(error).split()) or type(error).__name__)[:200]

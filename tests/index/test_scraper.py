@@ -115,10 +115,28 @@ def test_only_those_that_are_there_and_speak_http_are_read(fleet: Fleet) -> None
             await until(lambda: len(other.asked) >= 3)
             assert len(server.asked) == asked, "it is left when its worker goes"
 
-        def scraper_tasks() -> list[Any]:
-            return [task for task in asyncio.all_tasks() if "_read" in repr(task)]
-
         scraping(fleet, body)
+
+
+def scraper_tasks() -> list[Any]:
+    return [task for task in asyncio.all_tasks() if "Scraper._read" in repr(task)]
+
+
+def test_a_worker_that_goes_as_its_page_comes_is_left(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(fleet, "a", "http://127.0.0.1:1")
+
+    async def come(scraper: Scraper, url: str) -> bytes:
+        for reader in scraper._readers.values():
+            reader.cancel()
+        return page({0: Engine(7)})
+
+    monkeypatch.setattr(Scraper, "_page", come)
+
+    async def body(board: LoadBoard) -> None:
+        await until(lambda: running(board, "a") == 7)
+        await until(lambda: not scraper_tasks())
+
+    scraping(fleet, body)
 
 
 def never(connection: socket.socket) -> None:
