@@ -95,7 +95,8 @@ class Scraper:
     async def _take(self, worker_id: str, address: str, ranks: tuple[int, ...]) -> None:
         # Before the page is asked for: a batch that comes meanwhile may be of an engine that woke.
         since = [self._fleet.progress(worker_id, rank) for rank in ranks]
-        with anyio.fail_after(DEADLINE_S):  # before 3.12, asyncio.wait_for forgets a cancellation that meets the page
+        # Before Python 3.12, asyncio.wait_for forgets a cancellation that meets the page.
+        with anyio.fail_after(DEADLINE_S):
             page = await self._page(f"{address.rstrip('/')}/metrics")
         engines = read_page(page)
         if len(engines) == len(ranks) == 1:  # behind a balancer of its own, each rank is a server

@@ -303,22 +303,44 @@ def test_who_does_not_read_what_it_is_told_is_stale(monkeypatch: pytest.MonkeyPa
                 pushing.cancel()
                 call.cancel()
 
-    async def _write_for_ever(call: Any) -> None:
-        body = bytes(1000)  # each is malformed, and told so
-        number = 0
-        try:
-            await call.write(message(last=True))
-            question = pb.PublishAck.FromString(await call.read()).question
-            await call.write(message(answers=question, last=True))
-            while True:
-                await call.write(message(number, body))
-                number += 1
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            return
-
     with serving() as served:
         served.roster.add(pusher(), "call")
         asyncio.run(main(served.target))
+
+
+def test_who_leaves_while_it_is_told_is_no_fault_of_the_index(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unsent(_: object) -> bytes:  # so fails a write that is told of the end of its call before the call's task is
+        raise grpc.aio.InternalError
+
+    async def main(target: str) -> None:
+        async with grpc.aio.insecure_channel(target) as channel:
+            call = channel.stream_stream(f"/{codec.SERVICE}/Publish")()
+            await call.write(message(last=True))
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await asyncio.wait_for(call.read(), WAIT_S)
+            assert ended.value.code() is grpc.StatusCode.CANCELLED
+
+    monkeypatch.setattr(codec, "encode_ack", unsent)
+    with serving() as served:
+        served.roster.add(pusher(), "call")
+        asyncio.run(main(served.target))
+    assert not [record.message for record in caplog.records if record.name.startswith("kvpool")]
+
+
+async def _write_for_ever(call: Any) -> None:
+    body = bytes(1000)  # each is malformed, and told so
+    number = 0
+    try:
+        await call.write(message(last=True))
+        question = pb.PublishAck.FromString(await call.read()).question
+        await call.write(message(answers=question, last=True))
+        while True:
+            await call.write(message(number, body))
+            number += 1
+    except (grpc.RpcError, asyncio.InvalidStateError):
+        return
 
 
 async def _problem(client: AsyncIndexClient, says: str) -> bool:
