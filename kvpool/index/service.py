@@ -506,6 +506,8 @@ class IndexServer:
                     await serve(context)
             except grpc.aio.AbortError:  # a message of it was refused
                 raise
+            except grpc.aio.InternalError:  # a read or a write was told of its call's end before this task
+                await _abort(context, grpc.StatusCode.CANCELLED, "the caller has gone")
             except Exception as error:
                 await self._refuse(name, context, error)
             except asyncio.CancelledError:
