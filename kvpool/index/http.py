@@ -30,12 +30,12 @@ from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index import rfc1403
 from kvpool.index.admission import check_name
 from kvpool.index.doors import EVERYTHING, Doors, Pass, WrongToken
+from kvpool.index.listening import open_listening
 from kvpool.index.roster import Roster
 from kvpool.index.tally import Matched, Result, Tally
 from kvpool.index.tls import ServerTls
 from kvpool.index.worker import Worker
 from kvpool.tenant import check_tenant
-from kvpool.wording import parse_address
 
 MAX_BODY_NBYTES = 8 << 20  # a million tokens; 400,000 hashes
 MAX_WAITING_NBYTES = 256 << 20  # of bodies that are being read or answered
@@ -102,7 +102,8 @@ class HttpServer:
 
     async def start(self, listen: str) -> int:
         """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
-        self._socket = _listen(listen)
+        self._socket = open_listening(listen, "serve HTTP on")
+        self._socket.setblocking(False)
         config = uvicorn.Config(
             self._application(),
             http=_Connection,
@@ -339,28 +340,6 @@ class _Connection(H11Protocol):
         if self._ends is not None:
             self._ends.cancel()
             self._ends = None
-
-
-def _listen(listen: str) -> socket.socket:
-    host, port = parse_address(listen)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        opened = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened.bind(address)
-            opened.listen()
-        except BaseException:
-            opened.close()
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"cannot serve HTTP on {listen}: {error.strerror}; choose another address, or {host}:0 for any free port"
-        ) from error
-    opened.setblocking(False)
-    return opened
 
 
 def _packed(value: Any) -> bytes:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from kvpool.index.admission import check_name
 from kvpool.index.answer import FleetStatus, IndexStatus
 from kvpool.index.doors import ALL_TENANTS, Doors, Pass, Right, WrongToken
 from kvpool.index.intake import NotRegistered
+from kvpool.index.listening import open_listening
 from kvpool.index.roster import Roster
 from kvpool.index.routing import Router
 from kvpool.index.snapshot import Snapshot
@@ -146,7 +146,8 @@ class IndexServer:
 
     async def start(self, listen: str) -> int:
         """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
-        _check_free(listen)
+        # gRPC prints lines of its own when it cannot listen, and says less.
+        open_listening(listen, "listen on").close()
         # so_reuseport off: two indexes on one port would each get half of the calls
         options = [
             ("grpc.max_receive_message_length", codec.MAX_REQUEST_NBYTES),
@@ -529,21 +530,6 @@ class IndexServer:
             logger.error("a call of %s failed", name, exc_info=error)
         self._tally.refused(code.name)
         await _abort(context, code, text)
-
-
-def _check_free(listen: str) -> None:
-    """Errors: ``ConfigError`` when nobody can listen there: gRPC prints lines of its own then, and says less."""
-    host, port = parse_address(listen)
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found[0][4])
-            probe.listen()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {listen}: {error.strerror}; choose another address, or {host}:0 for any free port"
-        ) from error
 
 
 def _reader(message: Any) -> Callable[[bytes], Any]:
