@@ -194,6 +194,8 @@ std::vector<SeatId> Table::seats_of(std::string_view worker) const {
 
 void Table::learn_group(SeatId id, const Event& event) {
   Seat& seat = seats_[id];
+  const std::uint32_t stride = seat.stride;
+  const std::uint32_t needed = seat.last;
   // The end of a prompt may be told in smaller pieces, so a group's blocks are as large as the largest.
   if (block_tokens_ != 0 && event.block_tokens % block_tokens_ == 0) {
     seat.stride = std::max(seat.stride, event.block_tokens / block_tokens_);
@@ -217,7 +219,7 @@ void Table::learn_group(SeatId id, const Event& event) {
       drop(gone);
     }
   }
-  learn_plain(seat.rank);
+  if (seat.stride != stride || seat.last != needed) learn_plain(seat.rank);
 }
 
 void Table::learn_plain(std::uint32_t id) {

@@ -311,7 +311,7 @@ def test_who_does_not_read_what_it_is_told_is_stale(monkeypatch: pytest.MonkeyPa
 def test_who_leaves_while_it_is_told_is_no_fault_of_the_index(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unsent(_: object) -> bytes:  # so fails a write that is told of the end of its call before the call's task is
+    def unsent(_: object) -> bytes:  # so fails a write that is told of its call's end before the task
         raise grpc.aio.InternalError
 
     async def main(target: str) -> None:
