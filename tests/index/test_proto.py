@@ -23,6 +23,13 @@ from tests.index.fleets import Clock
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".cache" / "proto"
+KINDS = {
+    FieldDescriptor.TYPE_BYTES: "bytes",
+    FieldDescriptor.TYPE_STRING: "string",
+    FieldDescriptor.TYPE_BOOL: "bool",
+    FieldDescriptor.TYPE_UINT32: "uint32",
+    FieldDescriptor.TYPE_UINT64: "uint64",
+}
 GENERATED = ("index_pb2.py", "index_pb2.pyi", "index_pb2_grpc.py")
 
 ROUND_TRIP = """
@@ -89,32 +96,36 @@ def test_the_lowest_versions_are_those_of_the_extra() -> None:
     assert '"protobuf>=6.31.1"' in extra
 
 
-@pytest.mark.parametrize(
-    ("message", "fields"),
-    [
-        ("Scope", {"model": 1, "tenant": 2, "lora_name": 3, "lora_path": 4, "cache_salt": 5, "multimodal": 6}),
-        (
-            "LookupRequest",
-            {"scope": 1, "block_hashes": 2, "token_ids": 3, "text": 4, "workers": 5, "chat": 6},
-        ),
-        (
-            "RouteRequest",
-            {
-                "scope": 1, "block_hashes": 2, "token_ids": 3, "text": 4, "workers": 5, "chat": 6, "loads": 7,
-                "most": 8, "reserve_ms": 9, "prompt_tokens": 10,
-            },
-        ),
-        (
-            "LookupResponse",
-            {
-                "worker": 1, "dp_rank": 2, "address": 3, "block_tokens": 4, "prompt_blocks": 5, "device_blocks": 6,
-                "local_blocks": 7, "pool_blocks": 8, "sequence": 9, "staleness_ms": 10, "stale": 11,
-            },
-        ),
-    ],
-)  # fmt: skip
-def test_field_numbers_stay(message: str, fields: dict[str, int]) -> None:
-    assert {f.name: f.number for f in index_pb2.DESCRIPTOR.message_types_by_name[message].fields} == fields
+def surface() -> list[str]:
+    """What a caller depends on: calls, fields and values, a line each."""
+    file = index_pb2.DESCRIPTOR
+    lines = []
+    for service in file.services_by_name.values():
+        for method in service.methods:
+            asked = ("stream " if method.client_streaming else "") + method.input_type.name
+            answered = ("stream " if method.server_streaming else "") + method.output_type.name
+            lines.append(f"{service.full_name}.{method.name}({asked}) returns ({answered})")
+    for message in file.message_types_by_name.values():
+        lines.append(message.full_name)
+        for field in message.fields:
+            kind = KINDS.get(field.type) or (field.message_type or field.enum_type).name
+            once = "repeated " if field.is_repeated else "optional " if field.has_presence else ""
+            lines.append(f"{message.full_name}.{field.name} = {field.number}: {once}{kind}")
+        lines += [
+            f"{message.full_name}: one of {', '.join(field.name for field in one.fields)}"
+            for one in message.oneofs
+            if len(one.fields) > 1
+        ]
+    for enum in file.enum_types_by_name.values():
+        lines += [f"{enum.full_name}.{value.name} = {value.number}" for value in enum.values]
+    return sorted(lines)
+
+
+def test_what_v1_has_stays() -> None:
+    """What is added here is added to the file; nothing leaves it, and nothing in it changes, while this is v1."""
+    promised = (ROOT / "tests" / "golden" / "v1.txt").read_text().splitlines()
+    assert sorted(set(promised) - set(surface())) == [], "v1 is stable: this must stay"
+    assert sorted(set(surface()) - set(promised)) == [], "new in v1: write it into tests/golden/v1.txt"
 
 
 # ---- golden vectors
