@@ -33,9 +33,8 @@ VALUE_NBYTES = (64 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 VERBS = ("put", "get")
 MOODS = ("idle", "busy")
 EXISTS_KEYS = 1024
-TURN_S = (
-    0.25  # what a client that returns into Python for each value is given, of a batch that would take longer
-)
+# What a client that returns into Python for each value is given, of a batch that would take longer.
+TURN_S = 0.1
 ROOM = 1.3  # of what is put: a server must have it free, so that it evicts nobody's values for ours
 
 
