@@ -47,8 +47,11 @@ std::uint64_t FlatMap::passes() const {
 
 std::pair<std::uint32_t*, bool> FlatMap::insert(std::uint64_t key, std::uint32_t value, bool may_grow) {
   const std::uint64_t mixed = mix(key);
-  if (std::uint32_t* found = touch(key)) return {found, false};
-  Segment* segment = directory_[directory_index(mixed)].segment;
+  const Entrance& entrance = directory_[directory_index(mixed)];
+  if (std::uint32_t* found = find_at<true>({entrance.buckets, entrance.mask, mixed & entrance.mask}, key)) {
+    return {found, false};
+  }
+  Segment* segment = entrance.segment;
   if (segment->size >= limit_of(segment->capacity())) {
     if (!may_grow || !make_room(mixed)) return {nullptr, false};
     segment = directory_[directory_index(mixed)].segment;

@@ -241,8 +241,9 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
   applied.skipped_events = batch.skipped_events;
   const std::uint32_t publisher = worker_of(worker);
   const std::uint32_t its_rank = batch.dp_rank.value_or(default_rank);
+  // Events are short, so the loading goes on from one to the next.
+  for (std::size_t i = 0; i < std::min(batch.hashes.size(), kAhead); ++i) blocks_.prefetch(batch.hashes[i]);
   for (const Event& event : batch.events) {
-    const auto hashes = std::span(batch.hashes).subspan(event.begin, event.count);
     if (event.kind == Event::Kind::kCleared) {
       ++applied.cleared_events;
       // What vLLM clears is the engine's own memory; the pool outlives it.
@@ -257,15 +258,15 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
       // A removal does not say what its group needs, so it must not be what makes the group known.
       const auto seat = known_seat(by, dp_rank, event.group);
       if (seat) {
-        remove(*seat, event, hashes, applied);
+        remove(*seat, batch, event, applied);
       } else {
-        applied.unknown += hashes.size();
+        applied.unknown += event.count;
       }
     } else if (const auto seat = seat_of(by, dp_rank, event.group)) {
       learn_group(*seat, event);
-      store(*seat, event, hashes, applied);
+      store(*seat, batch, event, applied);
     } else {
-      applied.refused += hashes.size();
+      applied.refused += event.count;
     }
   }
   sweep(1 + batch.hashes.size() / kHashesPerSweep);
@@ -275,7 +276,9 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
   return applied;
 }
 
-void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied) {
+void Table::store(SeatId seat, const EventBatch& batch, const Event& event, Applied& applied) {
+  std::size_t begin = event.begin;
+  const std::size_t end = event.begin + event.count;
   Doubts* const doubts = event.tier == Tier::kPool ? seats_[seat].doubts.get() : nullptr;
   const bool may_report = event.tier == Tier::kDevice && reuse_reports_ && event.root;
   const bool counts_copies = event.tier == Tier::kDevice && !may_report;
@@ -283,20 +286,21 @@ void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t
     // A report names every block from the root on, though only those at the end are surely there; of larger blocks
     // not even the last one, which may be there in part.
     const std::size_t sure = seats_[seat].stride == 1 ? seats_[seat].last : 0;
-    const std::size_t believed = std::min(hashes.size(), sure);
-    applied.doubted += hashes.size() - believed;
-    hashes = hashes.last(believed);
+    const std::size_t believed = std::min(event.count, sure);
+    applied.doubted += event.count - believed;
+    begin = end - believed;
   }
-  for (std::size_t i = 0; i < hashes.size(); ++i) {
-    if (i + kAhead < hashes.size()) blocks_.prefetch(hashes[i + kAhead]);
-    if (doubts != nullptr) doubts->blocks.erase(hashes[i]);
+  for (std::size_t i = begin; i < end; ++i) {
+    const std::uint64_t hash = batch.hashes[i];
+    load_ahead(batch, i);
+    if (doubts != nullptr) doubts->blocks.erase(hash);
     if (i % kHashesPerSweep == 0) account();
     const bool may_grow = share_.may_grow();
     const bool full = held_ >= max_blocks_;
-    std::uint32_t* set = full ? blocks_.touch(hashes[i]) : blocks_.insert(hashes[i], kNobody, may_grow).first;
+    std::uint32_t* set = full ? blocks_.touch(hash) : blocks_.insert(hash, kNobody, may_grow).first;
     // A place that waits to be swept is no block yet: it is one more, too.
     if (set == nullptr || (full && sets_[*set].empty())) {
-      set = make_room(hashes[i], applied) ? blocks_.insert(hashes[i], kNobody, may_grow).first : nullptr;
+      set = make_room(hash, applied) ? blocks_.insert(hash, kNobody, may_grow).first : nullptr;
     }
     if (set == nullptr) {
       ++applied.refused;
@@ -316,11 +320,11 @@ void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t
       }
       const std::size_t nbytes_before = more->nbytes();
       // Where there is no room for it the copy is not counted: less is credited than could be.
-      const auto [copies, is_new] = more->insert(hashes[i], 0, may_grow);
+      const auto [copies, is_new] = more->insert(hash, 0, may_grow);
       seats_nbytes_ += more->nbytes() - nbytes_before;
       if (copies != nullptr && *copies != ~std::uint32_t{0}) {
         ++*copies;
-        seats_[seat].digests[static_cast<std::size_t>(Tier::kDevice)] += digest_of_copy(hashes[i]);
+        seats_[seat].digests[static_cast<std::size_t>(Tier::kDevice)] += digest_of_copy(hash);
       }
       ++applied.copied;
       continue;
@@ -328,27 +332,28 @@ void Table::store(SeatId seat, const Event& event, std::span<const std::uint64_t
     if (sets_[*set].empty()) ++held_;
     sets_.move(*set, to);
     *set = to;
-    enter(seat, event.tier, hashes[i]);
+    enter(seat, event.tier, hash);
     ++applied.stored;
     // A set of its own is memory, too: another block goes for it.
-    if (!may_grow && sets_.nbytes() > sets_nbytes) make_room(hashes[i], applied);
+    if (!may_grow && sets_.nbytes() > sets_nbytes) make_room(hash, applied);
   }
 }
 
-void Table::remove(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied) {
+void Table::remove(SeatId seat, const EventBatch& batch, const Event& event, Applied& applied) {
   FlatMap* const more = event.tier == Tier::kDevice ? seats_[seat].more_copies.get() : nullptr;
-  for (std::size_t i = 0; i < hashes.size(); ++i) {
-    if (i + kAhead < hashes.size()) blocks_.prefetch(hashes[i + kAhead]);
-    std::uint32_t* set = blocks_.find(hashes[i]);
+  for (std::size_t i = event.begin; i < event.begin + event.count; ++i) {
+    const std::uint64_t hash = batch.hashes[i];
+    load_ahead(batch, i);
+    std::uint32_t* set = blocks_.find(hash);
     const SetId to = set == nullptr ? kNobody : sets_.without(*set, seat, event.tier);
     if (set == nullptr || to == *set) {
       ++applied.unknown;
       continue;
     }
     if (more != nullptr && more->size() != 0) {
-      if (std::uint32_t* copies = more->find(hashes[i])) {
-        seats_[seat].digests[static_cast<std::size_t>(Tier::kDevice)] -= digest_of_copy(hashes[i]);
-        if (--*copies == 0) more->erase(hashes[i]);
+      if (std::uint32_t* copies = more->find(hash)) {
+        seats_[seat].digests[static_cast<std::size_t>(Tier::kDevice)] -= digest_of_copy(hash);
+        if (--*copies == 0) more->erase(hash);
         ++applied.uncopied;
         continue;
       }
@@ -356,12 +361,16 @@ void Table::remove(SeatId seat, const Event& event, std::span<const std::uint64_
     sets_.move(*set, to);
     *set = to;
     if (to == kNobody) {
-      blocks_.erase(hashes[i]);
+      blocks_.erase(hash);
       --held_;
     }
-    leave(seat, event.tier, hashes[i]);
+    leave(seat, event.tier, hash);
     ++applied.removed;
   }
+}
+
+void Table::load_ahead(const EventBatch& batch, std::size_t at) const {
+  if (at + kAhead < batch.hashes.size()) blocks_.prefetch(batch.hashes[at + kAhead]);
 }
 
 void Table::enter(SeatId seat, Tier tier, std::uint64_t hash) {
@@ -480,18 +489,18 @@ std::uint64_t Table::doubt(std::string_view worker, std::uint64_t cursor) {
 
 std::pair<std::size_t, std::size_t> Table::expel(std::string_view worker) {
   const auto held = write();
-  const Event removal{Event::Kind::kRemoved, Tier::kPool, Reach::kUnsaid, false, 0, 0, 0};
   Applied applied;
   std::size_t left = 0;
-  std::vector<std::uint64_t> hashes;
+  EventBatch doubted;
   for (const SeatId seat : seats_of(worker)) {
     Doubts* const doubts = seats_[seat].doubts.get();
     if (doubts == nullptr) continue;
-    hashes.clear();
+    doubted.hashes.clear();
     doubts->blocks.visit_segment(doubts->cursor,
-                                 [&](std::uint64_t hash, std::uint32_t) { hashes.push_back(hash); });
-    remove(seat, removal, hashes, applied);
-    for (const std::uint64_t hash : hashes) doubts->blocks.erase(hash);
+                                 [&](std::uint64_t hash, std::uint32_t) { doubted.hashes.push_back(hash); });
+    const std::size_t count = doubted.hashes.size();
+    remove(seat, doubted, {Event::Kind::kRemoved, Tier::kPool, Reach::kUnsaid, false, 0, 0, count}, applied);
+    for (const std::uint64_t hash : doubted.hashes) doubts->blocks.erase(hash);
     left += doubts->blocks.size();
     if (doubts->blocks.size() == 0) let_go(seats_[seat], tiers_of(Tier::kPool));
   }

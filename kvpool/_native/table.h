@@ -193,8 +193,10 @@ class Table {
   void learn_group(SeatId seat, const Event& event);
   void learn_plain(std::uint32_t rank);
 
-  void store(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied);
-  void remove(SeatId seat, const Event& event, std::span<const std::uint64_t> hashes, Applied& applied);
+  void store(SeatId seat, const EventBatch& batch, const Event& event, Applied& applied);
+  void remove(SeatId seat, const EventBatch& batch, const Event& event, Applied& applied);
+  // While the batch's hash number `at` is looked at, has what a later one will look at loaded.
+  void load_ahead(const EventBatch& batch, std::size_t at) const;
   void enter(SeatId seat, Tier tier, std::uint64_t hash);
   void leave(SeatId seat, Tier tier, std::uint64_t hash);
   void drop(std::span<const std::uint32_t> ranks, Tiers tiers);
