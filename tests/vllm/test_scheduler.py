@@ -66,6 +66,7 @@ def half(store: Store, ranks: int = 1, events: bool = True, heard: bool = True) 
         stores=True,
         events=events,
     )
+    scheduler.bind_block_pool(BlockPool(16, True, BLOCK_TOKENS))
     if heard:
         scheduler.update(PoolWorkerMetadata(facts=dict.fromkeys(range(ranks), FACTS)), (), ())
     return scheduler
