@@ -135,6 +135,21 @@ def test_what_arrives_together_is_one_copy_and_what_arrives_later_another() -> N
     assert [load.ok for load in at.engine.poll().loads] == [True]
 
 
+def test_a_copy_for_two_loads_waits_for_the_later_one() -> None:
+    at = Bench()
+    at.put(1, 2)
+    at.engine.load("one", [block(1, 1)], timeout_s=5, max_s=20)
+    at.compute(2, 99)
+    at.engine.load("two", [block(2, 2)], timeout_s=5, max_s=20)
+    at.store.end_all()
+    at.engine.poll()
+    at.device.engine.go_on(1)  # as far as the first load's mark
+    assert at.scatters.go_on() == 0
+    at.device.go_on()
+    assert [load.ok for load in at.engine.poll().loads] == [True, True]
+    assert at.holds(2, 2)
+
+
 def test_a_batch_larger_than_the_scratch_is_several_copies() -> None:
     at = Bench(slots=40, scratch_blocks=3)
     for n in range(1, 9):
