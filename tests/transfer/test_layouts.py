@@ -67,6 +67,8 @@ def groups(draw: Any) -> list[torch.Tensor]:
                 layer * strides["layer"] + draw(st.integers(0, 0 if not apart else 3)),
             )
         )
+    if layers > 2 and draw(st.booleans()):
+        del views[draw(st.integers(1, layers - 2))]  # of another group
     return views
 
 
