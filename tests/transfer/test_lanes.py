@@ -6,11 +6,13 @@ import os
 import random
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvpool.metrics import Counters
+from kvpool.stores import open_store
 from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import ABANDON_AFTER_S, Block, Finished
 from kvpool.transfer.lane import Host, device_of
@@ -18,7 +20,7 @@ from kvpool.transfer.staging import Staging
 from tests.conftest import eventually
 from tests.transfer.scripted_store import ScriptedStore
 from tests.transfer.slow_device import SlowDevice
-from tests.transfer.test_engine import key
+from tests.transfer.test_engine import key, run
 
 BLOCKS = 24
 NUMBERS = 64  # elements of a block in each of two layers
@@ -274,6 +276,30 @@ def test_a_slot_is_returned_once() -> None:
 
 def test_the_cpu_has_no_stream() -> None:
     assert isinstance(device_of(torch.device("cpu")), Host)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine")
+def test_an_accelerator_moves_the_same_bytes_behind_what_it_computes(tmp_path: Path) -> None:
+    driven = torch.accelerator.current_accelerator()
+    cache = torch.zeros((4, 65, 2, 16, 8, 128), dtype=torch.bfloat16, device=driven)
+    copiers = [BlockCopier(list(cache))]
+    with open_store(f"file://{tmp_path}/pool") as store:
+        engine = TransferEngine(
+            store, copiers, staging_nbytes=64 << 20, max_store_nbytes_per_s=0, counters=Counters()
+        )
+        # Long enough that a copy which did not wait for it would read zeros.
+        product = torch.randn((4096, 4096), device=driven)
+        for _ in range(20):
+            product = (product @ product).clamp(-1, 1)
+        cache.copy_(torch.randn(cache.shape, device=driven))
+        engine.store([block(n, n) for n in range(1, 33)], list(range(32)))
+        assert sorted(run(engine).stored) == [(tag, True) for tag in range(32)]
+        cache[:, 33:] = 0
+        engine.load("job", [block(n, 32 + n) for n in range(1, 33)], timeout_s=5, max_s=20)
+        assert [load.ok for load in run(engine).loads] == [True]
+        assert torch.equal(cache[:, 1:33], cache[:, 33:])
+        assert bool(cache[:, 1:].any())
+        engine.close()
 
 
 # A driver: random steps of everything at once, with a scheduler that gives blocks away as early as it may.
