@@ -315,6 +315,7 @@ class _Model:
     storing: dict[int, tuple[int, int]] = field(default_factory=dict)  # tag: (block, content), not landed
     sending: dict[int, int] = field(default_factory=dict)  # tag: content, landed
     loading: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # job: (block, content)
+    stored: set[int] = field(default_factory=set)
     owned: dict[int, int] = field(default_factory=dict)  # block: what its new owner has computed in it
     contents: int = 0
     tags: int = 0
@@ -341,10 +342,11 @@ class _Model:
         self.at.engine.store(blocks, tags)
 
     def load(self) -> None:
-        if not self.contents:
+        there = sorted(self.stored)
+        if not there:
             return
         pairs = [
-            (block_id, self.random.randint(1, self.contents + self.contents // 20))
+            (block_id, self.random.choice(there) if self.random.random() < 0.97 else self.contents + 1)
             for block_id in self.take(self.random.randint(1, 6))
         ]
         if pairs:
@@ -358,8 +360,10 @@ class _Model:
         for tag in finished.landed:
             block_id, self.sending[tag] = self.storing.pop(tag)
             self.reuse(block_id)
-        for tag, _ in finished.stored:
-            del self.sending[tag]  # landed before, and neither twice
+        for tag, ok in finished.stored:
+            content = self.sending.pop(tag)  # landed before, and neither twice
+            if ok:
+                self.stored.add(content)
         for load in finished.loads:
             for block_id, content in self.loading.pop(load.job):
                 assert not load.ok or self.at.holds(block_id, content), f"{load} without its bytes"
@@ -373,15 +377,15 @@ class _Model:
 
     def end_batch(self) -> None:
         if batches := self.at.store.under_way:
-            self.at.store.end(self.random.randrange(len(batches)), fault=self.random.random() < 0.05)
+            self.at.store.end(self.random.randrange(len(batches)), fault=self.random.random() < 0.03)
 
     def step(self) -> None:
         lanes, engine = self.at.device.lanes, self.at.device.engine
         actions = [
-            (3, self.store),
+            (1, self.store),
             (2, self.load),
-            (6, self.poll),
-            (6, self.end_batch),
+            (8, self.poll),
+            (8, self.end_batch),
             (6, lambda: engine.go_on(self.random.randint(1, 8))),
             (4, lambda: self.random.choice(lanes).stream.go_on(1)),
             (0.5, lambda: self.at.engine.cancel(self.random.choice(["none", *self.loading]))),
@@ -427,7 +431,7 @@ class _Model:
 
 def drive(seed: int, steps: int = 400) -> None:
     chance = random.Random(seed)
-    at = Bench(slots=chance.randint(2, 12), scratch_blocks=chance.randint(1, 4))
+    at = Bench(slots=chance.randint(2, 16), scratch_blocks=chance.randint(1, 4))
     model = _Model(at, chance)
     try:
         for _ in range(steps):
