@@ -242,8 +242,9 @@ class TransferEngine:
         self._parts.clear()
         for part in self._stopping:
             part.cancel()
-            if part.copy is not None:
-                self._device.follow(part.copy)
+        for lane in (self._gathers, self._scatters):
+            # Behind all that the lane was given, a copy that failed half-way included.
+            self._device.follow(lane.submit(lambda scratch: None, []))
         until = time.monotonic() + ABANDON_AFTER_S
         for part in self._stopping:
             if (left := until - time.monotonic()) > 0:
