@@ -502,6 +502,24 @@ def _batch_nbytes(text: str) -> int:
     return nbytes
 
 
+@bench.command("device")
+def bench_device(
+    blocks: Annotated[int, typer.Option(min=1, max=1 << 14, help="Blocks that are copied at once.")] = 64,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")
+    ] = 25,
+    as_json: Json = False,
+) -> None:
+    """Copies between KV cache and staging, beside one plain copy of as many bytes and a matrix product.
+
+    Blocks of 16 tokens of Llama-3-8B and DeepSeek-V3, on the accelerator that torch finds, else on the CPU.
+    """
+    with _extra():
+        from kvpool.cli.bench_device import run_bench_device
+
+    run_bench_device(blocks=blocks, rounds=rounds, as_json=as_json)
+
+
 @bench.command("index")
 def bench_index(
     blocks: Annotated[

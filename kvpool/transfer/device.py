@@ -1,54 +1,201 @@
-"""Copies between the KV cache of one group of layers and staging slots.
+"""Copies between the KV cache of one group of layers and staging slots, through scratch memory of the device.
 
 The payload of a block is, for each layer of the group in order, the block's bytes in the layer's logical
-index order. On the CPU the copies are plain and done when the call returns.
+index order. A batch of blocks is gathered into the scratch by one launch for each stack of layers, and the scratch is
+copied to staging by one transfer for each run of neighbouring slots; back the same way.
 
-Threads: called from the worker's model thread only. Torch releases the interpreter lock inside each copy.
+Threads: called from the worker's model thread only, on a lane. Torch releases the interpreter lock inside each copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from kvpool.transfer.staging import Staging
 
+_WIDTHS = {
+    8: torch.int64,
+    4: torch.int32,
+    2: torch.int16,
+    1: torch.uint8,
+}  # bytes of an element: few, wide ones
+
+
+class _Placed(NamedTuple):
+    """Where the blocks of some layers lie, in bytes: ``dims`` are (size, stride) pairs of one block."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    block_stride: int
+    dims: list[tuple[int, int]]
+
+    @property
+    def nbytes(self) -> int:
+        product = 1
+        for size, _ in self.dims:
+            product *= size
+        return product
+
+
+class _Stack(NamedTuple):
+    """Layers that one launch can copy: ``cache`` has shape ``[num_blocks, ...]``, its bytes begin at ``start``."""
+
+    cache: torch.Tensor
+    start: int
+    nbytes: int
+
 
 class BlockCopier:
     """Gathers and scatters whole blocks of one group; ``layers`` are views of shape ``[num_blocks, ...]``.
 
-    Layers may be strided and may share storage with those of another group.
+    Layers may be strided in any way, of different shapes and types, and may share storage with those of another group.
+    Neighbours that lie at equal distances in one storage, as vLLM 0.32 allocates them, are copied as one.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         assert layers, "a group has at least one layer"
-        self._layers = [layer.view(torch.uint8) for layer in layers]
-        self._shapes = [layer.shape[1:] for layer in self._layers]
-        self._nbytes = [shape.numel() for shape in self._shapes]
+        self.device = layers[0].device
         self.num_blocks = int(layers[0].shape[0])
-        self.payload_nbytes = sum(self._nbytes)
+        placed = [_placed(layer) for layer in layers]
+        self.payload_nbytes = sum(one.nbytes for one in placed)
+        self._stacks: list[_Stack] = []
+        start = 0
+        for stack in _stacked(placed):
+            self._stacks.append(
+                _Stack(
+                    _view(stack, self.num_blocks, start, self.payload_nbytes, self.device),
+                    start,
+                    stack.nbytes,
+                )
+            )
+            start += stack.nbytes
 
-    def gather(self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int]) -> None:
+    @property
+    def launches(self) -> int:
+        """How many launches a batch takes."""
+        return len(self._stacks)
+
+    def gather(
+        self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
+    ) -> None:
         """Copy the blocks into the slots, one to one, in order."""
-        blocks, rows = self._indices(block_ids, slots)
-        start = 0
-        for layer, nbytes in zip(self._layers, self._nbytes, strict=True):
-            part = layer.index_select(0, blocks).reshape(len(block_ids), nbytes)
-            staging.tensor[:, start : start + nbytes].index_copy_(0, rows, part)
-            start += nbytes
+        rows, blocks = self._rows(block_ids, slots, scratch), self._index(block_ids)
+        for stack in self._stacks:
+            torch.index_select(stack.cache, 0, blocks, out=self._part(rows, stack))
+        for first, count in self._runs(staging, slots):
+            self._slots(staging, slots[first], count).copy_(
+                rows[first : first + count].view(-1), non_blocking=True
+            )
 
-    def scatter(self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int]) -> None:
-        """Copy the slots into the blocks, one to one, in order."""
-        blocks, rows = self._indices(block_ids, slots)
-        start = 0
-        for layer, shape, nbytes in zip(self._layers, self._shapes, self._nbytes, strict=True):
-            part = staging.tensor[:, start : start + nbytes].index_select(0, rows)
-            layer.index_copy_(0, blocks, part.reshape(len(block_ids), *shape))
-            start += nbytes
+    def scatter(
+        self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
+    ) -> None:
+        """Copy the slots into the blocks, one to one, in order. ``block_ids`` are different from each other."""
+        rows, blocks = self._rows(block_ids, slots, scratch), self._index(block_ids)
+        for first, count in self._runs(staging, slots):
+            rows[first : first + count].view(-1).copy_(
+                self._slots(staging, slots[first], count), non_blocking=True
+            )
+        for stack in self._stacks:
+            stack.cache.index_copy_(0, blocks, self._part(rows, stack))
 
-    def _indices(self, block_ids: Sequence[int], slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, block_ids: Sequence[int], slots: Sequence[int], scratch: torch.Tensor) -> torch.Tensor:
+        """The scratch as one payload a row."""
         assert len(block_ids) == len(slots)
-        # Torch checks the upper bound; block 0 is vLLM's null block, which nothing may write.
+        # An index out of bounds ends an accelerator's context; block 0 is vLLM's null block, which nothing may write.
         assert all(0 < block < self.num_blocks for block in block_ids)
-        return torch.tensor(block_ids), torch.tensor(slots)
+        nbytes = len(block_ids) * self.payload_nbytes
+        assert nbytes <= scratch.numel(), "more than the scratch holds"
+        return scratch[:nbytes].view(len(block_ids), self.payload_nbytes)
+
+    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
+        index = torch.tensor(block_ids)
+        if self.device.type != "cpu":
+            # From pageable memory the copy could wait for the stream.
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        return index
+
+    @staticmethod
+    def _part(rows: torch.Tensor, stack: _Stack) -> torch.Tensor:
+        """The stack's part of each row, in the stack's shape."""
+        part = rows[:, stack.start : stack.start + stack.nbytes].view(stack.cache.dtype)
+        return part.view(rows.shape[0], *stack.cache.shape[1:])
+
+    def _runs(self, staging: Staging, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(index of the first slot, count) of slots that one transfer can copy: neighbours that payloads fill."""
+        first = 0
+        for i in range(1, len(slots) + 1):
+            joined = i < len(slots) and slots[i] == slots[i - 1] + 1
+            if not joined or self.payload_nbytes != staging.slot_nbytes:
+                yield first, i - first
+                first = i
+
+    def _slots(self, staging: Staging, slot: int, count: int) -> torch.Tensor:
+        start = slot * staging.slot_nbytes
+        return staging.tensor[start : start + count * self.payload_nbytes]
+
+
+def _placed(layer: torch.Tensor) -> _Placed:
+    item = layer.element_size()
+    dims = [(size, stride * item) for size, stride in zip(layer.shape[1:], layer.stride()[1:], strict=True)]
+    return _Placed(
+        layer.untyped_storage(),
+        int(layer.storage_offset()) * item,
+        int(layer.stride(0)) * item,
+        _merged([*dims, (item, 1)]),
+    )
+
+
+def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes in the same order, with as few dimensions as can be."""
+    merged = [dims[-1]]
+    for size, stride in reversed(dims[:-1]):
+        inner_size, inner_stride = merged[0]
+        if stride == inner_size * inner_stride:
+            merged[0] = (size * inner_size, inner_stride)
+        elif size != 1:
+            merged.insert(0, (size, stride))
+    return merged
+
+
+def _stacked(layers: list[_Placed]) -> Iterator[_Placed]:
+    """Neighbours of one shape, at equal distances in one storage, become one."""
+    rest = list(layers)
+    while rest:
+        first, distance, count = rest[0], 0, 1
+        while count < len(rest) and _alike(first, rest[count]):
+            step = rest[count].offset - rest[count - 1].offset
+            if step <= 0 or (count > 1 and step != distance):
+                break
+            distance, count = step, count + 1
+        yield first._replace(dims=_merged([(count, distance), *first.dims])) if count > 1 else first
+        del rest[:count]
+
+
+def _alike(one: _Placed, other: _Placed) -> bool:
+    return (one.storage.data_ptr(), one.block_stride, one.dims) == (
+        other.storage.data_ptr(),
+        other.block_stride,
+        other.dims,
+    )
+
+
+def _view(
+    placed: _Placed, num_blocks: int, start: int, payload_nbytes: int, device: torch.device
+) -> torch.Tensor:
+    """A tensor ``[num_blocks, ...]`` over the bytes, of the widest elements that cache and payload allow."""
+    *outer, (size, stride) = placed.dims
+    assert stride == 1, "the last dimension are the bytes of an element"
+    multiples = [placed.storage.data_ptr(), placed.offset, placed.block_stride, start, payload_nbytes, size]
+    multiples += [outer_stride for _, outer_stride in outer]
+    width = next(width for width in _WIDTHS if all(number % width == 0 for number in multiples))
+    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(placed.storage)
+    whole = whole[: whole.numel() // width * width].view(_WIDTHS[width])
+    return whole.as_strided(
+        (num_blocks, *(outer_size for outer_size, _ in outer), size // width),
+        (placed.block_stride // width, *(outer_stride // width for _, outer_stride in outer), 1),
+        placed.offset // width,
+    )

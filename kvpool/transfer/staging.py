@@ -1,29 +1,45 @@
 """Staging: a fixed number of equal slots of host memory between the KV cache and the store.
 
-Native I/O threads read and write slots while the engine goes on; a slot is handed out again only when
-nobody can touch it any more, so a late byte can never land in somebody's KV cache.
+Native I/O threads and an accelerator's copies read and write slots while the engine goes on; a slot is handed out
+again only when nobody can touch it any more, so a late byte can never land in somebody's KV cache.
 
 Threads: one (the worker's model thread) acquires and releases; I/O threads touch the bytes of slots in use.
 """
 
 from __future__ import annotations
 
+import heapq
+
 import torch
+
+from kvpool.errors import ConfigError
+from kvpool.wording import format_nbytes
 
 SLOT_ALIGNMENT = 64  # bytes; one cache line, so that two I/O threads never share one
 
 
 class Staging:
-    """``slots`` slots of at least ``slot_nbytes`` bytes each, in one allocation."""
+    """``slots`` slots of at least ``slot_nbytes`` bytes each, in one allocation; ``tensor`` is all their bytes.
 
-    def __init__(self, slot_nbytes: int, slots: int) -> None:
+    ``pinned``: an accelerator copies from and to them by itself. Errors: ``ConfigError`` when the host cannot pin them.
+    """
+
+    def __init__(self, slot_nbytes: int, slots: int, pinned: bool = False) -> None:
         assert slot_nbytes > 0
         assert slots > 0
         self.slot_nbytes = -(-slot_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self.slots = slots
-        self.tensor = torch.empty((slots, self.slot_nbytes), dtype=torch.uint8)
+        nbytes = slots * self.slot_nbytes
+        try:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"this host has no {format_nbytes(nbytes)} of {'pinned ' if pinned else ''}memory for staging; "
+                "lower staging_nbytes"
+            ) from error
         self._bytes = memoryview(self.tensor.numpy().data).cast("B")
-        self._free = list(range(slots - 1, -1, -1))
+        self._free = list(range(slots))  # a heap: slots that are neighbours are copied as one
+        self._taken: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -31,14 +47,18 @@ class Staging:
         return len(self._free)
 
     def acquire(self, count: int) -> list[int]:
-        """Take ``count`` slots, which must be free."""
+        """Take ``count`` slots, which must be free; the lowest ones, in order."""
         assert 0 <= count <= len(self._free), f"{count} slots wanted, {len(self._free)} free"
-        return [self._free.pop() for _ in range(count)]
+        slots = [heapq.heappop(self._free) for _ in range(count)]
+        self._taken.update(slots)
+        return slots
 
     def release(self, slots: list[int]) -> None:
-        """Give slots back; the caller vouches that no I/O touches them any more."""
-        self._free.extend(slots)
-        assert len(self._free) <= self.slots, "a slot was released twice"
+        """Give slots back; the caller vouches that neither I/O nor a copy touches them any more."""
+        for slot in slots:
+            assert slot in self._taken, "a slot was released twice"
+            self._taken.remove(slot)
+            heapq.heappush(self._free, slot)
 
     def view(self, slot: int, nbytes: int) -> memoryview:
         """The first ``nbytes`` bytes of a slot, writable."""

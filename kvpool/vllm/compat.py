@@ -56,10 +56,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         )
     _refuse_hashing(config.cache_config.prefix_caching_hash_algo)
     if current_platform.device_type != "cpu":
-        raise EngineRefused(
-            f"the KV cache is on an accelerator ({current_platform.device_type}), which this version does not "
-            "support: only CPU engines can use kvpool until the device path lands; remove --kv-transfer-config"
-        )
+        _refuse_device(current_platform.device_type, config.model_config.enable_sleep_mode)
     parallel = config.parallel_config
     for name, size in (
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
@@ -72,6 +69,21 @@ def refuse_unsupported(config: VllmConfig) -> None:
         raise EngineRefused("speculative decoding is not supported yet; remove --speculative-config")
     if config.model_config.is_encoder_decoder:
         raise EngineRefused("encoder-decoder models are not supported; remove --kv-transfer-config")
+
+
+def _refuse_device(kind: str, sleeps: bool) -> None:
+    """Copies beside the engine need streams and events as ``torch.accelerator`` gives them."""
+    driven = torch.accelerator.current_accelerator()
+    if driven is None or driven.type != kind:
+        raise EngineRefused(
+            f"the KV cache is on a device ({kind}) that torch.accelerator does not drive here, so blocks cannot be "
+            "copied beside the engine; remove --kv-transfer-config"
+        )
+    if sleeps:
+        raise EngineRefused(
+            "sleep mode takes the KV cache away while blocks may still be copied, which is not supported yet on an "
+            "accelerator; remove --enable-sleep-mode"
+        )
 
 
 def _refuse_hashing(algorithm: str) -> None:

@@ -184,7 +184,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Stores were copied to staging in the step that computed them: no block has to be held back.
+        # Blocks that are still copied to staging are held by their reference count, not by their request.
         self._planner().finished(request)
         return False, None
 

@@ -55,6 +55,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
 
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by rank, once, in its first step
     broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
+    landed: dict[int, int] = field(default_factory=dict)  # tag: ranks that do not read the block any more
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks whose part is in the pool now
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
@@ -65,6 +66,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
         return PoolWorkerMetadata(
             self.facts | other.facts,
             self.broken | other.broken,
+            _summed(self.landed, other.landed),
             _summed(self.stored, other.stored),
             _summed(self.dropped, other.dropped),
             self.missing | other.missing,

@@ -74,7 +74,9 @@ class _RequestState:
 
 @dataclass
 class _PendingStore:
-    ranks: int
+    ranks: int  # that have not said yet whether it is in the pool
+    landing: int  # ranks that may still read the block
+    block_id: int
     ok: bool
     event: BlockStored | None
 
@@ -110,6 +112,7 @@ class SchedulerHalf:
         self._last_store = 0.0
         self._events: list[KVCacheEvent] = []
         self._whole_state = WholeState(self._groups)
+        self._block_pool: BlockPool | None = None
         self._asked = False  # for the whole state, in the step that is ending
         self.counters = Counters()
 
@@ -234,6 +237,7 @@ class SchedulerHalf:
                 state.refused |= request_id in failed
         if report is None:
             return
+        self._let_go(report.landed)
         self._asked |= report.asked
         for reason in report.broken.values():
             self._break(reason)
@@ -245,8 +249,9 @@ class SchedulerHalf:
             self._events += [compat.removed_event(*block) for block in sorted(report.missing)]
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
-        """The engine's own cache, which is the engine's to change."""
+        """The engine's own cache. Of it we only hold blocks, by their reference count, while workers copy them."""
         self._whole_state.bind(block_pool)
+        self._block_pool = block_pool
 
     def take_events(self) -> list[KVCacheEvent]:
         """What became true of the pool since the last call; and, when an index asks, all that the engine holds."""
@@ -379,9 +384,26 @@ class SchedulerHalf:
             group = self._groups[block.group]
             event = compat.stored_event(request, block.group, group, index, hashes)
         tag, self._next_tag = self._next_tag, self._next_tag + 1
-        self._pending[tag] = _PendingStore(self._ranks, True, event)
+        # Held until every rank has copied it: the engine may free it in this very step, when its request ends, is
+        # preempted, or its window has gone on.
+        assert self._block_pool is not None, "vLLM binds its block pool before the first step"
+        self._block_pool.touch([self._block_pool.blocks[block.block_id]])
+        self._pending[tag] = _PendingStore(self._ranks, self._ranks, block.block_id, True, event)
         step.stores.append(block)
         step.tags.append(tag)
+
+    def _let_go(self, landed: dict[int, int]) -> None:
+        """Give blocks back to the engine that no rank reads any more."""
+        free: list[int] = []
+        for tag in sorted(landed):
+            if (pending := self._pending.get(tag)) is not None:
+                pending.landing -= landed[tag]
+                if pending.landing == 0:
+                    free.append(pending.block_id)
+        if free:
+            assert self._block_pool is not None
+            # As the engine itself does it: the end of a prompt is evicted before its beginning.
+            self._block_pool.free_blocks(self._block_pool.blocks[block_id] for block_id in reversed(free))
 
     def _settle(self, tag: int, ranks: int, ok: bool) -> None:
         pending = self._pending.get(tag)

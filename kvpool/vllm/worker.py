@@ -1,8 +1,8 @@
 """The worker's half of the connector: one rank's KV cache, its staging slots, and the transfers between.
 
-On the CPU the forward is over when stores are gathered, so a block is copied before anyone can reuse it. After
-start-up nothing here raises into the engine: a fault of ours switches the pool off for this rank, every load
-that was promised is reported as failed, and the engine recomputes.
+A block that is stored is the scheduler's to keep until this rank says that its bytes have landed in staging; it says
+so once for every tag, whatever becomes of the store. After start-up nothing here raises into the engine: a fault of
+ours switches the pool off for this rank, every load that was promised is reported as failed, and the engine recomputes.
 
 Threads: the worker's model thread only.
 """
@@ -49,6 +49,7 @@ class WorkerHalf:
         self._submitted: PoolMetadata | None = None
         self._promised: dict[str, dict[str, tuple[bytes, int]]] = {}  # loads under way: key to (hash, group)
         self._failed: set[str] = set()  # loads that ended without a transfer
+        self._storing: dict[int, bool] = {}  # tags under way: whether they have landed
         self._guard = Guard(self._break)
         self.counters = Counters()
 
@@ -168,8 +169,10 @@ class WorkerHalf:
         if not stores:
             return
         if self._engine is None:
+            self._count(self._report.landed, tags)
             self._count(self._report.dropped, tags)
             return
+        self._storing |= dict.fromkeys(tags, False)
         blocks = self._blocks(stores)
         self._guard.run(lambda: self._engine.store(blocks, tags) if self._engine else None, None)
 
@@ -187,6 +190,10 @@ class WorkerHalf:
                         failed.add(job)
                     keys = self._promised.pop(job, {})
                     self._report.missing.update(keys[key] for key in missing if key in keys)
+                self._count(self._report.landed, finished.landed)
+                self._storing |= dict.fromkeys(finished.landed, True)
+                for tag, _ in finished.stored:
+                    del self._storing[tag]
                 self._count(self._report.stored, [tag for tag, ok in finished.stored if ok])
                 self._count(self._report.dropped, [tag for tag, ok in finished.stored if not ok])
         return ended, failed
@@ -234,6 +241,12 @@ class WorkerHalf:
         self._report.broken[self._rank] = reason
         self._failed |= self._promised.keys()
         self._promised.clear()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            try:
+                engine.close()  # what the engine computes next comes after copies under way
+            except Exception:
+                logger.exception("kvpool could not end its copies")
+        self._count(self._report.landed, [tag for tag, landed in self._storing.items() if not landed])
+        self._count(self._report.dropped, list(self._storing))
+        self._storing.clear()

@@ -11,6 +11,7 @@ import pytest
 
 from kvpool.cli.bench_clients import Peer, Values
 from kvpool.cli.bench_contest import contest
+from kvpool.cli.bench_device import run_bench_device
 from kvpool.cli.bench_index import Dictionary
 from kvpool.cli.simulated_fleet import BlockCache, Taken, arrivals
 from kvpool.stores import StoreURL
@@ -252,3 +253,25 @@ def test_a_cache_keeps_the_beginning_of_what_was_used_last() -> None:
     assert cache.take((5, 6), (7,)) == Taken(0, (5, 6, 7), [4])
     assert cache.take((1, 2, 3), (8,)) == Taken(3, (8,), [7])
     assert cache.take((5, 9), (10, 11)) == Taken(1, (9, 10, 11), [6, 8, 3])
+
+
+def test_bench_device_measures_both_directions_and_says_what_it_ran_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["bench", "device", "--blocks", "8", "--rounds", "2"]
+    report = json.loads(kvpool(*arguments, "--json").stdout)
+    assert [row["shape"] for row in report["rows"]] == ["Llama-3-8B", "DeepSeek-V3"]
+    assert [row["block_nbytes"] for row in report["rows"]] == [2 << 20, 61 * 16 * 576 * 2]
+    on_cpu = report["device"] == "cpu"
+    assert (report["note"] is not None) == on_cpu
+    for row in report["rows"]:
+        assert row["bytes_equal"] is True
+        assert row["launches"] == 1
+        for direction in (row["store"], row["load"]):
+            assert direction["gb_per_s"] > 0
+            assert direction["over_plain"] > 0
+            assert (direction["product_cost"] is None) == on_cpu
+    run_bench_device(blocks=2, rounds=1, as_json=False)
+    table = capsys.readouterr().out
+    assert all(name in table for name in ("Llama-3-8B", "DeepSeek-V3", "equal"))
+    assert ("No accelerator here" in table) == on_cpu

@@ -61,7 +61,7 @@ def engine_on(
 
 def run(engine: TransferEngine, *, within_s: float = 20.0) -> Finished:
     """Poll until nothing is under way; everything that ended."""
-    all_of_it = Finished([], [])
+    all_of_it = Finished([], [], [])
 
     def over() -> bool:
         finished = engine.poll()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -68,12 +69,28 @@ def test_speculative_decoding_is_refused(engine_config: Any) -> None:
         compat.refuse_unsupported(config)
 
 
-def test_accelerators_are_refused_with_that_sentence(
+def test_a_device_that_torch_does_not_drive_is_refused_by_name(
     engine_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = engine_config()
-    monkeypatch.setattr(type(compat.current_platform), "device_type", "cuda")
-    with pytest.raises(EngineRefused, match=r"accelerator \(cuda\).*until the device path lands"):
+    monkeypatch.setattr(type(compat.current_platform), "device_type", "tpu")
+    for driven in (None, torch.device("cuda", 0)):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda driven=driven: driven)
+        with pytest.raises(EngineRefused, match=r"device \(tpu\) that torch.accelerator does not drive"):
+            compat.refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "npu"])
+def test_accelerators_pass_but_for_sleep_mode(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    config = engine_config()
+    monkeypatch.setattr(type(compat.current_platform), "device_type", kind)
+    driven = types.SimpleNamespace(type=kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: driven)
+    compat.refuse_unsupported(config)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(EngineRefused, match="--enable-sleep-mode"):
         compat.refuse_unsupported(config)
 
 

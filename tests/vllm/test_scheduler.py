@@ -66,6 +66,7 @@ def half(store: Store, ranks: int = 1, events: bool = True, heard: bool = True) 
         stores=True,
         events=events,
     )
+    scheduler.bind_block_pool(BlockPool(16, True, BLOCK_TOKENS))
     if heard:
         scheduler.update(PoolWorkerMetadata(facts=dict.fromkeys(range(ranks), FACTS)), (), ())
     return scheduler
@@ -216,6 +217,53 @@ def test_full_blocks_are_stored_once_and_announced_when_every_rank_has_them(stor
     assert events[1].token_ids == list(range(48, 64))
     assert events[1].medium == "STORAGE"
     assert not scheduler.wants_steps()
+
+
+def computed(scheduler: SchedulerHalf, ranks_blocks: int = 4) -> tuple[BlockPool, list[int], list[int]]:
+    """(the engine's pool, the blocks of a request that is over, the tags of their stores)."""
+    asked = request("a", tokens=BLOCK_TOKENS * ranks_blocks)
+    block_pool = BlockPool(16, True, BLOCK_TOKENS)
+    scheduler.bind_block_pool(block_pool)
+    blocks = block_pool.get_new_blocks(ranks_blocks)
+    ids = [block.block_id for block in blocks]
+    scheduler.seen(asked)
+    scheduler.allocated(asked, (ids,), 0)
+    step = scheduler.plan(output(asked, asked.num_tokens, (ids,)))
+    assert [block.block_id for block in step.stores] == ids
+    block_pool.free_blocks(
+        reversed(blocks)
+    )  # the request ends, is aborted or preempted, or its window goes on
+    scheduler.finished(asked)
+    return block_pool, ids, step.tags
+
+
+def test_a_block_is_kept_until_every_rank_has_copied_it(store: Store) -> None:
+    scheduler = half(store, ranks=2)
+    block_pool, ids, tags = computed(scheduler)
+    assert block_pool.get_num_free_blocks() == 15 - 4
+    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags, 1)), (), ())
+    assert block_pool.get_num_free_blocks() == 15 - 4, "the other rank may still read them"
+    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags[:2], 1)), (), ())
+    assert block_pool.get_num_free_blocks() == 15 - 2
+    assert not {block.block_id for block in block_pool.get_new_blocks(13)} & set(ids[2:])
+    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags[2:], 1)), (), ())
+    assert block_pool.get_num_free_blocks() == 2
+    assert scheduler.wants_steps(), "landed, not stored"
+    scheduler.update(PoolWorkerMetadata(landed={tags[0]: 2, 999: 1}, stored=dict.fromkeys(tags, 2)), (), ())
+    assert block_pool.get_num_free_blocks() == 2, "given back once"
+    assert not scheduler.wants_steps()
+
+
+def test_blocks_are_given_back_when_a_rank_has_ended_the_pool(store: Store) -> None:
+    scheduler = half(store, ranks=2)
+    block_pool, _, tags = computed(scheduler)
+    broken = PoolWorkerMetadata(
+        broken={1: "planted"}, landed=dict.fromkeys(tags, 1), dropped=dict.fromkeys(tags, 1)
+    )
+    scheduler.update(broken, (), ())
+    assert block_pool.get_num_free_blocks() == 15 - 4, "the other rank goes on reading them"
+    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags, 1)), (), ())
+    assert block_pool.get_num_free_blocks() == 15
 
 
 def test_a_block_that_a_load_did_not_find_is_announced_as_removed(store: Store) -> None:

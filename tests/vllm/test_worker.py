@@ -21,6 +21,7 @@ from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadat
 from kvpool.vllm.worker import WorkerHalf
 from tests.conftest import eventually
 from tests.stores.misbehaving import misbehaving
+from tests.transfer.slow_device import SlowDevice
 
 pytestmark = [pytest.mark.vllm]
 
@@ -247,3 +248,40 @@ def test_a_fault_of_ours_fails_the_loads_under_way_and_switches_the_pool_off(
     assert "planted" in report.broken[RANK]
     worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((1, 8)), 1.0)]))
     assert finish(worker, 1) == ({"b"}, {"b"})
+
+
+def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
+    worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.take_report()
+    device = SlowDevice(1 << 20)
+    engine = worker._engine
+    assert engine is not None
+    engine._device, engine._gathers = device, device.lane(1 << 20)  # type: ignore[assignment]
+    worker.start_stores(PoolMetadata(stores=refs((1, 3), (2, 4)), tags=[10, 11]))
+    worker.poll(idle=False)
+    assert worker.take_report() is None, "not copied yet"
+    device.lanes[0].stream.go_on()
+    device.go_on()
+    worker.poll(idle=False)
+    report = worker.take_report()
+    assert report is not None
+    assert report.landed == {10: 1, 11: 1}
+    worker.start_stores(PoolMetadata(stores=refs((5, 5)), tags=[12]))
+
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(engine, "poll", broken)
+    worker.poll(idle=False)
+    report = worker.take_report()
+    assert report is not None
+    assert report.landed == {12: 1}, "each tag once"
+    assert report.dropped.keys() >= {12}
+    assert len(device.engine) == 3, (
+        "what is computed next comes behind all copies: a mark, and a wait for each lane"
+    )
+    worker.start_stores(PoolMetadata(stores=refs((6, 6)), tags=[13]))
+    report = worker.take_report()
+    assert report is not None
+    assert report.landed == report.dropped == {13: 1}

@@ -1,0 +1,149 @@
+"""Lanes: copies between a KV cache and staging, one after the other, beside what the engine itself computes.
+
+On an accelerator a lane is a stream of its own: a copy begins when the engine's stream has come to the marks that it
+waits for, and its event is ready when it has ended. Only ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``
+are used, so what holds for one kind of device holds for the next. On the CPU a copy is over when ``submit`` returns.
+
+Threads: the worker's model thread only. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from kvpool.errors import ConfigError
+from kvpool.wording import format_nbytes
+
+# Of a device's memory, for each lane: so much is copied by one launch and one transfer. More of it makes the time
+# between two transfers matter less; on the CPU it should stay in the cache.
+ACCELERATOR_SCRATCH_NBYTES = 64 << 20
+HOST_SCRATCH_NBYTES = 4 << 20
+
+Copy = Callable[[torch.Tensor], None]
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has come there; never waits. Raises what the device failed with."""
+        ...
+
+
+class Lane(Protocol):
+    """A queue of copies, done in order, that all go through one piece of the device's memory."""
+
+    scratch_nbytes: int
+
+    def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
+        """Do ``copy(scratch)`` when all of ``after`` are ready and what was submitted before is done.
+
+        ``scratch``: bytes, one dimension. The event that is returned is ready when the copy is done.
+        """
+        ...
+
+
+class Device(Protocol):
+    """Where a KV cache lies, and the stream on which the engine computes."""
+
+    pinned: bool  # whether host memory must be pinned to be copied from and to beside the engine
+    scratch_nbytes: int
+
+    def lane(self, scratch_nbytes: int) -> Lane:
+        """A new lane. Errors: ``ConfigError`` when there is no memory for its scratch."""
+        ...
+
+    def mark(self) -> Event:
+        """Ready when the engine's stream has done all that it was given until now."""
+        ...
+
+    def follow(self, event: Any) -> None:
+        """Have what the engine's stream is given from now on come after ``event``; does not wait."""
+        ...
+
+
+class Done:
+    """The event of what is over."""
+
+    def query(self) -> bool:
+        return True
+
+
+DONE = Done()
+
+
+class Host:
+    """The CPU: no stream, no waiting."""
+
+    pinned = False
+    scratch_nbytes = HOST_SCRATCH_NBYTES
+
+    def lane(self, scratch_nbytes: int) -> Lane:
+        return _HostLane(scratch_nbytes)
+
+    def mark(self) -> Event:
+        return DONE
+
+    def follow(self, event: Any) -> None:
+        """Everything is over already."""
+
+
+class _HostLane:
+    def __init__(self, scratch_nbytes: int) -> None:
+        self.scratch_nbytes = scratch_nbytes
+        self._scratch = torch.empty(scratch_nbytes, dtype=torch.uint8)
+
+    def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
+        assert all(event.query() for event in after)
+        copy(self._scratch)
+        return DONE
+
+
+class Accelerator:
+    """What ``torch.accelerator`` drives. Not tried on a real one so far."""
+
+    pinned = True
+    scratch_nbytes = ACCELERATOR_SCRATCH_NBYTES
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def lane(self, scratch_nbytes: int) -> Lane:
+        try:
+            return _StreamLane(self._device, scratch_nbytes)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise ConfigError(
+                f"{self._device} has no {format_nbytes(scratch_nbytes)} left for copies of KV blocks; "
+                "lower --gpu-memory-utilization a little"
+            ) from error
+
+    def mark(self) -> Event:
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def follow(self, event: Any) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(event)
+
+
+class _StreamLane:
+    def __init__(self, device: torch.device, scratch_nbytes: int) -> None:
+        self.scratch_nbytes = scratch_nbytes
+        self._stream = torch.Stream(device)
+        # Made on the lane's stream, so that the allocator knows who uses it.
+        with self._stream:
+            self._scratch = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
+
+    def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
+        for event in after:
+            assert isinstance(event, torch.Event), "of the same device as the lane"
+            self._stream.wait_event(event)
+        with self._stream:
+            copy(self._scratch)
+        return self._stream.record_event()
+
+
+def device_of(device: torch.device) -> Device:
+    """What copies from and to a KV cache on ``device`` go by."""
+    return Host() if device.type == "cpu" else Accelerator(device)

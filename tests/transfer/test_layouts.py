@@ -1,0 +1,158 @@
+"""Gather and scatter of every layout against plain indexing: groups of any sizes, types, strides and places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvpool.transfer import BlockCopier
+from kvpool.transfer.staging import Staging
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8)
+
+
+def storage(draw: Any, nbytes: int) -> torch.Tensor:
+    """Random bytes, so that whatever is not copied, or copied to another place, is seen."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+@st.composite
+def groups(draw: Any) -> list[torch.Tensor]:
+    """The layers of one group as views ``[num_blocks, ...]`` of one dtype, as engines lay them out."""
+    dtype = draw(st.sampled_from(DTYPES))
+    blocks = draw(st.integers(2, 9))
+    layers = draw(st.integers(1, 5))
+    tokens, heads, size = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    kind = draw(st.sampled_from(("joined", "split", "mla", "kernel blocks")))
+    # In memory: which of (layer, K or V, block, token, head) is outermost, and so on; elements of a head are together,
+    # unless keys are packed for a kernel.
+    inner = ["token", "head"] if draw(st.booleans()) else ["head", "token"]
+    if draw(st.booleans()):
+        inner.append("element")
+    else:
+        inner.insert(draw(st.integers(0, 2)), "element")
+    sizes = {"layer": layers, "block": blocks, "token": tokens, "head": heads, "element": size}
+    if kind == "mla":
+        sizes["head"] = 1
+    outer = ["layer", "block"] if draw(st.booleans()) else ["block", "layer"]
+    if kind in ("joined", "split"):
+        sizes["kv"] = 2
+        outer.insert(len(outer) if kind == "joined" else draw(st.integers(0, 1)), "kv")
+    if kind == "kernel blocks":  # the kernel's blocks are smaller than the engine's
+        sizes["part"] = draw(st.integers(1, 3))
+        outer.insert(outer.index("block") + 1, "part")
+    order = [*outer, *inner]
+    apart = draw(st.booleans())  # each layer in an allocation of its own
+    gap = draw(st.integers(0, 3))  # elements between two blocks that are nobody's, or another group's
+    strides: dict[str, int] = {}
+    step = 1
+    for name in reversed(order):
+        strides[name] = step
+        step = step * sizes[name] + (gap if name == "block" else 0)
+    logical = ["block", *(name for name in ("kv", "part", "token", "head", "element") if name in sizes)]
+    nbytes = (step + gap + 16) * dtype.itemsize
+    shared = storage(draw, nbytes)
+    views = []
+    for layer in range(layers):
+        whole = (storage(draw, nbytes) if apart else shared).view(dtype)
+        views.append(
+            whole.as_strided(
+                [sizes[name] for name in logical],
+                [strides[name] for name in logical],
+                layer * strides["layer"] + draw(st.integers(0, 0 if not apart else 3)),
+            )
+        )
+    if layers > 2 and draw(st.booleans()):
+        del views[draw(st.integers(1, layers - 2))]  # of another group
+    return views
+
+
+def content(layers: Sequence[torch.Tensor], block: int) -> bytes:
+    """The reference of a gather: each layer's block in logical order."""
+    parts = [torch.empty(layer.shape[1:], dtype=layer.dtype).copy_(layer[block]) for layer in layers]
+    return b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+
+
+def memory(layers: Sequence[torch.Tensor]) -> list[bytes]:
+    """All bytes of the allocations, those between the blocks, too."""
+    return [
+        torch.empty(0, dtype=torch.uint8).set_(layer.untyped_storage()).numpy().tobytes() for layer in layers
+    ]
+
+
+def twin(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same views on copies of the allocations."""
+    copies = {layer.untyped_storage().data_ptr(): layer.untyped_storage().clone() for layer in layers}
+    return [
+        torch.empty(0, dtype=layer.dtype).set_(
+            copies[layer.untyped_storage().data_ptr()], layer.storage_offset(), layer.shape, layer.stride()
+        )
+        for layer in layers
+    ]
+
+
+def assign(layers: Sequence[torch.Tensor], block: int, row: bytes) -> None:
+    """The reference of a scatter."""
+    for layer in layers:
+        nbytes = layer[block].numel() * layer.element_size()
+        part, row = torch.frombuffer(bytearray(row[:nbytes]), dtype=torch.uint8), row[nbytes:]
+        layer[block] = part.view(layer.dtype).reshape(layer.shape[1:])
+    assert not row
+
+
+@given(groups(), groups(), st.data())
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_gather_and_scatter_are_indexing(
+    first: list[torch.Tensor], second: list[torch.Tensor], data: st.DataObject
+) -> None:
+    """Two groups of different sizes through one staging; a window's tail or holes are just other block ids."""
+    both = [(BlockCopier(layers), layers) for layers in (first, second)]
+    staging = Staging(max(copier.payload_nbytes for copier, _ in both), 24)
+    busy = data.draw(st.sets(st.integers(0, 23), max_size=8))  # so that neighbours are interrupted
+    staging.release([slot for slot in staging.acquire(24) if slot not in busy])
+    for copier, layers in both:
+        assert 1 <= copier.launches <= len(layers)
+        ids = data.draw(st.permutations(range(1, copier.num_blocks)))
+        ids = ids[: data.draw(st.integers(1, len(ids)))]
+        slots = staging.acquire(len(ids))
+        if data.draw(st.booleans()):
+            slots = data.draw(st.permutations(slots))
+        scratch = torch.zeros(len(ids) * copier.payload_nbytes, dtype=torch.uint8)
+        rows = [content(layers, block) for block in ids]
+        before = memory(layers)
+        copier.gather(ids, staging, slots, scratch)
+        assert memory(layers) == before
+        assert [bytes(staging.view(slot, copier.payload_nbytes)) for slot in slots] == rows
+
+        places = data.draw(st.permutations(ids))
+        reference = twin(layers)
+        for place, row in zip(places, rows, strict=True):
+            assign(reference, place, row)
+        scratch.fill_(0)
+        copier.scatter(places, staging, slots, scratch)
+        assert memory(layers) == memory(reference)
+        assert [bytes(staging.view(slot, copier.payload_nbytes)) for slot in slots] == rows
+
+
+def stacked(layers: int, split: bool, block_outermost: bool) -> list[torch.Tensor]:
+    shape = (2, 8, 16, 64) if split else (8, 2, 16, 64)
+    if block_outermost:
+        whole = torch.zeros((8, layers, 2, 16, 64), dtype=torch.bfloat16)
+        return [whole[:, layer] for layer in range(layers)]
+    whole = torch.zeros((layers, *shape), dtype=torch.bfloat16)
+    return [whole[layer].transpose(0, 1) if split else whole[layer] for layer in range(layers)]
+
+
+def test_layers_of_one_allocation_are_one_launch() -> None:
+    for split, outermost in ((False, False), (True, False), (False, True)):
+        assert BlockCopier(stacked(32, split, outermost)).launches == 1
+    apart = [layer for _ in range(4) for layer in stacked(1, False, False)]
+    assert BlockCopier(apart).launches == 4
+    holes = stacked(8, False, False)
+    del holes[3]
+    assert BlockCopier(holes).launches == 2, "one before the hole, one behind it"
