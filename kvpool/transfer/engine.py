@@ -61,6 +61,7 @@ class _Job:
     timeout_s: float
     started: float
     deadline: float
+    priority: int
     parts: int = 0
     cause: str = ""  # why it failed; "" while it has not
     missing: list[str] = field(default_factory=list)
@@ -119,13 +120,18 @@ class TransferEngine:
         """Staging slots that are not free, those of abandoned transfers included."""
         return self.staging.slots - self.staging.free
 
-    def load(self, job: str, blocks: Sequence[Block], *, timeout_s: float, max_s: float) -> None:
-        """Start to load ``blocks``; fails when no block arrives for ``timeout_s``, or after ``max_s`` in all."""
+    def load(
+        self, job: str, blocks: Sequence[Block], *, timeout_s: float, max_s: float, priority: int = 0
+    ) -> None:
+        """Start to load ``blocks``; fails when no block arrives for ``timeout_s``, or after ``max_s`` in all.
+
+        Where slots are short, jobs of a lower ``priority`` get them first, and of one priority the older ones.
+        """
         assert blocks
         assert job not in self._jobs, f"load {job} was submitted twice"
         now = time.monotonic()
         nbytes = sum(self._copiers[block.group].payload_nbytes for block in blocks)
-        self._jobs[job] = _Job(job, deque(blocks), len(blocks), nbytes, timeout_s, now, now + max_s)
+        self._jobs[job] = _Job(job, deque(blocks), len(blocks), nbytes, timeout_s, now, now + max_s, priority)
         self._start_loads(now)
 
     def cancel(self, job: str) -> None:
@@ -184,7 +190,7 @@ class TransferEngine:
     # Loads.
 
     def _start_loads(self, now: float) -> None:
-        for job in self._jobs.values():
+        for job in sorted(self._jobs.values(), key=lambda job: job.priority):
             while job.pending and not job.cause and self.staging.free:
                 count = min(self._part_blocks, len(job.pending), self.staging.free)
                 blocks = [job.pending.popleft() for _ in range(count)]
