@@ -169,6 +169,15 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
         ({"pool": URL, "http_port": 0}, 'setting "http_port": should be greater than or equal to 1, got 0'),
         ({"pool": URL, "lease_s": 2}, 'setting "lease_s": should be greater than or equal to 3, got 2'),
         ({"pool": URL, "model_id": ""}, 'setting "model_id": String should have at least 1 character'),
+        (
+            {"pool": URL, "store_policy": "lazy"},
+            "setting \"store_policy\": should be 'write_through' or 'write_back', got 'lazy'",
+        ),
+        (
+            {"pool": URL, "store_after_requests": 0},
+            'setting "store_after_requests": should be greater than or equal to 1, got 0',
+        ),
+        ({"pool": URL, "store_decode": 1}, 'setting "store_decode": should be a valid boolean, got 1'),
         ({"pool": URL, "budget_s": "1"}, "setting \"budget_s\": should be a valid number, got '1'"),
         ({"pool": URL, "budget_s": 0}, 'setting "budget_s": should be greater than 0, got 0'),
         ({"pool": URL, "budget_s": 60.1}, 'setting "budget_s": should be less than or equal to 60, got 60.1'),
@@ -209,6 +218,7 @@ def test_refuse(mapping: dict[str, Any], text: str) -> None:
         ("KVPOOL_BUDGET", "1", 'unknown variable "KVPOOL_BUDGET"; did you mean "KVPOOL_BUDGET_S"?'),
         ("KVPOOL_BUDGET_S", "fast", "KVPOOL_BUDGET_S: should be a valid number, got 'fast'"),
         ("KVPOOL_BUDGET_S", "inf", "KVPOOL_BUDGET_S: should be a finite number, got inf"),
+        ("KVPOOL_COST_GATE", "maybe", "KVPOOL_COST_GATE: should be a valid boolean, got 'maybe'"),
         ("KVPOOL_THREADS", "2.5", "KVPOOL_THREADS: should be a valid integer, got '2.5'"),
         ("KVPOOL_THREADS", "", "KVPOOL_THREADS: should be a valid integer, got ''"),
         ("KVPOOL_THREADS", "1" * 5000, "KVPOOL_THREADS: should be a valid integer, got '111"),

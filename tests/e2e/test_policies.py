@@ -71,8 +71,9 @@ def _on(server: Server, tokens: list[int]) -> list[bytes]:
     return found
 
 
-def _child(pool: str, role: str, **settings: Any) -> dict[str, Any]:
-    return {**connector_config(pool, {"cost_gate": False, **settings}), "kv_role": role}
+def _child(name: str, pool: str, role: str, **settings: Any) -> dict[str, Any]:
+    settings = {"cost_gate": False, "worker": name, **settings}
+    return {**connector_config(pool, settings), "kv_role": role}
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +82,10 @@ def policies(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     often, written = folder / "often", folder / "written"
     with running("valkey-server", folder) as server, proxied(server.port) as proxy:
         children = [
-            _child(f"valkey://127.0.0.1:{proxy.port}", "kv_consumer", cost_gate=True, budget_s=5.0),
-            _child(f"{server.url}?ttl={TTL_S}s", "kv_producer", store_policy="write_back"),
-            _child(f"file://{often}", "kv_producer", store_after_requests=2, store_decode=False),
-            _child(f"file://{written}", "kv_producer"),
+            _child("reads", f"valkey://127.0.0.1:{proxy.port}", "kv_consumer", cost_gate=True, budget_s=5.0),
+            _child("evicted", f"{server.url}?ttl={TTL_S}s", "kv_producer", store_policy="write_back"),
+            _child("often", f"file://{often}", "kv_producer", store_after_requests=2, store_decode=False),
+            _child("written", f"file://{written}", "kv_producer"),
         ]
         options = engine_options(
             llama,
