@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -143,6 +143,17 @@ class PoolConfig(_Settings):
     max_store_nbytes_per_s: Nbytes = Field(
         0, ge=0, le=1 << 50, description="cap on what this worker writes to the pool; 0: none; accepts 500MB"
     )
+    store_policy: Literal["write_through", "write_back"] = Field(
+        "write_through",
+        description="store blocks in the step that computes them, or only those that the engine is about to evict",
+    )
+    store_after_requests: int = Field(
+        1, ge=1, le=255, description="store a block when so many requests of this engine have had it"
+    )
+    store_decode: bool = Field(True, description="store generated tokens, or only prompts")
+    cost_gate: bool = Field(
+        True, description="do not load what is expected, by measured rates, to be computed sooner"
+    )
     advertise_host: str | None = Field(
         None,
         description="host by which indexes and routers reach this worker; unset: the one that faces the pool",
@@ -217,7 +228,9 @@ def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo
 
 
 def _from_text(text: str, annotation: Any) -> str | int | float:
-    """The number that a variable spells, where its field is one; the field judges any other text."""
+    """The number or truth that a variable spells, where its field is one; the field judges any other text."""
+    if annotation is bool:
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     if annotation in (int, int | None) and _WHOLE_NUMBER.fullmatch(text):
         return int(text)
     if annotation is float:

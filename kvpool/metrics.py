@@ -41,6 +41,21 @@ REFUSED_KEYS = Metric(
     "kvpool_refused_keys_total",
     "Keys that were faults at once, because the pool's server is known to be away.",
 )
+GATE_DECISIONS = Metric(
+    "kvpool_gate_decisions_total",
+    "Times the cost gate was asked whether to offer a load, by result.",
+    "result",
+)
+GATE_PREFILL_TOKENS = Metric(
+    "kvpool_gate_prefill_tokens_total", "Tokens of the engine's large steps, which the cost gate has timed."
+)
+GATE_PREFILL_SECONDS = Metric("kvpool_gate_prefill_seconds_total", "Seconds that those steps took.")
+GATE_LOAD_TOKENS = Metric(
+    "kvpool_gate_load_tokens_total", "Tokens of the loads that the cost gate has timed."
+)
+GATE_LOAD_SECONDS = Metric(
+    "kvpool_gate_load_seconds_total", "Seconds that those loads took, failed ones included."
+)
 
 ALL: tuple[Metric, ...] = (
     LOOKUP_REQUESTS,
@@ -55,6 +70,11 @@ ALL: tuple[Metric, ...] = (
     STORED_BYTES,
     STORE_SKIPPED_BLOCKS,
     REFUSED_KEYS,
+    GATE_DECISIONS,
+    GATE_PREFILL_TOKENS,
+    GATE_PREFILL_SECONDS,
+    GATE_LOAD_TOKENS,
+    GATE_LOAD_SECONDS,
 )
 
 # By the field of ``kvpool.index.fleet.Totals`` that it shows.

@@ -31,6 +31,10 @@ def test_defaults() -> None:
         "http_port": 8000,
         "worker": None,
         "lease_s": 10.0,
+        "store_policy": "write_through",
+        "store_after_requests": 1,
+        "store_decode": True,
+        "cost_gate": True,
     }
 
 
@@ -39,6 +43,7 @@ def test_every_field_from_the_dict() -> None:
         "pool": "memory://", "tenant": "team_a", "model_id": "m", "budget_s": 60, "max_load_s": 1.5,
         "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
+        "store_policy": "write_back", "store_after_requests": 2, "store_decode": False, "cost_gate": False,
     }  # fmt: skip
     config = load(given)
     assert config.model_dump() == {**given, "staging_nbytes": 1 << 30}
@@ -54,7 +59,8 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_MAX_LOAD_S": "3", "KVPOOL_STAGING_NBYTES": "64 MiB",
             "KVPOOL_MAX_STORE_NBYTES_PER_S": "1000000",
             "KVPOOL_ADVERTISE_HOST": "10.0.0.7", "KVPOOL_HTTP_PORT": "8001", "KVPOOL_WORKER": "w",
-            "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4",
+            "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
+            "KVPOOL_STORE_AFTER_REQUESTS": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
             "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
         },
     )  # fmt: skip
@@ -62,11 +68,13 @@ def test_every_field_from_the_environment() -> None:
         "pool": "memory://", "tenant": "7", "model_id": "8", "budget_s": 0.25, "max_load_s": 3.0,
         "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
+        "store_policy": "write_back", "store_after_requests": 2, "store_decode": False, "cost_gate": False,
     }  # fmt: skip
     assert {f"KVPOOL_{name.upper()}" for name in PoolConfig.model_fields} <= {
         "KVPOOL_POOL", "KVPOOL_TENANT", "KVPOOL_MODEL_ID", "KVPOOL_BUDGET_S", "KVPOOL_MAX_LOAD_S",
         "KVPOOL_STAGING_NBYTES", "KVPOOL_MAX_STORE_NBYTES_PER_S", "KVPOOL_THREADS", "KVPOOL_ADVERTISE_HOST",
-        "KVPOOL_HTTP_PORT", "KVPOOL_WORKER", "KVPOOL_LEASE_S",
+        "KVPOOL_HTTP_PORT", "KVPOOL_WORKER", "KVPOOL_LEASE_S", "KVPOOL_STORE_POLICY",
+        "KVPOOL_STORE_AFTER_REQUESTS", "KVPOOL_STORE_DECODE", "KVPOOL_COST_GATE",
     }  # fmt: skip
 
 
@@ -161,6 +169,15 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
         ({"pool": URL, "http_port": 0}, 'setting "http_port": should be greater than or equal to 1, got 0'),
         ({"pool": URL, "lease_s": 2}, 'setting "lease_s": should be greater than or equal to 3, got 2'),
         ({"pool": URL, "model_id": ""}, 'setting "model_id": String should have at least 1 character'),
+        (
+            {"pool": URL, "store_policy": "lazy"},
+            "setting \"store_policy\": should be 'write_through' or 'write_back', got 'lazy'",
+        ),
+        (
+            {"pool": URL, "store_after_requests": 0},
+            'setting "store_after_requests": should be greater than or equal to 1, got 0',
+        ),
+        ({"pool": URL, "store_decode": 1}, 'setting "store_decode": should be a valid boolean, got 1'),
         ({"pool": URL, "budget_s": "1"}, "setting \"budget_s\": should be a valid number, got '1'"),
         ({"pool": URL, "budget_s": 0}, 'setting "budget_s": should be greater than 0, got 0'),
         ({"pool": URL, "budget_s": 60.1}, 'setting "budget_s": should be less than or equal to 60, got 60.1'),
@@ -201,6 +218,7 @@ def test_refuse(mapping: dict[str, Any], text: str) -> None:
         ("KVPOOL_BUDGET", "1", 'unknown variable "KVPOOL_BUDGET"; did you mean "KVPOOL_BUDGET_S"?'),
         ("KVPOOL_BUDGET_S", "fast", "KVPOOL_BUDGET_S: should be a valid number, got 'fast'"),
         ("KVPOOL_BUDGET_S", "inf", "KVPOOL_BUDGET_S: should be a finite number, got inf"),
+        ("KVPOOL_COST_GATE", "maybe", "KVPOOL_COST_GATE: should be a valid boolean, got 'maybe'"),
         ("KVPOOL_THREADS", "2.5", "KVPOOL_THREADS: should be a valid integer, got '2.5'"),
         ("KVPOOL_THREADS", "", "KVPOOL_THREADS: should be a valid integer, got ''"),
         ("KVPOOL_THREADS", "1" * 5000, "KVPOOL_THREADS: should be a valid integer, got '111"),

@@ -173,7 +173,9 @@ class _Fleet:
                 "replay_endpoint": f"tcp://*:{replay}",
             },
             "kv_transfer_config": connector_config(
-                self._pool, {"worker": name, "advertise_host": "127.0.0.1", **self._settings}
+                self._pool,
+                # What it shows is a hit, whatever the machine is busy with.
+                {"worker": name, "advertise_host": "127.0.0.1", "cost_gate": False, **self._settings},
             ),
             **self._options,
         }

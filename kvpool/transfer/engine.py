@@ -74,6 +74,7 @@ class _Job:
     started: float
     deadline: float
     after: Event  # its blocks may be written from here on
+    priority: int
     parts: int = 0
     cause: str = ""  # why it failed; "" while it has not
     missing: list[str] = field(default_factory=list)
@@ -176,14 +177,21 @@ class TransferEngine:
         """Staging slots that are not free, those of abandoned transfers included."""
         return self.staging.slots - self.staging.free
 
-    def load(self, job: str, blocks: Sequence[Block], *, timeout_s: float, max_s: float) -> None:
-        """Start to load ``blocks``; fails when no block arrives for ``timeout_s``, or after ``max_s`` in all."""
+    def load(
+        self, job: str, blocks: Sequence[Block], *, timeout_s: float, max_s: float, priority: int = 0
+    ) -> None:
+        """Start to load ``blocks``; fails when no block arrives for ``timeout_s``, or after ``max_s`` in all.
+
+        Where slots are short, jobs of a lower ``priority`` get them first, and of one priority the older ones.
+        """
         assert blocks
         assert job not in self._jobs, f"load {job} was submitted twice"
         now = time.monotonic()
         nbytes = sum(self._copiers[block.group].payload_nbytes for block in blocks)
         after = self._device.mark()
-        self._jobs[job] = _Job(job, deque(blocks), len(blocks), nbytes, timeout_s, now, now + max_s, after)
+        self._jobs[job] = _Job(
+            job, deque(blocks), len(blocks), nbytes, timeout_s, now, now + max_s, after, priority
+        )
         self._start_loads(now)
 
     def cancel(self, job: str) -> None:
@@ -214,6 +222,12 @@ class TransferEngine:
                 batch = chosen[start : start + at_once]
                 self._gather([blocks[i] for i in batch], [tags[i] for i in batch], copier, computed)
 
+    def copy_first(self) -> None:
+        """Have what the engine computes from now on come after the copies that were submitted until now."""
+        for lane in (self._gathers, self._scatters):
+            # Behind all that the lane was given, a copy that failed half-way included.
+            self._device.follow(lane.submit(lambda scratch: None, []))
+
     def poll(self, wait_s: float = 0.0) -> Finished:
         """Advance everything; waits up to ``wait_s`` only if a load is in flight and nothing has ended."""
         self._advance()
@@ -242,9 +256,7 @@ class TransferEngine:
         self._parts.clear()
         for part in self._stopping:
             part.cancel()
-        for lane in (self._gathers, self._scatters):
-            # Behind all that the lane was given, a copy that failed half-way included.
-            self._device.follow(lane.submit(lambda scratch: None, []))
+        self.copy_first()
         until = time.monotonic() + ABANDON_AFTER_S
         for part in self._stopping:
             if (left := until - time.monotonic()) > 0:
@@ -254,7 +266,7 @@ class TransferEngine:
     # Loads.
 
     def _start_loads(self, now: float) -> None:
-        for job in self._jobs.values():
+        for job in sorted(self._jobs.values(), key=lambda job: job.priority):
             while job.pending and not job.cause and self.staging.free:
                 count = min(self._part_blocks, len(job.pending), self.staging.free)
                 blocks = [job.pending.popleft() for _ in range(count)]

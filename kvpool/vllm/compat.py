@@ -340,6 +340,25 @@ def cached_blocks(block_pool: Any) -> Mapping[bytes, Any] | None:
     return blocks if isinstance(blocks, dict) else None
 
 
+def next_evicted(block_pool: Any, count: int) -> list[tuple[int, bytes | None]]:
+    """The ``count`` blocks that the engine will use next, soonest first: block id, and hash and group of its content.
+
+    A key as in ``cached_blocks``; None: it holds nothing that could be found again.
+    """
+    found: list[tuple[int, bytes | None]] = []
+    block = block_pool.free_block_queue.fake_free_list_head.next_free_block
+    # The head and the tail of the list are no blocks.
+    while len(found) < count and block is not None and block.next_free_block is not None:
+        found.append((block.block_id, block.block_hash))
+        block = block.next_free_block
+    return found
+
+
+def cache_key(block_hash: bytes, group: int) -> bytes:
+    """The key of ``cached_blocks`` for a block of ``group``."""
+    return bytes(kv_cache_utils.make_block_hash_with_group_id(kv_cache_utils.BlockHash(block_hash), group))
+
+
 def by_group(keys: Sequence[bytes], groups: int) -> list[list[bytes | int]]:
     """For each group, the hashes in keys of ``cached_blocks``, as events carry them.
 

@@ -81,6 +81,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     ranks=vllm_config.parallel_config.tensor_parallel_size,
                     align_tokens=align_tokens,
                     hash_block_tokens=hash_block_tokens,
+                    step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                     loads=self._kv_transfer_config.is_kv_consumer,
                     stores=self._kv_transfer_config.is_kv_producer,
                     events=bool(events and events.enable_kv_cache_events),

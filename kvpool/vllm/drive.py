@@ -4,7 +4,7 @@ Reads one JSON object a line from standard input and answers each with one line 
 options, so that nothing the engine prints can be mistaken for an answer. Commands:
 
 - ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
-  "first_token_s"}``;
+  "first_token_s"}``; with ``"transfer_params"``, the request's ``kv_transfer_params``;
 - ``{"do": "abort", "tokens": [...], "once_read": PATH}``: the request is aborted as soon as that record of a file
   pool has been read, which is when its load is under way;
 - ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels; ``name/value`` where one of ours
@@ -45,12 +45,12 @@ def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
         return _metrics()
     if command["do"] == "abort":
         return _abort(engine, command["tokens"], Path(command["once_read"]))
-    return _generate(engine, command["tokens"], command["max_tokens"])
+    return _generate(engine, command["tokens"], command["max_tokens"], command.get("transfer_params"))
 
 
-def _generate(engine: Any, tokens: list[int], max_tokens: int) -> dict[str, Any]:
+def _generate(engine: Any, tokens: list[int], max_tokens: int, transfer_params: Any) -> dict[str, Any]:
     before = _metrics().get(POOL_HITS, 0)
-    core, name = engine.llm_engine, _add(engine, tokens, max_tokens)
+    core, name = engine.llm_engine, _add(engine, tokens, max_tokens, transfer_params)
     started = time.perf_counter()
     first_token_s = 0.0
     while core.has_unfinished_requests():
@@ -79,11 +79,14 @@ def _abort(engine: Any, tokens: list[int], record: Path) -> dict[str, Any]:
     return {"aborted": True}
 
 
-def _add(engine: Any, tokens: list[int], max_tokens: int) -> str:
+def _add(engine: Any, tokens: list[int], max_tokens: int, transfer_params: Any = None) -> str:
     from vllm import SamplingParams
 
     name = f"request-{time.monotonic_ns()}"
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+    )
     engine.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
     return name
 

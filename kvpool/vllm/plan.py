@@ -31,22 +31,30 @@ class BlockRef(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """Blocks of one request to load; ``budget_s`` is what is left of the time that a silent store may cost."""
+    """Blocks of one request to load; ``budget_s`` is what is left of the time that a silent store may cost.
+
+    ``priority``: of loads that wait for staging slots, the one with the lowest number comes first.
+    """
 
     request_id: str
     blocks: list[BlockRef]
     budget_s: float
+    priority: int = 0
 
 
 @dataclass
 class PoolMetadata(KVConnectorMetadata):
-    """Scheduler to workers, once a step. ``tags`` name the blocks of ``stores``, one to one."""
+    """Scheduler to workers, once a step. ``tags`` name the blocks of ``stores``, one to one.
+
+    Where not all can be stored, the last are lost.
+    """
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[BlockRef] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)  # requests whose load nobody waits for any more
     idle: bool = False  # no forward runs in this step
+    timed: int = 0  # number of a step whose end the scheduler wants to hear of; 0: it does not
 
 
 @dataclass
@@ -60,6 +68,8 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
     asked: bool = False  # an index asks for all that the engine's own cache holds
+    timed: int = 0  # the number of the step, if it had one
+    load_s: dict[str, float] = field(default_factory=dict)  # by request: how long its load took at least
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PoolWorkerMetadata:
         assert isinstance(other, PoolWorkerMetadata)
@@ -71,6 +81,11 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             _summed(self.dropped, other.dropped),
             self.missing | other.missing,
             self.asked or other.asked,
+            max(self.timed, other.timed),
+            {
+                name: max(self.load_s.get(name, 0.0), other.load_s.get(name, 0.0))
+                for name in self.load_s.keys() | other.load_s.keys()
+            },
         )
 
     def is_empty(self) -> bool:

@@ -1,8 +1,12 @@
 """The scheduler's half of the connector: what to offer, what to load, what to store. It never blocks.
 
 A request's way: its existence batch starts when it is first seen; once answered, the longest usable prefix is
-offered; when the engine has allocated blocks, the load goes to the workers; a load that fails is remembered, so
-that it is not offered to this request again.
+offered, unless the cost gate expects that computing it is faster; when the engine has allocated blocks, the load goes
+to the workers; a load that fails is remembered, so that it is not offered to this request again.
+
+A block's way to the pool: when a step fills it, it is wanted if the request allows it and the settings do (prompts
+only, the number of requests that have had it). What is wanted goes to the workers at once, or with ``write_back`` when
+it is among the blocks that the engine will use next; it is copied in that step, before a later one can write over it.
 
 Threads: the engine's scheduler thread only.
 """
@@ -11,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.logger import init_logger
@@ -27,6 +32,7 @@ from kvpool.keys import Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, Transfer
 from kvpool.vllm import compat
+from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import Guard
 from kvpool.vllm.plan import (
     BlockRef,
@@ -38,6 +44,8 @@ from kvpool.vllm.plan import (
     blocks_to_store,
     longest_hit,
 )
+from kvpool.vllm.request_params import ParamsReader, RequestParams
+from kvpool.vllm.sightings import Sightings
 from kvpool.vllm.whole_state import WholeState
 
 logger = init_logger("vllm.kvpool")
@@ -47,6 +55,8 @@ MIN_LOAD_S = 0.05  # what a load is given even when the existence check has used
 LOOKUP_GRACE_S = 0.25  # how long after its own deadline an existence batch may still be stopping
 MAX_PENDING_STORES = 1 << 16  # blocks; more are not sent to the workers
 NO_OFFER: tuple[int | None, bool] = (0, False)
+STEPS_AHEAD = 2  # write-back looks at the blocks that so many full steps could use
+STEPS_IN_FLIGHT = 4  # whose time is taken; of more, the oldest will not be reported any more
 KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that stores end and are announced
 
 
@@ -63,26 +73,44 @@ class _Lookup:
 @dataclass
 class _RequestState:
     request: Request
+    params: RequestParams
     lookup: _Lookup | None = None
     waiting_since: float | None = None  # when the engine was first told to ask again later
     waited_s: float = 0.0
     offered: tuple[int, int] | None = None  # (local tokens, tokens with the pool)
     loading: bool = False
-    refused: bool = False  # a load of it failed, or its existence check did: not offered again
+    admitted: bool = False  # the cost gate lets it load what its lookup has found
+    load_tokens: int = 0  # of the load under way
+    load_s: float = 0.0
+    refused: bool = False  # a load failed, its existence check did, or it does not pay: not offered again
     handed: list[int] | None = None  # by group: leading blocks that need not be stored
+    held: list[int] = field(default_factory=list)  # by group: leading blocks that it did not compute
+    sighted: list[int] = field(default_factory=list)  # by group: leading blocks in which it was counted
+
+
+@dataclass
+class _WriteBack:
+    """A block that is stored when the engine is about to evict it, if it still holds what ``block`` says."""
+
+    block: BlockRef
+    priority: int
+    event: BlockStored | None
 
 
 @dataclass
 class _PendingStore:
     ranks: int  # that have not said yet whether it is in the pool
-    landing: int  # ranks that may still read the block
+    landing: int  # ranks for which the block is held, as they may still read it
     block_id: int
     ok: bool
     event: BlockStored | None
 
 
 class SchedulerHalf:
-    """Plans loads and stores for one engine of ``ranks`` ranks; ``store`` is the caller's to close."""
+    """Plans loads and stores for one engine of ``ranks`` ranks; ``store`` is the caller's to close.
+
+    ``step_tokens``: most that the engine computes in a step.
+    """
 
     def __init__(
         self,
@@ -93,6 +121,7 @@ class SchedulerHalf:
         ranks: int,
         align_tokens: int,
         hash_block_tokens: int,
+        step_tokens: int,
         loads: bool,
         stores: bool,
         events: bool,
@@ -112,9 +141,21 @@ class SchedulerHalf:
         self._last_store = 0.0
         self._events: list[KVCacheEvent] = []
         self._whole_state = WholeState(self._groups)
-        self._block_pool: BlockPool | None = None
         self._asked = False  # for the whole state, in the step that is ending
         self.counters = Counters()
+        self._params = ParamsReader()
+        self._sightings = Sightings() if config.store_after_requests > 1 else None
+        self._block_pool: BlockPool | None = None
+        self._write_back: dict[int, _WriteBack] = {}  # by block id, of which the engine has so many
+        self._blocks_ahead = sum(
+            -(-STEPS_AHEAD * step_tokens // group.block_tokens) for group in self._groups
+        )
+        self._gate = CostGate(self.counters) if config.cost_gate and loads else None
+        self._steps: deque[tuple[int, float, int]] = deque(
+            maxlen=STEPS_IN_FLIGHT
+        )  # (number, planned at, tokens)
+        self._next_step = 1
+        self._reported_at = 0.0
 
     # What the engine asks.
 
@@ -134,8 +175,8 @@ class SchedulerHalf:
             # A plan without blocks is reported as failed by the workers, which is what ends the engine's wait.
             state = self._state(request)
             left_s = max(MIN_LOAD_S, self._config.budget_s - state.waited_s)
-            self._new_loads.append(LoadPlan(request.request_id, blocks, left_s))
-            state.loading = True
+            self._new_loads.append(LoadPlan(request.request_id, blocks, left_s, state.params.priority))
+            state.loading, state.load_tokens, state.load_s = True, external_tokens, 0.0
             self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
 
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
@@ -144,20 +185,22 @@ class SchedulerHalf:
             loads=self._new_loads, cancelled=self._cancelled, idle=not output.total_num_scheduled_tokens
         )
         self._new_loads, self._cancelled = [], []
+        if self._gate is not None:
+            step.timed = self._guard.run(lambda: self._step_begins(output), 0)
         if self._stores and not self._broken:
             self._guard.run(lambda: self._plan_all_stores(output, step), None)
         return step
 
     def _seen(self, request: Request) -> None:
         state = self._state(request)
-        if self._loads and not self._broken and self._max_tokens(request) > 0:
+        if self._may_load(state) and self._max_tokens(request) > 0:
             self._ask(state)
 
     def _matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         state = self._state(request)
         state.offered = None
         max_tokens = self._max_tokens(request)
-        if not self._loads or self._broken or state.refused or local_tokens >= max_tokens:
+        if not self._may_load(state) or state.refused or local_tokens >= max_tokens:
             return NO_OFFER
         now = time.monotonic()
         if self._namespace is None:
@@ -187,6 +230,11 @@ class SchedulerHalf:
         )
         if hit == local_tokens:
             return NO_OFFER
+        if self._gate is not None and not state.admitted:
+            state.admitted = self._gate.admits()
+            if not state.admitted:
+                state.refused = True
+                return NO_OFFER
         state.offered = (local_tokens, hit)
         return hit - local_tokens, True
 
@@ -209,10 +257,14 @@ class SchedulerHalf:
         return blocks
 
     def _plan_all_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
+        scheduled = []
         for request_id, computed_tokens in compat.scheduled_tokens(output):
-            state = self._requests.get(request_id)
-            if state is not None:
-                self._plan_stores(state, output, computed_tokens, step)
+            if (state := self._requests.get(request_id)) is not None and state.params.store:
+                scheduled.append((state, computed_tokens))
+        for state, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
+            self._plan_stores(state, output, computed_tokens, step)
+        if self._write_back and output.total_num_scheduled_tokens:
+            self._plan_write_back(step)
         if step.stores:
             self._last_store = time.monotonic()
 
@@ -231,8 +283,15 @@ class SchedulerHalf:
         self._guard.run(lambda: self._update(report, set(finished_loads), set(failed_loads)), None)
 
     def _update(self, report: PoolWorkerMetadata | None, finished: set[str], failed: set[str]) -> None:
+        if self._gate is not None:
+            self._step_ends(report.timed if report else 0)
+        for request_id, load_s in (report.load_s if report else {}).items():
+            if (state := self._requests.get(request_id)) is not None:
+                state.load_s = max(state.load_s, load_s)
         for request_id in finished | failed:
             if (state := self._requests.get(request_id)) is not None:
+                if self._gate is not None and state.loading:
+                    self._gate.loaded(0 if request_id in failed else state.load_tokens, state.load_s)
                 state.loading = False
                 state.refused |= request_id in failed
         if report is None:
@@ -278,13 +337,42 @@ class SchedulerHalf:
             self._dropped(state.lookup)
         self._requests.clear()
 
+    # The cost gate.
+
+    def _step_begins(self, output: SchedulerOutput) -> int:
+        """The number under which the end of a step is to be reported; 0: it says nothing of the rate of prompts."""
+        tokens = output.total_num_scheduled_tokens
+        if tokens < MIN_STEP_TOKENS or not any(
+            (state := self._requests.get(name)) is not None
+            and computed_tokens - output.num_scheduled_tokens[name] < state.request.num_prompt_tokens
+            for name, computed_tokens in compat.scheduled_tokens(output)
+        ):
+            return 0
+        number, self._next_step = self._next_step, self._next_step + 1
+        self._steps.append((number, time.monotonic(), tokens))
+        return number
+
+    def _step_ends(self, reported: int) -> None:
+        assert self._gate is not None
+        now = time.monotonic()
+        while self._steps and self._steps[0][0] <= reported:
+            number, planned_at, tokens = self._steps.popleft()
+            if number == reported:
+                # One that was planned ahead has begun when the one before it was over.
+                self._gate.computed(tokens, now - max(planned_at, self._reported_at))
+        self._reported_at = now
+
     # Existence.
 
     def _state(self, request: Request) -> _RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = _RequestState(request)
+            params = self._params.read(getattr(request, "kv_transfer_params", None))
+            state = self._requests[request.request_id] = _RequestState(request, params)
         return state
+
+    def _may_load(self, state: _RequestState) -> bool:
+        return self._loads and not self._broken and state.params.load
 
     def _max_tokens(self, request: Request) -> int:
         """The longest prefix that may be taken: at least one token is left to compute."""
@@ -304,6 +392,7 @@ class SchedulerHalf:
         if self._namespace is None:
             return None
         state.lookup = self._dropped(state.lookup)
+        state.admitted = False
         keys: list[str] = []
         blocks = []
         max_tokens = self._max_tokens(state.request)
@@ -357,8 +446,12 @@ class SchedulerHalf:
     ) -> None:
         request = state.request
         before = computed_tokens - output.num_scheduled_tokens[request.request_id]
+        if not self._config.store_decode:
+            computed_tokens = min(computed_tokens, request.num_prompt_tokens)
         if state.handed is None:
-            state.handed = [before // group.block_tokens for group in self._groups]
+            state.held = [before // group.block_tokens for group in self._groups]
+            # What it did not compute is in the pool, or was stored by who did: unless it had been seen too rarely.
+            state.handed = [0] * len(self._groups) if self._sightings else list(state.held)
         tables: tuple[list[int], ...] | None = None
         for index, group in enumerate(self._groups):
             if computed_tokens // group.block_tokens <= state.handed[index]:
@@ -369,26 +462,74 @@ class SchedulerHalf:
             tables = compat.block_tables(output, request.request_id) if tables is None else tables
             if tables is None:
                 return
-            for i in new:
+            wanted = self._wanted(state, index, hashes, new)
+            for i in wanted:
                 if i < len(tables[index]) and tables[index][i]:
-                    self._plan_store(step, BlockRef(hashes[i], index, tables[index][i]), request, i, hashes)
+                    block = BlockRef(hashes[i], index, tables[index][i])
+                    event = (
+                        compat.stored_event(request, index, group, i, hashes) if self._events_wanted else None
+                    )
+                    if self._config.store_policy == "write_back":
+                        self._keep_for_later(_WriteBack(block, state.params.priority, event))
+                    else:
+                        self._plan_store(step, block, event)
 
-    def _plan_store(
-        self, step: PoolMetadata, block: BlockRef, request: Request, index: int, hashes: Sequence[bytes]
-    ) -> None:
+    def _wanted(
+        self, state: _RequestState, group: int, hashes: Sequence[bytes], blocks: range
+    ) -> Iterable[int]:
+        """Those of a request's blocks that enough requests have had; counts this one in, once for each block."""
+        if self._sightings is None:
+            return blocks
+        assert blocks.step == 1
+        if not state.sighted:
+            state.sighted = [0] * len(self._groups)
+        first = state.sighted[group]  # beyond 0 already, when the request was preempted
+        state.sighted[group] = max(first, blocks.stop)
+        enough = self._config.store_after_requests
+        wanted = []
+        for i in blocks:
+            if i >= first:
+                count = self._sightings.add(hashes[i], group)
+            else:
+                count = self._sightings.count(hashes[i], group)
+            # A block that the engine had already is stored by the request that makes it enough, and no later one.
+            if (count >= enough) if i >= state.held[group] else (count == enough and i >= first):
+                wanted.append(i)
+        return wanted
+
+    def _keep_for_later(self, kept: _WriteBack) -> None:
+        earlier = self._write_back.pop(kept.block.block_id, None)
+        if earlier is not None and earlier.block != kept.block:
+            self.counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")
+        self._write_back[kept.block.block_id] = kept
+
+    def _plan_write_back(self, step: PoolMetadata) -> None:
+        """Store what the engine may evict in its next steps: those blocks stay as they are until this one is over."""
+        assert self._block_pool is not None, "vLLM binds it before the first step"
+        due = []
+        for block_id, key in compat.next_evicted(self._block_pool, self._blocks_ahead):
+            if (kept := self._write_back.pop(block_id, None)) is None:
+                continue
+            if key == compat.cache_key(kept.block.block_hash, kept.block.group):
+                due.append(kept)
+            else:
+                self.counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")
+        for kept in sorted(due, key=lambda each: each.priority):
+            self._plan_store(step, kept.block, kept.event)
+
+    def _plan_store(self, step: PoolMetadata, block: BlockRef, event: BlockStored | None) -> None:
         if len(self._pending) >= MAX_PENDING_STORES:
             self.counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "queue_full")
             return
-        event = None
-        if self._events_wanted:
-            group = self._groups[block.group]
-            event = compat.stored_event(request, block.group, group, index, hashes)
         tag, self._next_tag = self._next_tag, self._next_tag + 1
-        # Held until every rank has copied it: the engine may free it in this very step, when its request ends, is
-        # preempted, or its window has gone on.
-        assert self._block_pool is not None, "vLLM binds its block pool before the first step"
-        self._block_pool.touch([self._block_pool.blocks[block.block_id]])
-        self._pending[tag] = _PendingStore(self._ranks, self._ranks, block.block_id, True, event)
+        landing = 0
+        if self._config.store_policy == "write_through":
+            # Held until every rank has copied it: the engine may free it in this very step, when its request ends, is
+            # preempted, or its window has gone on. With write-back the workers copy before they compute again.
+            assert self._block_pool is not None, "vLLM binds its block pool before the first step"
+            self._block_pool.touch([self._block_pool.blocks[block.block_id]])
+            landing = self._ranks
+        self._pending[tag] = _PendingStore(self._ranks, landing, block.block_id, True, event)
         step.stores.append(block)
         step.tags.append(tag)
 
@@ -396,7 +537,7 @@ class SchedulerHalf:
         """Give blocks back to the engine that no rank reads any more."""
         free: list[int] = []
         for tag in sorted(landed):
-            if (pending := self._pending.get(tag)) is not None:
+            if (pending := self._pending.get(tag)) is not None and pending.landing:
                 pending.landing -= landed[tag]
                 if pending.landing == 0:
                     free.append(pending.block_id)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,7 +29,7 @@ from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import Block
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.guard import Guard
-from kvpool.vllm.plan import BlockRef, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
 
 logger = init_logger("vllm.kvpool")
 
@@ -50,6 +51,8 @@ class WorkerHalf:
         self._promised: dict[str, dict[str, tuple[bytes, int]]] = {}  # loads under way: key to (hash, group)
         self._failed: set[str] = set()  # loads that ended without a transfer
         self._storing: dict[int, bool] = {}  # tags under way: whether they have landed
+        self._started: dict[str, float] = {}  # loads under way: since when
+        self._polled_at = 0.0
         self._guard = Guard(self._break)
         self.counters = Counters()
 
@@ -145,6 +148,7 @@ class WorkerHalf:
         if step is self._submitted:
             return
         self._submitted = step
+        self._report.timed = step.timed
         for plan in step.loads:
             self._failed.add(plan.request_id)
             if self._engine is None or not plan.blocks:
@@ -154,14 +158,21 @@ class WorkerHalf:
                 block.key: (ref.block_hash, ref.group) for block, ref in zip(blocks, plan.blocks, strict=True)
             }
             self._failed.discard(plan.request_id)
-            self._guard.run(functools.partial(self._load, plan.request_id, blocks, plan.budget_s), None)
+            self._started[plan.request_id] = time.monotonic()
+            self._guard.run(functools.partial(self._load, plan, blocks), None)
         for request_id in step.cancelled:
             if self._engine is not None:
                 self._engine.cancel(request_id)
 
-    def _load(self, request_id: str, blocks: list[Block], budget_s: float) -> None:
+    def _load(self, plan: LoadPlan, blocks: list[Block]) -> None:
         assert self._engine is not None
-        self._engine.load(request_id, blocks, timeout_s=budget_s, max_s=self._config.max_load_s)
+        self._engine.load(
+            plan.request_id,
+            blocks,
+            timeout_s=plan.budget_s,
+            max_s=self._config.max_load_s,
+            priority=plan.priority,
+        )
 
     def start_stores(self, step: PoolMetadata) -> None:
         """Copy the step's full blocks to staging and send them."""
@@ -173,8 +184,13 @@ class WorkerHalf:
             self._count(self._report.dropped, tags)
             return
         self._storing |= dict.fromkeys(tags, False)
-        blocks = self._blocks(stores)
-        self._guard.run(lambda: self._engine.store(blocks, tags) if self._engine else None, None)
+        self._guard.run(functools.partial(self._send, self._blocks(stores), tags), None)
+
+    def _send(self, blocks: list[Block], tags: list[int]) -> None:
+        assert self._engine is not None
+        self._engine.store(blocks, tags)
+        if self._config.store_policy == "write_back":
+            self._engine.copy_first()  # the scheduler holds none of these: the next step may write over them
 
     def poll(self, idle: bool) -> tuple[set[str], set[str]]:
         """(loads that ended, those of them that failed) since the last call."""
@@ -183,9 +199,13 @@ class WorkerHalf:
         if self._engine is not None:
             engine = self._engine
             finished = self._guard.run(lambda: engine.poll(IDLE_WAIT_S if idle else 0.0), None)
+            seen_at, self._polled_at = self._polled_at, time.monotonic()
             if finished is not None:
                 for job, ok, missing in finished.loads:
                     ended.add(job)
+                    if (started := self._started.pop(job, None)) is not None:
+                        # No more than it is known to have taken: it may have ended early in a long step.
+                        self._report.load_s[job] = max(0.0, seen_at - started)
                     if not ok:
                         failed.add(job)
                     keys = self._promised.pop(job, {})
@@ -241,6 +261,7 @@ class WorkerHalf:
         self._report.broken[self._rank] = reason
         self._failed |= self._promised.keys()
         self._promised.clear()
+        self._started.clear()
         engine, self._engine = self._engine, None
         if engine is not None:
             try:

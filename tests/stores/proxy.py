@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -35,7 +36,8 @@ class Harm(Enum):
 class Proxy:
     """Passes bytes between clients and the server on ``port`` of this machine, over one connection each.
 
-    It counts the bytes that it passed each way, on all connections together.
+    It counts the bytes that it passed each way, on all connections together. ``delay_s`` makes it slow: so long
+    does each piece of at most 64 KiB take.
     One thread accepts; each connection has a thread each way. ``_lock`` guards ``_passed_nbytes``, ``_passed``,
     ``_armed``, ``_harmed``, ``_connections``, ``_threads`` and ``_closing``; under it no socket is read or written.
     """
@@ -50,6 +52,7 @@ class Proxy:
         self._connections: set[_Connection] = set()
         self._threads: list[threading.Thread] = []
         self._closing = False
+        self.delay_s = 0.0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._acceptor = threading.Thread(target=self._accept)
@@ -121,6 +124,7 @@ class Proxy:
         over = False
         with contextlib.suppress(OSError):
             while not over and (piece := source.recv(_PIECE_NBYTES)):
+                time.sleep(self.delay_s)
                 due, over = self._due(connection, way, piece)
                 target.sendall(due)
         with self._lock:

@@ -104,6 +104,22 @@ def test_blocks_come_back_byte_for_byte_in_other_places(store: Store) -> None:
     assert writer.slots_in_use == reader.slots_in_use == 0
 
 
+def test_a_load_of_a_lower_number_gets_the_next_slots(store: Store) -> None:
+    caches = layers(1)
+    writer = engine_on(store, caches, slots=64)
+    writer.store(blocks(range(24), groups=1), tags=list(range(24)))
+    run(writer)
+    engine = engine_on(store, caches, slots=2)
+    engine.load("first", blocks(range(8), groups=1), timeout_s=5, max_s=20)  # takes both slots
+    engine.load("late", blocks(range(8, 16), groups=1), timeout_s=5, max_s=20, priority=1)
+    engine.load("soon", blocks(range(16, 24), groups=1), timeout_s=5, max_s=20, priority=-1)
+    assert [(load.job, load.ok) for load in run(engine).loads] == [
+        ("soon", True),
+        ("first", True),
+        ("late", True),
+    ]
+
+
 def test_a_load_with_one_missing_block_fails_and_names_it(store: Store) -> None:
     caches = layers(1)
     engine = engine_on(store, caches)

@@ -152,6 +152,23 @@ def test_a_copy_for_two_loads_waits_for_the_later_one() -> None:
     assert at.holds(2, 2)
 
 
+def test_what_is_not_held_is_copied_before_the_engine_goes_on() -> None:
+    at = Bench()
+    at.compute(3, 7)
+    at.engine.store([block(7, 3)], [0])
+    at.engine.copy_first()
+    at.compute(3, 99)
+    at.device.engine.go_on()
+    assert at.holds(3, 7), "the next step waits for the copy"
+    at.device.go_on()
+    assert at.holds(3, 99)
+    for _ in range(2):  # asked for, and sent
+        at.engine.poll()
+        at.store.end()
+    assert at.engine.poll().stored == [(0, True)]
+    assert at.kept(7)
+
+
 def test_a_batch_larger_than_the_scratch_is_several_copies() -> None:
     at = Bench(slots=40, scratch_blocks=3)
     for n in range(1, 9):

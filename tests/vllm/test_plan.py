@@ -111,6 +111,10 @@ def test_reports_of_ranks_add_up() -> None:
     assert both.broken == {1: "disk"}
     assert both.missing == {(b"h", 0)}
     assert not both.asked
+    timed = PoolWorkerMetadata(timed=3, load_s={"a": 1.0, "b": 2.0})
+    slower = timed.aggregate(PoolWorkerMetadata(load_s={"b": 3.0, "c": 4.0}))
+    assert (slower.timed, slower.load_s) == (3, {"a": 1.0, "b": 3.0, "c": 4.0})
+    assert not timed.is_empty()
     assert both.aggregate(PoolWorkerMetadata(asked=True)).asked
     assert PoolWorkerMetadata().is_empty()
     assert not PoolWorkerMetadata(asked=True).is_empty()

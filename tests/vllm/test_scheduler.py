@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ BLOCK_TOKENS = 16
 FACTS = {"model": "test", "tensor_parallel": 2}
 NAMESPACE = Namespace("default", FACTS)
 BUDGET_S = 0.2
+STEP_TOKENS = 32
 
 
 @pytest.fixture
@@ -43,30 +45,40 @@ def stalling() -> Iterator[StallingStore]:
         yield store
 
 
-def request(name: str, tokens: int = 100) -> Request:
+def request(name: str, tokens: int = 100, transfer_params: object = None) -> Request:
     init_none_hash(sha256_cbor)
+    extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}
     return Request(
         name,
         list(range(tokens)),
-        SamplingParams(max_tokens=8),
+        SamplingParams(max_tokens=8, extra_args=extra),
         None,
         block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
     )
 
 
-def half(store: Store, ranks: int = 1, events: bool = True, heard: bool = True) -> SchedulerHalf:
+def half(
+    store: Store,
+    ranks: int = 1,
+    events: bool = True,
+    heard: bool = True,
+    loads: bool = True,
+    stores: bool = True,
+    **settings: Any,
+) -> SchedulerHalf:
     scheduler = SchedulerHalf(
-        PoolConfig(pool="file:///unused", budget_s=BUDGET_S),
+        PoolConfig(pool="file:///unused", budget_s=BUDGET_S, **settings),
         store,
         [Group(BLOCK_TOKENS)],
         ranks=ranks,
         align_tokens=BLOCK_TOKENS,
         hash_block_tokens=BLOCK_TOKENS,
-        loads=True,
-        stores=True,
+        step_tokens=STEP_TOKENS,
+        loads=loads,
+        stores=stores,
         events=events,
     )
-    scheduler.bind_block_pool(BlockPool(16, True, BLOCK_TOKENS))
+    scheduler.bind_block_pool(BlockPool(32, True, BLOCK_TOKENS))
     if heard:
         scheduler.update(PoolWorkerMetadata(facts=dict.fromkeys(range(ranks), FACTS)), (), ())
     return scheduler

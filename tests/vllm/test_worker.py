@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from kvpool.index.worker import Publisher, Worker
 from kvpool.index.worker_record import unpack_worker
 from kvpool.keys import Namespace, request_key
 from kvpool.stores import open_store
+from kvpool.transfer.engine import Finished
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.worker import WorkerHalf
@@ -198,6 +201,35 @@ def test_a_missing_block_fails_its_load_and_is_named(worker: WorkerHalf) -> None
     report = worker.take_report()
     assert report is not None
     assert report.missing == {(hashed(7), 0)}
+
+
+def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
+    worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What passes between the last poll that saw it under way and the one that saw its end may be a long step."""
+    clock = [time.monotonic()]
+    monkeypatch.setattr("kvpool.vllm.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    stored(worker, 10)
+    ended = worker._engine.poll  # type: ignore[union-attr]
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)], timed=7))
+    monkeypatch.setattr(worker._engine, "poll", lambda wait_s: Finished([], [], []))
+    for _ in range(3):
+        clock[0] += 1
+        assert worker.poll(idle=False) == (set(), set())
+    monkeypatch.setattr(worker._engine, "poll", ended)
+    clock[0] += 50
+    assert finish(worker, 1) == ({"a"}, set())
+    report = worker.take_report()
+    assert report is not None
+    assert report.load_s == {"a": pytest.approx(3.0)}
+    assert report.timed == 7
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((7, 8)), 1.0)]))
+    assert finish(worker, 1) == ({"b"}, {"b"})
+    report = worker.take_report()
+    assert report is not None
+    assert set(report.load_s) == {"b"}, "failed ones cost time as well"
+    assert not worker._started
 
 
 def test_a_plan_without_blocks_is_reported_as_failed(worker: WorkerHalf) -> None:

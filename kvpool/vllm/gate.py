@@ -1,0 +1,92 @@
+"""``CostGate``: whether a load is expected to be faster than computing the same tokens again.
+
+Both rates are measured, in tokens a second: of the engine's large steps, and of loads from their submission to their
+end. As both are taken to be in proportion to the tokens, their ratio decides for loads of every length. While nothing
+is known, loads are offered.
+
+Threads: the engine's scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpool import metrics
+from kvpool.metrics import Counters
+
+MIN_STEP_TOKENS = 256  # a smaller step says more of the cost of a step than of tokens
+MIN_SAMPLES = 3  # of each rate, before the gate may close
+KEEP = 0.8  # of what was measured before, with each new sample
+REOPEN = 0.8  # a closed gate opens when a load is expected to take this share of the recompute
+PROBE_S = 10.0  # how often a closed gate lets one load through, to measure again
+
+
+@dataclass
+class _Rate:
+    tokens: float = 0.0
+    seconds: float = 0.0
+    samples: int = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.tokens = self.tokens * KEEP + tokens
+        self.seconds = self.seconds * KEEP + seconds
+        self.samples += 1
+
+
+class CostGate:
+    """Open until both rates are known; counts what it decides in ``counters``."""
+
+    def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
+        self._counters, self._clock = counters, clock
+        self._prefill, self._load = _Rate(), _Rate()
+        self._closed = False
+        self._probe_at_s = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Whether loads are held back, but for probes."""
+        return self._closed
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step that worked on prompts has computed ``tokens`` in ``seconds``."""
+        if tokens < MIN_STEP_TOKENS or seconds <= 0:
+            return
+        self._counters.add(metrics.GATE_PREFILL_TOKENS, tokens)
+        self._counters.add(metrics.GATE_PREFILL_SECONDS, seconds)
+        self._prefill.add(tokens, seconds)
+
+    def loaded(self, tokens: int, seconds: float) -> None:
+        """A load of ``tokens`` has ended after ``seconds``; 0 tokens: it failed, and the time is lost."""
+        self._counters.add(metrics.GATE_LOAD_TOKENS, tokens)
+        self._counters.add(metrics.GATE_LOAD_SECONDS, seconds)
+        if self._closed:
+            # What was measured when it closed says nothing of now, or it would take many probes to believe one.
+            self._load = _Rate(samples=MIN_SAMPLES)
+        self._load.add(tokens, seconds)
+        self._decide()
+
+    def admits(self) -> bool:
+        """Whether to offer a load now; asked once for each, as a closed gate lets one through from time to time."""
+        result = "pays"
+        if min(self._prefill.samples, self._load.samples) < MIN_SAMPLES:
+            result = "unmeasured"
+        elif self._closed and self._clock() >= self._probe_at_s:
+            result = "probe"
+            self._probe_at_s = self._clock() + PROBE_S
+        elif self._closed:
+            result = "too_slow"
+        self._counters.add(metrics.GATE_DECISIONS, 1, result)
+        return result != "too_slow"
+
+    def _decide(self) -> None:
+        if min(self._prefill.samples, self._load.samples) < MIN_SAMPLES:
+            return
+        load_s = self._load.seconds * self._prefill.tokens
+        recompute_s = self._prefill.seconds * self._load.tokens  # of as many tokens
+        if self._closed:
+            self._closed = load_s > REOPEN * recompute_s
+        elif load_s > recompute_s:
+            self._closed = True
+            self._probe_at_s = self._clock() + PROBE_S
