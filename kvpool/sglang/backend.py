@@ -41,7 +41,7 @@ from kvpool.keys import Fact, Namespace, namespace_prefix
 from kvpool.metrics import Counters, Metric
 from kvpool.sglang.faults import Faults
 from kvpool.sglang.metrics_page import show
-from kvpool.sglang.pages import HostPages, flat_bytes, record_sizes
+from kvpool.sglang.pages import HostPages, flat_bytes, run_lengths
 from kvpool.stores import Transfer, open_store
 from kvpool.stores.facts import announce_facts
 from kvpool.transfer.engine import PART_NBYTES, STORE_TIMEOUT_S
@@ -91,7 +91,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         self._store = open_store(self._config.pool, threads=self._config.threads)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Learn where pages lie, and with it the namespace. Errors: ``EngineRefused``; the store is closed then."""
+        """Learn where pages lie, and with it the namespace. Errors: ``ConfigError``; the store is closed then."""
         try:
             pages = HostPages(mem_pool_host, self._config.kv_dtype)
             parallel = self._parallel
@@ -108,12 +108,12 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             tenant = self._config.tenant
             self._parts = Namespace(tenant, {**facts, "page_form": "parts"})
             self._flat = Namespace(tenant, {**facts, "page_form": "flat"})
+            self._start(pages)
         except ConfigError:
             self.close()
             raise
         super().register_mem_pool_host(mem_pool_host)
         self._pages = pages
-        self._start(pages)
 
     def _start(self, pages: HostPages) -> None:
         namespace = self._parts if self._zero_copy else self._flat
@@ -126,9 +126,9 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
                 "kvpool: the facts of this server are not in the pool, so doctor cannot show them: %s", error
             )
         logger.info(
-            "kvpool HiCache storage: namespace %s of tenant %s on %r, rank %d, %d tokens a page in %s, budget %g s",
+            "kvpool HiCache: namespace %s of tenant %s on %r, rank %d, %d tokens a page in %s bytes, budget %g s",
             namespace.hex[:8], self._config.tenant, self._store, self._rank, pages.page_tokens,
-            record_sizes(pages.part_nbytes if self._zero_copy else (pages.nbytes,)), self._config.budget_s,
+            run_lengths(pages.part_nbytes if self._zero_copy else (pages.nbytes,)), self._config.budget_s,
         )  # fmt: skip
         if not self._zero_copy:
             logger.warning(
@@ -250,7 +250,10 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
                 self._store.delete_many([block.key for block in blocks])
 
     def get_stats(self) -> Any:
-        """SGLang's own ``StorageMetrics``; kvpool's counters go to the metrics page on the way."""
+        """SGLang's own ``StorageMetrics``; kvpool's counters go to the metrics page on the way. None after a fault."""
+        return self._guarded(lambda _: self._statistics(), None)
+
+    def _statistics(self) -> Any:
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         refused = self._store.counters().get("refused", 0)

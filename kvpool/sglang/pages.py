@@ -64,7 +64,7 @@ class HostPages:
             "dtype": str(pool.dtype).removeprefix("torch."),
             "kv_dtype": kv_dtype or "",
             "page_tokens": self.page_tokens,
-            "page_nbytes": self.nbytes,
+            "page_nbytes": run_lengths(self.part_nbytes),
             "page_format": pool.storage_format_tag or "",
         }
         for field in _SHAPE:
@@ -107,6 +107,6 @@ def flat_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def record_sizes(part_nbytes: Sequence[int]) -> str:
-    """Sizes of a page's records, in words, for the log."""
-    return " + ".join(f"{count} x {nbytes} bytes" for nbytes, count in Counter(part_nbytes).items())
+def run_lengths(part_nbytes: Sequence[int]) -> str:
+    """Sizes of a page's buffers, such as ``2*12288``."""
+    return " + ".join(f"{count}*{nbytes}" for nbytes, count in Counter(part_nbytes).items())

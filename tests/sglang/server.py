@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,23 +120,26 @@ def tokens(pages: int, *, page_tokens: int = PAGE_TOKENS, start: int = 0) -> lis
 
 
 class Controller:
-    """SGLang's real controller: the threads that look pages up, prefetch them and back them up."""
+    """SGLang's real cache controller: the threads that look pages up, prefetch them and back them up."""
 
-    def __init__(self, server_pool: str, folder: Path | None = None, **settings: Any) -> None:
-        from sglang.srt.managers.cache_controller import HiCacheController
+    def __init__(self, pool: str, **settings: Any) -> None:
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+        from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
         from sglang.srt.runtime_context import get_parallel
 
         self.device = device_pool("mha", torch.bfloat16, PAGE_TOKENS, 4, LAYERS)
         self.host = host_pool(self.device, "page_first", PAGE_TOKENS, 600)
         self.host.kv_buffer.view(-1).view(torch.uint8).random_(0, 256)
-        self.controller = HiCacheController(
-            self, self.host, PAGE_TOKENS, torch.distributed.group.WORLD, threading.Event()
+        group = HostPoolGroup([PoolEntry(PoolName.KV, self.host, self.device, lambda layer: layer, True)])
+        self.controller = HybridCacheController(
+            self, group, PAGE_TOKENS, torch.distributed.group.WORLD, threading.Event()
         )
         with get_parallel().override(
             attn_dcp_size=1, attn_dcp_rank=0, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1
         ):
             self.controller.attach_storage_backend(
-                "dynamic", PAGE_TOKENS, "/models/tiny", extra(server_pool, **settings)
+                "dynamic", PAGE_TOKENS, "/models/tiny", extra(pool, **settings), group.entries
             )
 
     def get_kvcache(self) -> Any:
@@ -156,7 +158,9 @@ class Controller:
 
     def prefetch(self, prompt: Sequence[int]) -> tuple[torch.Tensor, int, int]:
         """The slots, how many tokens were said to be there, and how many came."""
-        self.controller.prefetch("request", list(prompt))
+        from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+        self.controller.prefetch(CacheRequestHandle("request", 0), list(prompt))
         operation = self.controller.prefetch_hit_queue.get(timeout=30)
         operation.host_indices = slots = self.host.alloc(operation.storage_hit_count)
         if not operation.storage_hit_count:

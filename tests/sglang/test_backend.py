@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
-import threading
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from kvpool import open_store
+from kvpool.config import HiCacheConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.keys import parse_key
 from kvpool.stores.facts import announced_namespaces
@@ -206,27 +208,60 @@ def test_a_flipped_bit_is_a_miss_and_the_record_goes(valkey: StoreServer, serve:
     assert not valkey.client.exists(record)
 
 
-def test_nothing_touches_host_memory_once_a_call_has_returned(tmp_path: Path, serve: Serve) -> None:
+class _Reluctant:
+    """A transfer that goes on for a while after it was cancelled, as one that a kernel holds up."""
+
+    def __init__(self) -> None:
+        self._over_s = float("inf")
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._over_s
+
+    def cancel(self) -> None:
+        self._over_s = min(self._over_s, time.monotonic() + 0.5)
+
+    def wait(self, timeout_s: float | None = None) -> list[bool]:
+        raise StoreUnavailable("no answer")
+
+    def settle(self, timeout_s: float) -> None:
+        eventually(self.done, within_s=timeout_s)
+
+
+class _ReluctantStore:
+    """Answers the first part of each call by itself, and leaves the others to ``_Reluctant``."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.parts: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _part(self, submit: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+        self.parts.append(_Reluctant() if self.parts else submit(*arguments, timeout_s=timeout_s))
+        return self.parts[-1]
+
+    def submit_get(self, *arguments: Any, timeout_s: float) -> Any:
+        return self._part(self._store.submit_get, *arguments, timeout_s=timeout_s)
+
+    def submit_put(self, *arguments: Any, timeout_s: float) -> Any:
+        return self._part(self._store.submit_put, *arguments, timeout_s=timeout_s)
+
+
+def test_a_call_returns_only_when_nothing_touches_host_memory_any_more(tmp_path: Path, serve: Serve) -> None:
     """SGLang gives the pages of a failed load to the next request at once."""
-    pool = f"file://{tmp_path}/pool"
-    shape: dict[str, Any] = {"page_tokens": 64, "heads": 16, "layers": 16, "pages": 40}
-    server = serve(pool, **shape)
-    keys, slots = hashes(20, page_tokens=64), server.slots(20)
-    assert all(server.backend.batch_set_v1(keys, slots))
-    with open_store(pool) as store:
-        first = [
-            block.key
-            for blocks in store.scan()
-            for block in blocks
-            if parse_key(block.key).hash == bytes.fromhex(keys[0])
-        ]
-        assert store.delete_many(first) == len(first)
-    into = server.slots(20)
-    for _ in range(2):
-        assert server.backend.batch_get_v1(keys, into) == [False] * 20
-        server.bytes.fill_(170)
-        threading.Event().wait(0.05)
-        assert bool((server.bytes == 170).all())
+    server = serve(f"file://{tmp_path}/pool", page_tokens=64, heads=16, layers=16)
+    keys, slots = hashes(12, page_tokens=64), server.slots(12)
+    server.backend._store = store = _ReluctantStore(server.backend._store)
+    # The first part is a miss, or kept; the others are under way when the call ends.
+    for move, wanted in (
+        (server.backend.batch_get_v1, [False] * 12),
+        (server.backend.batch_set_v1, [True] * 2 + [False] * 10),
+    ):
+        store.parts.clear()
+        assert move(keys, slots) == wanted
+        assert len(store.parts) > 2
+        assert all(part.done() for part in store.parts)
 
 
 def test_a_pool_that_stands_still_costs_the_budget_and_comes_back(
@@ -368,6 +403,7 @@ def test_after_close_everything_is_a_miss(tmp_path: Path, serve: Serve) -> None:
     assert server.backend.batch_exists(hashes(2)) == 0
     assert server.backend.batch_get_v1(hashes(2), server.slots(2)) == [False] * 2
     assert server.backend.batch_set_v1(hashes(2), server.slots(2)) == [False] * 2
+    server.backend.get_stats()
 
 
 # What is refused.
@@ -422,6 +458,27 @@ def test_before_there_is_host_memory_all_is_a_miss(tmp_path: Path) -> None:
         assert backend.batch_exists(hashes(2)) == 0
         assert backend.batch_set_v1(hashes(2), torch.arange(2 * PAGE_TOKENS)) == [False] * 2
         backend.clear()
+
+
+def test_the_recipe_in_the_documentation_is_what_both_sides_take(
+    tmp_path: Path,
+) -> None:
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+    from sglang.srt.server_args import ServerArgs
+
+    text = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    (command,) = re.findall(r"sglang\.launch_server (.*?)```", text, re.DOTALL)
+    options, _, rest = command.partition("--hicache-storage-backend-extra-config '")
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    assert parser.parse_args(options.replace("\\\n", " ").split()).hicache_storage_backend == "dynamic"
+    recipe = HybridCacheController.parse_storage_backend_extra_config(rest.rpartition("'")[0])[0]
+    recipe["pool"] = f"file://{tmp_path}/pool"
+    with closing(StorageBackendFactory.create_backend("dynamic", storage_config(recipe), None)) as backend:
+        assert type(backend).__name__ == "KVPoolHiCache"
+    (table,) = re.findall(r"\| setting \| type.*?\n\n", text, re.DOTALL)
+    assert set(HiCacheConfig.model_fields) <= set(re.findall(r"`([a-z_]+)`", table))
 
 
 # Faults on purpose.
