@@ -45,6 +45,10 @@ class HostPages:
                 "fp8_e4m3, so that servers with another format never read them"
             )
         buffers = pool.kv_buffer if isinstance(pool.kv_buffer, (list, tuple)) else [pool.kv_buffer]
+        if not all(isinstance(buffer, torch.Tensor) for buffer in buffers):
+            raise EngineRefused(
+                f"{name} keeps its memory elsewhere: kvpool does not support this kind of model"
+            )
         self._memory = [(buffer.data_ptr(), flat_bytes(buffer)) for buffer in buffers]
         self._pool = pool
         self.page_tokens = int(pool.page_size)
@@ -55,6 +59,14 @@ class HostPages:
                 f"--hicache-mem-layout {pool.layout} has no pages that can be moved as they lie ({error}): use "
                 "page_first with --hicache-io-backend kernel, or page_first_direct with direct"
             ) from error
+        whole_nbytes = self.page_tokens * int(pool.get_size_per_token())
+        if (
+            sum(self.part_nbytes) != whole_nbytes
+        ):  # MXFP8: its scales lie elsewhere, and SGLang does not name them
+            raise EngineRefused(
+                f"a page of {name} has {whole_nbytes} bytes, and SGLang says where {sum(self.part_nbytes)} of them "
+                "are: use another --kv-cache-dtype"
+            )
         if not 1 <= len(self.part_nbytes) <= MAX_INDEX:
             raise EngineRefused(f"a page of {name} is in {len(self.part_nbytes)} pieces: use page_first")
         self.nbytes = sum(self.part_nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,9 @@ def device_pool(kind: str, dtype: torch.dtype, page_tokens: int, heads: int, lay
     }  # fmt: skip
     if kind == "mla":
         return MLATokenToKVPool(kv_lora_rank=64, qk_rope_head_dim=16, **common)
-    return MHATokenToKVPool(head_num=heads, head_dim=32, **common)
+    return MHATokenToKVPool(
+        head_num=heads, head_dim=32, v_head_dim=16 if kind == "asymmetric" else 32, **common
+    )
 
 
 def host_pool(device: Any, layout: str, page_tokens: int, pages: int) -> Any:
@@ -83,15 +86,11 @@ class Server:
         self.page_tokens = page_tokens
         self.device = device_pool(kind, dtype, page_tokens, heads, layers)
         self.host = host_pool(self.device, layout, page_tokens, pages)
-        self.bytes.random_(0, 256)
+        for buffer in self.host.kv_buffer:
+            buffer.view(torch.uint8).random_(0, 256)
         config = storage_config(extra(pool, **settings), is_mla_model=kind == "mla", **(parallel or {}))
         self.backend: Any = StorageBackendFactory.create_backend("dynamic", config, self.host)
         self.backend.register_mem_pool_host(self.host)
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        flat: torch.Tensor = self.host.kv_buffer.view(-1).view(torch.uint8)
-        return flat
 
     def slots(self, pages: int) -> torch.Tensor:
         slots: torch.Tensor = self.host.alloc(pages * self.page_tokens)
@@ -99,8 +98,10 @@ class Server:
 
     def page(self, slots: torch.Tensor, place: int) -> bytes:
         """What lies in one of the pages of ``slots``."""
-        page = self.host.get_data_page(slots[place * self.page_tokens].item())
-        return bytes(page.contiguous().view(torch.uint8).numpy())
+        pointers, sizes = self.host.get_page_buffer_meta(slots)
+        width = len(pointers) // (len(slots) // self.page_tokens)
+        part = slice(place * width, (place + 1) * width)
+        return b"".join(map(ctypes.string_at, pointers[part], sizes[part]))
 
     def contents(self, slots: torch.Tensor) -> list[bytes]:
         return [self.page(slots, place) for place in range(len(slots) // self.page_tokens)]

@@ -32,7 +32,7 @@ BUDGET_S = 0.5
 MARGIN_S = 2.0
 LAYOUTS = [
     ("mha", "page_first", 2), ("mha", "page_first_direct", 2), ("mha", "page_head", 2), ("mha", "layer_first", 6),
-    ("mla", "page_first", 1), ("mla", "layer_first", 3),
+    ("asymmetric", "page_first", 2), ("mla", "page_first", 1), ("mla", "layer_first", 3),
 ]  # fmt: skip
 
 
@@ -439,6 +439,17 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
         Server(settings.pop("pool", f"file://{tmp_path}/pool"), **settings)
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_memory_of_which_sglang_names_only_a_part_is_refused(tmp_path: Path, serve: Serve) -> None:
+    """As that of MXFP8, whose pages would come back without their scales."""
+    from kvpool.sglang.pages import HostPages
+
+    host = serve(f"file://{tmp_path}/pool").host
+    size = host.get_size_per_token()
+    host.get_size_per_token = lambda: size + 8
+    with pytest.raises(EngineRefused, match="says where 24576 of them are"):
+        HostPages(host, None)
 
 
 def test_models_with_a_second_kind_of_cache_are_refused(tmp_path: Path, serve: Serve) -> None:
