@@ -337,7 +337,10 @@ def test_the_older_calls_move_flat_pages(pool: str, serve: Serve) -> None:
     assert not theirs.backend.exists(keys[2])
     assert theirs.backend.get(keys[2]) is None
     assert ours.backend.set(keys[2], pages[2])
-    assert serve(pool).backend.batch_exists(keys) == 0  # pages as they lie in host memory are other records
+    # Pages as they lie in host memory are other records.
+    lying, others = serve(pool), hashes(1, start=10**6)
+    assert all(lying.backend.batch_set_v1(others, lying.slots(1)))
+    assert (lying.backend.batch_exists(keys), ours.backend.batch_exists(others)) == (0, 0)
     page = theirs.backend.get(keys[2])
     assert torch.equal(page.view(torch.uint8), pages[2].view(torch.uint8))
 
