@@ -34,17 +34,19 @@ SERVERS := .cache/servers
 PEERS := .cache/peers
 LMCACHE_VERSION := 0.5.6
 DYNAMO_VERSION := 1.6.1
+SGLANG := .cache/sglang
+SGLANG_VERSION := 0.5.23
 PROTO_TOOLS := .cache/proto
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := -n 2 --dist loadfile
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-engines check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
+.PHONY: help demo test test-parts test-sglang test-engines check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
-	@echo "make test      all tests but the soak tests: test-parts, then test-engines, which are those with real vLLM engines"
+	@echo "make test      all tests but the soak tests: test-parts, then test-sglang, then test-engines, with real vLLM engines"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records and events of engines, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
@@ -59,6 +61,7 @@ help:
 	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
 	@echo "test fetches redis-server 7 and valkey-server 8 into .cache/servers, unless they are on the PATH or named by"
 	@echo "REDIS_SERVER and VALKEY_SERVER; nothing of the system is changed for that."
+	@echo "test fetches the sglang package, too, into .cache/sglang, without what it asks for: its code is run on the CPU."
 	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
 	@echo "where none does, and keeps engine and images in .cache/docker."
 	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none; fuzz and soak clang, where missing."
@@ -67,13 +70,17 @@ help:
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool demo
 
-test: test-parts test-engines
+test: test-parts test-sglang test-engines
 
 # Two files at a time: most tests wait for servers, deadlines and processes. 5: none of these was asked for. Only root
 # can make networks, so nobody else is asked for what the tests with one need.
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(RUN_PYTEST) $(BY_FILE) -m "not e2e and not soak and not compose" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+	$(RUN_PYTEST) $(BY_FILE) -m "not e2e and not soak and not compose and not sglang" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+
+# In a process of their own: SGLang changes transformers when it is imported.
+test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)/.stamp
+	$(RUN_PYTEST) -m sglang --durations=5 $(or $(PYTEST),tests/sglang) || [[ $$? == 5 ]]
 
 test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) -m e2e --durations=15 $(PYTEST) || [[ $$? == 5 ]]
@@ -161,6 +168,16 @@ $(VENV)/.stamp-vllm: scripts/install-vllm | $(VENV)/.stamp-core
 
 $(SERVERS)/.stamp: scripts/servers
 	@scripts/servers $(SERVERS)
+	@touch $@
+
+# Apart from .venv, and at its end of the path: what vLLM brings comes first. Of what sglang asks for (a CUDA stack) its
+# host side needs no more than these.
+$(SGLANG)/.stamp: | $(VENV)/.stamp-vllm
+	@echo "fetching sglang $(SGLANG_VERSION), for the tests of kvpool.sglang"
+	@rm -rf $(SGLANG)
+	@$(BIN)/python -m pip install -qq --no-deps --target $(SGLANG) sglang==$(SGLANG_VERSION) \
+	  orjson==3.13.0 gguf==0.19.0 ipython==9.18.1 traitlets==5.16.1 || \
+	  { echo "sglang $(SGLANG_VERSION) could not be fetched: the tests need a package index that has it" >&2; exit 1; }
 	@touch $@
 
 # Apart from .venv: the generator wants protobuf 6, and vLLM brings 7. The versions beside it are the lowest that

@@ -25,7 +25,7 @@ from kvpool.tenant import check_tenant
 from kvpool.wording import nearest, parse_nbytes, redact, unknown
 from kvpool.worker_name import check_worker_name
 
-__all__ = ["PoolConfig", "TierConfig", "hash_seed", "index_token", "read_toml", "redact"]
+__all__ = ["HiCacheConfig", "PoolConfig", "TierConfig", "hash_seed", "index_token", "read_toml", "redact"]
 
 ENVIRONMENT_PREFIX = "KVPOOL_"
 CONFIG_VARIABLE = "KVPOOL_CONFIG"
@@ -189,6 +189,32 @@ class TierConfig(_Settings):
         min_length=1,
         max_length=1024,
         description="names model, revision, quantization and attention backend: engines of one name share",
+    )
+
+
+class HiCacheConfig(_Settings):
+    """What SGLang's HiCache needs to know: ``--hicache-storage-backend-extra-config``, without SGLang's own keys."""
+
+    PLACE: ClassVar[str] = "--hicache-storage-backend-extra-config"
+
+    # SGLang tells a backend the model's path, and neither its revision nor its quantization.
+    model_id: str = Field(
+        min_length=1,
+        max_length=1024,
+        description="names model, revision, quantization and attention backend: servers of one name share",
+    )
+    kv_dtype: str | None = Field(
+        None, min_length=1, max_length=64,
+        description="what --kv-cache-dtype is, such as fp8_e4m3; needed where the host memory is bare bytes",
+    )  # fmt: skip
+    fault_miss_ratio: float = Field(
+        0.0, ge=0, le=1, description="fault injection: share of pages that are missed though they are there"
+    )
+    fault_delay_s: float = Field(
+        0.0, ge=0, le=60, description="fault injection: how long the pool takes to begin with each call"
+    )
+    fault_corrupt_ratio: float = Field(
+        0.0, ge=0, le=1, description="fault injection: share of pages whose records are damaged when written"
     )
 
 

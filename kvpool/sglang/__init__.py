@@ -1,0 +1,5 @@
+"""kvpool inside SGLang: ``kvpool.sglang`` is the module path of ``KVPoolHiCache``, a storage backend of HiCache."""
+
+from kvpool.sglang.backend import KVPoolHiCache
+
+__all__ = ["KVPoolHiCache"]

@@ -1,0 +1,634 @@
+"""``KVPoolHiCache`` under SGLang's own factory, abstract class, host memory and controller, on real stores."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import pytest
+import torch
+
+from kvpool import open_store
+from kvpool.config import HiCacheConfig
+from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
+from kvpool.keys import parse_key
+from kvpool.stores.facts import announced_namespaces
+from tests.conftest import eventually
+from tests.sglang.server import PAGE_TOKENS, Controller, Server, extra, hashes, storage_config, tokens
+from tests.stores.proxy import Harm, Way, proxied
+from tests.stores.servers import Server as StoreServer
+from tests.stores.servers import running
+
+pytestmark = pytest.mark.sglang
+
+BUDGET_S = 0.5
+MARGIN_S = 2.0
+LAYOUTS = [
+    ("mha", "page_first", 2), ("mha", "page_first_direct", 2), ("mha", "page_head", 2), ("mha", "layer_first", 6),
+    ("asymmetric", "page_first", 2), ("mla", "page_first", 1), ("mla", "layer_first", 3),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
+    with running("valkey-server", tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(params=["file", "valkey"])
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/pool"
+    server = request.getfixturevalue("valkey")
+    server.client.flushall()
+    return str(server.url)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Makes servers, and closes their backends at the end."""
+    with ExitStack() as stack:
+
+        def make(pool: str, **options: Any) -> Server:
+            server = Server(pool, **options)
+            stack.callback(server.backend.close)
+            return server
+
+        yield make
+
+
+Serve = Callable[..., Server]
+
+
+def test_the_factory_makes_a_backend_that_leaves_nothing_abstract(tmp_path: Path, serve: Serve) -> None:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+    backend = serve(f"file://{tmp_path}").backend
+    assert isinstance(backend, HiCacheStorage)
+    assert type(backend).__name__ == "KVPoolHiCache"
+
+
+@pytest.mark.parametrize(("kind", "layout", "records"), LAYOUTS)
+def test_pages_come_back_to_another_server_byte_for_byte(
+    pool: str, serve: Serve, kind: str, layout: str, records: int
+) -> None:
+    ours, theirs = serve(pool, kind=kind, layout=layout), serve(pool, kind=kind, layout=layout)
+    keys, slots = hashes(5), ours.slots(5)
+    assert theirs.backend.batch_exists(keys) == 0
+    assert ours.backend.batch_set_v1(keys, slots) == [True] * 5
+    with open_store(pool) as store:
+        assert sum(len(blocks) for blocks in store.scan()) == 5 * records
+    theirs.slots(2)  # elsewhere than they were
+    into, others = theirs.slots(5), theirs.slots(10)
+    untouched = theirs.contents(others)
+    assert theirs.backend.batch_exists(keys) == 5
+    assert theirs.backend.batch_get_v1(keys, into) == [True] * 5
+    assert theirs.contents(into) == ours.contents(slots)
+    assert theirs.contents(others) == untouched
+
+
+def test_what_a_store_is_handed_is_the_host_memory_itself(tmp_path: Path, serve: Serve) -> None:
+    from kvpool.sglang.pages import HostPages
+
+    server = serve(f"file://{tmp_path}")
+    slots = server.slots(3)
+    pointers, sizes = server.host.get_page_buffer_meta(slots)
+    views = HostPages(server.host, None).views(slots)
+    assert [torch.frombuffer(view, dtype=torch.uint8).data_ptr() for view in views] == pointers
+    assert [view.nbytes for view in views] == sizes
+    with pytest.raises(ValueError, match="whole pages"):
+        HostPages(server.host, None).views(slots[:-1])
+
+
+def test_keys_are_those_of_kvpool_with_the_page_hash_of_sglang(pool: str, serve: Serve) -> None:
+    server = serve(pool, parallel={"tp_size": 2, "tp_rank": 1})
+    keys = hashes(2)
+    assert all(server.backend.batch_set_v1(keys, server.slots(2)))
+    with open_store(pool) as store:
+        found = [parse_key(block.key) for blocks in store.scan() for block in blocks]
+        (namespace,) = announced_namespaces(store, "default")["tiny"]
+    assert {(key.hash.hex(), key.group, key.rank) for key in found} == {
+        (key, group, 1) for key in keys for group in (0, 1)
+    }
+    assert {key.fingerprint for key in found} == {namespace.fingerprint}
+    assert namespace.facts["layout"] == "page_first"
+    assert namespace.facts["page_tokens"] == PAGE_TOKENS
+    assert namespace.facts["engine"] == "sglang"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model_id": "other"},
+        {"tenant": "other"},
+        {"dtype": torch.float16},
+        {"layout": "page_first_direct"},
+        {"layers": 4},
+        {"heads": 2},
+        {"parallel": {"tp_size": 2}},
+        {"parallel": {"pp_size": 2}},
+        {"parallel": {"attn_cp_size": 2}},
+        {"kv_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_servers_whose_bytes_mean_something_else_never_meet(
+    tmp_path: Path, serve: Serve, other: dict[str, Any]
+) -> None:
+    pool = f"file://{tmp_path}/pool"
+    ours, theirs = serve(pool), serve(pool, **other)
+    assert all(ours.backend.batch_set_v1(hashes(2), ours.slots(2)))
+    assert ours.backend.batch_exists(hashes(2)) == 2
+    assert theirs.backend.batch_exists(hashes(2)) == 0
+    assert theirs.backend.batch_get_v1(hashes(2), theirs.slots(2)) == [False] * 2
+
+
+def test_formats_that_look_alike_as_bytes_never_meet(tmp_path: Path, serve: Serve) -> None:
+    pool = f"file://{tmp_path}/pool"
+    e4m3 = serve(pool, dtype=torch.float8_e4m3fn, kv_dtype="fp8_e4m3")
+    e5m2 = serve(pool, dtype=torch.float8_e5m2, kv_dtype="fp8_e5m2")
+    assert all(e4m3.backend.batch_set_v1(hashes(1), e4m3.slots(1)))
+    assert (e4m3.backend.batch_exists(hashes(1)), e5m2.backend.batch_exists(hashes(1))) == (1, 0)
+
+
+def test_ranks_of_mla_share_and_others_do_not(tmp_path: Path, serve: Serve) -> None:
+    pool = f"file://{tmp_path}/pool"
+    for kind, shared in (("mla", 2), ("mha", 0)):
+        zero, one = (serve(pool, kind=kind, parallel={"tp_size": 2, "tp_rank": rank}) for rank in range(2))
+        slots, into = zero.slots(2), one.slots(2)
+        assert all(zero.backend.batch_set_v1(hashes(2), slots))
+        assert one.backend.batch_exists(hashes(2)) == shared
+        assert one.backend.batch_get_v1(hashes(2), into) == [bool(shared)] * 2
+        assert (one.contents(into) == zero.contents(slots)) == bool(shared)
+
+
+def test_only_the_leading_run_counts_and_half_a_page_is_none(tmp_path: Path, serve: Serve) -> None:
+    pool = f"file://{tmp_path}/pool"
+    server = serve(pool)
+    keys, slots = hashes(5), server.slots(5)
+    assert all(server.backend.batch_set_v1(keys, slots))
+    with open_store(pool) as store:
+        half = next(
+            block.key
+            for blocks in store.scan()
+            for block in blocks
+            if parse_key(block.key)[2:4] == (bytes.fromhex(keys[3]), 1)
+        )
+        assert store.delete_many([half]) == 1
+    into = server.slots(5)
+    assert server.backend.batch_exists(keys) == 3
+    assert server.backend.batch_exists(keys[4:]) == 1
+    assert not server.backend.exists(keys[3])
+    assert server.backend.batch_get_v1(keys, into) == [True] * 3 + [False] * 2
+    assert server.contents(into)[:3] == server.contents(slots)[:3]
+    # It is stored again, by what is missing of it alone.
+    assert server.backend.batch_set_v1(keys, slots) == [True] * 5
+    assert server.backend.batch_exists(keys) == 5
+
+
+def test_nothing_behind_a_hole_is_said_to_have_come(tmp_path: Path, serve: Serve) -> None:
+    """In a load of several parts, where those behind the hole do come."""
+    server = serve(f"file://{tmp_path}/pool", page_tokens=64, heads=16, layers=16)
+    keys, slots = hashes(10, page_tokens=64), server.slots(10)
+    whole = torch.cat([slots[: 3 * 64], slots[4 * 64 :]])
+    assert all(server.backend.batch_set_v1(keys[:3] + keys[4:], whole))
+    assert server.backend.batch_get_v1(keys, slots) == [True] * 3 + [False] * 7
+
+
+def test_a_flipped_bit_is_a_miss_and_the_record_goes(valkey: StoreServer, serve: Serve) -> None:
+    valkey.client.flushall()
+    server = serve(valkey.url)
+    keys = hashes(3)
+    assert all(server.backend.batch_set_v1(keys, server.slots(3)))
+    (record,) = valkey.client.keys(f"*{keys[1]}:0:0")
+    body = bytearray(valkey.client.hget(record, "b"))
+    body[100] ^= 1
+    valkey.client.hset(record, "b", bytes(body))
+    assert server.backend.batch_exists(keys) == 3
+    assert server.backend.batch_get_v1(keys, server.slots(3)) == [True, False, False]
+    assert server.backend.batch_exists(keys) == 1
+    assert not valkey.client.exists(record)
+
+
+class _Reluctant:
+    """A transfer that goes on for a while after it was cancelled, as one that a kernel holds up."""
+
+    def __init__(self) -> None:
+        self._over_s = float("inf")
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._over_s
+
+    def cancel(self) -> None:
+        self._over_s = min(self._over_s, time.monotonic() + 0.5)
+
+    def wait(self, timeout_s: float | None = None) -> list[bool]:
+        raise StoreUnavailable("no answer")
+
+    def settle(self, timeout_s: float) -> None:
+        eventually(self.done, within_s=timeout_s)
+
+
+class _ReluctantStore:
+    """Answers the first part of each call by itself, and leaves the others to ``_Reluctant``."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.parts: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _part(self, submit: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+        self.parts.append(_Reluctant() if self.parts else submit(*arguments, timeout_s=timeout_s))
+        return self.parts[-1]
+
+    def submit_get(self, *arguments: Any, timeout_s: float) -> Any:
+        return self._part(self._store.submit_get, *arguments, timeout_s=timeout_s)
+
+    def submit_put(self, *arguments: Any, timeout_s: float) -> Any:
+        return self._part(self._store.submit_put, *arguments, timeout_s=timeout_s)
+
+
+def test_a_call_returns_only_when_nothing_touches_host_memory_any_more(tmp_path: Path, serve: Serve) -> None:
+    """SGLang gives the pages of a failed load to the next request at once."""
+    server = serve(f"file://{tmp_path}/pool", page_tokens=64, heads=16, layers=16)
+    keys, slots = hashes(12, page_tokens=64), server.slots(12)
+    server.backend._store = store = _ReluctantStore(server.backend._store)
+    # The first part is a miss, or kept; the others are under way when the call ends.
+    for move, wanted in (
+        (server.backend.batch_get_v1, [False] * 12),
+        (server.backend.batch_set_v1, [True] * 2 + [False] * 10),
+    ):
+        store.parts.clear()
+        assert move(keys, slots) == wanted
+        assert len(store.parts) > 2
+        assert all(part.done() for part in store.parts)
+
+
+def test_a_pool_that_stands_still_costs_the_budget_and_comes_back(
+    tmp_path: Path, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running("valkey-server", tmp_path) as pool:
+        server, other = serve(pool.url, budget_s=BUDGET_S), serve(pool.url, budget_s=BUDGET_S)
+        keys, slots, into = hashes(3), server.slots(3), server.slots(3)
+        assert all(server.backend.batch_set_v1(keys, slots))
+        pool.stop()
+        try:
+            # Each backend meets it with another call first.
+            for call, wanted in (
+                (lambda: server.backend.batch_get_v1(keys, into), [False] * 3),
+                (lambda: server.backend.batch_exists(keys), 0),
+                (lambda: other.backend.batch_exists(keys), 0),
+            ):
+                started = time.monotonic()
+                assert call() == wanted  # type: ignore[no-untyped-call]
+                assert time.monotonic() - started < BUDGET_S + MARGIN_S
+            started = time.monotonic()
+            assert server.backend.batch_set_v1(hashes(2, start=999), slots[: 2 * PAGE_TOKENS]) == [False] * 2
+            assert time.monotonic() - started < 5 + MARGIN_S
+        finally:
+            pool.go_on()
+        assert eventually(lambda: server.backend.batch_exists(keys) == 3)
+        assert server.backend.batch_get_v1(keys, into) == [True] * 3
+        assert server.contents(into) == server.contents(slots)
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([text for text in said if "the pool is away" in text]) == 2  # each backend once
+    assert len([text for text in said if "the pool is back" in text]) == 1  # that was asked again
+
+
+def test_a_connection_cut_within_a_page_is_a_miss(valkey: StoreServer, serve: Serve) -> None:
+    valkey.client.flushall()
+    with proxied(valkey.port) as proxy:
+        server = serve(f"valkey://127.0.0.1:{proxy.port}", threads=1, budget_s=5.0)
+        keys, slots, into = hashes(8), server.slots(8), server.slots(8)
+        assert all(server.backend.batch_set_v1(keys, slots))
+        for harm in (Harm.CLOSE, Harm.RESET, Harm.FLIP):
+            proxy.arm(Way.ANSWERED, 40_000, harm)
+            got = server.backend.batch_get_v1(keys, into)
+            assert got == sorted(got, reverse=True)
+            came = sum(got)
+            assert came < 8
+            assert server.contents(into)[:came] == server.contents(slots)[:came]
+            assert eventually(lambda: all(server.backend.batch_set_v1(keys, slots)))
+
+
+def test_the_older_calls_move_flat_pages(pool: str, serve: Serve) -> None:
+    ours, theirs = serve(pool, interface_v1=0), serve(pool, interface_v1=0)
+    keys = hashes(3)
+    pages = [torch.randint(0, 256, (ours.host.get_dummy_flat_data_page().numel() * 2,), dtype=torch.uint8)
+             .view(torch.bfloat16) for _ in keys]  # fmt: skip
+    assert theirs.backend.batch_get(keys) == [None] * 3
+    assert ours.backend.batch_set(keys[:2], pages[:2])
+    assert theirs.backend.batch_exists(keys) == 2
+    targets = [theirs.host.get_dummy_flat_data_page() for _ in keys]
+    got = theirs.backend.batch_get(keys, targets)
+    assert got[:2] == targets[:2]
+    assert got[2] is None
+    for page, target in zip(pages[:2], targets, strict=False):
+        assert torch.equal(page.view(torch.uint8), target.view(torch.uint8))
+    assert not theirs.backend.exists(keys[2])
+    assert theirs.backend.get(keys[2]) is None
+    assert ours.backend.set(keys[2], pages[2])
+    # Pages as they lie in host memory are other records.
+    lying, others = serve(pool), hashes(1, start=10**6)
+    assert all(lying.backend.batch_set_v1(others, lying.slots(1)))
+    assert (lying.backend.batch_exists(keys), ours.backend.batch_exists(others)) == (0, 0)
+    page = theirs.backend.get(keys[2])
+    assert torch.equal(page.view(torch.uint8), pages[2].view(torch.uint8))
+
+
+def test_clear_deletes_what_this_server_shares_and_nothing_else(pool: str, serve: Serve) -> None:
+    ours, theirs = serve(pool), serve(pool, model_id="other")
+    for server in (ours, theirs):
+        assert all(server.backend.batch_set_v1(hashes(3), server.slots(3)))
+    ours.backend.clear()
+    assert (ours.backend.batch_exists(hashes(3)), theirs.backend.batch_exists(hashes(3))) == (0, 3)
+
+
+def test_clear_says_when_it_could_not(tmp_path: Path, serve: Serve) -> None:
+    with running("valkey-server", tmp_path) as pool:
+        server = serve(pool.url)
+    with pytest.raises(StoreUnavailable):
+        server.backend.clear()
+
+
+def test_statistics_are_those_that_sglang_takes(tmp_path: Path, serve: Serve) -> None:
+    from sglang.srt.observability.metrics_collector import StorageMetricsCollector
+
+    server = serve(f"file://{tmp_path}/pool", parallel={"tp_size": 8, "tp_rank": 7})
+    keys, slots = hashes(4), server.slots(4)
+    assert all(server.backend.batch_set_v1(keys[:3], slots[: 3 * PAGE_TOKENS]))
+    assert server.backend.batch_exists(keys) == 3
+    assert server.backend.batch_get_v1(keys, slots) == [True] * 3 + [False]
+    metrics = server.backend.get_stats()
+    assert (metrics.prefetch_pgs, metrics.backup_pgs) == ([3], [3])
+    assert min(metrics.prefetch_bandwidth + metrics.backup_bandwidth) > 0
+    StorageMetricsCollector({"rank": "0"}).log_storage_metrics(metrics)
+    assert server.backend.get_stats().prefetch_pgs == []
+
+    def shown(name: str, **labels: str) -> float | None:
+        return prometheus_client.REGISTRY.get_sample_value(name, {"rank": "7", **labels})
+
+    assert shown("kvpool_stored_blocks_total") == 3
+    assert shown("kvpool_loaded_blocks_total") == 3
+    assert (
+        shown("kvpool_loaded_bytes_total")
+        == shown("kvpool_stored_bytes_total")
+        == 3 * len(server.page(slots, 0))
+    )
+    assert shown("kvpool_load_requests_total", result="missing") == 1
+    assert shown("kvpool_lookup_blocks_total") == 8
+
+
+def test_our_own_faults_switch_the_pool_off_and_reach_nobody(
+    tmp_path: Path, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(f"file://{tmp_path}/pool")
+    slots = server.slots(2)
+    assert all(server.backend.batch_set_v1(hashes(2), slots))
+    assert server.backend.batch_exists(["no hash"]) == 0
+    assert server.backend.batch_exists(hashes(2)) == 0
+    assert server.backend.batch_set_v1(hashes(2), slots) == [False] * 2
+    assert [record.levelname for record in caplog.records if "switched off" in record.getMessage()] == [
+        "ERROR"
+    ]
+
+
+def test_slots_that_are_not_those_of_the_keys_are_a_fault(tmp_path: Path, serve: Serve) -> None:
+    server = serve(f"file://{tmp_path}/pool")
+    assert server.backend.batch_set_v1(hashes(3), server.slots(2)) == [False] * 3
+    assert server.backend.batch_get_v1(hashes(3), server.slots(2)) == [False] * 3
+
+
+def test_after_close_everything_is_a_miss(tmp_path: Path, serve: Serve) -> None:
+    server = serve(f"file://{tmp_path}/pool")
+    assert all(server.backend.batch_set_v1(hashes(2), server.slots(2)))
+    server.backend.close()
+    server.backend.close()
+    assert server.backend.batch_exists(hashes(2)) == 0
+    assert server.backend.batch_get_v1(hashes(2), server.slots(2)) == [False] * 2
+    assert server.backend.batch_set_v1(hashes(2), server.slots(2)) == [False] * 2
+    server.backend.get_stats()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"model_id": ""}, "model_id"),
+        ({"poool": "x"}, 'unknown setting "poool"; did you mean "pool"?'),
+        ({"pool": "memory://"}, "this process's own"),
+        ({"fault_miss_ratio": 1.5}, "fault_miss_ratio"),
+        ({"fault_miss_ratio": "0.5"}, "fault_miss_ratio"),
+        ({"fault_corrupt_ratio": -0.1}, "fault_corrupt_ratio"),
+        ({"fault_delay_s": 61.0}, "fault_delay_s"),
+        ({"dtype": torch.float8_e4m3fn}, "kv_dtype"),
+        ({"layout": "page_unified"}, "page_first"),
+        ({"parallel": {"should_split_heads": True}}, "tp_lcm_size"),
+        (
+            {
+                "kind": "mla",
+                "parallel": {"dcp_size": 2, "tp_size": 2, "logical_page_size": 2 * PAGE_TOKENS},
+            },
+            "dcp",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_in_one_sentence(
+    tmp_path: Path, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Server(settings.pop("pool", f"file://{tmp_path}/pool"), **settings)
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_memory_of_which_sglang_names_only_a_part_is_refused(tmp_path: Path, serve: Serve) -> None:
+    """As that of MXFP8, whose pages would come back without their scales."""
+    from kvpool.sglang.pages import HostPages
+
+    host = serve(f"file://{tmp_path}/pool").host
+    size = host.get_size_per_token()
+    host.get_size_per_token = lambda: size + 8
+    with pytest.raises(EngineRefused, match="says where 24576 of them are"):
+        HostPages(host, None)
+
+
+def test_models_with_a_second_kind_of_cache_are_refused(tmp_path: Path, serve: Serve) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    server = serve(f"file://{tmp_path}/pool")
+    server.backend.register_mem_host_pool_v2(server.host, PoolName.KV)
+    with pytest.raises(EngineRefused, match="second kind of cache \\(mamba\\)"):
+        server.backend.register_mem_host_pool_v2(server.host, PoolName.MAMBA)
+
+
+def test_before_there_is_host_memory_all_is_a_miss(tmp_path: Path) -> None:
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+    config = storage_config(extra(f"file://{tmp_path}/pool"))
+    with closing(StorageBackendFactory.create_backend("dynamic", config, None)) as backend:
+        assert backend.batch_exists(hashes(2)) == 0
+        assert backend.batch_set_v1(hashes(2), torch.arange(2 * PAGE_TOKENS)) == [False] * 2
+        backend.clear()
+
+
+def test_the_recipe_in_the_documentation_is_what_both_sides_take(
+    tmp_path: Path,
+) -> None:
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+    from sglang.srt.server_args import ServerArgs
+
+    text = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    (command,) = re.findall(r"sglang\.launch_server (.*?)```", text, re.DOTALL)
+    options, _, rest = command.partition("--hicache-storage-backend-extra-config '")
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    assert parser.parse_args(options.replace("\\\n", " ").split()).hicache_storage_backend == "dynamic"
+    recipe = HybridCacheController.parse_storage_backend_extra_config(rest.rpartition("'")[0])[0]
+    recipe["pool"] = f"file://{tmp_path}/pool"
+    with closing(StorageBackendFactory.create_backend("dynamic", storage_config(recipe), None)) as backend:
+        assert type(backend).__name__ == "KVPoolHiCache"
+    (table,) = re.findall(r"\| setting \| type.*?\n\n", text, re.DOTALL)
+    assert set(HiCacheConfig.model_fields) <= set(re.findall(r"`([a-z_]+)`", table))
+
+
+# Faults on purpose.
+
+
+def test_faults_are_off_unless_asked_for_and_loud_when_on(
+    tmp_path: Path, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> list[str]:
+        return [
+            record.levelname for record in caplog.records if "FAULT INJECTION IS ON" in record.getMessage()
+        ]
+
+    serve(f"file://{tmp_path}/pool")
+    assert said() == []
+    serve(f"file://{tmp_path}/pool", fault_miss_ratio=0.01)
+    assert said() == ["WARNING"]
+
+
+def test_pages_are_missed_on_purpose(tmp_path: Path, serve: Serve) -> None:
+    pool = f"file://{tmp_path}/pool"
+    server = serve(pool)
+    keys, slots = hashes(20), server.slots(20)
+    assert all(server.backend.batch_set_v1(keys, slots))
+    all_missed, some = serve(pool, fault_miss_ratio=1.0), serve(pool, fault_miss_ratio=0.2)
+    into = some.slots(20)
+    assert all_missed.backend.batch_exists(keys) == 0
+    assert all_missed.backend.batch_get_v1(keys, into) == [False] * 20
+    assert {some.backend.batch_exists(keys) == 20 for _ in range(200)} == {
+        True,
+        False,
+    }  # by chance 1 in 10 million
+    for _ in range(50):
+        got = some.backend.batch_get_v1(keys, into)
+        assert got == sorted(got, reverse=True)
+        assert some.contents(into)[: sum(got)] == server.contents(slots)[: sum(got)]
+
+
+def test_the_pool_dawdles_on_purpose(tmp_path: Path, serve: Serve) -> None:
+    pool = f"file://{tmp_path}/pool"
+    slow = serve(pool, fault_delay_s=0.2, budget_s=BUDGET_S)
+    slots = slow.slots(1)
+    for call, wanted in (
+        (lambda: slow.backend.batch_set_v1(hashes(1), slots), [True]),
+        (lambda: slow.backend.batch_exists(hashes(1)), 1),
+        (lambda: slow.backend.batch_get_v1(hashes(1), slots), [True]),
+    ):
+        started = time.monotonic()
+        assert call() == wanted  # type: ignore[no-untyped-call]
+        assert time.monotonic() - started >= 0.2
+    too_slow = serve(pool, fault_delay_s=60.0, budget_s=BUDGET_S)
+    started = time.monotonic()
+    assert too_slow.backend.batch_exists(hashes(1)) == 0
+    assert too_slow.backend.batch_get_v1(hashes(1), slots) == [False]
+    assert 2 * BUDGET_S <= time.monotonic() - started < 2 * BUDGET_S + MARGIN_S
+
+
+def test_records_are_damaged_on_purpose_and_every_reader_finds_out(pool: str, serve: Serve) -> None:
+    careless, careful = serve(pool, fault_corrupt_ratio=1.0), serve(pool)
+    keys, slots, into = hashes(2), careless.slots(2), careful.slots(2)
+    assert careless.backend.batch_set_v1(keys, slots) == [True] * 2
+    assert careful.backend.batch_exists(keys) == 2
+    assert careful.backend.batch_get_v1(keys, into) == [False] * 2
+    assert careful.backend.batch_exists(keys) == 0  # it is gone, so that it can be stored again
+    assert careful.backend.batch_set_v1(keys, into) == [True] * 2
+    assert careful.backend.batch_get_v1(keys, into) == [True] * 2
+
+
+# SGLang's own threads.
+
+
+@pytest.mark.parametrize("interface_v1", [1, 0])
+def test_a_prompt_that_one_server_backed_up_is_prefetched_by_another(pool: str, interface_v1: int) -> None:
+    with (
+        closing(Controller(pool, interface_v1=interface_v1)) as ours,
+        closing(Controller(pool, interface_v1=interface_v1)) as theirs,
+    ):
+        prompt = tokens(200)  # more than one of SGLang's batches of 128 pages
+        slots = ours.host.alloc(len(prompt))
+        assert theirs.prefetch(prompt)[1] == 0
+        assert ours.back_up(prompt, slots) == len(prompt)
+        theirs.host.alloc(2 * PAGE_TOKENS)
+        into, said, came = theirs.prefetch([*prompt, *tokens(1, start=10**6)])
+        assert said == came == len(prompt)
+        written, read = (
+            one.host.kv_buffer[:, at].view(torch.uint8) for one, at in ((ours, slots), (theirs, into))
+        )
+        assert torch.equal(written, read)
+
+
+def test_sglang_goes_on_with_a_pool_that_has_every_fault(valkey: StoreServer) -> None:
+    valkey.client.flushall()
+    faults = {"fault_miss_ratio": 0.02, "fault_corrupt_ratio": 0.02, "fault_delay_s": 0.01}
+    with closing(Controller(valkey.url)) as ours, closing(Controller(valkey.url, **faults)) as theirs:
+        prompts = [tokens(40, start=start) for start in range(0, 10**6, 10**5)]
+        slots = ours.host.alloc(len(prompts[0]))
+        came = []
+        for prompt in prompts:
+            theirs.back_up(prompt, slots_of(theirs, ours, slots))
+            into, said, got = theirs.prefetch(prompt)
+            assert got <= said <= len(prompt)
+            written = ours.host.kv_buffer[:, slots[:got]].view(torch.uint8)
+            assert torch.equal(written, theirs.host.kv_buffer[:, into[:got]].view(torch.uint8))
+            theirs.host.free(into)
+            came.append(got)
+        assert max(came) > 0
+        assert min(came) < len(prompts[0])
+
+
+def slots_of(server: Controller, other: Controller, slots: torch.Tensor) -> torch.Tensor:
+    """The same slots of another server, with the same bytes."""
+    if not bool(server.host.slot_used[slots].any()):
+        taken = server.host.alloc(len(slots))
+        assert torch.equal(taken, slots)
+    server.host.kv_buffer[:, slots] = other.host.kv_buffer[:, slots]
+    return slots
+
+
+def test_sglang_goes_on_when_the_pool_is_lost(tmp_path: Path) -> None:
+    with running("valkey-server", tmp_path) as pool, closing(Controller(pool.url)) as controller:
+        prompt = tokens(4)
+        slots = controller.host.alloc(len(prompt))
+        assert controller.back_up(prompt, slots) == len(prompt)
+        pool.kill()
+        assert controller.prefetch(prompt)[1] == 0
+        assert controller.back_up(tokens(4, start=1000), slots) == 0
+        pool.start()
+        assert eventually(lambda: controller.back_up(prompt, slots) == len(prompt))
+        assert controller.prefetch(prompt)[1:] == (len(prompt), len(prompt))
