@@ -94,6 +94,8 @@ def run_bench_e2e(
         url = pool or f"file://{folder}/pool?capacity={POOL_CAPACITY}"
         open_store(url).close()  # what is wrong with it shows now
         tenant = f"bench-e2e-{secrets.token_hex(4)}"
+        unavailable: dict[str, str] = {}
+        arms = _arms(url, tenant, host_tier, peers, unavailable)
         with doing(console, "a tiny model with random weights is written"):
             model = write_model(folder / "model", width=width, layers=layers)
         token_nbytes = width * layers * 4  # K and V of half as many heads as the model has, 4 bytes a number
@@ -112,8 +114,8 @@ def run_bench_e2e(
             "disable_log_stats": False,
         }
         with _emptied(url, tenant) if pool else contextlib.nullcontext():
-            contest = _Contest(folder, options, workload, console)
-            answers = contest.run(_arms(url, tenant, host_tier, peers, contest.unavailable))
+            contest = _Contest(folder, options, workload, unavailable, console)
+            answers = contest.run(arms)
     report = Report(
         pool=redact(url) if pool else "a directory",
         seed=seed,
@@ -121,7 +123,7 @@ def run_bench_e2e(
         block_tokens=BLOCK_TOKENS,
         held_tokens=contest.held_tokens,
         kv_cache_tokens=kv_cache_tokens,
-        unavailable=contest.unavailable,
+        unavailable=unavailable,
         answers=answers,
     )
     if plot is not None:
@@ -171,11 +173,19 @@ def _lmcache(server: StoreURL, installed: Path) -> _Arm:
 
 
 class _Contest:
-    """``unavailable``: why, by arm. ``held_tokens``: what a cache of all prompts' full blocks holds, after ``run``."""
+    """``unavailable``: why, by arm; filled here. ``held_tokens``: what a cache of all prompts' full blocks holds,
+    after ``run``."""
 
-    def __init__(self, folder: Path, options: dict[str, Any], workload: Workload, console: Console) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: dict[str, Any],
+        workload: Workload,
+        unavailable: dict[str, str],
+        console: Console,
+    ) -> None:
         self._folder, self._options, self._workload, self._console = folder, options, workload, console
-        self.unavailable: dict[str, str] = {}
+        self._unavailable = unavailable
         self.held_tokens = 0
 
     def run(self, arms: Sequence[_Arm]) -> list[Answer]:
@@ -191,7 +201,7 @@ class _Contest:
                     if self._started(arm, engine):
                         with doing(self._console, f"it fills what {arm.name} reads"):
                             self._fill(engine, asked)
-        wanted = [arm for arm in arms if arm.name not in self.unavailable]
+        wanted = [arm for arm in arms if arm.name not in self._unavailable]
         with contextlib.ExitStack() as running:
             up = [(arm, running.enter_context(self._engine(arm, "reads"))) for arm in wanted]
             up = [(arm, engine) for arm, engine in up if self._started(arm, engine)]
@@ -214,12 +224,12 @@ class _Contest:
             except EngineFailed as error:
                 if arm.is_needed:
                     raise
-                self.unavailable[arm.name] = engine.complaint() or str(error)
+                self._unavailable[arm.name] = engine.complaint() or str(error)
                 return False
         # LMCache goes on without its own engine, and then keeps each request waiting for it.
         complaint = None if arm.is_needed else engine.complaint()
         if complaint is not None:
-            self.unavailable[arm.name] = complaint
+            self._unavailable[arm.name] = complaint
         return complaint is None
 
     def _answered_first(self, engine: EngineProcess) -> list[_Asked]:

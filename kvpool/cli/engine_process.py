@@ -111,6 +111,17 @@ def write_model(folder: Path, **options: Any) -> Path:
     return folder
 
 
+def ran_s(session: int) -> float:
+    """Processor time of all threads of all processes that are in a session now."""
+    ran_ns = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getsid(int(process.name)) == session:
+                for task in (process / "task").iterdir():
+                    ran_ns += int((task / "schedstat").read_text().split()[0])
+    return ran_ns * 1e-9
+
+
 class EngineProcess:
     """One engine; ``options`` are those of ``vllm.LLM``. Its output goes to ``folder``/NAME.log.
 
@@ -193,7 +204,7 @@ class EngineProcess:
 
     def complaint(self) -> str | None:
         """Why the engine does not work, by its log so far: our own refusal, or the first error."""
-        return _complaint(self.log.read_text(errors="replace").splitlines())
+        return first_error(self.log.read_text(errors="replace").splitlines())
 
     def wait_quiet(self) -> bool:
         """Wait until the engine's processes hardly run; False when they still do after ``QUIET_TIMEOUT_S``.
@@ -202,9 +213,9 @@ class EngineProcess:
         """
         deadline = time.monotonic() + QUIET_TIMEOUT_S
         while time.monotonic() < deadline:
-            started, ran_s = time.monotonic(), self._ran_s()
+            started, before_s = time.monotonic(), ran_s(self._process.pid)
             time.sleep(QUIET_LOOK_S)
-            if self._ran_s() - ran_s < QUIET_SHARE * (time.monotonic() - started):
+            if ran_s(self._process.pid) - before_s < QUIET_SHARE * (time.monotonic() - started):
                 return True
         return False
 
@@ -228,16 +239,6 @@ class EngineProcess:
             self._process.stdin and self._process.stdin.close()
         self._answers.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def _ran_s(self) -> float:
-        """Processor time of all threads in the session."""
-        ran_ns = 0
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
-                if os.getsid(int(process.name)) == self._process.pid:
-                    for task in (process / "task").iterdir():
-                        ran_ns += int((task / "schedstat").read_text().split()[0])
-        return ran_ns * 1e-9
 
     def _gone(self, order: signal.Signals, patience_s: float) -> bool:
         """Send a signal to the session; whether all of it has ended in time."""
@@ -291,13 +292,13 @@ class EngineProcess:
 def _cause(log: Path) -> str:
     """What an engine's log says about its end."""
     lines = log.read_text(errors="replace").splitlines()
-    complaint = _complaint(lines)
+    complaint = first_error(lines)
     if complaint and complaint.startswith(REFUSAL):
         return complaint
     return f"{complaint or (lines or ['it wrote nothing'])[-1].strip()} (log: {log})"
 
 
-def _complaint(lines: list[str]) -> str | None:
+def first_error(lines: list[str]) -> str | None:
     """Our own refusal, or the first error, without vLLM's prefix."""
     for line in lines:
         if REFUSAL in line:
