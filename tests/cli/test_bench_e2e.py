@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,8 +79,9 @@ def _report() -> Report:
     computed, loaded = (1.0, 2.0, 4.0), (0.1, 1.0, 1.0)
     answers = [_answer(arm, "chat", number, 0.1 * number) for arm in (OFF, OWN) for number in range(1, 5)]
     answers += [_answer(OWN, "document", 5, 0.1, 900)]
-    for number in (2, 0, 1):  # their order is not that of the prompts
+    for number in (2, 0, 1):  # the arms have them in orders of their own
         answers += [_answer(OFF, "probe", number, computed[number]), _answer(OFF, "again", number, 0.5)]
+    for number in (0, 1, 2):
         answers += [_answer(OWN, "probe", number, loaded[number], 896), _answer(OWN, "again", number, 0.6)]
     return Report("a directory", 7, 1000, 128, 4000, 8192, {HOST: "RuntimeError: no [device]"}, answers)
 
@@ -172,6 +175,6 @@ def test_a_session_that_waits_does_not_run() -> None:
         resting_s = ran_s(child.pid)
         assert not eventually(lambda: ran_s(child.pid) > resting_s + 0.1, within_s=0.5)
     finally:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         child.stdout.close()
