@@ -54,7 +54,7 @@ class _Arm:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """One request as every arm has it. ``answer``: the first engine's; empty before that."""
 
     kind: str
@@ -232,23 +232,23 @@ class _Contest:
             self._unavailable[arm.name] = complaint
         return complaint is None
 
-    def _answered_first(self, engine: EngineProcess) -> list[_Asked]:
+    def _answered_first(self, engine: EngineProcess) -> list[Asked]:
         said = Conversations(self._workload)
-        asked: list[_Asked] = []
+        asked: list[Asked] = []
         for number, request in enumerate(self._workload.requests):
             prompt = said.prompt(request)
             answer = engine.generate(prompt, ANSWER_TOKENS)["tokens"]
             said.answered(request, prompt, answer)
-            asked.append(_Asked(request.kind, number, prompt, answer))
+            asked.append(Asked(request.kind, number, prompt, answer))
         hasher = BlockHasher(BLOCK_TOKENS)
         self.held_tokens = BLOCK_TOKENS * len({block for one in asked for block in hasher.hashes(one.prompt)})
         for number, probe in enumerate(self._workload.probes):
             prompt = list(probe)
-            asked.append(_Asked("probe", number, prompt, engine.generate(prompt, ANSWER_TOKENS)["tokens"]))
+            asked.append(Asked("probe", number, prompt, engine.generate(prompt, ANSWER_TOKENS)["tokens"]))
         engine.generate(list(self._workload.warm_up), ANSWER_TOKENS)
         return asked
 
-    def _fill(self, engine: EngineProcess, asked: Sequence[_Asked]) -> None:
+    def _fill(self, engine: EngineProcess, asked: Sequence[Asked]) -> None:
         for prompt in [*(one.prompt for one in asked), list(self._workload.warm_up)]:
             engine.generate(prompt, ANSWER_TOKENS)
 
@@ -259,7 +259,7 @@ class _Contest:
             engine.generate(prompt, ANSWER_TOKENS)
         engine.wait_quiet()
 
-    def _measured(self, up: Sequence[tuple[_Arm, EngineProcess]], asked: Sequence[_Asked]) -> list[Answer]:
+    def _measured(self, up: Sequence[tuple[_Arm, EngineProcess]], asked: Sequence[Asked]) -> list[Answer]:
         answers: list[Answer] = []
         turns = list(_turns(asked))
         progress = Progress(console=self._console, transient=True, disable=not self._console.is_terminal)
@@ -269,14 +269,14 @@ class _Contest:
                 first = number % len(up)
                 for arm, engine in [*up[first:], *up[:first]]:
                     progress.update(task, description=f"asking {arm.name}")
-                    answers += [_answer(engine, arm.name, one) for one in turn]
+                    answers += [ask(engine, arm.name, one) for one in turn]
                     if not engine.wait_quiet():
                         self._console.print(f"{engine.name} does not become quiet", highlight=False)
                     progress.advance(task)
         return answers
 
 
-def _turns(asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
+def _turns(asked: Sequence[Asked]) -> Iterator[list[Asked]]:
     """Some requests at a time; then each probe, twice."""
     requests = [one for one in asked if one.kind != "probe"]
     for at in range(0, len(requests), TURN_REQUESTS):
@@ -286,7 +286,8 @@ def _turns(asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
             yield [one, replace(one, kind="again")]
 
 
-def _answer(engine: EngineProcess, arm: str, one: _Asked) -> Answer:
+def ask(engine: EngineProcess, arm: str, one: Asked) -> Answer:
+    """Blocking. Errors: ``EngineFailed``."""
     said = engine.generate(one.prompt, ANSWER_TOKENS)
     return Answer(
         arm=arm,

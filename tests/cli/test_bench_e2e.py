@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvpool.cli.bench_e2e import Asked, ask
 from kvpool.cli.bench_e2e_report import HOST, OFF, OWN, Answer, Report, show
 from kvpool.cli.bench_workload import QUESTIONS, TURNS, Conversations, draw_workload, longest_prompt_tokens
-from kvpool.cli.engine_process import first_error, ran_s
+from kvpool.cli.engine_process import EngineProcess, first_error, ran_s
 from tests.cli.test_app import refused
 from tests.conftest import eventually
 from tests.stores.servers import running
@@ -129,6 +131,29 @@ def test_report_is_a_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["faults"] == []
     assert [each["arm"] for each in shown["probes"]] == [OFF, OWN]
     assert len(shown["answers"]) == len(report.answers)
+
+
+class _Engine(EngineProcess):
+    """Answers at once, and always the same."""
+
+    def __init__(self) -> None:
+        pass
+
+    def generate(self, tokens: list[int], max_tokens: int = 16) -> dict[str, Any]:
+        return {
+            "tokens": ANSWER[:max_tokens],
+            "cached_tokens": 2,
+            "pool_tokens": 1.0,
+            "first_token_s": 0.5,
+            "finished_s": 1.5,
+        }
+
+
+def test_an_answer_is_held_against_the_first_engines() -> None:
+    same = ask(_Engine(), OWN, Asked("chat", 3, [1, 2, 3], ANSWER))
+    assert same == Answer(OWN, "chat", 3, 3, 2, 1, len(ANSWER), 0.5, 1.5, identical=True)
+    for other in (ANSWER[::-1], ANSWER[:-1], []):
+        assert not ask(_Engine(), OWN, Asked("chat", 3, [1, 2, 3], other)).identical
 
 
 def test_peer_that_is_not_installed_is_told_before_an_engine_starts(tmp_path: Path) -> None:
