@@ -12,7 +12,7 @@ from kvpool.cli.bench_workload import QUESTIONS, TURNS
 from tests.cli.test_app import kvpool
 from tests.stores.servers import running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(620)]
 
 
 def test_bench_e2e_loads_what_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_bench_e2e_loads_what_it_measures_and_leaves_nothing(tmp_path: Path) -> 
         ended = kvpool(
             "bench", "e2e", "--pool", server.url, "--chats", "1", "--documents", "1", "--probes", "1",
             "--prompt-tokens", "600", "--width", "256", "--layers", "4", "--no-host-tier",
-            "--plot", str(plot), "--json", timeout_s=400,
+            "--plot", str(plot), "--json", timeout_s=600,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr
         assert server.client.keys() == [b"other"]
