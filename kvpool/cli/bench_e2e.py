@@ -113,7 +113,7 @@ def run_bench_e2e(
             "prefix_caching_hash_algo": "sha256_cbor",
             "disable_log_stats": False,
         }
-        with _emptied(url, tenant) if pool else contextlib.nullcontext():
+        with emptied(url, tenant) if pool else contextlib.nullcontext():
             contest = _Contest(folder, options, workload, unavailable, console)
             answers = contest.run(arms)
     report = Report(
@@ -304,7 +304,7 @@ def ask(engine: EngineProcess, arm: str, one: Asked) -> Answer:
 
 
 @contextlib.contextmanager
-def _emptied(pool: str, tenant: str) -> Iterator[None]:
+def emptied(pool: str, tenant: str) -> Iterator[None]:
     """A tenant of a run alone, of which nothing stays in the pool."""
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.bench_e2e import Asked, ask
+from kvpool.cli.bench_e2e import Asked, ask, emptied
 from kvpool.cli.bench_e2e_report import HOST, OFF, OWN, Answer, Report, show
 from kvpool.cli.bench_workload import QUESTIONS, TURNS, Conversations, draw_workload, longest_prompt_tokens
 from kvpool.cli.engine_process import EngineProcess, first_error, ran_s
+from kvpool.stores import open_store
 from tests.cli.test_app import refused
 from tests.conftest import eventually
 from tests.stores.servers import running
@@ -154,6 +156,21 @@ def test_an_answer_is_held_against_the_first_engines() -> None:
     assert same == Answer(OWN, "chat", 3, 3, 2, 1, len(ANSWER), 0.5, 1.5, identical=True)
     for other in (ANSWER[::-1], ANSWER[:-1], []):
         assert not ask(_Engine(), OWN, Asked("chat", 3, [1, 2, 3], other)).identical
+
+
+def test_what_a_run_put_into_a_pool_goes_and_nothing_else(tmp_path: Path) -> None:
+    ours, theirs = (
+        f"kvpool:{tenant}:{'0' * 32}:{'ab' * 32}:0:0" for tenant in ("bench-e2e-1", "bench-e2e-12")
+    )
+    with running("valkey-server", tmp_path) as server:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            emptied(server.url, "bench-e2e-1"),
+            open_store(server.url) as store,
+        ):
+            assert store.put_many([ours, theirs], [b"x" * 1000] * 2) == [True, True]
+            raise KeyboardInterrupt
+        assert server.client.keys() == [theirs.encode()]
 
 
 def test_peer_that_is_not_installed_is_told_before_an_engine_starts(tmp_path: Path) -> None:
