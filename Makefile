@@ -53,7 +53,7 @@ help:
 	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each; make fuzz for as long in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
-	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py and Dynamo, for kvpool bench store|index --peers"
+	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py and Dynamo, for kvpool bench store|index|e2e --peers"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
@@ -98,7 +98,7 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool bench index
 	$(BIN)/kvpool bench fleet
 
-bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
+bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/lmcache-engine/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) $(BY_FILE) -m soak --durations=15 $(PYTEST)
@@ -193,6 +193,14 @@ $(PROTO_TOOLS)/.stamp: scripts/proto | $(VENV)/.stamp-venv
 $(PEERS)/lmcache/.stamp: | $(VENV)/.stamp-venv
 	$(call peer_environment,lmcache,$(TORCH) numpy)
 	@$(PEERS)/lmcache/bin/python -m pip install -qq --no-deps lmcache==$(LMCACHE_VERSION)
+	@touch $@
+
+# LMCache as vLLM loads it: a folder for the path of vLLM's own interpreter. What it asks for beyond these is there, or
+# is not needed on a CPU.
+$(PEERS)/lmcache-engine/.stamp: | $(VENV)/.stamp-venv
+	@echo "fetching LMCache for vLLM"
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -qq --no-deps --target $(@D) lmcache==$(LMCACHE_VERSION) aiofile caio
 	@touch $@
 
 $(PEERS)/glide/.stamp: | $(VENV)/.stamp-venv

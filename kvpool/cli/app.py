@@ -582,3 +582,47 @@ def bench_fleet(
         workers=workers, routers=routers or [1, 2, 4, 8], requests=requests, seed=seed,
         plot=Path(plot) if plot else None, as_json=as_json,
     )  # fmt: skip
+
+
+@bench.command("e2e")
+def bench_e2e(
+    pool: Annotated[
+        str | None, typer.Option(help="URL of the store; without it a file store in a temporary folder.")
+    ] = None,
+    chats: Annotated[int, typer.Option(min=1, max=1000, help="Chats of four turns.")] = 5,
+    documents: Annotated[int, typer.Option(min=1, max=1000, help="Documents, three questions each.")] = 4,
+    probes: Annotated[
+        int, typer.Option(min=1, max=1000, help="Prompts for the ratios to recomputing and to a local hit.")
+    ] = 7,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=256, max=8000, help="Tokens of a document, and of a probe.")
+    ] = 2068,
+    width: Annotated[int, typer.Option(min=256, max=8192, help="Of the model; a multiple of 256.")] = 768,
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Of the model.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the workload.")] = 7,
+    host_tier: Annotated[
+        bool, typer.Option("--host-tier/--no-host-tier", help="Try vLLM's own host tier, too.")
+    ] = True,
+    peers: Annotated[bool, typer.Option("--peers", help="Try LMCache, too.")] = False,
+    peers_folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Where it is; make bench-peers puts it there.")
+    ] = PEERS_FOLDER,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a PNG of times to the first token.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Real engines on chats and shared documents: without a pool, with vLLM's host tier, kvpool and LMCache.
+
+    Starts vLLM CPU engines with a small random model. Exits with 1 when an engine's tokens are not those of the others,
+    or when prompts were not found in the pool.
+    """
+    from kvpool.cli.bench_e2e import run_bench_e2e
+
+    good = run_bench_e2e(
+        pool=pool, chats=chats, documents=documents, probes=probes, prompt_tokens=prompt_tokens, width=width,
+        layers=layers, seed=seed, host_tier=host_tier, peers=Path(peers_folder) if peers else None,
+        plot=Path(plot) if plot else None, as_json=as_json,
+    )  # fmt: skip
+    if not good:
+        raise typer.Exit(EXIT_FAILED)

@@ -10,12 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -25,8 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.cli.engine_process import EngineProcess, child_environment, connector_config, free_ports
+from kvpool.cli.activity import doing
+from kvpool.cli.engine_process import EngineProcess, connector_config, free_ports, write_model
 from kvpool.cli.index_process import IndexProcess
+from kvpool.cli.workspace import workspace
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError, UnknownModel
 from kvpool.index.client import IndexClient
@@ -89,11 +86,12 @@ def run_demo(
     Blocking, for about two minutes on two cores. Errors: ``KVPoolError`` with one line.
     """
     console = Console(stderr=True)
-    with _workspace(keep, console) as folder:
+    with workspace("kvpool-demo-", console, keep=keep) as folder:
         pool = pool or f"file://{folder}/pool?capacity=2GiB"
         # What is wrong with the pool shows now and not half a minute later, when an engine starts.
         open_store(PoolConfig.load({"pool": pool, **settings}, environ={}).pool).close()
-        model = _write_model(folder / "model", console)
+        with doing(console, "a tiny model with random weights is written"):
+            model = write_model(folder / "model")
         options = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -138,14 +136,14 @@ class _Fleet:
                 asked = _Asked(client, "first", engine, str(self._options["model"]), block_tokens)
                 engine.generate(warmups[0], GENERATED_TOKENS)
                 for prompt in prompts:
-                    with _doing(self._console, f"first engine computes {len(prompt):,} tokens"):
+                    with doing(self._console, f"first engine computes {len(prompt):,} tokens"):
                         cold.append(asked.generate(prompt))
                         again.append(engine.generate(prompt, GENERATED_TOKENS))
             with self._engine("second") as engine:
                 asked = _Asked(client, "second", engine, str(self._options["model"]), block_tokens)
                 engine.generate(warmups[1], GENERATED_TOKENS)
                 for prompt, first, reference in zip(prompts, cold, again, strict=True):
-                    with _doing(self._console, f"second engine loads {len(prompt):,} tokens"):
+                    with doing(self._console, f"second engine loads {len(prompt):,} tokens"):
                         second = asked.generate(prompt)
                     pool_tokens = int(second.said["pool_tokens"])
                     rows.append(
@@ -180,7 +178,7 @@ class _Fleet:
             **self._options,
         }
         with EngineProcess(name, self._folder, options) as engine:
-            with _doing(self._console, f"{name} engine starts"):
+            with doing(self._console, f"{name} engine starts"):
                 engine.wait_ready()
             yield engine
 
@@ -234,54 +232,6 @@ class _Asked:
                 return False
             time.sleep(0.05)
         return True
-
-
-def _write_model(folder: Path, console: Console) -> Path:
-    with _doing(console, "a tiny model with random weights is written"):
-        written = subprocess.run(
-            [sys.executable, "-m", "kvpool.vllm.tiny_model", str(folder)],
-            env=child_environment({"TMPDIR": str(folder.parent)}),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-    if written.returncode:
-        last = written.stderr.strip().splitlines()[-1:] or ["no output"]
-        raise KVPoolError(f"cannot write the model: {last[0]}; the demo needs vLLM (make demo installs it)")
-    return folder
-
-
-@contextlib.contextmanager
-def _workspace(keep: bool, console: Console) -> Iterator[Path]:
-    """A folder that goes away with the demo, on Ctrl-C and on termination too."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    folder = Path(tempfile.mkdtemp(prefix="kvpool-demo-"))
-    try:
-        yield folder
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        if keep:
-            console.print(f"kept: {folder}", highlight=False)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _doing(console: Console, what: str) -> Iterator[None]:
-    """Show that something goes on: a spinner on a terminal, a line before and after elsewhere."""
-    started = time.monotonic()
-    if console.is_terminal:
-        with console.status(what):
-            yield
-    else:
-        console.print(f"... {what}", highlight=False)
-        yield
-    console.print(f"[{time.monotonic() - started:5.1f} s] {what}", highlight=False, markup=False)
 
 
 def _print(rows: list[Row], good: bool, as_json: bool, pool: str) -> None:

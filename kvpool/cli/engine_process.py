@@ -28,10 +28,14 @@ from typing import Any
 from kvpool.errors import KVPoolError
 
 LOWEST_PORT = 10_000
+WRITE_TIMEOUT_S = 120.0  # for a tiny model
 START_TIMEOUT_S = 240.0
 ASK_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 TERMINATE_TIMEOUT_S = 10.0
+QUIET_TIMEOUT_S = 20.0
+QUIET_LOOK_S = 0.25
+QUIET_SHARE = 0.1  # of one core: an idle engine takes 0.02, one that waits actively 1
 MAX_LINE_NBYTES = 16 << 20
 REFUSAL = "kvpool refuses to start: "
 _ERROR = re.compile(r"\b\w+(?:Error|Exception|Interrupt): .*")
@@ -86,6 +90,36 @@ def all_cores() -> str:
     Without it vLLM takes one core without a connector and more with one, which would make figures unfair.
     """
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[:8]))
+
+
+def write_model(folder: Path, **options: Any) -> Path:
+    """``kvpool.vllm.tiny_model``, by a process of its own, so that torch stays out of this one.
+
+    Blocking, some seconds. Errors: ``KVPoolError``.
+    """
+    written = subprocess.run(
+        [sys.executable, "-m", "kvpool.vllm.tiny_model", str(folder), json.dumps(options)],
+        env=child_environment({"TMPDIR": str(folder.parent)}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WRITE_TIMEOUT_S,
+    )
+    if written.returncode:
+        last = written.stderr.strip().splitlines()[-1:] or ["no output"]
+        raise KVPoolError(f"cannot write the model: {last[0]}; it takes vLLM (make demo installs it)")
+    return folder
+
+
+def ran_s(session: int) -> float:
+    """Processor time of all threads of all processes that are in a session now."""
+    ran_ns = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getsid(int(process.name)) == session:
+                for task in (process / "task").iterdir():
+                    ran_ns += int((task / "schedstat").read_text().split()[0])
+    return ran_ns * 1e-9
 
 
 class EngineProcess:
@@ -168,6 +202,23 @@ class EngineProcess:
         """Generate greedily; see ``kvpool.vllm.drive`` for the answer."""
         return self.ask({"do": "generate", "tokens": tokens, "max_tokens": max_tokens})
 
+    def complaint(self) -> str | None:
+        """Why the engine does not work, by its log so far: our own refusal, or the first error."""
+        return first_error(self.log.read_text(errors="replace").splitlines())
+
+    def wait_quiet(self) -> bool:
+        """Wait until the engine's processes hardly run; False when they still do after ``QUIET_TIMEOUT_S``.
+
+        vLLM's workers wait actively for a second after each step, and stores go on after an answer.
+        """
+        deadline = time.monotonic() + QUIET_TIMEOUT_S
+        while time.monotonic() < deadline:
+            started, before_s = time.monotonic(), ran_s(self._process.pid)
+            time.sleep(QUIET_LOOK_S)
+            if ran_s(self._process.pid) - before_s < QUIET_SHARE * (time.monotonic() - started):
+                return True
+        return False
+
     def stop(self) -> None:
         """End the engine: politely first, so that stores in flight end, then with its whole session."""
         assert self._process.stdin is not None
@@ -239,12 +290,20 @@ class EngineProcess:
 
 
 def _cause(log: Path) -> str:
-    """What an engine's log says about its end: our own refusal, or the first error, without vLLM's prefix."""
+    """What an engine's log says about its end."""
     lines = log.read_text(errors="replace").splitlines()
+    complaint = first_error(lines)
+    if complaint and complaint.startswith(REFUSAL):
+        return complaint
+    return f"{complaint or (lines or ['it wrote nothing'])[-1].strip()} (log: {log})"
+
+
+def first_error(lines: list[str]) -> str | None:
+    """Our own refusal, or the first error, without vLLM's prefix."""
     for line in lines:
         if REFUSAL in line:
             return line[line.index(REFUSAL) :]
     causes = [found[0] for line in lines if "WARNING" not in line and (found := _ERROR.search(line))]
     # The parent's word comes last and only points at what its children said.
     causes = [cause for cause in causes if "initialization failed" not in cause] or causes
-    return f"{causes[0] if causes else (lines or ['it wrote nothing'])[-1].strip()} (log: {log})"
+    return causes[0] if causes else None

@@ -4,7 +4,8 @@ Reads one JSON object a line from standard input and answers each with one line 
 options, so that nothing the engine prints can be mistaken for an answer. Commands:
 
 - ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
-  "first_token_s"}``; with ``"transfer_params"``, the request's ``kv_transfer_params``;
+  "first_token_s", "finished_s"}``, both since the request was added; with ``"transfer_params"``, the request's
+  ``kv_transfer_params``;
 - ``{"do": "abort", "tokens": [...], "once_read": PATH}``: the request is aborted as soon as that record of a file
   pool has been read, which is when its load is under way;
 - ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels; ``name/value`` where one of ours
@@ -64,6 +65,7 @@ def _generate(engine: Any, tokens: list[int], max_tokens: int, transfer_params: 
         "cached_tokens": last.num_cached_tokens,
         "pool_tokens": _metrics().get(POOL_HITS, 0) - before,
         "first_token_s": first_token_s,
+        "finished_s": time.perf_counter() - started,
     }
 
 

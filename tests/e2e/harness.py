@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
 from kvpool import BlockHasher
 from kvpool._native import RECORD_HEADER_NBYTES, pack_header
-from kvpool.cli.engine_process import EngineProcess, child_environment, connector_config
+from kvpool.cli.engine_process import EngineProcess, connector_config, write_model
 
 BLOCK_TOKENS = 128
 VOCABULARY = 8192
 GENERATED_TOKENS = 12
-
-
-def write_model(folder: Path, **options: Any) -> Path:
-    """A tiny model, written by a process of its own so that torch stays out of the test's."""
-    command = [sys.executable, "-m", "kvpool.vllm.tiny_model", str(folder), json.dumps(options)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120, env=child_environment())
-    return folder
 
 
 def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:
