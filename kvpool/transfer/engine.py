@@ -66,7 +66,7 @@ class _Job:
     missing: list[str] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Part:
     """One batch of the store and the slots that it owns. ``tags`` is None for a load."""
 
@@ -232,7 +232,7 @@ class TransferEngine:
 
     def _end_jobs(self, now: float) -> None:
         for job in list(self._jobs.values()):
-            if now > job.deadline:
+            if (job.parts or job.pending) and now > job.deadline:
                 self._fail(job, "too_slow")
             if job.parts or job.pending:
                 continue
@@ -326,21 +326,20 @@ class TransferEngine:
     def _advance(self) -> None:
         self._reap()
         now = time.monotonic()
-        going_on: list[_Part] = []
-        for part in self._parts:
+        for part in list(self._parts):
             if part.transfer.done():
+                # Out of the list first: whatever fails below, its slots are released once.
+                self._parts.remove(part)
                 if part.job is not None:
                     self._end_load(part)
                     self.staging.release(part.slots)
                 elif (rest := self._end_store(part)) is not None:
-                    going_on.append(rest)
+                    self._parts.append(rest)
                 else:
                     self.staging.release(part.slots)
             elif now > part.deadline + ABANDON_AFTER_S:
+                self._parts.remove(part)
                 self._abandon(part)
-            else:
-                going_on.append(part)
-        self._parts = going_on
         self._start_loads(now)
         self._end_jobs(now)
 

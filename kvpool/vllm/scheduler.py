@@ -408,6 +408,7 @@ class SchedulerHalf:
                 self._namespace = namespaces.pop()
 
     def _break(self, reason: str) -> None:
+        self._pending.clear()  # who failed may not report them any more
         if not self._broken:
             self._broken = True
             logger.error("kvpool is off for this engine, which goes on without it: %s", reason)

@@ -195,6 +195,17 @@ def test_a_rank_without_a_pool_ends_it_for_the_engine(store: Store) -> None:
     assert scheduler.plan(output(asked, 100, TABLE)).stores == []
 
 
+def test_stores_that_a_broken_rank_will_never_report_are_forgotten(store: Store) -> None:
+    scheduler, asked = half(store), request("a")
+    scheduler.seen(asked)
+    scheduler.allocated(asked, TABLE, 0)
+    assert scheduler.plan(output(asked, 100, TABLE)).stores
+    assert scheduler.wants_steps()
+    scheduler.update(PoolWorkerMetadata(broken={0: "disk on fire"}), (), ())
+    assert not scheduler.wants_steps()
+    assert not scheduler._pending
+
+
 def test_full_blocks_are_stored_once_and_announced_when_every_rank_has_them(store: Store) -> None:
     scheduler, asked = half(store, ranks=2), request("a")
     scheduler.seen(asked)
