@@ -454,6 +454,7 @@ class ScriptedEngine:
         self.execute()
         self.take()
         self.world.pass_time(STEP_S)
+        self.check()
 
     def drain(self) -> None:
         """Step until nothing is left to do."""

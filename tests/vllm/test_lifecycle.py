@@ -145,7 +145,6 @@ class Life(RuleBasedStateMachine):
     def steps(self, at: int, steps: int) -> None:
         for _ in range(steps):
             self.engines[at].step()
-            self.engines[at].check()
 
     @rule(seconds=st.sampled_from((0.001, 0.05, 0.3, 3.0, 11.0)))
     def time_passes(self, seconds: float) -> None:
@@ -422,7 +421,6 @@ def test_preempted_requests_say_the_same_and_are_loaded_anew(engine: Callable[..
     preempted: set[str] = set()
     while one.live():
         one.step()
-        one.check()
         preempted |= {name for name, request in one.scheduler.requests.items() if request.num_preemptions}
     assert preempted
     assert one.loads > 0
