@@ -333,7 +333,7 @@ class TransferEngine:
 
     def _end_jobs(self, now: float) -> None:
         for job in list(self._jobs.values()):
-            if now > job.deadline:
+            if (job.parts or job.pending) and now > job.deadline:
                 self._fail(job, "too_slow")
             if job.parts or job.pending:
                 continue

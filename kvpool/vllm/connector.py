@@ -198,13 +198,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self._planner().wants_steps()
 
-    def reset_cache(self) -> bool:
-        """A shared pool is not one engine's to empty, so this answers False; answers in flight are dropped."""
+    def reset_cache(self) -> None:
+        """Drop what is known of the pool, which stays as it is: a shared pool is not one engine's to empty.
+
+        The answer is that of a connector with nothing to reset. After a False, vLLM ends a call to sleep, or to pause,
+        with an error.
+        """
         self._planner().forget()
         logger.warning(
             "kvpool: the pool is shared and was not emptied; change model_id or tenant to start afresh"
         )
-        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

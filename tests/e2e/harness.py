@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,52 @@ def namespaces(pool: Path) -> set[str]:
     return {path.name for path in (pool / "blocks").glob("*/*")}
 
 
+def process_named(engine: EngineProcess, name: str) -> int:
+    """The process below an engine's driver that vLLM has given this name."""
+    (process,) = [
+        pid
+        for pid in processes_below(engine.process_id)
+        if Path(f"/proc/{pid}/comm").read_text().strip() == name
+    ]
+    return process
+
+
+def processes_below(process: int) -> list[int]:
+    children = [
+        int(child)
+        for task in Path(f"/proc/{process}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    return children + [pid for child in children for pid in processes_below(child)]
+
+
+def quiet(process: int) -> bool:
+    """Whether no thread of a process runs for a fifth of a second."""
+    used = [ran_ns(process)]
+    for _ in range(10):
+        threading.Event().wait(0.02)
+        used.append(ran_ns(process))
+    return used[0] == used[-1]
+
+
+def ran_ns(process: int) -> int:
+    """How long the threads of a process have run."""
+    return sum(
+        int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{process}/task").iterdir()
+    )
+
+
 __all__ = [
     "BLOCK_TOKENS",
     "GENERATED_TOKENS",
     "corrupt",
     "engine_options",
     "namespaces",
+    "process_named",
+    "processes_below",
     "prompt",
+    "quiet",
+    "ran_ns",
     "records",
     "started",
     "write_model",

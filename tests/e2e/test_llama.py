@@ -22,7 +22,11 @@ from tests.e2e.harness import (
     GENERATED_TOKENS,
     corrupt,
     engine_options,
+    process_named,
+    processes_below,
     prompt,
+    quiet,
+    ran_ns,
     records,
     started,
 )
@@ -212,13 +216,13 @@ def test_pool_lost_while_a_load_is_in_flight(
     """The worker is held while its blocks go: the pool was asked and said yes, and the load finds them gone."""
     found = records(pair.pool, LONG[name])
     before = pair.metrics()
-    core, worker = _named(pair, "VLLM::EngineCor"), _named(pair, "VLLM::Worker")
+    core, worker = process_named(pair.second, "VLLM::EngineCor"), process_named(pair.second, "VLLM::Worker")
     os.kill(worker, signal.SIGSTOP)
-    idle_ns = _ran_ns(core)
+    idle_ns = ran_ns(core)
     try:
         pair.second.send({"do": "generate", "tokens": LONG[name], "max_tokens": GENERATED_TOKENS})
         # The core asks the pool by itself, and then waits for its worker without using the processor.
-        assert eventually(lambda: _quiet(core) and _ran_ns(core) > idle_ns)
+        assert eventually(lambda: quiet(core) and ran_ns(core) > idle_ns)
         damage(pair, found)
     finally:
         os.kill(worker, signal.SIGCONT)
@@ -262,44 +266,12 @@ def test_aborted_load_leaks_nothing(pair: Pair) -> None:
     assert _same(pair, "after abort", answer)
 
 
-def _named(pair: Pair, name: str) -> int:
-    """The process below the driver that vLLM has given this name."""
-    (process,) = [
-        pid for pid in _below(pair.second.process_id) if Path(f"/proc/{pid}/comm").read_text().strip() == name
-    ]
-    return process
-
-
-def _quiet(process: int) -> bool:
-    """Whether no thread of a process runs for a fifth of a second."""
-    used = [_ran_ns(process)]
-    for _ in range(10):
-        threading.Event().wait(0.02)
-        used.append(_ran_ns(process))
-    return used[0] == used[-1]
-
-
-def _ran_ns(process: int) -> int:
-    return sum(
-        int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{process}/task").iterdir()
-    )
-
-
 def _held(process: int) -> tuple[int, int]:
     """(threads, descriptors) of everything below the driver: the engine core and its worker."""
-    processes = _below(process)
+    processes = processes_below(process)
     assert len(processes) >= 2, "the engine has a core and a worker"
     threads = sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in processes)
     return threads, sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in processes)
-
-
-def _below(process: int) -> list[int]:
-    children = [
-        int(child)
-        for task in Path(f"/proc/{process}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-    return children + [pid for child in children for pid in _below(child)]
 
 
 def test_events_say_what_is_in_the_pool(pair: Pair) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +15,21 @@ import pytest
 
 from kvpool.cli.engine_process import EngineProcess
 from tests.conftest import eventually
-from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, engine_options, prompt, started
+from tests.e2e.harness import (
+    BLOCK_TOKENS,
+    GENERATED_TOKENS,
+    engine_options,
+    process_named,
+    prompt,
+    quiet,
+    ran_ns,
+    started,
+)
 from tests.stores.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
-PROMPTS = {name: prompt(40 + i, 2200) for i, name in enumerate(["hit", "stopped", "killed"])}
+PROMPTS = {name: prompt(40 + i, 2200) for i, name in enumerate(["hit", "stopped", "killed", "loading"])}
 BUDGET_S = 0.5
 # A stalled pool may delay a request by the budget; this much more is for a busy machine.
 MARGIN_S = 2.0
@@ -63,6 +75,32 @@ def test_a_stopped_server_costs_a_recompute_and_the_budget(pair: Pair) -> None:
         pair.server.go_on()
     assert answer["pool_tokens"] == 0
     assert answer["first_token_s"] < pair.cold["stopped"]["first_token_s"] + BUDGET_S + MARGIN_S
+
+
+def test_a_server_that_stops_during_a_load_costs_a_recompute_and_the_budget(pair: Pair) -> None:
+    """The server says what it holds, and stops before a block of it is read: the worker is held for that."""
+    core, worker = process_named(pair.second, "VLLM::EngineCor"), process_named(pair.second, "VLLM::Worker")
+    failed = "kvpool_load_requests_total/store_unavailable"
+    before = pair.second.ask({"do": "metrics"}).get(failed, 0)
+    os.kill(worker, signal.SIGSTOP)
+    idle_ns = ran_ns(core)
+    try:
+        pair.second.send({"do": "generate", "tokens": PROMPTS["loading"], "max_tokens": 1})
+        # The core asks the server by itself, and then waits for its worker without using the processor.
+        assert eventually(lambda: quiet(core) and ran_ns(core) > idle_ns)
+        pair.server.stop()
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    started_s = time.monotonic()
+    try:
+        answer = pair.second.receive(60)  # one token, so it is the first
+    finally:
+        waited_s = time.monotonic() - started_s
+        pair.server.go_on()
+    assert answer["tokens"] == pair.reference["loading"]["tokens"][:1]
+    assert waited_s < pair.cold["loading"]["first_token_s"] + BUDGET_S + MARGIN_S
+    pair.second.generate(prompt(990, 60), 1)  # an idle engine does not report
+    assert pair.second.ask({"do": "metrics"})[failed] == before + 1, "the load was not under way"
 
 
 @pytest.mark.allow_leaks("the server that is started again ends with the module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -313,4 +314,36 @@ def test_close_ends_everything() -> None:
     engine.close()
     assert all(batch.cancelled for batch, _ in store.batches)
     assert not engine._parts
+    store.close()
+
+
+def test_a_fault_while_parts_arrive_releases_each_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, caches = StallingStore(), layers(1)
+    engine = engine_on(store, caches, slots=4)
+    engine.load("job", blocks(range(4), groups=1), timeout_s=10, max_s=10)
+    assert len(store.batches) == 2
+
+    def broken(*arguments: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(BlockCopier, "scatter", broken)
+    for batch, _ in store.batches:
+        batch.ended = True
+    with pytest.raises(ZeroDivisionError):
+        engine.poll()
+    engine.close()
+    assert engine.slots_in_use == 0
+    store.close()
+
+
+def test_a_load_that_ended_in_time_is_good_however_late_it_is_polled() -> None:
+    """An engine that is paused polls nothing for minutes."""
+    store, caches = StallingStore(), layers(1)
+    engine = engine_on(store, caches, slots=8)
+    engine.load("job", blocks([1, 2], groups=1), timeout_s=10, max_s=0.01)
+    (batch, _) = store.batches[0]
+    batch.ended = True
+    started = time.monotonic()
+    assert eventually(lambda: time.monotonic() > started + 0.02)
+    assert [load.ok for load in engine.poll().loads] == [True]
     store.close()

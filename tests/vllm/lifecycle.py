@@ -1,0 +1,769 @@
+"""Engines whose model is a script, everything else of them real: vLLM's scheduler and its block pool, both halves of
+the connector, one worker half a rank; and a store that is slow, wrong or gone when it is told to.
+
+What the model "computes" for a token is a number that depends on every token before it, so bytes of another block,
+rank, layer or request are noticed where they are read. Time is simulated and nothing runs beside the caller: a run is
+the same each time, and minutes of a pool that is away take milliseconds.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvpool import _native
+from kvpool.errors import StoreUnavailable
+from kvpool.keys import parse_key
+from kvpool.metrics import add_samples
+from kvpool.stores import Store
+from kvpool.stores.memory import MemoryStore
+from kvpool.stores.store import StoredBlock
+from kvpool.transfer import BlockCopier
+from kvpool.vllm.connector import KVPoolConnector
+from kvpool.vllm.plan import PoolMetadata
+
+BLOCK_TOKENS = 4
+WINDOW = 9  # tokens; blocks outside of it go back to the engine while the request runs
+LAYERS = 2
+DEVICE_BLOCKS = 26  # so few that requests are preempted
+MAX_TOKENS = 64
+BUDGET_S = 0.2
+MAX_LOAD_S = 2.0
+VOCABULARY = 50
+STEP_S = 0.01
+LONG_S = 40.0  # of simulated time: by then whatever is under way has ended, however badly
+_MODULUS = (1 << 61) - 1
+_GARBAGE = b"\xee"
+
+
+class Clock:
+    """Stands for ``time`` in the modules under test."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Text:
+    """A prompt and what the model says to it; for each token the number that its KV consists of."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self.values = np.zeros(MAX_TOKENS + 1, np.int64)
+        for token in prompt:
+            self._append(token)
+        self.prompt_tokens = len(prompt)
+
+    def _append(self, token: int) -> None:
+        at = len(self.tokens)
+        self.values[at] = (int(self.values[at - 1] if at else 1) * 1_000_003 + token + 1) % _MODULUS
+        self.tokens.append(token)
+
+    def grow(self, tokens: int) -> None:
+        while len(self.tokens) < tokens:
+            self._append(int(self.values[len(self.tokens) - 1]) % VOCABULARY)
+
+
+# ---------------------------------------------------------------------- the store
+
+
+class World:
+    """One pool, the clients that are connected to it, and what the bytes under each block hash have to be."""
+
+    def __init__(self, seed: int, capacity_nbytes: int) -> None:
+        self.clock = Clock()
+        self.random = random.Random(seed)
+        self.records = MemoryStore(capacity_nbytes)
+        self.values: dict[bytes, np.ndarray] = {}
+        self.batches: list[_Batch] = []
+        self.put: set[str] = set()
+        self.reachable = True
+        # Simulated time stands for the real one where kvpool looks at it, and this pool for the one that is configured.
+        self._patch = pytest.MonkeyPatch()
+        for module in ("kvpool.vllm.scheduler", "kvpool.transfer.engine", "kvpool.stores.transfer"):
+            self._patch.setattr(f"{module}.time", self.clock)
+        for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
+            self._patch.setattr(f"{module}.open_store", self._open_store)
+        # Nothing runs beside the caller.
+        self._patch.setattr("kvpool.vllm.worker.WorkerHalf._announce_worker", lambda *arguments: None)
+
+    def _open_store(self, url: str, *, threads: int) -> TroubledStore:
+        if not self.reachable:
+            raise StoreUnavailable("this rank does not reach the pool")
+        return TroubledStore(self)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let batches end when they are due, in order."""
+        until_s = self.clock.now_s + seconds
+        while due := [batch for batch in self.batches if batch.due_s <= until_s]:
+            first = min(due, key=lambda batch: batch.due_s)
+            self.clock.now_s = max(self.clock.now_s, first.due_s)
+            self.batches.remove(first)
+            first.end()
+        self.clock.now_s = until_s
+
+    def payload(self, block_hash: bytes, group: int, rank: int) -> bytes:
+        return b"".join(
+            (self.values[block_hash] + salt(group, layer, rank)).tobytes() for layer in range(LAYERS)
+        )
+
+    def lose(self, part: float) -> None:
+        """Somebody empties the pool, or a part of it."""
+        keys = [block.key for blocks in self.records.scan() for block in blocks]
+        self.records.delete_many([key for key in sorted(keys) if self.random.random() < part])
+
+    def close(self) -> None:
+        self._patch.undo()
+        self.records.close()
+
+
+def salt(group: int, layer: int, rank: int) -> int:
+    return 1 + layer + 10 * group + 100 * rank
+
+
+MOODS = ("slow", "stuck", "faulting", "refusing", "losing", "full")
+
+
+@dataclass
+class _Batch:
+    """One batch; what it does, it does when it ends, whoever looks."""
+
+    client: TroubledStore
+    operation: int
+    keys: list[str]
+    views: list[memoryview]
+    mood: str
+    due_s: float
+    deadline_s: float
+    answer: bytes | None = None
+    cancelled: bool = False
+
+    def done(self) -> bool:
+        return self.answer is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        world = self.client.world
+        if not self.done():
+            world.pass_time(min(timeout_s, max(0.0, self.due_s - world.clock.now_s)))
+        return self.done()
+
+    def cancel(self) -> None:
+        if not self.done() and not self.cancelled:
+            self.cancelled = True
+            if self.mood != "stuck":  # a thread inside the kernel ends when the kernel lets it
+                self.due_s = min(self.due_s, self.client.world.clock.now_s + 0.002)
+
+    def results(self) -> bytes:
+        assert self.answer is not None
+        return self.answer
+
+    def error(self) -> str | None:
+        return "made up"
+
+    def end(self) -> None:
+        world = self.client.world
+        if self.operation == _native.PUT:
+            self._check_source()
+        if self.cancelled or self.mood in ("faulting", "stuck") or world.clock.now_s >= self.deadline_s:
+            self._spoil()
+            late = _native.CANCELLED if self.cancelled else _native.TIMED_OUT
+            self.answer = bytes([_native.FAULT if self.mood == "faulting" else late] * len(self.keys))
+        elif self.operation == _native.PUT:
+            if self.mood == "full":
+                self.answer = bytes([_native.NO_ROOM] * len(self.keys))
+                return
+            kept = world.records.put_many(self.keys, self.views)
+            world.put.update(key for key, ok in zip(self.keys, kept, strict=True) if ok)
+            self.answer = bytes(_native.OK if ok else _native.NO_ROOM for ok in kept)
+        else:
+            if self.mood == "losing" and self.operation == _native.GET:
+                world.records.delete_many([key for key in self.keys if world.random.random() < 0.5])
+            if self.operation == _native.GET:
+                found = world.records.get_many_into(self.keys, self.views)
+            else:
+                found = world.records.contains_many(self.keys)
+            self.answer = bytes(_native.OK if ok else _native.MISS for ok in found)
+
+    def _check_source(self) -> None:
+        """Whoever sends a buffer must leave it alone until the batch has ended, also if nobody waits for it."""
+        for key, view in zip(self.keys, self.views, strict=True):
+            _, _, block_hash, group, rank = parse_key(key)
+            wanted = self.client.world.payload(block_hash, group, rank)
+            assert bytes(view) == wanted, f"a buffer changed while it was sent: {key}"
+
+    def _spoil(self) -> None:
+        """Who did not end well may have written anything."""
+        if self.operation == _native.GET:
+            for view in self.views:
+                view[:] = _GARBAGE * view.nbytes
+
+
+class TroubledStore(Store):
+    """A client of the world's pool, in a mood that is good until it is told otherwise."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__("troubled")
+        self.world = world
+        self.be("good", 0)
+
+    def be(self, mood: str, seconds: float) -> None:
+        """In this mood for so long, and good again then."""
+        self._mood, self._until_s = mood, self.world.clock.now_s + seconds
+
+    @property
+    def mood(self) -> str:
+        return self._mood if self.world.clock.now_s < self._until_s else "good"
+
+    def _submit(
+        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
+    ) -> _Batch:
+        if self.mood == "refusing":
+            raise StoreUnavailable("the pool is away")
+        now_s, draw = self.world.clock.now_s, self.world.random
+        deadline_s = now_s + timeout_s
+        due_s = now_s + draw.choice((0.0, 0.001, 0.02))
+        if self.mood == "slow":
+            due_s = min(deadline_s, now_s + draw.random() * 2 * timeout_s)
+        elif self.mood == "stuck":
+            due_s = deadline_s + draw.random() * 3
+        batch = _Batch(self, operation, list(keys), list(views or ()), self.mood, due_s, deadline_s)
+        self.world.batches.append(batch)
+        self.world.pass_time(0)
+        return batch
+
+    def under_way(self) -> list[_Batch]:
+        return [batch for batch in self.world.batches if batch.client is self]
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def fileno(self) -> int:
+        return -1
+
+    def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...
+
+    def _announcements(self, prefix: str) -> dict[str, bytes]:
+        return {}
+
+    def _withdraw(self, key: str) -> bool:
+        return False
+
+    def _withdraw_all(self, prefix: str) -> int:
+        return 0
+
+    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
+        return iter(())
+
+    def _close(self) -> None:
+        for batch in self.under_way():
+            batch.cancel()
+        while batches := self.under_way():
+            batches[0].wait(LONG_S)
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+@dataclass
+class Rank:
+    """One worker: its KV cache and its half of the connector."""
+
+    index: int
+    caches: dict[str, torch.Tensor]
+    numbers: list[list[np.ndarray]]  # the same memory, by group and layer
+    connector: KVPoolConnector
+    loading: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # request: (group, block)
+    fault: str = ""  # what is to go wrong once: "gather" or "scatter"
+
+    @property
+    def store(self) -> TroubledStore | None:
+        assert self.connector._worker is not None
+        store = self.connector._worker._store
+        assert store is None or isinstance(store, TroubledStore)
+        return store
+
+
+@dataclass
+class Running:
+    """What a model runner keeps of a request."""
+
+    text: Text
+    tables: list[list[int]]
+    tokens: int  # of the prompt, and those that were sampled
+
+
+@dataclass
+class Shape:
+    """How an engine is set up; engines of one world are set up alike."""
+
+    ranks: int = 1
+    overlapping: bool = False
+    windowed: bool = False
+    slots: int = 6
+
+
+class ScriptedEngine:
+    """One engine on the world's pool. Whatever kvpool promises is checked where it could be broken."""
+
+    def __init__(
+        self, world: World, config: VllmConfig, shape: Shape, without_pool: int | None = None
+    ) -> None:
+        self.world, self.shape, self.config = world, shape, config
+        self._start(without_pool)
+
+    def _start(self, without_pool: int | None) -> None:
+        cache = cache_config(self.shape)
+        kind = AsyncScheduler if self.shape.overlapping else Scheduler
+        self.scheduler = kind(
+            self.config,
+            cache,
+            StructuredOutputManager(self.config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=False,
+        )
+        self.connector = self.scheduler.connector
+        assert isinstance(self.connector, KVPoolConnector)
+        assert self.connector._scheduler is not None
+        self.planner = self.connector._scheduler
+        self._watch_offers()
+        self.ranks = [self._rank(index, cache, index == without_pool) for index in range(self.shape.ranks)]
+        self.aggregator = KVOutputAggregator(self.shape.ranks)
+        self.queue: deque[list[Any]] = deque()  # [what was planned, what came out of it or None], oldest last
+        self.texts: dict[str, Text] = {}
+        self.running: dict[str, Running] = {}
+        self.failed: set[str] = set()
+        self.steps = 0
+        self.loads = self.loads_failed = self.hits = 0
+        self._hashed: dict[str, int] = {}
+
+    def _rank(self, index: int, cache: KVCacheConfig, without_pool: bool) -> Rank:
+        tensors = {
+            name: torch.zeros((cache.num_blocks, BLOCK_TOKENS, 1), dtype=torch.int64)
+            for group in cache.kv_cache_groups
+            for name in group.layer_names
+        }
+        numbers = [
+            [tensors[name].numpy()[:, :, 0] for name in group.layer_names] for group in cache.kv_cache_groups
+        ]
+        engine = self
+
+        class Watched(BlockCopier):
+            """Moves bytes as ever, after a look at whose blocks they are."""
+
+            def gather(self, block_ids: Sequence[int], *rest: Any) -> None:
+                engine._stumble(rank, "gather")
+                super().gather(block_ids, *rest)
+
+            def scatter(self, block_ids: Sequence[int], *rest: Any) -> None:
+                engine._stumble(rank, "scatter")
+                engine._check_scatter(rank, block_ids)
+                super().scatter(block_ids, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvpool.vllm.connector.get_tp_group", lambda: SimpleNamespace(rank_in_group=index))
+            patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
+            connector = KVPoolConnector(self.config, KVConnectorRole.WORKER, cache)
+            worker = connector._worker
+            assert worker is not None
+            slot_nbytes = 64 * (-(-LAYERS * BLOCK_TOKENS * 8 // 64))
+            worker._config = worker._config.model_copy(
+                update={"staging_nbytes": self.shape.slots * slot_nbytes}
+            )
+            rank = Rank(index, tensors, numbers, connector)
+            self.world.reachable = not without_pool
+            connector.register_kv_caches(tensors)
+            self.world.reachable = True
+        return rank
+
+    # What the engine core does.
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+        self.texts[name] = Text(prompt)
+        self.scheduler.add_request(
+            Request(
+                name,
+                list(prompt),
+                SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                None,
+                block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+            )
+        )
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def live(self) -> list[str]:
+        return [name for name, one in self.scheduler.requests.items() if not one.is_finished()]
+
+    def plan(self) -> None:
+        """Schedule one more step, unless as many are under way as may overlap."""
+        if len(self.queue) < (2 if self.shape.overlapping else 1) and self.scheduler.has_requests():
+            for request in self.scheduler.requests.values():
+                self._learn(request)
+            self.queue.appendleft([self.scheduler.schedule(), None])
+
+    def execute(self) -> None:
+        """The workers take the oldest step that they have not taken yet."""
+        for step in reversed(self.queue):
+            if step[1] is None:
+                step[1] = self._execute(step[0])
+                return
+
+    def take(self) -> None:
+        """The scheduler hears what came out of the oldest step."""
+        if self.queue and self.queue[-1][1] is not None:
+            planned, output = self.queue.pop()
+            heard = output.kv_connector_output
+            self.failed |= heard.failed_recving or set()
+            self.loads += len(heard.finished_recving or ())
+            self.loads_failed += len(heard.failed_recving or ())
+            self.scheduler.update_from_output(planned, output)
+            for request in self.scheduler.requests.values():
+                self._learn(request)
+
+    def step(self) -> None:
+        self.steps += 1
+        self.plan()
+        self.execute()
+        self.take()
+        self.world.pass_time(STEP_S)
+        self.check()
+
+    def drain(self) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(20_000):
+            if not self.queue and not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError(f"the engine does not come to rest: {self.scheduler.requests}")
+
+    def reset(self, *, running: bool, connector: bool) -> None:
+        """``reset_prefix_cache``; vLLM itself refuses to reset running requests while one loads or a step is out."""
+        busy = self.queue or any(
+            one.status == RequestStatus.WAITING_FOR_REMOTE_KVS or one.is_finished()
+            for one in self.scheduler.requests.values()
+        )
+        assert self.queue or not any(pending.landing for pending in self.planner._pending.values()), (
+            "a block is held"
+        )
+        self.scheduler.reset_prefix_cache(running and not busy, connector)
+
+    def sleep(self) -> None:
+        """Level 1 with the requests aborted, as ``EngineCore.sleep`` does it; and waking up with empty memory."""
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        self.drain()
+        reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        assert reset, "vLLM ends the call to sleep with an error"
+        for rank in self.ranks:
+            for cache in rank.caches.values():
+                cache.fill_(-1)
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def pause(self, seconds: float) -> None:
+        """Level 0 with the requests kept: no step for a while."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.world.pass_time(seconds)
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def shut_down(self) -> None:
+        """At once, whatever is under way; afterwards nothing may touch the memory any more."""
+        stores = [rank.store for rank in self.ranks] + [self.connector._store]
+        for rank in self.ranks:
+            rank.connector.shutdown()
+            rank.loading.clear()
+        self.scheduler.shutdown()
+        for store in stores:
+            assert store is None or (store._closed and not store.under_way())
+        assert not self.planner._requests
+        self.world.pass_time(LONG_S)
+
+    def counters(self) -> dict[str, float]:
+        """kvpool's own, over both halves."""
+        sums = dict(self.planner.counters.take())
+        for rank in self.ranks:
+            assert rank.connector._worker is not None
+            add_samples(sums, rank.connector._worker.counters.take())
+        return sums
+
+    # What the workers do.
+
+    def _execute(self, planned: SchedulerOutput) -> ModelRunnerOutput:
+        self._update_running(planned)
+        names = list(planned.num_scheduled_tokens)
+        computed = dict(
+            [(new.req_id, new.num_computed_tokens) for new in planned.scheduled_new_reqs]
+            + list(
+                zip(
+                    planned.scheduled_cached_reqs.req_ids,
+                    planned.scheduled_cached_reqs.num_computed_tokens,
+                    strict=True,
+                )
+            )
+        )
+        outputs: list[ModelRunnerOutput | None] = []
+        sampled = [self._sample(name, computed[name], planned.num_scheduled_tokens[name]) for name in names]
+        for rank in self.ranks:
+            metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))  # each process gets its own
+            assert isinstance(metadata, PoolMetadata)
+            connector = rank.connector
+            connector.bind_connector_metadata(metadata)
+            for load in metadata.loads:
+                assert load.request_id not in rank.loading, "one request is loaded twice at a time"
+                rank.loading[load.request_id] = {(block.group, block.block_id) for block in load.blocks}
+            for name in names:
+                self._forward(rank, name, computed[name], planned.num_scheduled_tokens[name])
+            connector.start_load_kv(None)  # type: ignore[arg-type]
+            if self.world.random.random() < 0.1:
+                connector.start_load_kv(None)  # type: ignore[arg-type]
+            connector.wait_for_save()
+            ended = connector.get_transfer_results(planned.finished_req_ids)
+            output = KVConnectorOutput()
+            output.finished_sending = ended.finished_sending
+            output.finished_recving = ended.finished_recving
+            output.failed_recving = ended.failed_recving
+            output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+            connector.clear_connector_metadata()
+            assert not ended.finished_sending
+            assert ended.failed_recving <= ended.finished_recving
+            for name in ended.finished_recving:
+                assert name in rank.loading, f"{name} was reported twice, or was never loaded"
+                self._check_loaded(rank, name, ok=name not in ended.failed_recving)
+                del rank.loading[name]
+            outputs.append(
+                ModelRunnerOutput(
+                    names,
+                    {name: index for index, name in enumerate(names)},
+                    [list(tokens) for tokens in sampled],
+                    kv_connector_output=output,
+                )
+            )
+        together = self.aggregator.aggregate(outputs)
+        assert together is not None
+        return together
+
+    def _update_running(self, planned: SchedulerOutput) -> None:
+        for name in planned.finished_req_ids:
+            self.running.pop(name, None)
+        for new in planned.scheduled_new_reqs:
+            text = self.texts[new.req_id]
+            self.running[new.req_id] = Running(text, [list(ids) for ids in new.block_ids], text.prompt_tokens)
+        cached = planned.scheduled_cached_reqs
+        for name, new_ids, outputs in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_output_tokens, strict=True
+        ):
+            running = self.running[name]
+            if name in cached.resumed_req_ids:
+                assert new_ids is not None
+                running.tables = [list(ids) for ids in new_ids]
+                running.tokens = running.text.prompt_tokens + outputs
+            elif new_ids is not None:
+                for table, ids in zip(running.tables, new_ids, strict=True):
+                    table.extend(ids)
+
+    def _sample(self, name: str, computed: int, tokens: int) -> list[int]:
+        running = self.running[name]
+        running.text.grow(computed + tokens)
+        assert computed + tokens <= running.tokens, "a token is computed before it is known"
+        if computed + tokens < running.tokens:
+            return []
+        running.text.grow(running.tokens + 1)
+        running.tokens += 1
+        return [running.text.tokens[running.tokens - 1]]
+
+    def _forward(self, rank: Rank, name: str, computed: int, tokens: int) -> None:
+        """Read what attention would read, then write what the model would write."""
+        running = self.running[name]
+        busy = {block for blocks in rank.loading.values() for block in blocks}
+        for group, table in enumerate(running.tables):
+            first = max(0, computed - WINDOW + 1) if self._windowed(group) else 0
+            end = computed + tokens
+            places = np.arange(first, end)
+            blocks = np.array(table)[places // BLOCK_TOKENS]
+            assert (blocks > 0).all(), "the engine took a block away that the next token sees"
+            assert not busy & {(group, int(block)) for block in blocks}, f"{name} uses blocks that are loaded"
+            for layer, numbers in enumerate(rank.numbers[group]):
+                wanted = running.text.values[first:end] + salt(group, layer, rank.index)
+                at = (blocks, places % BLOCK_TOKENS)
+                done = computed - first
+                read = numbers[at][:done]
+                assert (read == wanted[:done]).all(), f"rank {rank.index} reads wrong bytes for {name}"
+                numbers[at] = wanted
+
+    def _windowed(self, group: int) -> bool:
+        return self.shape.windowed and group == 1
+
+    # What has to hold.
+
+    def _learn(self, request: Request) -> None:
+        """Note which bytes belong under the hashes of a request, and that it says what the model says."""
+        name = request.request_id
+        text, tokens = self.texts[name], list(request.all_token_ids)
+        text.grow(len(tokens))
+        assert tokens == text.tokens[: len(tokens)], f"{name} was told another token than the model's"
+        for index in range(self._hashed.get(name, 0), len(request.block_hashes)):
+            start = index * BLOCK_TOKENS
+            values = text.values[start : start + BLOCK_TOKENS].copy()
+            known = self.world.values.setdefault(request.block_hashes[index], values)
+            assert (known == values).all()
+        self._hashed[name] = len(request.block_hashes)
+
+    def _watch_offers(self) -> None:
+        assert self.connector is not None
+        ask = self.connector.get_num_new_matched_tokens
+        taken = self.connector.take_events
+
+        def asked(request: Request, local_tokens: int) -> tuple[int | None, bool]:
+            answer = ask(request, local_tokens)
+            if request.request_id in self.failed:
+                assert answer == (0, False), "a load that failed is offered again"
+            self.hits += bool(answer[0])
+            return answer
+
+        def told() -> Any:
+            events = list(taken() or ())
+            for event in events:
+                if isinstance(event, BlockStored) and event.medium == "STORAGE":
+                    self._check_event(event)
+            return events
+
+        self.connector.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
+        self.connector.take_events = told  # type: ignore[method-assign]
+
+    def _check_event(self, event: BlockStored) -> None:
+        (told,) = event.block_hashes
+        assert isinstance(told, int)
+        (block_hash,) = (one for one in self.world.values if int.from_bytes(one[-8:], "big") == told)
+        assert self.planner._namespace is not None
+        for rank in range(self.shape.ranks):
+            (key,) = self.planner._namespace.keys([block_hash], event.group_idx or 0, rank)
+            assert key in self.world.put, "a block is announced that is not on every rank"
+
+    def _check_loaded(self, rank: Rank, name: str, *, ok: bool) -> None:
+        """A load is reported when it is over: nothing writes any more, and its bytes are those of its hashes."""
+        if not ok:
+            return
+        request = self.scheduler.requests[name]
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        for group, block in rank.loading[name]:
+            index = tables[group].index(block)
+            wanted = self.world.values[request.block_hashes[index]]
+            for layer, numbers in enumerate(rank.numbers[group]):
+                assert (numbers[block] == wanted + salt(group, layer, rank.index)).all(), "wrong bytes"
+
+    def _check_scatter(self, rank: Rank, block_ids: Sequence[int]) -> None:
+        """Blocks may be written for a load that is not reported yet, and that holds them alone."""
+        loading = {block: name for name, blocks in rank.loading.items() for _, block in blocks}
+        for block in block_ids:
+            assert block in loading, f"block {block} is written for a load that is over"
+            self._check_owned(loading[block], block)
+
+    def _check_owned(self, name: str, block: int) -> None:
+        manager = self.scheduler.kv_cache_manager
+        assert name in self.scheduler.requests, f"{name} was given up while its blocks are written"
+        tables = manager.get_block_ids(name)
+        assert any(block in table for table in tables), f"{name} does not hold block {block} any more"
+        assert manager.block_pool.blocks[block].ref_cnt == 1, f"block {block} is not {name}'s alone"
+
+    def _stumble(self, rank: Rank, where: str) -> None:
+        if rank.fault == where:
+            rank.fault = ""
+            raise ZeroDivisionError("planted")
+
+    def check(self) -> None:
+        """What holds at any time."""
+        for rank in self.ranks:
+            for name, blocks in rank.loading.items():
+                for _, block in blocks:
+                    self._check_owned(name, block)
+            worker = rank.connector._worker
+            assert worker is not None
+            if (engine := worker._engine) is not None:
+                held = [slot for part in engine._parts + engine._stopping for slot in part.slots]
+                assert len(set(held)) == len(held), "two transfers share a slot"
+                assert not set(held) & set(engine.staging._free), "a slot in use is free"
+                assert len(held) + engine.staging.free == engine.staging.slots, "a slot is lost"
+                free = set(engine.staging._free)
+                assert rank.store is not None
+                for batch in rank.store.under_way():
+                    for view in batch.views:
+                        assert self._slot(engine.staging, view) not in free, "a slot is free that is written"
+
+    @staticmethod
+    def _slot(staging: Any, view: memoryview) -> int:
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        return int((address - staging.tensor.data_ptr()) // staging.slot_nbytes)
+
+    def check_rest(self) -> None:
+        """What holds when nothing is to be done any more."""
+        self.check()
+        assert not self.scheduler.requests
+        assert not self.planner._requests
+        assert not self.planner._pending
+        assert not self.planner._new_loads
+        assert not self.aggregator._recv_remaining_count
+        assert not self.aggregator._failed_recving_pending
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == DEVICE_BLOCKS - 1, "blocks are lost"  # one is the null block
+        for rank in self.ranks:
+            assert not rank.loading, "loads were never reported"
+            worker = rank.connector._worker
+            assert worker is not None
+            assert not worker._promised
+            assert not worker._failed
+            assert worker._engine is None or not worker._engine.busy
+            assert not worker.slots_in_use
+
+
+def cache_config(shape: Shape) -> KVCacheConfig:
+    common: dict[str, Any] = {
+        "block_size": BLOCK_TOKENS,
+        "num_kv_heads": 1,
+        "head_size": 32,
+        "dtype": torch.float32,
+    }
+    specs = [FullAttentionSpec(**common)]
+    if shape.windowed:
+        specs.append(SlidingWindowSpec(**common, sliding_window=WINDOW))
+    groups = [
+        KVCacheGroupSpec([f"group{index}.layer{layer}" for layer in range(LAYERS)], spec)
+        for index, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(num_blocks=DEVICE_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
+    """Make an engine's configuration that of a scripted one."""
+    init_none_hash(sha256_cbor)
+    config.cache_config.block_size = BLOCK_TOKENS
+    config.cache_config.num_gpu_blocks = DEVICE_BLOCKS
+    config.parallel_config.tensor_parallel_size = shape.ranks
+    config.scheduler_config.async_scheduling = shape.overlapping
+    return config

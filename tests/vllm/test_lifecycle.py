@@ -1,0 +1,461 @@
+"""The connector's life on scripted engines, in random order: no block freed while a load writes it, every request
+reported once, no load offered again that failed, no byte but the right one, nothing left."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.vllm.lifecycle import (
+    BUDGET_S,
+    LONG_S,
+    MAX_LOAD_S,
+    MOODS,
+    ScriptedEngine,
+    Shape,
+    World,
+    prepare,
+)
+
+pytestmark = [pytest.mark.vllm]
+
+SOAK_S = float(os.environ.get("SOAK_S", "60"))
+SHAPES = [
+    Shape(ranks=ranks, overlapping=overlapping, windowed=windowed, slots=slots)
+    for ranks in (1, 2)
+    for overlapping in (False, True)
+    for windowed in (False, True)
+    for slots in (4, 24)
+]
+CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
+ENGINES = st.integers(0, 1)
+NUMBERS = st.integers(0, 5)
+RARELY = st.sampled_from((False, False, False, False, True))
+
+Configured = Callable[[Shape], Any]
+
+
+@pytest.fixture(scope="module")
+def configured(engine_config: Callable[..., Any]) -> Configured:
+    """vLLM's configuration for engines of a shape, made once and copied."""
+    base = engine_config(
+        block_size=128,
+        max_model_len=128,
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        enable_chunked_prefill=True,
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+        transfer={
+            "kv_connector_extra_config": {
+                "pool": "file:///unused",
+                "budget_s": BUDGET_S,
+                "max_load_s": MAX_LOAD_S,
+            }
+        },
+    )
+    return lambda shape: prepare(copy.deepcopy(base), shape)
+
+
+class Life(RuleBasedStateMachine):
+    """Two engines on one pool."""
+
+    configured: Configured
+    counts: dict[str, int]
+
+    @initialize(
+        shape=st.sampled_from(SHAPES), seed=st.integers(0, 1 << 16), capacity=st.sampled_from(CAPACITIES)
+    )
+    def start(self, shape: Shape, seed: int, capacity: int) -> None:
+        self.world = World(seed, capacity)
+        self.shape = shape
+        self.names = 0
+        self.engines = [self._engine() for _ in range(2)]
+
+    def _engine(self, without_pool: int | None = None) -> ScriptedEngine:
+        return ScriptedEngine(self.world, type(self).configured(self.shape), self.shape, without_pool)
+
+    @rule(
+        at=ENGINES,
+        family=st.integers(0, 5),
+        common=st.sampled_from((30, 21, 16, 9, 1)),
+        own=st.integers(0, 6),
+        more=st.integers(1, 12),
+        steps=st.sampled_from((0, 0, 2, 12)),
+    )
+    def arrives(self, at: int, family: int, common: int, own: int, more: int, steps: int) -> None:
+        self._arrive(at, family, common, own, more)
+        self.steps(at, steps)
+
+    @rule(
+        at=ENGINES,
+        family=st.integers(0, 5),
+        steps=st.integers(0, 20),
+        rank=st.integers(0, 1),
+        mood=st.sampled_from((None, None, *MOODS)),
+    )
+    def arrives_at_both(self, at: int, family: int, steps: int, rank: int, mood: str | None) -> None:
+        """What one engine computes the other one loads, perhaps over a bad line."""
+        self._arrive(at, family, 28, 0, 3)
+        self.steps(at, steps)
+        clients = self._clients(1 - at)[1:]
+        if mood is not None and clients:
+            clients[rank % len(clients)].be(mood, 0.5)
+        self._arrive(1 - at, family, 28, 0, 3)
+        self.steps(1 - at, steps)
+
+    def _arrive(self, at: int, family: int, common: int, own: int, more: int) -> None:
+        self.names += 1
+        prompt = [(family * 17 + index * 7) % 40 for index in range(common)]
+        prompt += [41 + (self.names + index) % 9 for index in range(own)]
+        self.engines[at].add(f"r{self.names}", prompt, more)
+
+    @rule(at=ENGINES, which=NUMBERS)
+    def is_aborted(self, at: int, which: int) -> None:
+        if live := self.engines[at].live():
+            self.engines[at].abort(live[which % len(live)])
+
+    @rule(at=ENGINES)
+    def plans(self, at: int) -> None:
+        self.engines[at].plan()
+
+    @rule(at=ENGINES)
+    def executes(self, at: int) -> None:
+        self.engines[at].execute()
+
+    @rule(at=ENGINES)
+    def takes(self, at: int) -> None:
+        self.engines[at].take()
+
+    @rule(at=ENGINES, steps=st.sampled_from((1, 3, 10, 30)))
+    def steps(self, at: int, steps: int) -> None:
+        for _ in range(steps):
+            self.engines[at].step()
+
+    @rule(seconds=st.sampled_from((0.001, 0.05, 0.3, 3.0, 11.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @rule(
+        at=ENGINES,
+        client=st.integers(0, 2),
+        mood=st.sampled_from(MOODS),
+        seconds=st.sampled_from((0.1, 0.5, 2.0)),
+    )
+    def pool_is_bad_for_one(self, at: int, client: int, mood: str, seconds: float) -> None:
+        clients = self._clients(at)
+        clients[client % len(clients)].be(mood, seconds)
+
+    @rule(mood=st.sampled_from(("refusing", "faulting", "stuck")), seconds=st.sampled_from((0.1, 1.0, 180.0)))
+    def pool_goes_away(self, mood: str, seconds: float) -> None:
+        for client in self._clients(0) + self._clients(1):
+            client.be(mood, seconds)
+
+    @rule()
+    def pool_is_back(self) -> None:
+        for client in self._clients(0) + self._clients(1):
+            client.be("good", 0)
+
+    @rule(part=st.sampled_from((0.0, 0.1, 0.1, 1.0)))
+    def pool_loses_blocks(self, part: float) -> None:
+        self.world.lose(part)
+
+    @rule(at=ENGINES, running=st.booleans(), connector=st.booleans())
+    def cache_is_reset(self, at: int, running: bool, connector: bool) -> None:
+        self.engines[at].reset(running=running, connector=connector)
+
+    @rule(at=ENGINES, really=RARELY)
+    def sleeps_and_wakes(self, at: int, really: bool) -> None:
+        if really:
+            self.engines[at].sleep()
+
+    @rule(at=ENGINES, seconds=st.sampled_from((0.1, 15.0)))
+    def pauses(self, at: int, seconds: float) -> None:
+        self.engines[at].pause(seconds)
+
+    @rule(at=ENGINES, really=RARELY, rank=st.integers(0, 1), where=st.sampled_from(("gather", "scatter")))
+    def one_rank_will_stumble(self, at: int, really: bool, rank: int, where: str) -> None:
+        ranks = self.engines[at].ranks
+        if really:
+            ranks[rank % len(ranks)].fault = where
+
+    @rule(at=ENGINES, really=RARELY, without_pool=st.sampled_from((None, None, None, 0, 1)))
+    def is_shut_down_and_starts_again(self, at: int, really: bool, without_pool: int | None) -> None:
+        if not really:
+            return
+        self._count(self.engines[at])
+        self.engines[at].shut_down()
+        self.engines[at] = self._engine(without_pool)
+
+    @invariant()
+    def all_is_well(self) -> None:
+        self._add("rules", 1)
+        for engine in getattr(self, "engines", ()):
+            engine.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engines"):
+            return
+        try:
+            self.pool_is_back()
+            self.world.pass_time(0.5)
+            for engine in self.engines:
+                at_rest(engine)
+                self._count(engine)
+                engine.shut_down()
+        finally:
+            self.world.close()
+
+    def _clients(self, at: int) -> list[Any]:
+        engine = self.engines[at]
+        return [engine.connector._store] + [rank.store for rank in engine.ranks if rank.store is not None]
+
+    def _count(self, engine: ScriptedEngine) -> None:
+        for name in ("steps", "loads", "loads_failed", "hits"):
+            self._add(name, getattr(engine, name))
+        for sample, amount in engine.counters().items():
+            self._add(sample, amount)
+        self._add("broken", engine.planner._broken)
+
+    def _add(self, name: str, amount: int) -> None:
+        counts = type(self).counts
+        counts[name] = counts.get(name, 0) + amount
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Engines start by the hundred, and each says so at length; what goes wrong is told by what is checked."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def live(configured: Configured, *, examples: int, steps: int, again: bool) -> dict[str, int]:
+    class Machine(Life):
+        pass
+
+    Machine.counts = {}
+    Machine.configured = staticmethod(configured)  # type: ignore[assignment]
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            derandomize=again,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            phases=(Phase.generate, Phase.shrink),
+        ),
+    )
+    return Machine.counts
+
+
+PROMPT = list(range(30))
+SHAPE = Shape(slots=24)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(1, 1 << 20)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def engine(world: World, configured: Configured) -> Iterator[Callable[..., ScriptedEngine]]:
+    """A function that starts an engine on the world's pool; in the end each is at rest, and is shut down."""
+    started: list[ScriptedEngine] = []
+
+    def start(shape: Shape = SHAPE, **more: Any) -> ScriptedEngine:
+        started.append(ScriptedEngine(world, configured(shape), shape, **more))
+        return started[-1]
+
+    yield start
+    for one in started:
+        at_rest(one)
+        one.shut_down()
+
+
+def at_rest(engine: ScriptedEngine) -> None:
+    """Let an engine do all that is left to do; nothing may be left over."""
+    engine.drain()
+    # An engine without work does not look after what ended late: it does with the next request.
+    for number in range(3):  # as many things as a store waits for, one after the other
+        engine.world.pass_time(LONG_S)
+        engine.add(f"last{engine.steps}-{number}", [1, 2, 3], 1)
+        engine.drain()
+    engine.check_rest()
+
+
+def generated(engine: ScriptedEngine, name: str, prompt: list[int] = PROMPT) -> int:
+    """Run one request to its end; how many loads of it were good."""
+    before = engine.loads - engine.loads_failed
+    engine.add(name, prompt, 3)
+    engine.drain()
+    return engine.loads - engine.loads_failed - before
+
+
+def test_an_engine_that_slept_loads_again_what_it_had_computed(engine: Callable[..., ScriptedEngine]) -> None:
+    """vLLM resets the connector when it is put to sleep, and takes a False for a failure."""
+    one = engine()
+    assert generated(one, "a") == 0
+    one.sleep()
+    assert generated(one, "b") == 1
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_an_abort_at_any_moment_leaves_nothing(
+    world: World, engine: Callable[..., ScriptedEngine], overlapping: bool
+) -> None:
+    shape = Shape(ranks=2, slots=2, overlapping=overlapping)
+    first, second = engine(Shape(ranks=2, slots=24, overlapping=overlapping)), engine(shape)
+    cancelled = 0
+    for moment in range(24):
+        prompt = [moment, *PROMPT]
+        generated(first, f"stored{moment}", prompt)
+        for rank in second.ranks:
+            assert rank.store is not None
+            rank.store.be("slow", 1.0)
+        second.add(f"aborted{moment}", prompt, 3)
+        for half_step in range(moment):
+            (second.plan, second.execute, second.take)[half_step % 3]()
+            world.pass_time(0.005)
+            second.check()
+        second.abort(f"aborted{moment}")
+        at_rest(second)
+        cancelled += bool(second.counters().get("kvpool_load_requests_total/cancelled"))
+    assert cancelled, "no load was under way"
+
+
+@pytest.mark.parametrize("mood", MOODS)
+def test_a_rank_whose_load_fails_alone_fails_it_for_all_and_the_pool_is_used_again(
+    engine: Callable[..., ScriptedEngine], mood: str
+) -> None:
+    shape = Shape(ranks=2, slots=24)
+    first, second = engine(shape), engine(shape)
+    generated(first, "stored")
+    assert second.ranks[1].store is not None
+    second.ranks[1].store.be(mood, 0.5)
+    generated(second, "over a bad line")
+    if mood in ("stuck", "faulting", "refusing", "losing"):
+        assert second.loads_failed == 1
+    second.world.pass_time(1)
+    second.reset(running=False, connector=True)
+    generated(first, "again", [7, *PROMPT])
+    assert generated(second, "over a good line", [7, *PROMPT]) == 1
+
+
+def test_a_rank_that_never_had_a_pool_costs_its_engine_the_pool_and_no_request(
+    engine: Callable[..., ScriptedEngine],
+) -> None:
+    shape = Shape(ranks=2, slots=24)
+    first, second = engine(shape), engine(shape, without_pool=1)
+    generated(first, "stored")
+    assert generated(second, "computed") == 0
+    assert second.loads == 0
+
+
+@pytest.mark.parametrize("mood", ["refusing", "faulting", "stuck"])
+def test_a_pool_that_is_away_for_minutes_costs_no_request_and_is_used_when_it_is_back(
+    world: World, engine: Callable[..., ScriptedEngine], mood: str
+) -> None:
+    first, second = engine(), engine()
+    generated(first, "stored")
+    clients = [one.store for one in second.ranks] + [second.connector._store]
+    for client in clients:
+        client.be(mood, 180)
+    for number in range(10):
+        generated(second, f"away{number}", [number, *PROMPT])
+        world.pass_time(10)
+    assert second.loads == 0
+    world.pass_time(180)
+    assert generated(second, "back") == 1
+
+
+def test_two_engines_that_store_a_block_at_once_store_the_same(
+    world: World, engine: Callable[..., ScriptedEngine]
+) -> None:
+    engines = [engine(), engine()]
+    for one in engines:
+        one.add("at once", PROMPT, 3)
+    for _ in range(12):
+        for one in engines:
+            one.plan()
+            one.execute()
+            one.take()
+        world.pass_time(0.001)
+    for one in engines:
+        one.drain()
+    assert generated(engine(), "loaded") == 1
+
+
+def test_what_finds_no_room_is_dropped_and_counted(engine: Callable[..., ScriptedEngine]) -> None:
+    narrow, wide = engine(Shape(slots=2)), engine()
+    generated(narrow, "staging full")
+    assert narrow.counters()["kvpool_store_skipped_blocks_total/staging_full"] > 0
+    assert wide.ranks[0].store is not None
+    wide.ranks[0].store.be("full", 60)
+    generated(wide, "pool full", [9, *PROMPT])
+    assert wide.counters()["kvpool_store_skipped_blocks_total/pool_full"] > 0
+
+
+def test_preempted_requests_say_the_same_and_are_loaded_anew(engine: Callable[..., ScriptedEngine]) -> None:
+    one = engine()
+    for number in range(4):  # 4 x 40 tokens do not fit 25 blocks of 4
+        one.add(f"r{number}", [number, *PROMPT], 12)
+    preempted: set[str] = set()
+    while one.live():
+        one.step()
+        preempted |= {name for name, request in one.scheduler.requests.items() if request.num_preemptions}
+    assert preempted
+    assert one.loads > 0
+
+
+def test_a_shut_down_with_transfers_in_flight_ends_them(world: World, configured: Configured) -> None:
+    first = ScriptedEngine(world, configured(SHAPE), SHAPE)
+    generated(first, "stored")
+    second = ScriptedEngine(world, configured(SHAPE), SHAPE)
+    assert second.ranks[0].store is not None
+    second.ranks[0].store.be("stuck", 60)
+    second.add("loading", PROMPT, 3)
+    second.add("storing", [5, *PROMPT], 3)
+    for _ in range(4):
+        second.step()
+    assert second.ranks[0].loading
+    assert len(second.ranks[0].store.under_way()) > 1
+    second.shut_down()
+    first.shut_down()
+
+
+def test_a_short_life_the_same_each_time(configured: Configured) -> None:
+    counts = live(configured, examples=40, steps=40, again=True)
+    print(counts)
+    assert counts["loads"] > counts["loads_failed"] > 0, counts
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SOAK_S + 300)
+def test_a_long_life(configured: Configured) -> None:
+    counts: dict[str, int] = {}
+    end_s = time.monotonic() + SOAK_S
+    while time.monotonic() < end_s:
+        for name, amount in live(configured, examples=50, steps=100, again=False).items():
+            counts[name] = counts.get(name, 0) + amount
+    print(counts)
+    assert counts["loads"] > counts["loads_failed"] > 0, counts
