@@ -56,6 +56,7 @@ LOOKUP_GRACE_S = 0.25  # how long after its own deadline an existence batch may 
 MAX_PENDING_STORES = 1 << 16  # blocks; more are not sent to the workers
 NO_OFFER: tuple[int | None, bool] = (0, False)
 STEPS_AHEAD = 2  # write-back looks at the blocks that so many full steps could use
+WARN_EVERY_S = 60.0  # a pool that comes and goes is not told more often
 STEPS_IN_FLIGHT = 4  # whose time is taken; of more, the oldest will not be reported any more
 KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that stores end and are announced
 
@@ -156,6 +157,8 @@ class SchedulerHalf:
         )  # (number, planned at, tokens)
         self._next_step = 1
         self._reported_at = 0.0
+        self._said_away = False  # and not yet that it answers again
+        self._warned_at = -WARN_EVERY_S
 
     # What the engine asks.
 
@@ -419,6 +422,9 @@ class SchedulerHalf:
         except StoreUnavailable:
             self._lookup_failed(state, "store_unavailable")
             return False
+        if self._said_away:
+            self._said_away = False
+            logger.info("kvpool: the pool answers again")
         lookup.present = []
         start = 0
         for count in lookup.blocks:
@@ -433,6 +439,13 @@ class SchedulerHalf:
         state.refused = True
         state.lookup = self._dropped(state.lookup)
         self.counters.add(metrics.LOOKUP_FAILURES, 1, cause)
+        now = time.monotonic()
+        if not self._said_away and now - self._warned_at >= WARN_EVERY_S:
+            self._said_away, self._warned_at = True, now
+            logger.warning(
+                "kvpool: the pool gives no answer (%s), so prompts are computed; see kvpool_lookup_failures_total",
+                cause,
+            )
 
     @staticmethod
     def _dropped(lookup: _Lookup | None) -> None:

@@ -17,8 +17,9 @@ from vllm.v1.request import Request
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
+from kvpool.errors import StoreUnavailable
 from kvpool.keys import Namespace
-from kvpool.stores import Store, open_store
+from kvpool.stores import Store, Transfer, open_store
 from kvpool.vllm.plan import Group, PoolWorkerMetadata
 from kvpool.vllm.scheduler import LOOKUP_GRACE_S, SchedulerHalf
 from tests.conftest import eventually
@@ -206,6 +207,31 @@ def test_a_rank_without_a_pool_ends_it_for_the_engine(store: Store) -> None:
     scheduler.update(PoolWorkerMetadata(broken={0: "disk on fire"}), (), ())
     assert scheduler.matched_tokens(asked, 0) == (0, False)
     assert scheduler.plan(output(asked, 100, TABLE)).stores == []
+
+
+def test_a_pool_that_is_away_is_told_once_and_again_when_it_is_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    for level in ("warning", "info"):
+        monkeypatch.setattr(f"kvpool.vllm.scheduler.logger.{level}", lambda text, *_: said.append(text))
+    scheduler = half(store)
+
+    def refuse(*_: object, **__: object) -> Transfer:
+        raise StoreUnavailable("planted")
+
+    for _ in range(3):  # the third time within a minute, so nothing is said any more
+        with monkeypatch.context() as away:
+            away.setattr(store, "submit_contains", refuse)
+            for name in "abc":
+                assert scheduler.matched_tokens(request(name), 0) == (0, False)
+                scheduler.finished(request(name))
+        assert answer(scheduler, request("d")) == 0
+        scheduler.finished(request("d"))
+    assert [text.split(" (")[0] for text in said] == [
+        "kvpool: the pool gives no answer",
+        "kvpool: the pool answers again",
+    ]
 
 
 def test_full_blocks_are_stored_once_and_announced_when_every_rank_has_them(store: Store) -> None:
