@@ -527,14 +527,12 @@ def test_pages_are_missed_on_purpose(tmp_path: Path, serve: Serve) -> None:
     server = serve(pool)
     keys, slots = hashes(20), server.slots(20)
     assert all(server.backend.batch_set_v1(keys, slots))
-    all_missed, some = serve(pool, fault_miss_ratio=1.0), serve(pool, fault_miss_ratio=0.2)
+    all_missed, some = serve(pool, fault_miss_ratio=1.0), serve(pool, fault_miss_ratio=0.05)
     into = some.slots(20)
     assert all_missed.backend.batch_exists(keys) == 0
     assert all_missed.backend.batch_get_v1(keys, into) == [False] * 20
-    assert {some.backend.batch_exists(keys) == 20 for _ in range(200)} == {
-        True,
-        False,
-    }  # by chance 1 in 10 million
+    # All 20 are there in 36 of 100 calls.
+    assert {some.backend.batch_exists(keys) == 20 for _ in range(200)} == {True, False}
     for _ in range(50):
         got = some.backend.batch_get_v1(keys, into)
         assert got == sorted(got, reverse=True)
