@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -39,6 +40,22 @@ def _engine_processes(folder: Path) -> set[int]:
     return {pid for pid, session in sessions.items() if session in leaders}
 
 
+def _shared_memory(pids: set[int]) -> set[Path]:
+    """What these processes have mapped or open of /dev/shm, and what has a name there."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found |= {
+                line.split()[-1]
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+                if "/dev/shm/" in line
+            }
+        for fd in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                found.add(str(fd.readlink()))
+    return {Path(name) for name in found if name.startswith("/dev/shm/") and Path(name).exists()}
+
+
 def test_interrupted_demo_leaves_nothing() -> None:
     # vLLM puts sockets there, whose paths may not be long.
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
@@ -46,7 +63,6 @@ def test_interrupted_demo_leaves_nothing() -> None:
 
 
 def _interrupt(tmp_path: Path) -> None:
-    shared = set(Path("/dev/shm").iterdir())
     # A shell that runs the tests in the background has them ignore the signal, which children would inherit.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -70,13 +86,17 @@ def _interrupt(tmp_path: Path) -> None:
     # The engine's own children are what a clumsy clean-up would forget: wait for them.
     assert eventually(lambda: len(_engine_processes(tmp_path)) >= 3, within_s=90)
     engine = _engine_processes(tmp_path)
+    shared: set[Path] = set()
+    assert eventually(
+        lambda: bool(shared.update(_shared_memory(_engine_processes(tmp_path))) or shared), within_s=90
+    )
     command.send_signal(signal.SIGINT)
     _, errors = command.communicate(timeout=60)
     assert command.returncode == 130
     assert "Traceback" not in errors
     assert errors.strip().splitlines()[-1] == "kvpool: interrupted"
     assert list(tmp_path.iterdir()) == []
-    assert eventually(lambda: set(Path("/dev/shm").iterdir()) <= shared)
+    assert eventually(lambda: not any(path.exists() for path in shared))
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine))
 
 
