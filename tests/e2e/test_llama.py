@@ -222,7 +222,7 @@ def test_pool_lost_while_a_load_is_in_flight(
     try:
         pair.second.send({"do": "generate", "tokens": LONG[name], "max_tokens": GENERATED_TOKENS})
         # The core asks the pool by itself, and then waits for its worker without using the processor.
-        assert eventually(lambda: quiet(core) and ran_ns(core) > idle_ns)
+        assert eventually(lambda: ran_ns(core) > idle_ns and quiet(core) and quiet(core))
         damage(pair, found)
     finally:
         os.kill(worker, signal.SIGCONT)
