@@ -83,7 +83,7 @@ test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)
 	$(RUN_PYTEST) -m sglang --durations=5 $(or $(PYTEST),tests/sglang) || [[ $$? == 5 ]]
 
 test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
-	$(RUN_PYTEST) $(BY_FILE) -m e2e --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+	$(RUN_PYTEST) $(BY_FILE) --no-loadscope-reorder -m e2e --durations=15 $(PYTEST) || [[ $$? == 5 ]]
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/ruff check . scripts/install-vllm scripts/image-wheels
