@@ -14,10 +14,10 @@ from kvpool import _native, metrics
 from kvpool.keys import Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, open_store
-from kvpool.stores.store import StoredBlock
 from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import ABANDON_AFTER_S, Block, Finished
 from tests.conftest import eventually
+from tests.transfer.block_store import BlockStore
 
 NAMESPACE = Namespace("default", {"model": "test"})
 BLOCKS = 40
@@ -213,7 +213,7 @@ class StallingBatch:
         return None
 
 
-class StallingStore(Store):
+class StallingStore(BlockStore):
     """Takes every batch and never ends one by itself: a disk that hangs inside the kernel."""
 
     def __init__(self) -> None:
@@ -225,26 +225,6 @@ class StallingStore(Store):
     ) -> StallingBatch:
         self.batches.append((StallingBatch(len(keys)), list(views or ())))
         return self.batches[-1][0]
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    def fileno(self) -> int:
-        return -1
-
-    def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...
-
-    def _announcements(self, prefix: str) -> dict[str, bytes]:
-        return {}
-
-    def _withdraw(self, key: str) -> bool:
-        return False
-
-    def _withdraw_all(self, prefix: str) -> int:
-        return 0
-
-    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
-        return iter(())
 
     def _close(self) -> None: ...
 

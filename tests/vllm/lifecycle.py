@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -39,12 +39,11 @@ from kvpool import _native
 from kvpool.errors import StoreUnavailable
 from kvpool.keys import parse_key
 from kvpool.metrics import add_samples
-from kvpool.stores import Store
 from kvpool.stores.memory import MemoryStore
-from kvpool.stores.store import StoredBlock
 from kvpool.transfer import BlockCopier
 from kvpool.vllm.connector import KVPoolConnector
 from kvpool.vllm.plan import PoolMetadata
+from tests.transfer.block_store import BlockStore
 
 BLOCK_TOKENS = 4
 WINDOW = 9  # tokens; blocks outside of it go back to the engine while the request runs
@@ -224,7 +223,7 @@ class _Batch:
                 view[:] = _GARBAGE * view.nbytes
 
 
-class TroubledStore(Store):
+class TroubledStore(BlockStore):
     """A client of the world's pool, in a mood that is good until it is told otherwise."""
 
     def __init__(self, world: World) -> None:
@@ -259,26 +258,6 @@ class TroubledStore(Store):
 
     def under_way(self) -> list[_Batch]:
         return [batch for batch in self.world.batches if batch.client is self]
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    def fileno(self) -> int:
-        return -1
-
-    def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...
-
-    def _announcements(self, prefix: str) -> dict[str, bytes]:
-        return {}
-
-    def _withdraw(self, key: str) -> bool:
-        return False
-
-    def _withdraw_all(self, prefix: str) -> int:
-        return 0
-
-    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
-        return iter(())
 
     def _close(self) -> None:
         for batch in self.under_way():
