@@ -70,7 +70,7 @@ class CostGate:
     def admits(self) -> bool:
         """Whether to offer a load now; asked once for each, as a closed gate lets one through from time to time."""
         result = "pays"
-        if min(self._prefill.samples, self._load.samples) < MIN_SAMPLES:
+        if not self._measured():
             result = "unmeasured"
         elif self._closed and self._clock() >= self._probe_at_s:
             result = "probe"
@@ -80,8 +80,11 @@ class CostGate:
         self._counters.add(metrics.GATE_DECISIONS, 1, result)
         return result != "too_slow"
 
+    def _measured(self) -> bool:
+        return min(self._prefill.samples, self._load.samples) >= MIN_SAMPLES
+
     def _decide(self) -> None:
-        if min(self._prefill.samples, self._load.samples) < MIN_SAMPLES:
+        if not self._measured():
             return
         load_s = self._load.seconds * self._prefill.tokens
         recompute_s = self._prefill.seconds * self._load.tokens  # of as many tokens
