@@ -44,6 +44,15 @@ def _nbytes(value: object) -> object:
 
 
 Nbytes = Annotated[int, BeforeValidator(_nbytes)]
+# Where an engine tells nothing of these, so that somebody has to.
+ModelId = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=1024,
+        description="names model, revision, quantization and attention backend: engines of one name share",
+    ),
+]
 
 
 class _Settings(BaseModel):
@@ -185,11 +194,7 @@ class TierConfig(_Settings):
     PLACE: ClassVar[str] = "the tier's entry in secondary_tiers"
 
     # The interface of tiers tells none of this, so somebody has to.
-    model_id: str = Field(
-        min_length=1,
-        max_length=1024,
-        description="names model, revision, quantization and attention backend: engines of one name share",
-    )
+    model_id: ModelId
 
 
 class HiCacheConfig(_Settings):
@@ -198,11 +203,7 @@ class HiCacheConfig(_Settings):
     PLACE: ClassVar[str] = "--hicache-storage-backend-extra-config"
 
     # SGLang tells a backend the model's path, and neither its revision nor its quantization.
-    model_id: str = Field(
-        min_length=1,
-        max_length=1024,
-        description="names model, revision, quantization and attention backend: servers of one name share",
-    )
+    model_id: ModelId
     kv_dtype: str | None = Field(
         None, min_length=1, max_length=64,
         description="what --kv-cache-dtype is, such as fp8_e4m3; needed where the host memory is bare bytes",
