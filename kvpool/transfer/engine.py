@@ -27,7 +27,7 @@ from kvpool.errors import StoreUnavailable
 from kvpool.metrics import Counters
 from kvpool.stores import Store, Transfer
 from kvpool.transfer.device import BlockCopier
-from kvpool.transfer.lane import Device, Event, device_of
+from kvpool.transfer.lane import Device, Event, Lane, device_of
 from kvpool.transfer.staging import Staging
 
 PART_NBYTES = 4 << 20  # a part is at least one block; more would delay its scatter, fewer cost more calls
@@ -222,11 +222,9 @@ class TransferEngine:
                 batch = chosen[start : start + at_once]
                 self._gather([blocks[i] for i in batch], [tags[i] for i in batch], copier, computed)
 
-    def copy_first(self) -> None:
-        """Have what the engine computes from now on come after the copies that were submitted until now."""
-        for lane in (self._gathers, self._scatters):
-            # Behind all that the lane was given, a copy that failed half-way included.
-            self._device.follow(lane.submit(lambda scratch: None, []))
+    def store_first(self) -> None:
+        """Have what the engine computes from now on come after the copies of all stores until now."""
+        self._go_before_engine(self._gathers)
 
     def poll(self, wait_s: float = 0.0) -> Finished:
         """Advance everything; waits up to ``wait_s`` only if a load is in flight and nothing has ended."""
@@ -256,7 +254,8 @@ class TransferEngine:
         self._parts.clear()
         for part in self._stopping:
             part.cancel()
-        self.copy_first()
+        for lane in (self._gathers, self._scatters):
+            self._go_before_engine(lane)
         until = time.monotonic() + ABANDON_AFTER_S
         for part in self._stopping:
             if (left := until - time.monotonic()) > 0:
@@ -433,6 +432,10 @@ class TransferEngine:
         return allowed
 
     # Both.
+
+    def _go_before_engine(self, lane: Lane) -> None:
+        # Behind all that the lane was given, a copy that failed half-way included.
+        self._device.follow(lane.submit(lambda scratch: None, []))
 
     def _release(self, part: _Part) -> None:
         slots, part.slots = part.slots, []

@@ -190,7 +190,7 @@ class WorkerHalf:
         assert self._engine is not None
         self._engine.store(blocks, tags)
         if self._config.store_policy == "write_back":
-            self._engine.copy_first()  # the scheduler holds none of these: the next step may write over them
+            self._engine.store_first()  # the scheduler holds none of these: the next step may write over them
 
     def poll(self, idle: bool) -> tuple[set[str], set[str]]:
         """(loads that ended, those of them that failed) since the last call."""

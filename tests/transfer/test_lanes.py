@@ -156,7 +156,7 @@ def test_what_is_not_held_is_copied_before_the_engine_goes_on() -> None:
     at = Bench()
     at.compute(3, 7)
     at.engine.store([block(7, 3)], [0])
-    at.engine.copy_first()
+    at.engine.store_first()
     at.compute(3, 99)
     at.device.engine.go_on()
     assert at.holds(3, 7), "the next step waits for the copy"
