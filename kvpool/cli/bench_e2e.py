@@ -24,7 +24,13 @@ from rich.progress import Progress
 from kvpool.cli.activity import doing
 from kvpool.cli.bench_e2e_report import HOST, LMCACHE, OFF, OWN, Answer, Report, draw, show
 from kvpool.cli.bench_workload import Conversations, Workload, draw_workload, longest_prompt_tokens
-from kvpool.cli.engine_process import EngineFailed, EngineProcess, connector_config, write_model
+from kvpool.cli.engine_process import (
+    EngineFailed,
+    EngineProcess,
+    connector_config,
+    small_engine,
+    write_model,
+)
 from kvpool.cli.workspace import workspace
 from kvpool.errors import ConfigError
 from kvpool.hashing import BlockHasher
@@ -101,18 +107,12 @@ def run_bench_e2e(
         token_nbytes = width * layers * 4  # K and V of half as many heads as the model has, 4 bytes a number
         longest = longest_prompt_tokens(prompt_tokens, ANSWER_TOKENS) + ANSWER_TOKENS
         kv_cache_tokens = max(KV_CACHE_TOKENS, 2 * longest)
-        options = {
-            "model": str(model),
-            "skip_tokenizer_init": True,
-            "dtype": "float32",  # local hits and cold runs agree bit for bit; see docs/vllm.md
-            "enforce_eager": True,
-            "block_size": BLOCK_TOKENS,
-            "max_model_len": longest,
-            "max_num_batched_tokens": longest,
-            "kv_cache_memory_bytes": kv_cache_tokens * token_nbytes,
-            "prefix_caching_hash_algo": "sha256_cbor",
-            "disable_log_stats": False,
-        }
+        options = small_engine(
+            model,
+            block_tokens=BLOCK_TOKENS,
+            longest_tokens=longest,
+            kv_cache_nbytes=kv_cache_tokens * token_nbytes,
+        )
         with emptied(url, tenant) if pool else contextlib.nullcontext():
             contest = _Contest(folder, options, workload, unavailable, console)
             answers = contest.run(arms)

@@ -21,7 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool.cli.activity import doing
-from kvpool.cli.engine_process import EngineProcess, connector_config, free_ports, write_model
+from kvpool.cli.engine_process import (
+    EngineProcess,
+    connector_config,
+    free_ports,
+    small_engine,
+    write_model,
+)
 from kvpool.cli.index_process import IndexProcess
 from kvpool.cli.workspace import workspace
 from kvpool.config import PoolConfig
@@ -92,19 +98,10 @@ def run_demo(
         open_store(PoolConfig.load({"pool": pool, **settings}, environ={}).pool).close()
         with doing(console, "a tiny model with random weights is written"):
             model = write_model(folder / "model")
-        options = {
-            "model": str(model),
-            "skip_tokenizer_init": True,
-            "dtype": "float32",  # local hits and cold runs agree bit for bit; see docs/vllm.md
-            "enforce_eager": True,
-            "block_size": block_tokens,
-            "max_model_len": 4608,
-            "max_num_batched_tokens": 4608,
-            "kv_cache_memory_bytes": KV_CACHE_NBYTES,
-            "prefix_caching_hash_algo": "sha256_cbor",
-            "disable_log_stats": False,
-            **engine_options,
-        }
+        options = small_engine(
+            model, block_tokens=block_tokens, longest_tokens=4608, kv_cache_nbytes=KV_CACHE_NBYTES
+        )
+        options |= engine_options
         fleet = _Fleet(folder, options, pool, settings, console)
         rows = fleet.run(block_tokens)
     good = all(

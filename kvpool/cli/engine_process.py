@@ -92,6 +92,24 @@ def all_cores() -> str:
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[:8]))
 
 
+def small_engine(
+    model: Path, *, block_tokens: int, longest_tokens: int, kv_cache_nbytes: int
+) -> dict[str, Any]:
+    """Options of ``vllm.LLM`` for a small model whose every prompt, of up to ``longest_tokens``, fits into one step."""
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",  # local hits and cold runs agree bit for bit; see docs/vllm.md
+        "enforce_eager": True,
+        "block_size": block_tokens,
+        "max_model_len": longest_tokens,
+        "max_num_batched_tokens": longest_tokens,
+        "kv_cache_memory_bytes": kv_cache_nbytes,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "disable_log_stats": False,
+    }
+
+
 def write_model(folder: Path, **options: Any) -> Path:
     """``kvpool.vllm.tiny_model``, by a process of its own, so that torch stays out of this one.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpool import BlockHasher
 from kvpool._native import RECORD_HEADER_NBYTES, pack_header
-from kvpool.cli.engine_process import EngineProcess, connector_config, write_model
+from kvpool.cli.engine_process import EngineProcess, connector_config, small_engine, write_model
 
 BLOCK_TOKENS = 128
 VOCABULARY = 8192
@@ -22,16 +22,7 @@ def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:
     # What a load and a step take on a busy machine is no fault of the tests: they ask for the gate by name.
     settings = {"cost_gate": False, **more.pop("settings", {})}
     return {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "max_model_len": 4608,
-        "max_num_batched_tokens": 4608,
-        "kv_cache_memory_bytes": 96 << 20,
-        "prefix_caching_hash_algo": "sha256_cbor",
-        "disable_log_stats": False,
+        **small_engine(model, block_tokens=BLOCK_TOKENS, longest_tokens=4608, kv_cache_nbytes=96 << 20),
         "kv_transfer_config": connector_config(pool, settings),
         **more,
     }
