@@ -38,7 +38,7 @@ SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
 PROTO_TOOLS := .cache/proto
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
-BY_FILE := -n 2 --dist loadfile
+BY_FILE := --dist loadfile -n
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
@@ -72,18 +72,18 @@ demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 
 test: test-parts test-sglang test-engines
 
-# Two files at a time: most tests wait for servers, deadlines and processes. 5: none of these was asked for. Only root
-# can make networks, so nobody else is asked for what the tests with one need.
+# Three files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
+# for. Only root can make networks, so nobody else is asked for what the tests with one need.
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(RUN_PYTEST) $(BY_FILE) -m "not e2e and not soak and not compose and not sglang" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak and not compose and not sglang" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
 
 # In a process of their own: SGLang changes transformers when it is imported.
 test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)/.stamp
 	$(RUN_PYTEST) -m sglang --durations=5 $(or $(PYTEST),tests/sglang) || [[ $$? == 5 ]]
 
 test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
-	$(RUN_PYTEST) $(BY_FILE) --no-loadscope-reorder -m e2e --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m e2e --durations=15 $(PYTEST) || [[ $$? == 5 ]]
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/ruff check . scripts/install-vllm scripts/image-wheels
@@ -101,7 +101,7 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/lmcache-engine/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
-	$(RUN_PYTEST) $(BY_FILE) -m soak --durations=15 $(PYTEST)
+	$(RUN_PYTEST) $(BY_FILE) 2 -m soak --durations=15 $(PYTEST)
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
 test-compose: $(VENV)/.stamp-core
