@@ -44,8 +44,8 @@ from kvpool.wording import unknown
 _FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 BOOTSTRAP_TIMEOUT_S = 30.0
-# How long a thread may keep the interpreter from another one. With Python's own 5 ms, a lookup that arrives while events
-# are taken in waits several times as long as it works; a tenth of it costs those events nothing that can be measured.
+# How long a thread may keep the interpreter from another one. With Python's own 5 ms, a lookup that arrives while
+# events are taken in waits several times as long as it works; a tenth costs those events nothing that can be measured.
 SWITCH_S = 0.0005
 
 logger = logging.getLogger("kvpool.index")
