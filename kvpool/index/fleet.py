@@ -5,15 +5,10 @@ holder is one rank of one start of a worker (``rank/N``, with a number that is n
 namespace (``pool/NAMESPACE``). So nothing that is said late about an earlier start can be taken for a later one's,
 and no name of a worker can be taken for a pool.
 
-**A row is true as of its sequence**: the blocks credited are those after exactly that batch. Whoever changes what a
-rank holds makes its ``version`` odd, changes, and makes it even. A lookup reads the versions, asks the table, reads the
-sequences, and reads the versions again; for a rank whose version moved or was odd it asks once more, under the
-rank's lock.
-
 Threads: any may call anything, and nothing here does I/O but a line to the log. ``_lock`` guards ``_entries``,
-``_ranks``, ``_models``, ``_next_holder``, ``_departed`` and ``_Partition``; readers of ``_ranks`` and ``_models`` see
-whole values without it. ``_Rank.lock`` guards the rank's holder in the table and the rank's fields; it is taken after
-``_lock``, never before.
+``_ranks``, ``_models``, ``_next_holder``, ``_departed`` and who is in a ``Partition``; readers of ``_ranks`` and
+``_models`` see whole values without it. ``Rank.lock`` guards the rank's holder in the table and the rank's fields; it
+is taken after ``_lock``, never before.
 """
 
 from __future__ import annotations
@@ -28,13 +23,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused, UnknownModel
-from kvpool.hashing import BlockHasher, Multimodal, len_tokens, seed_id
+from kvpool.hashing import Multimodal, len_tokens, seed_id
 from kvpool.index.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_worker
-from kvpool.index.answer import Lookup, PublisherStatus, TierRow, WorkerStatus
-from kvpool.index.sequence import batch_digest
+from kvpool.index.answer import Lookup, TierRow, WorkerStatus
+from kvpool.index.partition import Key, Members, Partition
+from kvpool.index.rank import Progress, Rank, pool_holder
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
-from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, Content, MemoryBudget, Places, PrefixIndex
-from kvpool.index.worker import DEFAULT_TENANT, Position, Publisher, Worker
+from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, MemoryBudget, PrefixIndex
+from kvpool.index.worker import DEFAULT_TENANT, Position, Worker
 from kvpool.tenant import check_tenant
 from kvpool.wording import nearest, unknown
 
@@ -57,10 +53,7 @@ MAX_LEASE_S = 86400.0
 # How long a worker that comes back from a snapshot waits for the pool to announce it: as long as a watch keeps those
 # that it cannot read (kvpool.index.registry).
 THAWED_LEASE_S = 60.0
-MAX_PROBLEM_CHARS = 300
-MAX_STALENESS_MS = (1 << 32) - 1
 MOST_NAMED = 10  # of the known models, in an error
-_NOTHING = (0, 0, 0, 0)
 
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
 assert MAX_PUBLISHERS <= MAX_RANKS
@@ -101,170 +94,6 @@ class Pool(NamedTuple):
     holder: str
 
 
-class Progress(NamedTuple):
-    """How far one rank of one start of a worker had come."""
-
-    holder: str
-    batches: int
-
-
-class _Key(NamedTuple):
-    """What workers must share to be in one partition."""
-
-    tenant: str
-    model: str
-    hash_algorithm: str
-    hash_seed_id: str
-    block_tokens: int
-
-
-class _Partition:
-    def __init__(self, key: _Key, index: PrefixIndex, seed: str | None) -> None:
-        self.key = key
-        self.index = index
-        self.members = _Members(())
-        self.namespaces: Counter[str] = Counter()  # workers of each; 0: only the pool has it
-        self.hasher: BlockHasher | None = None
-        self.no_hasher = ""  # why
-        if key.hash_seed_id != seed_id(seed):
-            self.no_hasher = "hash with another seed than the index: start it with their PYTHONHASHSEED"
-        else:
-            try:
-                self.hasher = BlockHasher(key.block_tokens, key.hash_algorithm, seed)
-            except ConfigError:  # the one case that check_worker leaves: xxhash_cbor without a seed
-                self.no_hasher = f"hash with {key.hash_algorithm}: start the index with their PYTHONHASHSEED"
-
-
-class _Members:
-    """Ranks by name and number, and what an answer says of them whatever is asked. Immutable; a change makes another.
-
-    So the columns of an answer are made without a call a row.
-    """
-
-    __slots__ = ("addresses", "block_tokens", "dp_ranks", "names", "places", "places_of_pool", "ranks")
-
-    def __init__(self, ranks: Iterable[_Rank]) -> None:
-        self.ranks = tuple(sorted(ranks, key=lambda rank: (rank.worker.name, rank.publisher.dp_rank)))
-        self.names = tuple(rank.worker.name for rank in self.ranks)
-        self.dp_ranks = tuple(rank.publisher.dp_rank for rank in self.ranks)
-        self.addresses = tuple(rank.worker.address for rank in self.ranks)
-        self.block_tokens = tuple(rank.worker.block_tokens for rank in self.ranks)
-        self.places: Places = {rank.holder: (place,) for place, rank in enumerate(self.ranks)}
-        of_pool: dict[str, list[int]] = {}
-        for place, rank in enumerate(self.ranks):
-            if rank.pool:
-                of_pool.setdefault(rank.pool, []).append(place)
-        self.places_of_pool: Places = {pool: tuple(places) for pool, places in of_pool.items()}
-
-    def __len__(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def holders(self) -> list[str]:
-        """Theirs in the table, and their pools'."""
-        return [*self.places, *self.places_of_pool]
-
-
-class _Rank:
-    """One rank of one start of a worker."""
-
-    __slots__ = (
-        "asked", "batch_digest", "batches", "emptied_at", "gaps", "gone", "heard_at_s", "holder", "index", "joining",
-        "lacking", "lacking_since_s", "lock", "malformed", "marked", "pool", "problem", "publisher", "replays",
-        "resets", "sequence", "untold", "version", "worker",
-    )  # fmt: skip
-
-    def __init__(
-        self, worker: Worker, publisher: Publisher, index: PrefixIndex, holder: str, now_s: float
-    ) -> None:
-        self.worker = worker
-        self.publisher = publisher
-        self.index = index
-        self.holder = holder
-        self.pool = _pool(worker.namespace)
-        self.lock = threading.Lock()
-        self.version = 0  # odd: a change is under way
-        self.sequence = 0
-        self.batch_digest = 0  # of the batch of that number; 0: there is none
-        self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
-        self.joining = True  # until it is known for the first time that no later batch is missing
-        self.heard_at_s = now_s  # when that was last known
-        self.marked = False  # stale, says the feed
-        self.emptied_at = -1  # batches after which it was seen asleep; a later one says what it holds now
-        self.problem = ""
-        # Why only a part of what it holds is known; empty: it has told all. A rank that has told from its batch 0 on,
-        # or from a clear on, has told all.
-        self.lacking = ""
-        self.lacking_since_s = 0.0
-        self.asked = False  # for all it holds, while it lacks something
-        self.untold = True  # no batch of this life of its publisher was applied
-        self.gone = False
-
-    @property
-    def stale(self) -> bool:
-        return self.marked or self.joining or self.batches <= self.emptied_at
-
-    def staleness_ms(self, now_s: float) -> int:
-        return _staleness_ms(now_s, [self.heard_at_s])[0]
-
-    @property
-    def position(self) -> Position | None:
-        """From where another index could go on; None: it could not know whether it is still the same publisher."""
-        if not self.batch_digest or not self.publisher.replay:
-            return None
-        return Position(self.sequence, self.batch_digest)
-
-    def status(self, now_s: float) -> PublisherStatus:
-        with self.lock:
-            sequence, content = self.sequence, self.index.content(self.holder) or Content(0, 0)
-            held, evicted = self.index.held_by(self.holder), self.index.evicted(self.holder)
-        return PublisherStatus(
-            dp_rank=self.publisher.dp_rank,
-            sequence=sequence,
-            digest=content.digest,
-            blocks=content.blocks,
-            batches=self.batches,
-            gaps=self.gaps,
-            replays=self.replays,
-            resets=self.resets,
-            staleness_ms=self.staleness_ms(now_s),
-            stale=self.stale,
-            problem=self._problem(now_s, evicted),
-            device_blocks=held["device"],
-            host_blocks=held["host"],
-            disk_blocks=held["disk"],
-            evicted_blocks=evicted,
-        )
-
-    def _problem(self, now_s: float, evicted: int) -> str:
-        if self.lacking and not self.stale:
-            asked = " and asked for all it holds" if self.asked else ""
-            return _one_line(f"incomplete for {now_s - self.lacking_since_s:.0f} s{asked}: {self.lacking}")
-        return self.problem or self._why_stale() or _why_less(evicted)
-
-    def _why_stale(self) -> str:
-        if self.joining:
-            return "not heard from yet" if self.publisher.events else "it publishes no KV events"
-        return "asleep, or no word of what it holds since" if self.batches <= self.emptied_at else ""
-
-    # Under its lock:
-
-    def lack(self, reason: str, now_s: float) -> None:
-        """Of what it holds, only what it tells from now on is known."""
-        if not self.lacking:
-            self.lacking_since_s = now_s
-        self.lacking = reason
-
-    def complete(self) -> bool:
-        """All it holds is known; whether that is news."""
-        if not self.lacking:
-            return False
-        self.lacking, self.asked = "", False
-        if not self.marked:
-            self.problem = ""
-        return True
-
-
 class _Entry:
     """One worker: ``ranks`` are of its present start."""
 
@@ -275,8 +104,8 @@ class _Entry:
         worker: Worker,
         source: Source,
         expires_at_s: float | None,
-        partition: _Partition,
-        ranks: tuple[_Rank, ...],
+        partition: Partition,
+        ranks: tuple[Rank, ...],
     ) -> None:
         self.worker = worker
         self.source = source
@@ -310,8 +139,8 @@ class Fleet:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._ranks: dict[tuple[str, int], _Rank] = {}
-        self._models: dict[tuple[str, str], tuple[_Partition, ...]] = {}  # (): known, nobody is there now
+        self._ranks: dict[tuple[str, int], Rank] = {}
+        self._models: dict[tuple[str, str], tuple[Partition, ...]] = {}  # (): known, nobody is there now
         self._next_holder = 0
         self._departed: Counter[str] = Counter()
 
@@ -458,7 +287,7 @@ class Fleet:
         """The namespaces of which something is known: for whoever sees what the pool itself holds."""
         with self._lock:
             return [
-                Pool(partition.key.tenant, namespace, partition.index, _pool(namespace))
+                Pool(partition.key.tenant, namespace, partition.index, pool_holder(namespace))
                 for partitions in self._models.values()
                 for partition in partitions
                 for namespace in partition.namespaces
@@ -470,7 +299,7 @@ class Fleet:
             for partitions in self._models.values():
                 for partition in partitions:
                     for namespace in partition.namespaces:
-                        partition.index.remove_worker(_pool(namespace))
+                        partition.index.remove_worker(pool_holder(namespace))
         logger.info("the pool was emptied: what it held is forgotten")
 
     # ---- at rest
@@ -482,7 +311,7 @@ class Fleet:
         """
         with self._lock:
             now_s = self._clock()
-            entries: dict[_Partition, list[_Entry]] = {}
+            entries: dict[Partition, list[_Entry]] = {}
             for entry in self._entries.values():
                 entries.setdefault(entry.partition, []).append(entry)
             return tuple(_freeze(partition, members, now_s) for partition, members in entries.items())
@@ -538,93 +367,33 @@ class Fleet:
 
     def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
         """One batch of a rank. Errors: ``MalformedEvents``, and then nothing of it was applied."""
-        rank = self._ranks.get((worker_id, dp_rank))
-        if rank is None:
-            return
-        with rank.lock:
-            if rank.gone:
-                return
-            rank.version += 1
-            completed = False
-            try:
-                applied = rank.index.apply(rank.holder, payload, dp_rank=dp_rank, pool=rank.pool or None)
-                rank.sequence, rank.batch_digest = sequence, batch_digest(payload)
-                rank.batches += 1
-                if sequence == 0 or applied.cleared_events:
-                    completed = rank.complete()
-                elif rank.untold:
-                    rank.lack(f"its first {sequence} batches were not heard", self._clock())
-                rank.untold = False
-                if not rank.joining:  # while it joins, batches of long ago are told
-                    rank.heard_at_s = self._clock()
-            except BaseException:
-                rank.malformed += 1
-                raise
-            finally:
-                rank.version += 1
-        if completed:
-            logger.info("worker %s rank %d: all it holds is known again", worker_id, dp_rank)
+        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
+            rank.apply(sequence, payload, self._clock())
 
     def heard(self, worker_id: str, dp_rank: int) -> None:
         """The rank has just said that there is no later batch than the last one applied.
 
         Until this, or ``mark`` with ``stale=False``, has come for the first time, a rank is stale.
         """
-        rank = self._ranks.get((worker_id, dp_rank))
-        if rank is None:
-            return
-        rank.heard_at_s = self._clock()
-        self._joined(rank)
+        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
+            rank.heard(self._clock())
 
     def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
         """Forget what a rank holds, but for the pool's blocks; unless it begins ``anew``, it is incomplete then."""
-        rank = self._ranks.get((worker_id, dp_rank))
-        if rank is None:
-            return
-        with rank.lock:
-            if rank.gone:
-                return
-            rank.version += 1
-            rank.index.clear(rank.holder)
-            rank.sequence = rank.batch_digest = 0
-            rank.resets += 1
-            if anew:
-                rank.untold = True
-                rank.complete()
-            else:
-                rank.lack(problem, self._clock())
-            rank.problem = _one_line(problem)
-            rank.version += 1
-        logger.info("worker %s rank %d: what it held is forgotten: %s", worker_id, dp_rank, rank.problem)
+        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
+            rank.reset(problem, self._clock(), anew=anew)
 
     def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
         """From now on a rank is not to be trusted, for the reason given; or is again."""
-        rank = self._ranks.get((worker_id, dp_rank))
-        if rank is None:
-            return
-        with rank.lock:
-            changed = rank.marked != stale
-            rank.version += 1
-            rank.marked = stale
-            rank.problem = _one_line(problem)
-            rank.version += 1
-        if not stale:
-            self._joined(rank)
-        if changed and stale:
-            logger.info("worker %s rank %d is stale: %s", worker_id, dp_rank, rank.problem)
-        elif changed:
-            logger.info("worker %s rank %d is followed again", worker_id, dp_rank)
+        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
+            rank.mark(stale=stale, problem=problem)
 
     def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
         """Batches were found missing; or a replay has brought those that were."""
-        rank = self._ranks.get((worker_id, dp_rank))
-        if rank is None:
-            return
-        with rank.lock:
-            if closed:
-                rank.replays += 1
-            else:
-                rank.gaps += 1
+        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
+            rank.gap(closed=closed)
+
+    # ---- who has to be asked
 
     def incomplete(self) -> list[tuple[str, int]]:
         """(worker, data-parallel rank) of those that are followed and hold more than is known."""
@@ -634,41 +403,20 @@ class Fleet:
 
     def asked(self, worker_id: str, dp_rank: int) -> None:
         """A rank was asked to tell all it holds."""
-        rank = self._ranks.get((worker_id, dp_rank))
-        if rank is None:
-            return
-        with rank.lock:
-            news = bool(rank.lacking) and not rank.asked
-            rank.asked |= news
-        if news:
-            logger.info("worker %s rank %d is asked for all it holds: %s", worker_id, dp_rank, rank.lacking)
+        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
+            rank.ask()
 
     def progress(self, worker_id: str, dp_rank: int) -> Progress | None:
         """How far a rank has come, for ``emptied``; None if it is not known."""
         rank = self._ranks.get((worker_id, dp_rank))
-        return None if rank is None else Progress(rank.holder, rank.batches)
+        return None if rank is None else rank.progress
 
     def emptied(self, worker_id: str, dp_rank: int, since: Progress) -> None:
         """A rank is asleep, and was when it had come as far as ``since``: an engine empties its cache for that, and
         says so with the first batch after it woke. Until a later batch has come, the rank is stale.
         """
-        rank = self._ranks.get((worker_id, dp_rank))
-        if rank is None or rank.holder != since.holder:
-            return
-        with rank.lock:
-            was_stale = rank.stale
-            rank.version += 1
-            rank.emptied_at = since.batches
-            rank.version += 1
-            became_stale = rank.stale and not was_stale
-        if became_stale:
-            logger.info("worker %s rank %d is stale: it is asleep", worker_id, dp_rank)
-
-    def _joined(self, rank: _Rank) -> None:
-        with rank.lock:
-            joined, rank.joining = rank.joining, False
-        if joined:
-            logger.info("worker %s rank %d is followed", rank.worker.id, rank.publisher.dp_rank)
+        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
+            rank.empty(since)
 
     # ---- what is asked
 
@@ -695,7 +443,7 @@ class Fleet:
         """
         candidates = _candidates(workers)
         asked = self._asked(model, token_ids, hashes64, tenant, lora, cache_salt, multimodal)
-        answers = [self._answer(partition, hashes, candidates) for partition, hashes in asked]
+        answers = [partition.answer(hashes, candidates) for partition, hashes in asked]
         if len(answers) == 1:
             return answers[0]
         return Lookup.of(sorted((row for answer in answers for row in answer), key=lambda row: row[:2]))
@@ -714,7 +462,7 @@ class Fleet:
         """``lookup``, tier by tier, as of some batch of each rank that is not named; by name and rank."""
         candidates = _candidates(workers)
         asked = self._asked(model, token_ids, hashes64, tenant, lora, cache_salt, ())
-        rows = [row for partition, hashes in asked for row in self._tiers(partition, hashes, candidates)]
+        rows = [row for partition, hashes in asked for row in partition.tiers(hashes, candidates)]
         return sorted(rows, key=lambda row: row[:2])
 
     def _asked(
@@ -726,7 +474,7 @@ class Fleet:
         lora: tuple[str, str] | None,
         cache_salt: str | None,
         multimodal: Sequence[Multimodal],
-    ) -> list[tuple[_Partition, Buffer]]:
+    ) -> list[tuple[Partition, Buffer]]:
         """Which partitions a prompt is asked of, by which hashes."""
         partitions = self._partitions(tenant, model)
         hashes = _prompt(token_ids, hashes64)
@@ -737,7 +485,7 @@ class Fleet:
         if hashes is not None:
             return [(partition, hashes) for partition in partitions]
         assert token_ids is not None
-        asked: list[tuple[_Partition, Buffer]] = []
+        asked: list[tuple[Partition, Buffer]] = []
         for partition in partitions:
             if partition.hasher is not None:
                 of_tokens = partition.hasher.hashes64(
@@ -754,7 +502,7 @@ class Fleet:
         """Errors: ``ConfigError``, ``UnknownModel``: those of ``lookup`` for a model or tenant."""
         self._partitions(tenant, model)
 
-    def _partitions(self, tenant: str, model: str) -> tuple[_Partition, ...]:
+    def _partitions(self, tenant: str, model: str) -> tuple[Partition, ...]:
         check_tenant(tenant)
         if not isinstance(model, str) or not model or len(model) > MAX_TEXT_NBYTES:
             raise ConfigError(f"name the model, with at most {MAX_TEXT_NBYTES} characters")
@@ -768,77 +516,6 @@ class Fleet:
                 f'unknown model "{model}": no worker of tenant "{tenant}" has joined this index yet'
             )
         raise UnknownModel(_unknown_model(model, models))
-
-    def _answer(self, partition: _Partition, hashes: Buffer, candidates: frozenset[str] | None) -> Lookup:
-        members, holders = _among(partition, candidates)
-        if not members:
-            return Lookup()
-        ranks, count = members.ranks, len(members)
-        versions = [rank.version for rank in ranks]
-        matches = partition.index.match(hashes, workers=holders)
-        device, local = matches.placed(members.places, count, "device", "local")
-        pool = [0] * count
-        if members.places_of_pool:
-            [pool] = matches.placed(members.places_of_pool, count, "pool")
-        now_s = self._clock()
-        sequences = [rank.sequence for rank in ranks]
-        stale = [rank.stale for rank in ranks]
-        heard_at_s = [rank.heard_at_s for rank in ranks]
-        moved = [
-            place
-            for place, (rank, version) in enumerate(zip(ranks, versions, strict=True))
-            if version & 1 or rank.version != version
-        ]
-        for place in moved:
-            rank = ranks[place]
-            with rank.lock:
-                again = rank.index.match(hashes, workers=[rank.holder])
-                [device[place]], [local[place]] = again.placed({rank.holder: (0,)}, 1, "device", "local")
-                sequences[place], stale[place] = rank.sequence, rank.stale or rank.gone
-                heard_at_s[place] = rank.heard_at_s
-        if True in stale:
-            for place, untrusted in enumerate(stale):
-                if untrusted:
-                    device[place] = local[place] = 0
-        return Lookup(
-            members.names,
-            members.dp_ranks,
-            members.addresses,
-            members.block_tokens,
-            (memoryview(hashes).nbytes // 8,) * count,
-            tuple(device),
-            tuple(local),
-            tuple(pool),
-            tuple(sequences),
-            _staleness_ms(now_s, heard_at_s),
-            tuple(stale),
-        )
-
-    def _tiers(
-        self, partition: _Partition, hashes: Buffer, candidates: frozenset[str] | None
-    ) -> list[TierRow]:
-        members, holders = _among(partition, candidates)
-        # Nobody is credited who was stale just before or after: what was read may be of that time.
-        trusted = [not rank.stale for rank in members.ranks]
-        held: dict[int, tuple[int, ...]] = {}  # by place: device, host, disk, local
-        pool = [0] * len(members)
-        for match in partition.index.match(hashes, workers=holders):
-            for place in members.places_of_pool.get(match.worker, ()):
-                pool[place] = match.pool_blocks
-            blocks = (match.device_blocks, match.host_blocks, match.disk_blocks, match.local_blocks)
-            for place in members.places.get(match.worker, ()):  # what all ranks that its batches name have
-                held[place] = tuple(map(min, blocks, held.get(place, blocks)))
-        rows = []
-        for place, rank in enumerate(members.ranks):
-            good = trusted[place] and not rank.stale and not rank.gone
-            device, host, disk, local = held.get(place, _NOTHING) if good else _NOTHING
-            rows.append(
-                TierRow(
-                    rank.worker.name, rank.publisher.dp_rank, rank.worker.block_tokens,
-                    memoryview(hashes).nbytes // 8, device, host, disk, local, pool[place],
-                )
-            )  # fmt: skip
-        return rows
 
     # ---- under _lock
 
@@ -869,7 +546,7 @@ class Fleet:
                 raise SnapshotRefused("workers of one table do not belong together")
         for namespace in namespaces[:MAX_NAMESPACES] if entries else ():
             entries[0].partition.namespaces.setdefault(namespace, 0)
-            kept.add(_pool(namespace))
+            kept.add(pool_holder(namespace))
         for holder in set(index.workers()) - kept:
             index.remove_worker(holder)
         return entries
@@ -882,9 +559,8 @@ class Fleet:
             return
         entry.worker = worker
         for rank in entry.ranks:
-            with rank.lock:
-                rank.worker, rank.pool = worker, _pool(worker.namespace)
-        entry.partition.members = _Members(entry.partition.members.ranks)
+            rank.rename(worker)
+        entry.partition.members = Members(entry.partition.members.ranks)
 
     def _make_room(self, worker: Worker, known: _Entry | None) -> None:
         """Check every limit before anything is changed; what no worker uses any more makes room."""
@@ -938,7 +614,7 @@ class Fleet:
                 block_tokens=worker.block_tokens,
                 memory=self._memory,
             )
-            partition = _Partition(_key(worker), index, self._seed)
+            partition = Partition(Key.of(worker), index, self._seed, self._clock)
             self._models[name] = (*partitions, partition)
         self._enter_namespace(partition, worker.namespace)
         ranks = []
@@ -946,29 +622,22 @@ class Fleet:
             state = (known or {}).get(publisher.dp_rank)
             holder = f"rank/{self._next_holder}" if state is None else state.holder
             self._next_holder += 1
-            rank = _Rank(worker, publisher, partition.index, holder, now_s)
+            rank = Rank(worker, publisher, partition.index, holder, now_s)
             if state is not None and state.position is not None:
-                rank.sequence, rank.batch_digest = state.position
-                rank.untold = False
-                if state.lacking:
-                    rank.lack(state.lacking, now_s)
+                rank.thaw(state.position, state.lacking, now_s)
             ranks.append(rank)
             self._ranks[worker.id, publisher.dp_rank] = rank
-        partition.members = _Members((*partition.members.ranks, *ranks))
+        partition.members = Members((*partition.members.ranks, *ranks))
         self._entries[worker.id] = entry = _Entry(worker, source, expires_at_s, partition, tuple(ranks))
         return entry
 
     def _forget(self, entry: _Entry) -> None:
         partition = entry.partition
         del self._entries[entry.worker.id]
-        partition.members = _Members(rank for rank in partition.members.ranks if rank not in entry.ranks)
+        partition.members = Members(rank for rank in partition.members.ranks if rank not in entry.ranks)
         for rank in entry.ranks:
             del self._ranks[entry.worker.id, rank.publisher.dp_rank]
-            with rank.lock:
-                rank.version += 1
-                rank.gone = True
-                rank.index.remove_worker(rank.holder)
-                rank.version += 1
+            rank.leave()
             for name in ("batches", "gaps", "replays", "resets", "malformed"):
                 self._departed[name] += getattr(rank, name)
         self._leave_namespace(partition, entry.worker.namespace)
@@ -978,28 +647,28 @@ class Fleet:
             self._models[name_of] = tuple(other for other in self._models[name_of] if other is not partition)
             self._depart(partition)
 
-    def _depart(self, partition: _Partition) -> None:
+    def _depart(self, partition: Partition) -> None:
         counters = partition.index.counters()
         for name in ("refused", "evicted"):
             self._departed[name] += counters[name]
 
-    def _enter_namespace(self, partition: _Partition, namespace: str) -> None:
+    def _enter_namespace(self, partition: Partition, namespace: str) -> None:
         if not namespace:
             return
         if namespace not in partition.namespaces and len(partition.namespaces) >= MAX_NAMESPACES:
             for unused in [other for other, workers in partition.namespaces.items() if not workers]:
-                partition.index.remove_worker(_pool(unused))
+                partition.index.remove_worker(pool_holder(unused))
                 del partition.namespaces[unused]
             if len(partition.namespaces) >= MAX_NAMESPACES:
                 raise KVPoolError(f"workers of one model name more than {MAX_NAMESPACES} namespaces")
         partition.namespaces[namespace] += 1
 
-    def _leave_namespace(self, partition: _Partition, namespace: str) -> None:
+    def _leave_namespace(self, partition: Partition, namespace: str) -> None:
         if namespace:
             partition.namespaces[namespace] -= 1
 
 
-def _freeze(partition: _Partition, entries: Iterable[_Entry], now_s: float) -> PartitionState:
+def _freeze(partition: Partition, entries: Iterable[_Entry], now_s: float) -> PartitionState:
     """Under ``_lock``: nobody else takes the locks of several ranks."""
     with ExitStack() as held:
         for rank in partition.members.ranks:
@@ -1033,40 +702,23 @@ def _thawed_lease_s(
     return None if state.lease_left_s is None else min(max(0, state.lease_left_s - age_s), MAX_LEASE_S)
 
 
-def _key(worker: Worker) -> _Key:
-    return _Key(worker.tenant, worker.model, worker.hash_algorithm, worker.hash_seed_id, worker.block_tokens)
-
-
-def _find(partitions: Iterable[_Partition] | None, worker: Worker) -> _Partition | None:
-    key = _key(worker)
+def _find(partitions: Iterable[Partition] | None, worker: Worker) -> Partition | None:
+    key = Key.of(worker)
     return next((partition for partition in partitions or () if partition.key == key), None)
 
 
 def _same_start(known: Worker, worker: Worker) -> bool:
-    return (_key(known), known.publishers, known.incarnation) == (
-        _key(worker),
+    return (Key.of(known), known.publishers, known.incarnation) == (
+        Key.of(worker),
         worker.publishers,
         worker.incarnation,
     )
-
-
-def _pool(namespace: str) -> str:
-    """Who holds the pool's blocks of a namespace; in a table of one tenant."""
-    return f"pool/{namespace}" if namespace else ""
 
 
 def _candidates(workers: Sequence[str] | None) -> frozenset[str] | None:
     if workers is not None and len(workers) > MAX_WORKERS:
         raise ConfigError(f"at most {MAX_WORKERS} candidates can be asked about, not {len(workers)}")
     return None if workers is None else frozenset(workers)
-
-
-def _among(partition: _Partition, candidates: frozenset[str] | None) -> tuple[_Members, list[str] | None]:
-    """Those of a partition who are asked about, and their holders in the table; None: all."""
-    if candidates is None:
-        return partition.members, None
-    members = _Members(rank for rank in partition.members.ranks if rank.worker.name in candidates)
-    return members, members.holders
 
 
 def _prompt(token_ids: Sequence[int] | Buffer | None, hashes64: Buffer | None) -> memoryview | None:
@@ -1095,19 +747,3 @@ def _unknown_model(name: str, known: Iterable[str]) -> str:
     if len(names) <= MOST_NAMED or nearest(name, names) is not None:
         return unknown("model", name, names)
     return f'unknown model "{name}"; {len(names)} are known, among them {", ".join(names[:MOST_NAMED])}'
-
-
-def _staleness_ms(now_s: float, heard_at_s: Sequence[float]) -> tuple[int, ...]:
-    since_ms = [int((now_s - one_s) * 1000) for one_s in heard_at_s]
-    if min(since_ms) < 0 or max(since_ms) > MAX_STALENESS_MS:  # heard just now, or never
-        since_ms = [min(max(0, one_ms), MAX_STALENESS_MS) for one_ms in since_ms]
-    return tuple(since_ms)
-
-
-def _why_less(evicted: int) -> str:
-    return f"{evicted} of its blocks were forgotten to make room: it may be credited less" if evicted else ""
-
-
-def _one_line(problem: str) -> str:
-    line = " ".join(problem.split())
-    return line if len(line) <= MAX_PROBLEM_CHARS else line[: MAX_PROBLEM_CHARS - 1] + "\u2026"
