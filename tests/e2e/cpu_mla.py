@@ -7,8 +7,12 @@ one token is served from a prefix cache, and from a pool, by vLLM's own kernels;
 
 from __future__ import annotations
 
-from vllm.config import VllmConfig
+from typing import TYPE_CHECKING
+
 from vllm.platforms.cpu import CpuPlatform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class CachingCpuPlatform(CpuPlatform):
