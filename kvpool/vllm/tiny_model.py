@@ -56,7 +56,8 @@ def write_tiny_model(
     elif kind == "deepseek":
         common |= {"num_key_value_heads": 8, "first_k_dense_replace": layers, "q_lora_rank": None}
         common |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
-        model = transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**common))
+        deepseek = transformers.DeepseekV2Config(**common)
+        model = transformers.DeepseekV2ForCausalLM(deepseek)  # type: ignore[no-untyped-call]
     else:
         kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
         config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)
