@@ -7,7 +7,7 @@ Workers' events say what was put and what a load missed. What servers evict, del
 - **Rounds.** Again and again all keys are walked. Before that each block that is credited is put in doubt; what is
   found, or told of by an event meanwhile, is credited; what is still in doubt at the end is not any more.
 
-A block of a KV-cache group is there when the keys of all its ranks are. How many ranks a namespace has is seen from its
+A block of a KV-cache group is there when the keys of all its ranks are. How many ranks store a group is seen from its
 keys: one more than the highest.
 
 When the pool and the workers' events have come to rest, the first round that begins then makes the index right:
@@ -44,10 +44,11 @@ WAIT_S = 0.25  # the longest that nobody looks whether there is something to do
 CATCH_UP_S = 0.1
 CLOSE_S = 5.0
 MAX_ASKED = 1 << 16  # keys in one question to the pool
-MAX_RANKS = 1024  # of a namespace: a key that names a higher one is passed over
+MAX_RANKS = 1024  # and groups, of a namespace: a key that names a higher one is passed over
 SLICES = 32  # of the table, in one step: each by itself is what a lookup may have to wait for
 WITNESSES = 16  # keys that were there lately: when all are gone after a flush, it was of this pool
 
+_WHOLE = {"full": "full_attention", "mla": "mla_attention"}
 _WINDOW = re.compile(r"sliding_window:([0-9]{1,9})")
 _DEAF = "the pool does not say what it loses, so that is seen in rounds only"
 _UNSEEN = "the pool cannot be looked through, so what it loses in silence stays credited"
@@ -100,7 +101,7 @@ class Residency:
         self._earliest_s = 0.0  # when the next one may begin
         self._pools: list[Pool] = []  # as they are in this turn
         self._known: set[Namespace] = set()  # of the last round
-        self._ranks: dict[Namespace, int] = {}
+        self._ranks: dict[Namespace, dict[int, int]] = {}  # by group
         self._groups: dict[Namespace, dict[int, dict[str, Any]]] = {}  # by group: what its events say besides
         self._witnesses: deque[str] = deque(maxlen=WITNESSES)
         self._said: set[str] = set()  # what is wrong now
@@ -230,14 +231,15 @@ class Residency:
     # ---- what is there
 
     def _ours(self, keys: Iterable[str]) -> list[tuple[str, FoundKey]]:
-        """The keys of known namespaces, taken apart; learns how many ranks those have."""
+        """The keys of known namespaces, taken apart; learns how many ranks store each of their groups."""
         known = _names(self._pools)
         ours = []
         for key in keys:
             block = split_key(key)
             namespace = _namespace(block)
-            if namespace in known and block.rank < MAX_RANKS:
-                self._ranks[namespace] = max(self._ranks.get(namespace, 1), block.rank + 1)
+            if namespace in known and max(block.group, block.rank) < MAX_RANKS:
+                ranks = self._ranks.setdefault(namespace, {})
+                ranks[block.group] = max(ranks.get(block.group, 1), block.rank + 1)
                 ours.append((key, block))
         return ours
 
@@ -250,7 +252,7 @@ class Residency:
         wanted = [
             wanted
             for key, block in there.items()
-            for rank in range(self._ranks[_namespace(block)])
+            for rank in range(self._ranks[_namespace(block)][block.group])
             if (wanted := rank_key(key, rank)) not in seen
         ]
         gone: dict[str, FoundKey] = {}
@@ -337,8 +339,8 @@ def _groups(facts: Mapping[str, Fact]) -> dict[int, dict[str, Any]]:
     count = facts.get("groups")
     for group in range(min(count, MAX_RANKS) if type(count) is int else 0):
         attention = str(facts.get(f"group{group}.attention"))
-        if attention == "full":
-            groups[group] = {"kv_cache_spec_kind": "full_attention"}
+        if attention in _WHOLE:
+            groups[group] = {"kv_cache_spec_kind": _WHOLE[attention]}
         elif (window := _WINDOW.fullmatch(attention)) is not None:
             kind = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": int(window[1])}
             groups[group] = kind

@@ -5,6 +5,7 @@ Supported: vLLM 0.30 to 0.32. Differences between versions are told by feature, 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -36,6 +39,14 @@ from kvpool.vllm.plan import Group
 EVENT_MEDIUM = "STORAGE"  # vllm/distributed/kv_events.py: MEDIUM_STORAGE
 EVENT_OWNER = "kvpool"
 _OF_THE_POOL = {"locality": "REMOTE", "ownership": EVENT_OWNER}
+# In these, specifications of MLA differ by model and cache type; they stand in the layout's facts. In any other field,
+# those of later versions too, they say that a block is something else than a latent vector for each of its tokens.
+_MLA_LAYOUT = frozenset(
+    (
+        "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "cache_dtype_str", "kv_quant_mode",
+        "page_size_padded", "block_stride_alignment", "num_head_slots", "dcp_sharded",
+    )
+)  # fmt: skip
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
@@ -112,17 +123,42 @@ def groups_of(config: KVCacheConfig) -> list[Group]:
         if isinstance(spec, UniformTypeKVCacheSpecs):
             kinds = {type(layer) for layer in spec.kv_cache_specs.values()}
             spec = next(iter(spec.kv_cache_specs.values())) if len(kinds) == 1 else spec
-        # Subclasses (MLA, sinks, chunked windows, ...) keep other bytes or need other blocks: exact types only.
+        # Subclasses (sinks, chunked windows, ...) keep other bytes or need other blocks: exact types only.
         if type(spec) is FullAttentionSpec:
             groups.append(Group(group.kv_cache_spec.block_size))
         elif type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
             groups.append(Group(group.kv_cache_spec.block_size, spec.sliding_window))
+        elif type(spec) is MLAAttentionSpec:
+            _refuse_uncommon_mla(index, group)
+            groups.append(Group(group.kv_cache_spec.block_size, latent=True))
         else:
             raise EngineRefused(
                 f"KV-cache group {index} is of kind {type(spec).__name__}, which is not supported yet; "
-                "supported are full attention and sliding windows"
+                "supported are full attention, sliding windows and MLA"
             )
     return groups
+
+
+def _layer_specs(group: KVCacheGroupSpec) -> list[Any]:
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _refuse_uncommon_mla(index: int, group: KVCacheGroupSpec) -> None:
+    """Sparse indexers, compressed states, caches in main memory: their blocks hold, or need, something else."""
+    for layer in _layer_specs(group):
+        for one in dataclasses.fields(layer):
+            value = getattr(layer, one.name)
+            plain = 1 if one.name == "max_tp_shards" else one.default  # 1: every rank has it whole
+            if one.name not in _MLA_LAYOUT and value != plain:
+                raise EngineRefused(
+                    f"KV-cache group {index} is MLA with {one.name} {value!r}, which is not supported yet; "
+                    "supported is one latent vector for each token"
+                )
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        raise EngineRefused(
+            f"KV-cache group {index} is MLA of which main memory keeps a part, which is not supported yet"
+        )
 
 
 def block_sizes(config: VllmConfig, cache: KVCacheConfig) -> tuple[int, int]:
@@ -161,11 +197,17 @@ def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]],
                 payload_nbytes=sum(view[0].numel() * view.element_size() for view in views),
                 shapes=tuple(tuple(view.shape[1:]) for view in views),
                 strides=tuple(tuple(view.stride()[1:]) for view in views),
-                attention="full" if group.window is None else f"sliding_window:{group.window}",
+                attention=_attention(group),
             )
             for group, views in zip(groups, layers, strict=True)
         ),
     )
+
+
+def _attention(group: Group) -> str:
+    if group.latent:
+        return "mla"
+    return "full" if group.window is None else f"sliding_window:{group.window}"
 
 
 def engine_facts(
@@ -267,11 +309,10 @@ def _kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
         return str(current_platform.get_cpu_architecture())
     packings = set()
     for group in cache.kv_cache_groups:
-        spec = group.kv_cache_spec
-        specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-        for layer in specs:
+        for layer in _layer_specs(group):
             assert isinstance(layer, AttentionSpec), "groups_of refuses every other kind"
-            packings.add(_get_attn_isa(layer.dtype, layer.block_size, layer.head_size))
+            if not isinstance(layer, MLAAttentionSpec):  # latent vectors lie there as they are
+                packings.add(_get_attn_isa(layer.dtype, layer.block_size, layer.head_size))
     return ",".join(sorted(packings))
 
 
@@ -414,9 +455,10 @@ def _medium(block_pool: Any) -> str:
 
 
 def _group_fields(group_index: int, group: Group) -> dict[str, Any]:
+    whole = "mla_attention" if group.latent else "full_attention"
     return {
         "group_idx": group_index,
-        "kv_cache_spec_kind": "full_attention" if group.window is None else "sliding_window",
+        "kv_cache_spec_kind": whole if group.window is None else "sliding_window",
         "kv_cache_spec_sliding_window": group.window,
     }
 

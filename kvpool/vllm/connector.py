@@ -88,7 +88,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             else:
                 self._config = config
-                self._worker = WorkerHalf(config, rank=get_tp_group().rank_in_group)
+                self._worker = WorkerHalf(config, groups, rank=get_tp_group().rank_in_group)
         except (ConfigError, StoreUnavailable) as error:
             # The workers are made first and cannot end an engine in one line: the scheduler says it for both.
             if role is KVConnectorRole.SCHEDULER:

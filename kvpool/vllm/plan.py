@@ -16,10 +16,22 @@ from kvpool.keys import Fact
 
 @dataclass(frozen=True)
 class Group:
-    """One group of layers that share a block table. ``window``: tokens that a query sees, itself included."""
+    """One group of layers that share a block table. ``window``: tokens that a query sees, itself included.
+
+    ``latent``: MLA, which keeps one latent vector for each token, the same bytes on every tensor-parallel rank.
+    """
 
     block_tokens: int
     window: int | None = None  # None: full attention
+    latent: bool = False
+
+    def key_rank(self, rank: int) -> int:
+        """The rank under whose key the pool keeps what ``rank`` holds of a block; only that rank stores it."""
+        return 0 if self.latent else rank
+
+    def key_ranks(self, ranks: int) -> list[int]:
+        """The ranks under whose keys a block of an engine of ``ranks`` ranks lies."""
+        return sorted({self.key_rank(rank) for rank in range(ranks)})
 
 
 class BlockRef(NamedTuple):
@@ -64,7 +76,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by rank, once, in its first step
     broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
     landed: dict[int, int] = field(default_factory=dict)  # tag: ranks that do not read the block any more
-    stored: dict[int, int] = field(default_factory=dict)  # tag: ranks whose part is in the pool now
+    stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that have stored what is theirs
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
     asked: bool = False  # an index asks for all that the engine's own cache holds
@@ -118,7 +130,7 @@ def longest_hit(
 ) -> int:
     """The largest number of leading tokens from which the engine can go on, by its own cache and the pool.
 
-    ``present[g][i]``: every rank's part of block ``i`` of group ``g`` is in the pool. The answer is a multiple of
+    ``present[g][i]``: every part of block ``i`` of group ``g`` is in the pool. The answer is a multiple of
     ``align_tokens``, at most ``max_tokens`` and at least ``local_tokens``.
     """
     runs = [_run_lengths(blocks) for blocks in present]

@@ -63,7 +63,7 @@ KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that s
 
 @dataclass
 class _Lookup:
-    """The existence batch of one request: ``blocks[g]`` blocks of each group, for every rank."""
+    """The existence batch of one request: ``blocks[g]`` blocks of each group, for every rank that stores it."""
 
     transfer: Transfer
     blocks: list[int]
@@ -403,7 +403,7 @@ class SchedulerHalf:
             hashes = compat.group_hashes(state.request, self._hash_block_tokens, group.block_tokens)
             hashes = hashes[: max_tokens // group.block_tokens]
             blocks.append(len(hashes))
-            for rank in range(self._ranks):
+            for rank in group.key_ranks(self._ranks):
                 keys += self._namespace.keys(hashes, index, rank)
         try:
             transfer = self._store.submit_contains(keys, timeout_s=self._config.budget_s)
@@ -427,12 +427,12 @@ class SchedulerHalf:
             logger.info("kvpool: the pool answers again")
         lookup.present = []
         start = 0
-        for count in lookup.blocks:
-            ranks = [
-                answers[start + rank * count : start + (rank + 1) * count] for rank in range(self._ranks)
-            ]
+        for group, count in zip(self._groups, lookup.blocks, strict=True):
+            ranks = []
+            for _ in group.key_ranks(self._ranks):
+                ranks.append(answers[start : start + count])
+                start += count
             lookup.present.append([all(parts) for parts in zip(*ranks, strict=True)])
-            start += count * self._ranks
         return True
 
     def _lookup_failed(self, state: _RequestState, cause: str) -> None:

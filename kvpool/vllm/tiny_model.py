@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["llama", "gemma3"]
+Kind = Literal["llama", "gemma3", "deepseek"]
 
 VOCABULARY = 8192
 QUERY_GAIN = 3.0
@@ -31,7 +31,8 @@ def write_tiny_model(
     """Write configuration, weights (bfloat16) and a word-level tokenizer into ``folder``, which is made.
 
     ``llama``: full attention, 8 heads, 4 KV heads. ``gemma3``: five layers with a sliding window of ``window``
-    tokens to each layer with full attention. ``width`` is a multiple of 256. About 54 MB at the defaults.
+    tokens to each layer with full attention. ``deepseek``: MLA with latent vectors of 512 + 64 elements, the only ones
+    that vLLM's CPU kernels know, without experts. ``width`` is a multiple of 256. About 54 MB at the defaults.
     """
     import transformers
 
@@ -52,6 +53,11 @@ def write_tiny_model(
     model: Any
     if kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))  # type: ignore[no-untyped-call]
+    elif kind == "deepseek":
+        common |= {"num_key_value_heads": 8, "first_k_dense_replace": layers, "q_lora_rank": None}
+        common |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+        deepseek = transformers.DeepseekV2Config(**common)
+        model = transformers.DeepseekV2ForCausalLM(deepseek)  # type: ignore[no-untyped-call]
     else:
         kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
         config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)

@@ -1,8 +1,9 @@
 """The worker's half of the connector: one rank's KV cache, its staging slots, and the transfers between.
 
 A block that is stored is the scheduler's to keep until this rank says that its bytes have landed in staging; it says
-so once for every tag, whatever becomes of the store. After start-up nothing here raises into the engine: a fault of
-ours switches the pool off for this rank, every load that was promised is reported as failed, and the engine recomputes.
+so once for every tag, whatever becomes of the store. What is the same on every rank the first one stores for all: the
+others say at once that they have done with it. After start-up nothing here raises into the engine: a fault of ours
+switches the pool off for this rank, every load that was promised is reported as failed, and the engine recomputes.
 
 Threads: the worker's model thread only.
 """
@@ -29,7 +30,7 @@ from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import Block
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.guard import Guard
-from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 
 logger = init_logger("vllm.kvpool")
 
@@ -40,8 +41,8 @@ DRAIN_S = 5.0  # how long a shutdown waits for stores in flight
 class WorkerHalf:
     """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``."""
 
-    def __init__(self, config: PoolConfig, *, rank: int) -> None:
-        self._config, self._rank = config, rank
+    def __init__(self, config: PoolConfig, groups: Sequence[Group], *, rank: int) -> None:
+        self._config, self._groups, self._rank = config, list(groups), rank
         self._store: Store | None = None
         self._engine: TransferEngine | None = None
         self._namespace: Namespace | None = None
@@ -183,8 +184,16 @@ class WorkerHalf:
             self._count(self._report.landed, tags)
             self._count(self._report.dropped, tags)
             return
-        self._storing |= dict.fromkeys(tags, False)
-        self._guard.run(functools.partial(self._send, self._blocks(stores), tags), None)
+        own: dict[int, BlockRef] = {}
+        for block, tag in zip(stores, tags, strict=True):
+            if self._groups[block.group].key_rank(self._rank) == self._rank:
+                own[tag] = block
+            else:
+                self._count(self._report.landed, [tag])
+                self._count(self._report.stored, [tag])
+        if own:
+            self._storing |= dict.fromkeys(own, False)
+            self._guard.run(functools.partial(self._send, self._blocks(list(own.values())), list(own)), None)
 
     def _send(self, blocks: list[Block], tags: list[int]) -> None:
         assert self._engine is not None
@@ -249,7 +258,8 @@ class WorkerHalf:
         keys: dict[int, list[str]] = {}
         for group in {ref.group for ref in refs}:
             hashes = [ref.block_hash for ref in refs if ref.group == group]
-            keys[group] = self._namespace.keys(hashes, group, self._rank)[::-1]
+            rank = self._groups[group].key_rank(self._rank)
+            keys[group] = self._namespace.keys(hashes, group, rank)[::-1]
         return [Block(keys[ref.group].pop(), ref.group, ref.block_id) for ref in refs]
 
     @staticmethod

@@ -18,3 +18,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gemma") / "model"
     return write_model(folder, kind="gemma3", width=256, layers=12, window=512)
+
+
+@pytest.fixture(scope="session")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("deepseek") / "model", kind="deepseek", width=256, layers=2)

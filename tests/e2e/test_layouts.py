@@ -1,4 +1,4 @@
-"""Hybrid groups, tensor parallelism, and kvpool as one of several connectors."""
+"""Hybrid groups, tensor parallelism, MLA, and kvpool as one of several connectors."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 PROMPT, CONTROL = prompt(1, 2500), prompt(2, 2500)
 TP2 = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+ROOT = Path(__file__).parents[2]
 
 
 def _compute(name: str, folder: Path, options: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
@@ -90,6 +91,38 @@ def test_tensor_parallel_ranks_share_with_their_like_only(llama: Path, tmp_path:
     assert len(namespaces(pool)) == 2
     assert "tensor_parallel is 2 here and 1 there" in (tmp_path / "first.log").read_text()
     _check_second(tmp_path, double, reference, pool, **TP2)
+
+
+def _platform(folder: Path) -> str:
+    """The ``PYTHONPATH`` of engines that are to run on the platform of ``tests.e2e.cpu_mla``."""
+    about = folder / "cpu_mla-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-mla\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[vllm.platform_plugins]\ncpu_mla = tests.e2e.cpu_mla:platform\n")
+    return f"{folder}:{ROOT}"
+
+
+def test_latent_vectors_are_stored_once_for_two_ranks(deepseek: Path, tmp_path: Path) -> None:
+    pool, prompts = tmp_path / "pool", [prompt(seed, 60 * 16 + 1) for seed in (4, 5)]
+    options = {
+        **engine_options(deepseek, f"file://{pool}"),
+        "block_size": 16,  # the only one that vLLM's CPU kernels have for MLA
+        "tensor_parallel_size": 2,
+    }
+    environment = {**TP2, "PYTHONPATH": _platform(tmp_path)}
+    with started("first", tmp_path, options, **environment) as engine:
+        for tokens in prompts:
+            engine.generate(tokens, GENERATED_TOKENS)
+        reference = [engine.generate(tokens, GENERATED_TOKENS)["tokens"] for tokens in prompts]
+    good, spoilt = (records(pool, tokens, 16) for tokens in prompts)
+    assert [record.name.split(".")[1:] for record in good] == [["0", "0"]] * 60, "group and rank"
+    for record in spoilt:
+        corrupt(record, keep_checksum=False)
+    with started("second", tmp_path, options, **environment) as engine:
+        answers = [engine.generate(tokens, GENERATED_TOKENS) for tokens in prompts]
+    assert [answer["pool_tokens"] for answer in answers] == [60 * 16] * 2
+    assert answers[0]["tokens"] == reference[0]
+    assert answers[1]["tokens"] != reference[1]
 
 
 def test_one_of_several_connectors(llama: Path, tmp_path: Path) -> None:

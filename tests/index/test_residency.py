@@ -463,6 +463,33 @@ def test_all_ranks_make_a_block(server: Server) -> None:
         assert eventually(lambda: credited(fleet, mine) == set(mine) - {5})
 
 
+def test_what_all_ranks_have_in_common_lies_there_once(valkey: Server) -> None:
+    """Heads (group 0) lie there once for each rank, latent vectors (group 1) once for all."""
+    facts = {
+        "model": "m", "groups": 2, "group0.attention": "full", "group0.block_tokens": 16,
+        "group1.attention": "mla", "group1.block_tokens": 16,
+    }  # fmt: skip
+    namespace = Namespace("default", facts)
+    fleet, mine = a_fleet(namespace), range(4)
+    with open_store(valkey.url) as store:
+        announce_facts(store, namespace, "m")
+        for group, rank, numbers in ((0, 0, mine), (0, 1, mine), (1, 0, mine[:3])):
+            names = keys(numbers, group, rank, namespace)
+            store.put_many(names, [bytes(NBYTES)] * len(names))
+        with following(fleet, store) as residency:
+            assert rests(residency)
+            (pool,) = fleet.pools()
+
+            def whole() -> list[int]:
+                return list(pool.table.match(packed64(hashes64(mine)), workers=[pool.holder]).pool_blocks)
+
+            assert whole() == [3]
+            assert residency._groups["default", namespace.hex][1]["kv_cache_spec_kind"] == "mla_attention"
+            valkey.client.delete(*keys([2], 0, 1, namespace))
+            another_round(residency)
+            assert whole() == [2]
+
+
 def test_groups_are_as_the_facts_say(valkey: Server) -> None:
     """A window needs its last block only; that is known before any worker says so."""
     facts = {

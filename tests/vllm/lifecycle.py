@@ -30,7 +30,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -305,6 +311,10 @@ class Shape:
     overlapping: bool = False
     windowed: bool = False
     slots: int = 6
+    latent: bool = False  # the first group is MLA, of which every rank holds the same bytes
+
+    def salt(self, group: int, layer: int, rank: int) -> int:
+        return salt(group, layer, 0 if self.latent and group == 0 else rank)
 
 
 class ScriptedEngine:
@@ -589,7 +599,7 @@ class ScriptedEngine:
             assert (blocks > 0).all(), "the engine took a block away that the next token sees"
             assert not busy & {(group, int(block)) for block in blocks}, f"{name} uses blocks that are loaded"
             for layer, numbers in enumerate(rank.numbers[group]):
-                wanted = running.text.values[first:end] + salt(group, layer, rank.index)
+                wanted = running.text.values[first:end] + self.shape.salt(group, layer, rank.index)
                 at = (blocks, places % BLOCK_TOKENS)
                 done = computed - first
                 read = numbers[at][:done]
@@ -641,8 +651,9 @@ class ScriptedEngine:
         assert isinstance(told, int)
         (block_hash,) = (one for one in self.world.values if int.from_bytes(one[-8:], "big") == told)
         assert self.planner._namespace is not None
-        for rank in range(self.shape.ranks):
-            (key,) = self.planner._namespace.keys([block_hash], event.group_idx or 0, rank)
+        group = event.group_idx or 0
+        for rank in range(1 if self.shape.latent and group == 0 else self.shape.ranks):
+            (key,) = self.planner._namespace.keys([block_hash], group, rank)
             assert key in self.world.put, "a block is announced that is not on every rank"
 
     def _check_loaded(self, rank: Rank, name: str, *, ok: bool) -> None:
@@ -655,7 +666,8 @@ class ScriptedEngine:
             index = tables[group].index(block)
             wanted = self.world.values[request.block_hashes[index]]
             for layer, numbers in enumerate(rank.numbers[group]):
-                assert (numbers[block] == wanted + salt(group, layer, rank.index)).all(), "wrong bytes"
+                right = wanted + self.shape.salt(group, layer, rank.index)
+                assert (numbers[block] == right).all(), "wrong bytes"
 
     def _check_scatter(self, rank: Rank, block_ids: Sequence[int]) -> None:
         """Blocks may be written for a load that is not reported yet, and that holds them alone."""
@@ -728,7 +740,7 @@ def cache_config(shape: Shape) -> KVCacheConfig:
         "head_size": 32,
         "dtype": torch.float32,
     }
-    specs = [FullAttentionSpec(**common)]
+    specs = [MLAAttentionSpec(**common, max_tp_shards=1) if shape.latent else FullAttentionSpec(**common)]
     if shape.windowed:
         specs.append(SlidingWindowSpec(**common, sliding_window=WINDOW))
     groups = [

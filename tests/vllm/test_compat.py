@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
 )
 
 from kvpool.errors import EngineRefused
@@ -109,10 +115,67 @@ def test_full_attention_and_windows_are_supported() -> None:
     assert compat.groups_of(_cache(FULL, WINDOW)) == [Group(32), Group(64, 512)]
 
 
+LATENT = MLAAttentionSpec(
+    block_size=32,
+    num_kv_heads=1,
+    max_tp_shards=1,
+    head_size=576,
+    dtype=torch.bfloat16,
+    cache_dtype_str="auto",
+)
+
+
+def test_latent_vectors_are_told_from_heads_that_ranks_have_in_common() -> None:
+    """One KV head on several ranks may be the same on each, but the configuration does not say so for sure."""
+    one_head = replace(FULL, num_kv_heads=1)
+    assert compat.groups_of(_cache(LATENT, one_head)) == [Group(32, latent=True), Group(32)]
+    padded = replace(LATENT, page_size_padded=1 << 20)
+    layers = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": padded, "b": LATENT})
+    assert compat.groups_of(_cache(layers)) == [Group(32, latent=True)]
+
+
+def test_latent_vectors_are_facts_and_events_of_their_own() -> None:
+    groups = [Group(32, latent=True), Group(32)]
+    layout = compat.layout_of(groups, [[torch.zeros(4, 32, 8)], [torch.zeros(4, 32, 8)]], "float32")
+    assert [layout.facts()[f"group{index}.attention"] for index in (0, 1)] == ["mla", "full"]
+    pool = BlockPool(4, True, 32)
+    kinds = [compat.held_event(pool, 0, group, []).kv_cache_spec_kind for group in groups]
+    assert kinds == ["mla_attention", "full_attention"]
+    assert kinds == [get_kv_cache_spec_kind(spec) for spec in (LATENT, FULL)], "as the engine's own"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens_per_state", 4),
+        ("model_version", "deepseek_v4"),
+        ("alignment", 1024),
+        ("cache_role", SparseCacheRole.INDEXER),
+        ("is_index_group_leader", True),
+        ("state_content_bytes", 656),
+        ("sliding_window", 128),
+        ("max_tp_shards", 2),
+        ("max_tp_shards", None),
+    ],
+)
+def test_uncommon_mla_is_refused_by_name(field: str, value: Any) -> None:
+    layers = {"a": LATENT, "b": replace(LATENT, **{field: value})}
+    for spec in (layers["b"], UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=layers)):
+        with pytest.raises(EngineRefused, match=f"group 1 is MLA with {field} "):
+            compat.groups_of(_cache(LATENT, spec))
+
+
+def test_mla_with_a_part_in_main_memory_is_refused() -> None:
+    cache = _cache(LATENT)
+    cache.kv_cache_groups[0].host_resident = True
+    with pytest.raises(EngineRefused, match="group 0 is MLA of which main memory keeps a part"):
+        compat.groups_of(cache)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
-        MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16),
+        HiddenStateCacheSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16),
         ChunkedLocalAttentionSpec(
             block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, attention_chunk_size=64
         ),

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvpool.keys import parse_key
 from tests.vllm.lifecycle import (
     BUDGET_S,
     LONG_S,
@@ -36,8 +37,8 @@ pytestmark = [pytest.mark.vllm]
 
 SOAK_S = float(os.environ.get("SOAK_S", "60"))
 SHAPES = [
-    Shape(ranks=ranks, overlapping=overlapping, windowed=windowed, slots=slots)
-    for ranks in (1, 2)
+    Shape(ranks=ranks, overlapping=overlapping, windowed=windowed, slots=slots, latent=latent)
+    for ranks, latent in ((1, False), (2, False), (2, True))
     for overlapping in (False, True)
     for windowed in (False, True)
     for slots in (4, 24)
@@ -359,6 +360,36 @@ def test_a_rank_whose_load_fails_alone_fails_it_for_all_and_the_pool_is_used_aga
     second.reset(running=False, connector=True)
     generated(first, "again", [7, *PROMPT])
     assert generated(second, "over a good line", [7, *PROMPT]) == 1
+
+
+def test_of_latent_vectors_the_pool_holds_one_record_for_all_ranks(
+    world: World, engine: Callable[..., ScriptedEngine]
+) -> None:
+    plain, latent = Shape(ranks=3, slots=24), Shape(ranks=3, slots=24, latent=True)
+    generated(engine(plain), "on every rank")
+    of_all = len(world.put)
+    world.put.clear()
+    generated(engine(latent), "latent")
+    assert len(world.put) * 3 == of_all
+    assert {parse_key(key).rank for key in world.put} == {0}
+    assert generated(engine(latent), "loaded") == 1
+
+
+@pytest.mark.parametrize("mood", ["good", "full", "faulting", "stuck", "refusing"])
+def test_a_latent_block_is_announced_once_and_only_if_the_first_rank_has_stored_it(
+    world: World, engine: Callable[..., ScriptedEngine], mood: str
+) -> None:
+    one = engine(Shape(ranks=3, slots=24, latent=True))
+    told: list[int] = []
+    one._check_event = lambda event: told.extend(event.block_hashes)  # type: ignore[method-assign]
+    first, *others = [rank.store for rank in one.ranks]
+    for store, its_mood in ((first, mood), *((other, "refusing") for other in others if mood == "good")):
+        assert store is not None
+        store.be(its_mood, 60)
+    generated(one, "a")
+    at_rest(one)
+    assert len(told) == len(set(told)) == len(world.put)
+    assert bool(told) == (mood == "good")
 
 
 def test_a_rank_that_never_had_a_pool_costs_its_engine_the_pool_and_no_request(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.block_pool import BlockPool
@@ -20,6 +22,7 @@ from kvpool.config import PoolConfig
 from kvpool.errors import StoreUnavailable
 from kvpool.keys import Namespace
 from kvpool.stores import Store, Transfer, open_store
+from kvpool.stores.memory import MemoryStore
 from kvpool.vllm.plan import Group, PoolWorkerMetadata
 from kvpool.vllm.scheduler import LOOKUP_GRACE_S, SchedulerHalf
 from tests.conftest import eventually
@@ -65,12 +68,13 @@ def half(
     heard: bool = True,
     loads: bool = True,
     stores: bool = True,
+    groups: Sequence[Group] = (Group(BLOCK_TOKENS),),
     **settings: Any,
 ) -> SchedulerHalf:
     scheduler = SchedulerHalf(
         PoolConfig(pool="file:///unused", budget_s=BUDGET_S, **settings),
         store,
-        [Group(BLOCK_TOKENS)],
+        groups,
         ranks=ranks,
         align_tokens=BLOCK_TOKENS,
         hash_block_tokens=BLOCK_TOKENS,
@@ -145,6 +149,64 @@ def test_the_longest_prefix_on_all_ranks_is_offered_and_loaded_once(store: Store
     assert [block.block_hash for block in load.blocks] == asked.block_hashes[1:4]
     assert 0 < load.budget_s <= BUDGET_S
     assert scheduler.plan(SchedulerOutput.make_empty()).loads == [], "a plan is handed over once"
+
+
+def test_what_is_the_same_on_every_rank_is_asked_for_once(store: Store) -> None:
+    groups = [Group(BLOCK_TOKENS, latent=True), Group(BLOCK_TOKENS)]
+    scheduler, asked = half(store, ranks=3, groups=groups), request("a")
+    for group, rank, blocks in ((0, 0, 4), (1, 0, 6), (1, 1, 5), (1, 2, 3)):
+        keys = NAMESPACE.keys(asked.block_hashes[:blocks], group, rank)
+        assert all(store.put_many(keys, [b"x"] * len(keys)))
+    scheduler.seen(asked)
+    assert answer(scheduler, asked) == 48, "three blocks are there with every part"
+    assert scheduler.counters.take()[metrics.LOOKUP_BLOCKS.name] == 6 + 3 * 6
+    scheduler.finished(asked)
+    store.delete_many(NAMESPACE.keys(asked.block_hashes[1:2], 0, 0))
+    assert answer(scheduler, request("b")) == 16
+
+
+def test_heads_that_ranks_have_in_common_are_asked_for_on_each(store: Store) -> None:
+    """With fewer KV heads than ranks; which ranks hold copies is not known for certain (decision 73)."""
+    scheduler, asked = half(store, ranks=4), request("a")
+    put(store, asked.block_hashes, ranks=3)
+    assert answer(scheduler, asked) == 0
+    assert scheduler.counters.take()[metrics.LOOKUP_BLOCKS.name] == 4 * 6
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    ranks=st.integers(1, 4),
+    latent=st.booleans(),
+    good=st.lists(st.booleans(), min_size=4, max_size=4),
+    order=st.permutations([0, 0, 1, 1, 2, 2, 3, 3]),
+    together=st.integers(1, 3),
+)
+def test_a_store_is_settled_once_by_all_that_the_ranks_say(
+    ranks: int, latent: bool, good: list[bool], order: list[int], together: int
+) -> None:
+    """Whatever the order: the block goes back when every rank has copied it, and is told when all have stored it."""
+    with MemoryStore(1 << 20) as store:
+        scheduler = half(store, ranks=ranks, loads=False, groups=[Group(BLOCK_TOKENS, latent=latent)])
+        block_pool, _, (tag,) = computed(scheduler, 1)
+        told = 0
+        landed, ended = [False] * ranks, [False] * ranks
+        turns = [rank for rank in order if rank < ranks]  # each rank says two things, one after the other
+        for start in range(0, len(turns), together):
+            report = PoolWorkerMetadata()
+            for rank in turns[start : start + together]:
+                # Of what is the same on every rank the others have nothing to copy or to store.
+                ok = good[rank] or (latent and rank > 0)
+                name = "landed" if not landed[rank] else "stored" if ok else "dropped"
+                ended[rank], landed[rank] = landed[rank], True
+                report = PoolWorkerMetadata(**{name: {tag: 1}}).aggregate(report)
+            scheduler.update(report, (), ())
+            assert block_pool.get_num_free_blocks() == 15 - (not all(landed))
+            told += len(scheduler.take_events())
+            assert told == (all(ended) and (good[0] if latent else all(good[:ranks])))
+            assert scheduler.wants_steps() == (not all(ended))
+        scheduler.update(PoolWorkerMetadata(landed={tag: 1}, stored={tag: 1}, dropped={tag: 1}), (), ())
+        assert not scheduler.take_events(), "a tag that is settled says nothing any more"
+        assert block_pool.get_num_free_blocks() == 15
 
 
 def test_the_last_token_is_always_computed(store: Store) -> None:

@@ -20,7 +20,7 @@ from kvpool.keys import Namespace, request_key
 from kvpool.stores import open_store
 from kvpool.transfer.engine import Finished
 from kvpool.vllm.announcement import Announcement
-from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.worker import WorkerHalf
 from tests.conftest import eventually
 from tests.stores.misbehaving import misbehaving
@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.vllm]
 
 FACTS = {"model": "test", "tensor_parallel": 2}
 RANK = 1
+GROUPS = [Group(16)]
 
 
 def hashed(number: int) -> bytes:
@@ -44,7 +45,7 @@ def cache() -> torch.Tensor:
 
 @pytest.fixture
 def worker(tmp_path: Path, cache: torch.Tensor) -> Iterator[WorkerHalf]:
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), rank=RANK)
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=RANK)
     worker.register([[cache]], FACTS)
     yield worker
     worker.close()
@@ -62,7 +63,7 @@ def test_the_first_rank_announces_the_worker_until_it_is_closed(
     tmp_path: Path, cache: torch.Tensor, rank: int
 ) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), rank=rank)
+    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=rank)
     worker.register([[cache]], FACTS, described)
     with open_store(url) as store:
         if rank == 0:
@@ -82,7 +83,7 @@ def test_a_request_of_an_index_is_reported_while_it_stands(
 ) -> None:
     monkeypatch.setattr(registry, "READ_S", 0.05)
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), rank=0)
+    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0)
     worker.register([[cache]], FACTS, described)
     reports: list[PoolWorkerMetadata | None] = [worker.take_report()]
     request = request_key("kvpool:default:worker:0:w")
@@ -108,7 +109,7 @@ def test_a_worker_that_cannot_be_announced_works_all_the_same(tmp_path: Path, ca
     def describe(namespace: str) -> Announcement:
         raise ZeroDivisionError("planted")
 
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), rank=0)
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=0)
     worker.register([[cache]], FACTS, describe)
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
@@ -158,7 +159,7 @@ def test_first_report_names_the_facts_of_this_rank(worker: WorkerHalf) -> None:
 
 def test_keys_that_are_refused_while_the_pool_is_away_are_counted(cache: torch.Tensor) -> None:
     with misbehaving() as server:
-        worker = WorkerHalf(PoolConfig(pool=server.url), rank=RANK)
+        worker = WorkerHalf(PoolConfig(pool=server.url), GROUPS, rank=RANK)
         worker.register([[cache]], FACTS)
         worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
         stored(worker, 10)
@@ -191,6 +192,56 @@ def test_blocks_go_and_come_back_under_this_ranks_keys(
     assert torch.equal(cache[8], cache[3])
     assert torch.equal(cache[9], cache[4])
     assert worker.slots_in_use == 0
+
+
+def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all(
+    cache: torch.Tensor, tmp_path: Path
+) -> None:
+    url, other = f"file://{tmp_path}/pool", cache.clone()
+    groups = [Group(16, latent=True), Group(16)]
+    step = [BlockRef(hashed(1), 0, 3), BlockRef(hashed(2), 1, 3), BlockRef(hashed(3), 0, 4)]
+    ranks = [WorkerHalf(PoolConfig(pool=url), groups, rank=rank) for rank in (0, 1)]
+    for rank, layers in zip(ranks, (cache, other), strict=True):
+        rank.register([[layers[:, :2]], [layers[:, 2:]]], FACTS)
+        rank.take_report()
+    first, second = ranks
+    second.start_stores(PoolMetadata(stores=list(step), tags=[10, 11, 12]))
+    report = second.take_report()
+    assert report is not None
+    assert report.stored == {10: 1, 12: 1}, "nothing of these is for this rank to store"
+    assert report.landed.keys() >= {10, 12}
+    stored(second, 11)
+    assert second.take_report() is None, "each tag once"
+    namespace = Namespace("default", FACTS)
+    keys = [namespace.key(block.block_hash, block.group, rank) for rank in (0, 1) for block in step]
+    with open_store(url) as store:
+        assert store.contains_many(keys) == [False, False, False, False, True, False]
+        first.start_stores(PoolMetadata(stores=list(step), tags=[10, 11, 12]))
+        stored(first, 10, 11, 12)
+        assert store.contains_many(keys) == [True, True, True, False, True, False]
+    second.start_loads(PoolMetadata(loads=[LoadPlan("a", [BlockRef(hashed(3), 0, 9)], 1.0)]))
+    assert finish(second, 1) == ({"a"}, set())
+    assert torch.equal(other[9, :2], cache[4, :2])
+    second.start_loads(PoolMetadata(loads=[LoadPlan("b", [BlockRef(hashed(7), 0, 9)], 1.0)]))
+    assert finish(second, 1) == ({"b"}, {"b"})
+    report = second.take_report()
+    assert report is not None
+    assert report.missing == {(hashed(7), 0)}
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_rank_without_a_pool_has_stored_nothing_of_what_is_the_same_on_every_rank(
+    tmp_path: Path, cache: torch.Tensor
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/file"), [Group(16, latent=True)], rank=0)
+    worker.register([[cache]], FACTS)
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    report = worker.take_report()
+    assert report is not None
+    assert (report.landed, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
+    worker.close()
 
 
 def test_a_missing_block_fails_its_load_and_is_named(worker: WorkerHalf) -> None:
@@ -248,7 +299,7 @@ def test_a_pool_that_cannot_be_opened_is_reported_and_its_loads_fail(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/file"), rank=RANK)
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/file"), GROUPS, rank=RANK)
     worker.register([[cache]], FACTS)
     report = worker.take_report()
     assert report is not None
