@@ -77,7 +77,7 @@ class WorkerHalf:
             self._store = open_store(self._config.pool, threads=self._config.threads)
             self._engine = TransferEngine(
                 self._store,
-                [BlockCopier(views) for views in layers],
+                [BlockCopier(views, self._config.blocks_per_record) for views in layers],
                 staging_nbytes=self._config.staging_nbytes,
                 max_store_nbytes_per_s=self._config.max_store_nbytes_per_s,
                 counters=self.counters,
@@ -250,7 +250,7 @@ class WorkerHalf:
         for group in {ref.group for ref in refs}:
             hashes = [ref.block_hash for ref in refs if ref.group == group]
             keys[group] = self._namespace.keys(hashes, group, self._rank)[::-1]
-        return [Block(keys[ref.group].pop(), ref.group, ref.block_id) for ref in refs]
+        return [Block(keys[ref.group].pop(), ref.group, ref.block_ids) for ref in refs]
 
     @staticmethod
     def _count(into: dict[int, int], tags: Sequence[int]) -> None:

@@ -36,11 +36,12 @@ pytestmark = [pytest.mark.vllm]
 
 SOAK_S = float(os.environ.get("SOAK_S", "60"))
 SHAPES = [
-    Shape(ranks=ranks, overlapping=overlapping, windowed=windowed, slots=slots)
+    Shape(ranks, overlapping, windowed, slots, blocks_per_record)
     for ranks in (1, 2)
     for overlapping in (False, True)
     for windowed in (False, True)
     for slots in (4, 24)
+    for blocks_per_record in (1, 2, 3)
 ]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 ENGINES = st.integers(0, 1)
@@ -225,7 +226,7 @@ class Life(RuleBasedStateMachine):
         return [engine.connector._store] + [rank.store for rank in engine.ranks if rank.store is not None]
 
     def _count(self, engine: ScriptedEngine) -> None:
-        for name in ("steps", "loads", "loads_failed", "hits"):
+        for name in ("steps", "loads", "loads_failed", "hits", "begun_inside"):
             self._add(name, getattr(engine, name))
         for sample, amount in engine.counters().items():
             self._add(sample, amount)
@@ -361,6 +362,23 @@ def test_a_rank_whose_load_fails_alone_fails_it_for_all_and_the_pool_is_used_aga
     assert generated(second, "over a good line", [7, *PROMPT]) == 1
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("blocks_per_record", [2, 3])
+def test_a_prefix_that_the_engine_has_may_end_inside_a_record(
+    engine: Callable[..., ScriptedEngine], windowed: bool, blocks_per_record: int
+) -> None:
+    shape = Shape(windowed=windowed, slots=24, blocks_per_record=blocks_per_record)
+    first, second = engine(shape), engine(shape)
+    generated(first, "stored")
+    for blocks in range(1, 6):
+        second.reset(running=False, connector=True)
+        before = second.begun_inside
+        assert generated(second, f"begins{blocks}", [*PROMPT[: 4 * blocks], 49, 48]) <= 1
+        # What it has just loaded or computed of the prompt is in its own cache.
+        assert generated(second, f"goes on{blocks}") == 1
+        assert second.begun_inside - before == bool(blocks % blocks_per_record), blocks
+
+
 def test_a_rank_that_never_had_a_pool_costs_its_engine_the_pool_and_no_request(
     engine: Callable[..., ScriptedEngine],
 ) -> None:
@@ -447,6 +465,7 @@ def test_a_short_life_the_same_each_time(configured: Configured) -> None:
     counts = live(configured, examples=40, steps=40, again=True)
     print(counts)
     assert counts["loads"] > counts["loads_failed"] > 0, counts
+    assert counts["begun_inside"] > 0, counts
 
 
 @pytest.mark.soak

@@ -117,7 +117,7 @@ def test_a_worker_that_cannot_be_announced_works_all_the_same(tmp_path: Path, ca
 
 def refs(*blocks: tuple[int, int]) -> list[BlockRef]:
     """(hash number, block id) pairs of group 0."""
-    return [BlockRef(hashed(number), 0, block_id) for number, block_id in blocks]
+    return [BlockRef(hashed(number), 0, (block_id,)) for number, block_id in blocks]
 
 
 def finish(worker: WorkerHalf, count: int) -> tuple[set[str], set[str]]:
@@ -191,6 +191,21 @@ def test_blocks_go_and_come_back_under_this_ranks_keys(
     assert torch.equal(cache[8], cache[3])
     assert torch.equal(cache[9], cache[4])
     assert worker.slots_in_use == 0
+
+
+def test_a_record_of_several_blocks_goes_and_comes_back_in_part(cache: torch.Tensor, tmp_path: Path) -> None:
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool", blocks_per_record=3), rank=RANK)
+    worker.register([[cache]], FACTS)
+    worker.start_stores(PoolMetadata(stores=[BlockRef(hashed(1), 0, (3, 1, 2))], tags=[10]))
+    stored(worker, 10)
+    before = cache.clone()
+    plan = LoadPlan("a", [BlockRef(hashed(1), 0, (0, 8, 9))], 1.0)
+    worker.start_loads(PoolMetadata(loads=[plan]))
+    assert finish(worker, 1) == ({"a"}, set())
+    before[8], before[9] = before[1], before[2]
+    assert torch.equal(cache, before)
+    assert worker.slots_in_use == 0
+    worker.close()
 
 
 def test_a_missing_block_fails_its_load_and_is_named(worker: WorkerHalf) -> None:
