@@ -106,11 +106,17 @@ class Life(RuleBasedStateMachine):
         at=ENGINES,
         family=st.integers(0, 5),
         steps=st.integers(0, 20),
+        begun=st.sampled_from((0, 0, 6, 14, 22)),
         rank=st.integers(0, 1),
         mood=st.sampled_from((None, None, *MOODS)),
     )
-    def arrives_at_both(self, at: int, family: int, steps: int, rank: int, mood: str | None) -> None:
-        """What one engine computes the other one loads, perhaps over a bad line."""
+    def arrives_at_both(
+        self, at: int, family: int, steps: int, begun: int, rank: int, mood: str | None
+    ) -> None:
+        """What one engine computes the other one loads, perhaps behind what it has, perhaps over a bad line."""
+        if begun:
+            self._arrive(1 - at, family, begun, 2, 1)
+            self.steps(1 - at, 5)
         self._arrive(at, family, 28, 0, 3)
         self.steps(at, steps)
         clients = self._clients(1 - at)[1:]
