@@ -16,7 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -159,6 +167,9 @@ class PoolConfig(_Settings):
     store_after_requests: int = Field(
         1, ge=1, le=255, description="store a block when so many requests of this engine have had it"
     )
+    blocks_per_record: int = Field(
+        1, ge=1, le=64, description="how many blocks of the engine the pool keeps as one record"
+    )
     store_decode: bool = Field(True, description="store generated tokens, or only prompts")
     cost_gate: bool = Field(
         True, description="do not load what is expected, by measured rates, to be computed sooner"
@@ -181,6 +192,14 @@ class PoolConfig(_Settings):
         if host is not None and not _is_reachable(host):
             raise ValueError("write the host name or IP address by which others reach this worker")
         return host
+
+    @field_validator("blocks_per_record")
+    @classmethod
+    def _records_are_stored_whole(cls, blocks: int, info: ValidationInfo) -> int:
+        # The engine evicts its blocks one by one, so a record's never go together.
+        if blocks > 1 and info.data.get("store_policy") == "write_back":
+            raise ValueError('"store_policy" "write_back" stores blocks one by one; set one of the two back')
+        return blocks
 
     @field_validator("worker")
     @classmethod

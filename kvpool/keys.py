@@ -248,9 +248,10 @@ def differing_facts(
 class GroupLayout:
     """How one block of one KV-cache group lies in a worker's memory, layer by layer.
 
-    ``block_tokens``: tokens in a block. ``layers``: layers in the group, in the order of the payload.
-    ``payload_nbytes``: bytes of one block over all layers, as stored under one key.
-    ``shapes`` and ``strides``: per layer, of one block, outermost dimension first; strides in elements.
+    ``block_tokens``: tokens of what is stored under one key: one of the worker's blocks, or several.
+    ``payload_nbytes``: its bytes over all layers. ``layers``: layers in the group, in the order of the payload.
+    ``shapes`` and ``strides``: per layer, of one of the worker's blocks, outermost dimension first; strides in
+    elements.
     ``attention``: ``"full"``, ``"sliding_window:1024"``, ``"mla"``, ...: whatever sets which tokens a block
     serves.
     Errors: ``ConfigError`` naming the field.

@@ -33,6 +33,7 @@ def test_defaults() -> None:
         "lease_s": 10.0,
         "store_policy": "write_through",
         "store_after_requests": 1,
+        "blocks_per_record": 1,
         "store_decode": True,
         "cost_gate": True,
     }
@@ -43,7 +44,8 @@ def test_every_field_from_the_dict() -> None:
         "pool": "memory://", "tenant": "team_a", "model_id": "m", "budget_s": 60, "max_load_s": 1.5,
         "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
-        "store_policy": "write_back", "store_after_requests": 2, "store_decode": False, "cost_gate": False,
+        "store_policy": "write_through", "store_after_requests": 2, "blocks_per_record": 4, "store_decode": False,
+        "cost_gate": False,
     }  # fmt: skip
     config = load(given)
     assert config.model_dump() == {**given, "staging_nbytes": 1 << 30}
@@ -61,6 +63,7 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_ADVERTISE_HOST": "10.0.0.7", "KVPOOL_HTTP_PORT": "8001", "KVPOOL_WORKER": "w",
             "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
             "KVPOOL_STORE_AFTER_REQUESTS": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
+            "KVPOOL_BLOCKS_PER_RECORD": "1",
             "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
         },
     )  # fmt: skip
@@ -68,13 +71,14 @@ def test_every_field_from_the_environment() -> None:
         "pool": "memory://", "tenant": "7", "model_id": "8", "budget_s": 0.25, "max_load_s": 3.0,
         "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
-        "store_policy": "write_back", "store_after_requests": 2, "store_decode": False, "cost_gate": False,
+        "store_policy": "write_back", "store_after_requests": 2, "blocks_per_record": 1, "store_decode": False,
+        "cost_gate": False,
     }  # fmt: skip
     assert {f"KVPOOL_{name.upper()}" for name in PoolConfig.model_fields} <= {
         "KVPOOL_POOL", "KVPOOL_TENANT", "KVPOOL_MODEL_ID", "KVPOOL_BUDGET_S", "KVPOOL_MAX_LOAD_S",
         "KVPOOL_STAGING_NBYTES", "KVPOOL_MAX_STORE_NBYTES_PER_S", "KVPOOL_THREADS", "KVPOOL_ADVERTISE_HOST",
         "KVPOOL_HTTP_PORT", "KVPOOL_WORKER", "KVPOOL_LEASE_S", "KVPOOL_STORE_POLICY",
-        "KVPOOL_STORE_AFTER_REQUESTS", "KVPOOL_STORE_DECODE", "KVPOOL_COST_GATE",
+        "KVPOOL_STORE_AFTER_REQUESTS", "KVPOOL_STORE_DECODE", "KVPOOL_COST_GATE", "KVPOOL_BLOCKS_PER_RECORD",
     }  # fmt: skip
 
 
@@ -145,7 +149,7 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ({"pol": URL}, 'unknown setting "pol"; did you mean "pool"?'),
         ({"pool": URL, "Tenant": "x"}, 'unknown setting "Tenant"; did you mean "tenant"?'),
-        ({"pool": URL, "zzzz": 1}, 'unknown setting "zzzz"; known are advertise_host, budget_s, '),
+        ({"pool": URL, "zzzz": 1}, 'unknown setting "zzzz"; known are advertise_host, blocks_per_record, '),
         ({"pool": URL, 5: 1}, 'unknown setting "5"; known are '),
         ({}, 'setting "pool" is missing: set "pool" in kv_connector_extra_config or KVPOOL_POOL'),
         ({"pool": None}, 'setting "pool": should be a valid string'),
@@ -176,6 +180,18 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
         (
             {"pool": URL, "store_after_requests": 0},
             'setting "store_after_requests": should be greater than or equal to 1, got 0',
+        ),
+        (
+            {"pool": URL, "blocks_per_record": 0},
+            'setting "blocks_per_record": should be greater than or equal to 1, got 0',
+        ),
+        (
+            {"pool": URL, "blocks_per_record": 65},
+            'setting "blocks_per_record": should be less than or equal to 64, got 65',
+        ),
+        (
+            {"pool": URL, "blocks_per_record": 2, "store_policy": "write_back"},
+            'setting "blocks_per_record": "store_policy" "write_back" stores blocks one by one',
         ),
         ({"pool": URL, "store_decode": 1}, 'setting "store_decode": should be a valid boolean, got 1'),
         ({"pool": URL, "budget_s": "1"}, "setting \"budget_s\": should be a valid number, got '1'"),

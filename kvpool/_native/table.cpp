@@ -263,7 +263,8 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
         applied.unknown += event.count;
       }
     } else if (const auto seat = seat_of(by, dp_rank, event.group)) {
-      learn_group(*seat, event);
+      // In a worker's own name the pool's blocks, which may be larger, say nothing of what its memory holds.
+      if (elsewhere || event.tier != Tier::kPool) learn_group(*seat, event);
       store(*seat, batch, event, applied);
     } else {
       applied.refused += event.count;

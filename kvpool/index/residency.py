@@ -283,7 +283,8 @@ class Residency:
                 | described.get(group, {})
                 for group, hashes in groups.items()
             ]
-            applied = pool.table.apply(pool.holder, msgpack.packb([0.0, events, None]))
+            packed = msgpack.packb([0.0, events, None])
+            applied = pool.table.apply(pool.holder, packed, pool=pool.holder)
             self._count(added=applied.stored, removed=applied.removed)
 
     def _has_witness(self) -> bool:

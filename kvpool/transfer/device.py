@@ -1,8 +1,9 @@
 """Copies between the KV cache of one group of layers and staging slots, through scratch memory of the device.
 
-The payload of a block is, for each layer of the group in order, the block's bytes in the layer's logical
-index order. A batch of blocks is gathered into the scratch by one launch for each stack of layers, and the scratch is
-copied to staging by one transfer for each run of neighbouring slots; back the same way.
+The payload of a record is that of its blocks, one after the other; the payload of a block is, for each layer of the
+group in order, the block's bytes in the layer's logical index order. A batch is gathered into the scratch by one launch
+for each stack of layers, and the scratch is copied to staging by one transfer for each run of neighbouring slots; back
+the same way.
 
 Threads: called from the worker's model thread only, on a lane. Torch releases the interpreter lock inside each copy.
 """
@@ -53,20 +54,24 @@ class BlockCopier:
 
     Layers may be strided in any way, of different shapes and types, and may share storage with those of another group.
     Neighbours that lie at equal distances in one storage, as vLLM 0.32 allocates them, are copied as one.
+    A slot takes a record: ``blocks_per_record`` blocks, ``payload_nbytes`` in all.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], blocks_per_record: int = 1) -> None:
         assert layers, "a group has at least one layer"
+        assert blocks_per_record > 0
+        self._blocks_per_record = blocks_per_record
         self.device = layers[0].device
         self.num_blocks = int(layers[0].shape[0])
         placed = [_placed(layer) for layer in layers]
-        self.payload_nbytes = sum(one.nbytes for one in placed)
+        self._block_nbytes = sum(one.nbytes for one in placed)
+        self.payload_nbytes = blocks_per_record * self._block_nbytes
         self._stacks: list[_Stack] = []
         start = 0
         for stack in _stacked(placed):
             self._stacks.append(
                 _Stack(
-                    _view(stack, self.num_blocks, start, self.payload_nbytes, self.device),
+                    _view(stack, self.num_blocks, start, self._block_nbytes, self.device),
                     start,
                     stack.nbytes,
                 )
@@ -81,35 +86,44 @@ class BlockCopier:
     def gather(
         self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
     ) -> None:
-        """Copy the blocks into the slots, one to one, in order."""
+        """Copy the blocks into the slots, in order, as many to each as a record has."""
+        assert all(block_ids), "block 0 is vLLM's null block, which holds nothing"
         rows, blocks = self._rows(block_ids, slots, scratch), self._index(block_ids)
         for stack in self._stacks:
             torch.index_select(stack.cache, 0, blocks, out=self._part(rows, stack))
         for first, count in self._runs(staging, slots):
             self._slots(staging, slots[first], count).copy_(
-                rows[first : first + count].view(-1), non_blocking=True
+                self._payloads(rows, first, count), non_blocking=True
             )
 
     def scatter(
         self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
     ) -> None:
-        """Copy the slots into the blocks, one to one, in order. ``block_ids`` are different from each other."""
+        """Copy the slots into the blocks, in order, as many from each as a record has.
+
+        ``block_ids`` are different from each other, but for 0 (vLLM's null block): what is for it goes nowhere.
+        """
         rows, blocks = self._rows(block_ids, slots, scratch), self._index(block_ids)
         for first, count in self._runs(staging, slots):
-            rows[first : first + count].view(-1).copy_(
+            self._payloads(rows, first, count).copy_(
                 self._slots(staging, slots[first], count), non_blocking=True
             )
-        for stack in self._stacks:
-            stack.cache.index_copy_(0, blocks, self._part(rows, stack))
+        for wanted in _between_zeros(block_ids):
+            for stack in self._stacks:
+                stack.cache.index_copy_(0, blocks[wanted], self._part(rows[wanted], stack))
 
     def _rows(self, block_ids: Sequence[int], slots: Sequence[int], scratch: torch.Tensor) -> torch.Tensor:
-        """The scratch as one payload a row."""
-        assert len(block_ids) == len(slots)
-        # An index out of bounds ends an accelerator's context; block 0 is vLLM's null block, which nothing may write.
-        assert all(0 < block < self.num_blocks for block in block_ids)
-        nbytes = len(block_ids) * self.payload_nbytes
+        """The scratch as one block a row."""
+        assert len(block_ids) == len(slots) * self._blocks_per_record
+        # An index out of bounds ends an accelerator's context.
+        assert all(0 <= block < self.num_blocks for block in block_ids)
+        nbytes = len(slots) * self.payload_nbytes
         assert nbytes <= scratch.numel(), "more than the scratch holds"
-        return scratch[:nbytes].view(len(block_ids), self.payload_nbytes)
+        return scratch[:nbytes].view(len(block_ids), self._block_nbytes)
+
+    def _payloads(self, rows: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """The bytes of ``count`` records, one after the other."""
+        return rows[first * self._blocks_per_record : (first + count) * self._blocks_per_record].view(-1)
 
     def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
         index = torch.tensor(block_ids)
@@ -136,6 +150,14 @@ class BlockCopier:
     def _slots(self, staging: Staging, slot: int, count: int) -> torch.Tensor:
         start = slot * staging.slot_nbytes
         return staging.tensor[start : start + count * self.payload_nbytes]
+
+
+def _between_zeros(block_ids: Sequence[int]) -> Iterator[slice]:
+    """Where the blocks are that are not 0: as few slices as can be."""
+    zeros = [i for i, block in enumerate(block_ids) if block == 0]
+    for before, after in zip([-1, *zeros], [*zeros, len(block_ids)], strict=True):
+        if after > before + 1:
+            yield slice(before + 1, after)
 
 
 def _placed(layer: torch.Tensor) -> _Placed:

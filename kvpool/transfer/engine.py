@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from kvpool import metrics
@@ -38,11 +39,14 @@ COPY_PAUSE_S = 5e-5  # between two looks at a copy that is waited for: one of a 
 
 
 class Block(NamedTuple):
-    """One block to move: the key of its record, its group, and its place in the engine's KV cache."""
+    """One record to move: its key, its group, and where its blocks are in the engine's KV cache.
+
+    0 stands where a load is to write nothing.
+    """
 
     key: str
     group: int
-    block_id: int
+    block_ids: tuple[int, ...]
 
 
 class LoadResult(NamedTuple):
@@ -304,7 +308,7 @@ class TransferEngine:
         copy: Event | None = None
         for group, copier in enumerate(self._copiers):
             pairs = [
-                (block.block_id, slot)
+                (block.block_ids, slot)
                 for part in parts
                 for block, slot in zip(part.blocks, part.slots, strict=True)
                 if block.group == group
@@ -312,7 +316,8 @@ class TransferEngine:
             at_once = self._scatters.scratch_nbytes // copier.payload_nbytes
             for start in range(0, len(pairs), at_once):
                 ids, slots = zip(*pairs[start : start + at_once], strict=True)
-                copy = self._scatters.submit(partial(copier.scatter, ids, self.staging, slots), after)
+                flat = [*chain.from_iterable(ids)]
+                copy = self._scatters.submit(partial(copier.scatter, flat, self.staging, slots), after)
         for part in parts:
             part.stage, part.copy = _Stage.SCATTER, copy  # the last of them: a lane keeps the order
 
@@ -349,9 +354,8 @@ class TransferEngine:
 
     def _gather(self, blocks: list[Block], tags: list[int], copier: BlockCopier, computed: Event) -> None:
         slots = self.staging.acquire(len(blocks))
-        copy = self._gathers.submit(
-            partial(copier.gather, [block.block_id for block in blocks], self.staging, slots), [computed]
-        )
+        ids = [*chain.from_iterable(block.block_ids for block in blocks)]
+        copy = self._gathers.submit(partial(copier.gather, ids, self.staging, slots), [computed])
         for start in range(0, len(blocks), self._part_blocks):
             some = slice(start, start + self._part_blocks)
             part = _Part(_Stage.GATHER, None, blocks[some], slots[some], tags[some], copy)

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -110,8 +111,8 @@ def _refuse_hashing(algorithm: str) -> None:
         )
 
 
-def groups_of(config: KVCacheConfig) -> list[Group]:
-    """The KV-cache groups as plans need them.
+def groups_of(config: KVCacheConfig, blocks_per_record: int = 1) -> list[Group]:
+    """The KV-cache groups as plans need them, all with as many blocks in a record.
 
     Errors: ``EngineRefused`` naming the kind of attention that is not supported.
     """
@@ -136,7 +137,7 @@ def groups_of(config: KVCacheConfig) -> list[Group]:
                 f"KV-cache group {index} is of kind {type(spec).__name__}, which is not supported yet; "
                 "supported are full attention, sliding windows and MLA"
             )
-    return groups
+    return [replace(group, blocks_per_record=blocks_per_record) for group in groups]
 
 
 def _layer_specs(group: KVCacheGroupSpec) -> list[Any]:
@@ -187,14 +188,15 @@ def _group_kernel_blocks() -> Any:
 
 
 def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]], kv_dtype: str) -> Layout:
-    """How one rank's blocks lie in memory."""
+    """How one rank's records are made of its blocks, and how these lie in memory."""
     return Layout(
         kv_dtype,
         tuple(
             GroupLayout(
-                block_tokens=group.block_tokens,
+                block_tokens=group.record_tokens,
                 layers=len(views),
-                payload_nbytes=sum(view[0].numel() * view.element_size() for view in views),
+                payload_nbytes=group.blocks_per_record
+                * sum(view[0].numel() * view.element_size() for view in views),
                 shapes=tuple(tuple(view.shape[1:]) for view in views),
                 strides=tuple(tuple(view.stride()[1:]) for view in views),
                 attention=_attention(group),
@@ -211,7 +213,11 @@ def _attention(group: Group) -> str:
 
 
 def engine_facts(
-    config: VllmConfig, cache: KVCacheConfig, model_id: str | None, layers: Sequence[Sequence[torch.Tensor]]
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    model_id: str | None,
+    layers: Sequence[Sequence[torch.Tensor]],
+    blocks_per_record: int = 1,
 ) -> dict[str, Fact]:
     """Every fact that changes what a block's hash or its bytes mean; the same on every rank of one engine."""
     model, parallel, caching = config.model_config, config.parallel_config, config.cache_config
@@ -238,7 +244,10 @@ def engine_facts(
         "attention_backend": _attention_backends(config),
         "kernel_packing": _kernel_packing(config, cache),
     }
-    return facts | layout_of(groups_of(cache), layers, kv_dtype.removeprefix("torch.")).facts()
+    if blocks_per_record > 1:  # absent for 1, so that pools from before this setting are read on
+        facts["blocks_per_record"] = blocks_per_record
+    groups = groups_of(cache, blocks_per_record)
+    return facts | layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
 
 
 def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]:
@@ -332,38 +341,38 @@ def block_tables(output: SchedulerOutput, request_id: str) -> tuple[list[int], .
     return tables
 
 
-def group_hashes(request: Request, hash_block_tokens: int, block_tokens: int) -> Sequence[bytes]:
-    """The request's block hashes at a group's block size: a coarser block takes its last sub-hash."""
-    if hash_block_tokens == block_tokens:
-        hashes: Sequence[bytes] = request.block_hashes
-        return hashes
-    step = block_tokens // hash_block_tokens
-    return request.block_hashes[step - 1 :: step]
+def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Sequence[bytes]:
+    """The hashes of the request's records in a group: each that of the last block that is hashed in it."""
+    step = group.record_tokens // hash_block_tokens
+    hashes: Sequence[bytes] = request.block_hashes
+    return hashes if step == 1 else hashes[step - 1 :: step]
 
 
 def stored_event(
     request: Request, group_index: int, group: Group, index: int, hashes: Sequence[bytes]
 ) -> BlockStored:
-    """The KV event that says: block ``index`` of ``request`` is in the pool now."""
-    block_tokens = group.block_tokens
-    start = index * block_tokens
+    """The KV event that says: record ``index`` of ``request`` is in the pool now.
+
+    A record of several blocks is told as one block of their size: by its last hash alone can it be found.
+    """
+    start, end = index * group.record_tokens, (index + 1) * group.record_tokens
     lora = request.lora_request
     fields: dict[str, Any] = {
         "block_hashes": [_event_hash(hashes[index])],
         "parent_block_hash": _event_hash(hashes[index - 1]) if index else None,
-        "token_ids": list(request.all_token_ids[start : start + block_tokens]),
-        "block_size": block_tokens,
+        "token_ids": list(request.all_token_ids[start:end]),
+        "block_size": group.record_tokens,
         "lora_id": lora.adapter_id if lora else None,
         "lora_name": lora.name if lora else None,
         "medium": EVENT_MEDIUM,
-        "extra_keys": _event_extra_keys(request, start, start + block_tokens),
+        "extra_keys": _event_extra_keys(request, start, end),
         **_group_fields(group_index, group),
     }
     return BlockStored(**_known(BlockStored, fields | _OF_THE_POOL))
 
 
 def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
-    """The KV event that says: the pool turned out not to hold this block any more."""
+    """The KV event that says: the pool turned out not to hold this record any more."""
     fields = {
         "block_hashes": [_event_hash(block_hash)],
         "medium": EVENT_MEDIUM,

@@ -64,7 +64,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
             compat.refuse_unsupported(vllm_config)
-            groups = compat.groups_of(kv_cache_config)
+            groups = compat.groups_of(kv_cache_config, config.blocks_per_record)
             if config.pool.startswith("memory:"):
                 raise EngineRefused(
                     "a memory:// pool lives inside one process and an engine has several; "
@@ -107,7 +107,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         cache = self._kv_cache_config
         try:
             layers = compat.layers_of(cache, kv_caches)
-            facts = compat.engine_facts(self._vllm_config, cache, self._config.model_id, layers)
+            facts = compat.engine_facts(
+                self._vllm_config, cache, self._config.model_id, layers, self._config.blocks_per_record
+            )
         except ConfigError as error:
             self._worker.refuse(str(error))
             return

@@ -18,32 +18,41 @@ from kvpool.keys import Fact
 class Group:
     """One group of layers that share a block table. ``window``: tokens that a query sees, itself included.
 
+    The pool keeps ``blocks_per_record`` neighbouring blocks of the engine as one record, under the hash of the last.
     ``latent``: MLA, which keeps one latent vector for each token, the same bytes on every tensor-parallel rank.
     """
 
     block_tokens: int
     window: int | None = None  # None: full attention
+    blocks_per_record: int = 1
     latent: bool = False
 
+    @property
+    def record_tokens(self) -> int:
+        return self.block_tokens * self.blocks_per_record
+
     def key_rank(self, rank: int) -> int:
-        """The rank under whose key the pool keeps what ``rank`` holds of a block; only that rank stores it."""
+        """The rank under whose key the pool keeps what ``rank`` holds of a record; only that rank stores it."""
         return 0 if self.latent else rank
 
     def key_ranks(self, ranks: int) -> list[int]:
-        """The ranks under whose keys a block of an engine of ``ranks`` ranks lies."""
+        """The ranks under whose keys a record of an engine of ``ranks`` ranks lies."""
         return sorted({self.key_rank(rank) for rank in range(ranks)})
 
 
 class BlockRef(NamedTuple):
-    """One block as the scheduler names it; a worker adds its rank and gets a key."""
+    """One record as the scheduler names it; a worker adds its rank and gets a key.
+
+    ``block_ids``: its blocks in the engine's memory, in order; of a load, 0 for those that are not to be written.
+    """
 
     block_hash: bytes
     group: int
-    block_id: int
+    block_ids: tuple[int, ...]
 
 
 class LoadPlan(NamedTuple):
-    """Blocks of one request to load; ``budget_s`` is what is left of the time that a silent store may cost.
+    """Records of one request to load; ``budget_s`` is what is left of the time that a silent store may cost.
 
     ``priority``: of loads that wait for staging slots, the one with the lowest number comes first.
     """
@@ -56,7 +65,7 @@ class LoadPlan(NamedTuple):
 
 @dataclass
 class PoolMetadata(KVConnectorMetadata):
-    """Scheduler to workers, once a step. ``tags`` name the blocks of ``stores``, one to one.
+    """Scheduler to workers, once a step. ``tags`` name the records of ``stores``, one to one.
 
     Where not all can be stored, the last are lost.
     """
@@ -75,7 +84,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
 
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by rank, once, in its first step
     broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
-    landed: dict[int, int] = field(default_factory=dict)  # tag: ranks that do not read the block any more
+    landed: dict[int, int] = field(default_factory=dict)  # tag: ranks that do not read its blocks any more
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that have stored what is theirs
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
@@ -108,16 +117,35 @@ def _summed(ours: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int
     return {tag: ours.get(tag, 0) + theirs.get(tag, 0) for tag in ours.keys() | theirs.keys()}
 
 
-def blocks_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
-    """Indices of the blocks that ``group`` lacks to go on at token ``hit_tokens``, given ``local_tokens`` computed.
+def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
+    """Indices of the records that ``group`` lacks to go on at token ``hit_tokens``, given ``local_tokens`` computed.
 
     Full attention needs every block up to there. A sliding window needs those that the next token sees, from
-    token ``hit_tokens - window + 1`` on. Both token counts are multiples of the group's block size.
+    token ``hit_tokens - window + 1`` on. ``local_tokens`` is a multiple of the group's block size and may lie inside a
+    record, ``hit_tokens`` is a multiple of the record's.
     """
-    first = local_tokens // group.block_tokens
+    first = local_tokens // group.record_tokens
     if group.window is not None:
-        first = max(first, max(0, hit_tokens - group.window + 1) // group.block_tokens)
-    return range(first, hit_tokens // group.block_tokens)
+        first = max(first, max(0, hit_tokens - group.window + 1) // group.record_tokens)
+    return range(first, hit_tokens // group.record_tokens)
+
+
+def blocks_lacking(group: Group, table: Sequence[int], record: int, local_tokens: int) -> tuple[int, ...]:
+    """Where the blocks of a record go, by the block table of a request that has ``local_tokens`` computed.
+
+    0: nowhere, for the engine has the block already, or keeps none at this place.
+    """
+    start = record * group.blocks_per_record
+    ids = tuple(table[start : start + group.blocks_per_record])
+    held = local_tokens // group.block_tokens - start
+    return ids if held <= 0 else (0,) * held + ids[held:]
+
+
+def blocks_held(group: Group, table: Sequence[int], record: int) -> tuple[int, ...] | None:
+    """Where the blocks of a record lie, by a block table; None when the engine does not keep all of them."""
+    start = record * group.blocks_per_record
+    ids = tuple(table[start : start + group.blocks_per_record])
+    return ids if len(ids) == group.blocks_per_record and all(ids) else None
 
 
 def longest_hit(
@@ -130,8 +158,8 @@ def longest_hit(
 ) -> int:
     """The largest number of leading tokens from which the engine can go on, by its own cache and the pool.
 
-    ``present[g][i]``: every part of block ``i`` of group ``g`` is in the pool. The answer is a multiple of
-    ``align_tokens``, at most ``max_tokens`` and at least ``local_tokens``.
+    ``present[g][i]``: every part of record ``i`` of group ``g`` is in the pool. ``align_tokens``: a multiple of every
+    group's record. The answer is a multiple of it that is at most ``max_tokens``, or else ``local_tokens``.
     """
     runs = [_run_lengths(blocks) for blocks in present]
     hit = max_tokens // align_tokens * align_tokens
@@ -143,7 +171,7 @@ def longest_hit(
 
 
 def _covered(group: Group, run: Sequence[int], local_tokens: int, hit_tokens: int) -> bool:
-    needed = blocks_to_load(group, local_tokens, hit_tokens)
+    needed = records_to_load(group, local_tokens, hit_tokens)
     return not needed or (needed[-1] < len(run) and run[needed[-1]] >= len(needed))
 
 
@@ -157,10 +185,10 @@ def _run_lengths(blocks: Sequence[bool]) -> list[int]:
     return runs
 
 
-def blocks_to_store(block_tokens: int, already: int, computed_tokens: int, hashed_blocks: int) -> range:
-    """Indices of the blocks that are full after a step and were not handed over before.
+def records_to_store(record_tokens: int, already: int, computed_tokens: int, hashed_records: int) -> range:
+    """Indices of the records that are full after a step and were not handed over before.
 
-    ``already``: how many leading blocks of the request were handed over, or came from a cache. A block is stored
+    ``already``: how many leading records of the request were handed over, or came from a cache. A record is stored
     when its hash is known, which under asynchronous scheduling may be a step after it was computed.
     """
-    return range(already, max(already, min(computed_tokens // block_tokens, hashed_blocks)))
+    return range(already, max(already, min(computed_tokens // record_tokens, hashed_records)))

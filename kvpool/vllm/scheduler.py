@@ -4,9 +4,10 @@ A request's way: its existence batch starts when it is first seen; once answered
 offered, unless the cost gate expects that computing it is faster; when the engine has allocated blocks, the load goes
 to the workers; a load that fails is remembered, so that it is not offered to this request again.
 
-A block's way to the pool: when a step fills it, it is wanted if the request allows it and the settings do (prompts
-only, the number of requests that have had it). What is wanted goes to the workers at once, or with ``write_back`` when
-it is among the blocks that the engine will use next; it is copied in that step, before a later one can write over it.
+A record's way to the pool: when a step fills the last of its blocks, it is wanted if the request allows it and the
+settings do (prompts only, the number of requests that have had it). What is wanted goes to the workers at once, or with
+``write_back`` when it is among the blocks that the engine will use next; it is copied in that step, before a later one
+can write over it.
 
 Threads: the engine's scheduler thread only.
 """
@@ -14,6 +15,7 @@ Threads: the engine's scheduler thread only.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -40,9 +42,11 @@ from kvpool.vllm.plan import (
     LoadPlan,
     PoolMetadata,
     PoolWorkerMetadata,
-    blocks_to_load,
-    blocks_to_store,
+    blocks_held,
+    blocks_lacking,
     longest_hit,
+    records_to_load,
+    records_to_store,
 )
 from kvpool.vllm.request_params import ParamsReader, RequestParams
 from kvpool.vllm.sightings import Sightings
@@ -63,12 +67,12 @@ KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that s
 
 @dataclass
 class _Lookup:
-    """The existence batch of one request: ``blocks[g]`` blocks of each group, for every rank that stores it."""
+    """The existence batch of one request: ``blocks[g]`` records of each group, for every rank that stores it."""
 
     transfer: Transfer
     blocks: list[int]
     started: float
-    present: list[list[bool]] | None = None  # by group and block, once answered
+    present: list[list[bool]] | None = None  # by group and record, once answered
 
 
 @dataclass
@@ -84,9 +88,9 @@ class _RequestState:
     load_tokens: int = 0  # of the load under way
     load_s: float = 0.0
     refused: bool = False  # a load failed, its existence check did, or it does not pay: not offered again
-    handed: list[int] | None = None  # by group: leading blocks that need not be stored
-    held: list[int] = field(default_factory=list)  # by group: leading blocks that it did not compute
-    sighted: list[int] = field(default_factory=list)  # by group: leading blocks in which it was counted
+    handed: list[int] | None = None  # by group: leading records that need not be stored
+    held: list[int] = field(default_factory=list)  # by group: leading records that it did not compute
+    sighted: list[int] = field(default_factory=list)  # by group: leading records in which it was counted
 
 
 @dataclass
@@ -101,8 +105,8 @@ class _WriteBack:
 @dataclass
 class _PendingStore:
     ranks: int  # that have not said yet whether it is in the pool
-    landing: int  # ranks for which the block is held, as they may still read it
-    block_id: int
+    landing: int  # ranks for which the blocks are held, as they may still read them
+    block_ids: tuple[int, ...]
     ok: bool
     event: BlockStored | None
 
@@ -128,7 +132,9 @@ class SchedulerHalf:
         events: bool,
     ) -> None:
         self._config, self._store, self._groups = config, store, list(groups)
-        self._ranks, self._align_tokens, self._hash_block_tokens = ranks, align_tokens, hash_block_tokens
+        self._ranks, self._hash_block_tokens = ranks, hash_block_tokens
+        # Where the engine can go on, and records of every group end.
+        self._align_tokens = math.lcm(align_tokens, *(group.record_tokens for group in self._groups))
         self._loads, self._stores, self._events_wanted = loads, stores, events
         self._namespace: Namespace | None = None  # from the workers' first step
         self._heard: dict[int, Namespace] = {}  # by rank
@@ -253,10 +259,11 @@ class SchedulerHalf:
         blocks: list[BlockRef] = []
         local_tokens, _ = offered
         for index, group in enumerate(self._groups):
-            hashes = compat.group_hashes(request, self._hash_block_tokens, group.block_tokens)
-            needed = blocks_to_load(group, local_tokens, local_tokens + external_tokens)
-            # Block 0 stands where the engine keeps nothing (outside a window).
-            blocks += [BlockRef(hashes[i], index, tables[index][i]) for i in needed if tables[index][i]]
+            hashes = compat.record_hashes(request, self._hash_block_tokens, group)
+            for i in records_to_load(group, local_tokens, local_tokens + external_tokens):
+                ids = blocks_lacking(group, tables[index], i, local_tokens)
+                if any(ids):
+                    blocks.append(BlockRef(hashes[i], index, ids))
         return blocks
 
     def _plan_all_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
@@ -400,8 +407,8 @@ class SchedulerHalf:
         blocks = []
         max_tokens = self._max_tokens(state.request)
         for index, group in enumerate(self._groups):
-            hashes = compat.group_hashes(state.request, self._hash_block_tokens, group.block_tokens)
-            hashes = hashes[: max_tokens // group.block_tokens]
+            hashes = compat.record_hashes(state.request, self._hash_block_tokens, group)
+            hashes = hashes[: max_tokens // group.record_tokens]
             blocks.append(len(hashes))
             for rank in group.key_ranks(self._ranks):
                 keys += self._namespace.keys(hashes, index, rank)
@@ -462,23 +469,23 @@ class SchedulerHalf:
         if not self._config.store_decode:
             computed_tokens = min(computed_tokens, request.num_prompt_tokens)
         if state.handed is None:
-            state.held = [before // group.block_tokens for group in self._groups]
+            state.held = [before // group.record_tokens for group in self._groups]
             # What it did not compute is in the pool, or was stored by who did: unless it had been seen too rarely.
             state.handed = [0] * len(self._groups) if self._sightings else list(state.held)
         tables: tuple[list[int], ...] | None = None
         for index, group in enumerate(self._groups):
-            if computed_tokens // group.block_tokens <= state.handed[index]:
+            if computed_tokens // group.record_tokens <= state.handed[index]:
                 continue
-            hashes = compat.group_hashes(request, self._hash_block_tokens, group.block_tokens)
-            new = blocks_to_store(group.block_tokens, state.handed[index], computed_tokens, len(hashes))
+            hashes = compat.record_hashes(request, self._hash_block_tokens, group)
+            new = records_to_store(group.record_tokens, state.handed[index], computed_tokens, len(hashes))
             state.handed[index] = new.stop
             tables = compat.block_tables(output, request.request_id) if tables is None else tables
             if tables is None:
                 return
             wanted = self._wanted(state, index, hashes, new)
             for i in wanted:
-                if i < len(tables[index]) and tables[index][i]:
-                    block = BlockRef(hashes[i], index, tables[index][i])
+                if (ids := blocks_held(group, tables[index], i)) is not None:
+                    block = BlockRef(hashes[i], index, ids)
                     event = (
                         compat.stored_event(request, index, group, i, hashes) if self._events_wanted else None
                     )
@@ -490,7 +497,7 @@ class SchedulerHalf:
     def _wanted(
         self, state: _RequestState, group: int, hashes: Sequence[bytes], blocks: range
     ) -> Iterable[int]:
-        """Those of a request's blocks that enough requests have had; counts this one in, once for each block."""
+        """Those of a request's records that enough requests have had; counts this one in, once for each."""
         if self._sightings is None:
             return blocks
         assert blocks.step == 1
@@ -511,10 +518,11 @@ class SchedulerHalf:
         return wanted
 
     def _keep_for_later(self, kept: _WriteBack) -> None:
-        earlier = self._write_back.pop(kept.block.block_id, None)
+        (block_id,) = kept.block.block_ids  # as the settings have it
+        earlier = self._write_back.pop(block_id, None)
         if earlier is not None and earlier.block != kept.block:
             self.counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")
-        self._write_back[kept.block.block_id] = kept
+        self._write_back[block_id] = kept
 
     def _plan_write_back(self, step: PoolMetadata) -> None:
         """Store what the engine may evict in its next steps: those blocks stay as they are until this one is over."""
@@ -540,9 +548,9 @@ class SchedulerHalf:
             # Held until every rank has copied it: the engine may free it in this very step, when its request ends, is
             # preempted, or its window has gone on. With write-back the workers copy before they compute again.
             assert self._block_pool is not None, "vLLM binds its block pool before the first step"
-            self._block_pool.touch([self._block_pool.blocks[block.block_id]])
+            self._block_pool.touch([self._block_pool.blocks[block_id] for block_id in block.block_ids])
             landing = self._ranks
-        self._pending[tag] = _PendingStore(self._ranks, landing, block.block_id, True, event)
+        self._pending[tag] = _PendingStore(self._ranks, landing, block.block_ids, True, event)
         step.stores.append(block)
         step.tags.append(tag)
 
@@ -553,7 +561,7 @@ class SchedulerHalf:
             if (pending := self._pending.get(tag)) is not None and pending.landing:
                 pending.landing -= landed[tag]
                 if pending.landing == 0:
-                    free.append(pending.block_id)
+                    free += pending.block_ids
         if free:
             assert self._block_pool is not None
             # As the engine itself does it: the end of a prompt is evicted before its beginning.

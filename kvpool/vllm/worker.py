@@ -78,7 +78,10 @@ class WorkerHalf:
             self._store = open_store(self._config.pool, threads=self._config.threads)
             self._engine = TransferEngine(
                 self._store,
-                [BlockCopier(views) for views in layers],
+                [
+                    BlockCopier(views, group.blocks_per_record)
+                    for group, views in zip(self._groups, layers, strict=True)
+                ],
                 staging_nbytes=self._config.staging_nbytes,
                 max_store_nbytes_per_s=self._config.max_store_nbytes_per_s,
                 counters=self.counters,
@@ -260,7 +263,7 @@ class WorkerHalf:
             hashes = [ref.block_hash for ref in refs if ref.group == group]
             rank = self._groups[group].key_rank(self._rank)
             keys[group] = self._namespace.keys(hashes, group, rank)[::-1]
-        return [Block(keys[ref.group].pop(), ref.group, ref.block_id) for ref in refs]
+        return [Block(keys[ref.group].pop(), ref.group, ref.block_ids) for ref in refs]
 
     @staticmethod
     def _count(into: dict[int, int], tags: Sequence[int]) -> None:

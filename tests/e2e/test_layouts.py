@@ -125,6 +125,29 @@ def test_latent_vectors_are_stored_once_for_two_ranks(deepseek: Path, tmp_path: 
     assert answers[1]["tokens"] != reference[1]
 
 
+def test_records_of_four_blocks_and_a_prefix_in_the_engine_that_ends_inside_one(
+    llama: Path, tmp_path: Path
+) -> None:
+    pool = tmp_path / "pool"
+    options = engine_options(llama, f"file://{pool}", settings={"blocks_per_record": 4})
+    reference = _compute("first", tmp_path, options)
+    record_tokens, local_tokens = 4 * BLOCK_TOKENS, 5 * BLOCK_TOKENS
+    assert len(records(pool, PROMPT)) == len(PROMPT) // record_tokens
+    for record in records(pool, CONTROL):
+        corrupt(record, keep_checksum=False)
+    hit_tokens = (len(PROMPT) - 1) // record_tokens * record_tokens
+    with started("second", tmp_path, options) as engine:
+        begun = [engine.generate([*tokens[:local_tokens], *prompt(4, 60)], 2) for tokens in (PROMPT, CONTROL)]
+        assert [answer["pool_tokens"] for answer in begun] == [record_tokens] * 2, (
+            "and computes one more block"
+        )
+        answers = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (PROMPT, CONTROL)]
+    for answer in answers:
+        assert (answer["cached_tokens"], answer["pool_tokens"]) == (hit_tokens, hit_tokens - local_tokens)
+    assert answers[0]["tokens"] == reference[0]["tokens"]
+    assert answers[1]["tokens"] != reference[1]["tokens"]
+
+
 def test_one_of_several_connectors(llama: Path, tmp_path: Path) -> None:
     """Under vLLM's MultiConnector: the second child's pool has the prompt, and both pools get what is computed."""
     near, far = tmp_path / "near", tmp_path / "far"

@@ -79,7 +79,8 @@ class Model:
                     copies[block] = max(0, copies[block] - 1)
                 continue
             group = groups.setdefault(index, Group())
-            group.learn(event, self.block_tokens)
+            if tier != "pool":  # whose blocks may be larger than those of the engine
+                group.learn(event, self.block_tokens)
             copies = group.copies[tier]
             may_report = self.reuse_reports and tier == "device" and event.get("parent_block_hash") is None
             if may_report and (group.in_part or group.stride > 1):

@@ -269,6 +269,36 @@ def test_the_pool_is_of_a_namespace() -> None:
     assert ask(fleet, [1, 2, 3])[("a", 0)] == (0, 0, 2)
 
 
+@pytest.mark.parametrize("reuse_reports", [True, False])
+@pytest.mark.parametrize("window", [None, 65])
+def test_records_of_several_blocks_are_credited_whole_and_nothing_else_by_them(
+    reuse_reports: bool, window: int | None
+) -> None:
+    """A record is known by the hash of its last block; a worker without a namespace may say so in its own name."""
+    kind = {
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention" if window is None else "sliding_window",
+        "kv_cache_spec_sliding_window": window,
+    }
+    fleet = Fleet(reuse_reports=reuse_reports)
+    for name, namespace in (("a", NAMESPACE), ("d", "")):
+        fleet.add(a_worker(name, namespace=namespace), "flag")
+    for number in range(1, 4):
+        for name in "ad":
+            told = batch(
+                stored([10 * number + at for at in range(1, 7)], **kind),
+                stored([10 * number + 4], medium="STORAGE", block_size=64, **kind),
+            )
+            say(fleet, f"default/{name}", 0, number, told)
+    for number in range(1, 4):
+        prompt = [10 * number + at for at in range(1, 7)]
+        held = {length: ask(fleet, prompt[:length]) for length in (3, 4, 5, 6)}
+        assert [held[length]["a", 0][2] for length in held] == [0, 4, 4, 4]
+        assert [held[length]["d", 0][:2] for length in held] == [held[length]["a", 0][:2] for length in held]
+        assert [held[length]["d", 0][:2] for length in held][-1] == (6, 6)
+        assert all(held[length]["d", 0][2] in (0, 4) for length in held)
+
+
 def test_the_pool_outlives_whoever_announced_it() -> None:
     fleet = Fleet()
     fleet.add(a_worker("a", namespace=NAMESPACE), "pool")

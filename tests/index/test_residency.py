@@ -511,6 +511,25 @@ def test_groups_are_as_the_facts_say(valkey: Server) -> None:
             assert groups[1] == {"kv_cache_spec_kind": "full_attention", "block_size": 16}
 
 
+def test_records_of_several_blocks_are_credited_whole(valkey: Server) -> None:
+    """Their keys have the hash of the last block; that is known before any worker says so."""
+    facts = {"model": "m", "groups": 1, "group0.attention": "full", "group0.block_tokens": 48}
+    namespace = Namespace("default", facts)
+    fleet = a_fleet(namespace)
+    with open_store(valkey.url) as store:
+        announce_facts(store, namespace, "m")
+        names = keys([2, 5, 11], 0, 0, namespace)  # blocks 0 to 5, and 9 to 11
+        store.put_many(names, [bytes(NBYTES)] * len(names))
+        with following(fleet, store) as residency:
+            assert rests(residency)
+            another_round(residency)
+            (pool,) = fleet.pools()
+            matched = [
+                list(pool.table.match(packed64(hashes64(range(n)))).pool_blocks) for n in (2, 3, 8, 12)
+            ]
+            assert matched == [[], [3], [6], [6]]
+
+
 def test_other_namespaces_and_tenants_are_left_alone(valkey: Server) -> None:
     fleet = a_fleet(NAMESPACE, OTHER)
     with open_store(valkey.url) as store, following(fleet, store) as residency:

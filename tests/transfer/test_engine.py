@@ -47,9 +47,13 @@ def key(number: int, group: int) -> str:
 
 
 def engine_on(
-    store: Store, caches: list[list[torch.Tensor]], slots: int = 16, cap: int = 0
+    store: Store,
+    caches: list[list[torch.Tensor]],
+    slots: int = 16,
+    cap: int = 0,
+    blocks_per_record: int = 1,
 ) -> TransferEngine:
-    copiers = [BlockCopier(group) for group in caches]
+    copiers = [BlockCopier(group, blocks_per_record) for group in caches]
     slot_nbytes = max(copier.payload_nbytes for copier in copiers)
     return TransferEngine(
         store,
@@ -81,7 +85,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def blocks(numbers: Sequence[int], groups: int = 2, shift: int = 0) -> list[Block]:
-    return [Block(key(n, g), g, 1 + (n + shift) % (BLOCKS - 1)) for g in range(groups) for n in numbers]
+    return [Block(key(n, g), g, (1 + (n + shift) % (BLOCKS - 1),)) for g in range(groups) for n in numbers]
 
 
 def test_blocks_come_back_byte_for_byte_in_other_places(store: Store) -> None:
@@ -96,13 +100,38 @@ def test_blocks_come_back_byte_for_byte_in_other_places(store: Store) -> None:
     reader.load("job", blocks(numbers, shift=7), timeout_s=5, max_s=20)
     assert [(load.job, load.ok) for load in run(reader).loads] == [("job", True)]
     for group, (ours, theirs, before) in enumerate(zip(target, source, untouched, strict=True)):
-        written = {block.block_id for block in blocks(numbers, shift=7) if block.group == group}
+        written = {block.block_ids[0] for block in blocks(numbers, shift=7) if block.group == group}
         for mine, other, old in zip(ours, theirs, before, strict=True):
             for n in numbers:
                 assert torch.equal(mine[1 + (n + 7) % (BLOCKS - 1)], other[1 + n % (BLOCKS - 1)])
             for index in set(range(BLOCKS)) - written:
                 assert torch.equal(mine[index], old[index])
     assert writer.slots_in_use == reader.slots_in_use == 0
+
+
+def test_of_a_record_of_several_blocks_a_load_writes_those_that_are_wanted(store: Store) -> None:
+    source, target = layers(), layers()
+    fill(source, 1)
+    fill(target, 2)
+    writer = engine_on(store, source, blocks_per_record=3)
+    records = [Block(key(n, g), g, (3 * n + 1, 3 * n + 3, 3 * n + 2)) for g in range(2) for n in range(5)]
+    writer.store(records, tags=list(range(10)))
+    assert sorted(run(writer).stored) == [(tag, True) for tag in range(10)]
+    assert store.counters()["puts"] == 10
+    untouched = [[layer.clone() for layer in group] for group in target]
+    reader = engine_on(store, target, slots=4, blocks_per_record=3)
+    places = {1: 0, 3: 0, 2: 21, 4: 22, 6: 0, 5: 24}  # by block of the source; the rest go where they were
+    wanted = [
+        record._replace(block_ids=tuple(places.get(block, block) for block in record.block_ids))
+        for record in records
+    ]
+    reader.load("job", wanted, timeout_s=5, max_s=20)
+    assert [(load.job, load.ok) for load in run(reader).loads] == [("job", True)]
+    came_from = {places.get(block, block): block for block in range(1, 16) if places.get(block, block)}
+    for ours, theirs, before in zip(target, source, untouched, strict=True):
+        for mine, other, old in zip(ours, theirs, before, strict=True):
+            for at in range(BLOCKS):
+                assert torch.equal(mine[at], other[came_from[at]] if at in came_from else old[at])
 
 
 def test_a_load_of_a_lower_number_gets_the_next_slots(store: Store) -> None:

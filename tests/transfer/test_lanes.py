@@ -71,7 +71,7 @@ def payload(content: int) -> bytes:
 
 
 def block(content: int, block_id: int, group: int = 0) -> Block:
-    return Block(key(content, group), group, block_id)
+    return Block(key(content, group), group, (block_id,))
 
 
 NOTHING = Finished([], [], [])

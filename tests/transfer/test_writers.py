@@ -96,7 +96,7 @@ def test_transfer_engines_of_one_store_send_a_block_once() -> None:
             for _ in range(WRITERS)
         ]
         for tag, engine in enumerate(engines):
-            engine.store([Block(key(1), 0, 2)], [tag])
+            engine.store([Block(key(1), 0, (2,))], [tag])
         # Each one's question is answered, and its put is submitted by its poll.
         assert eventually(lambda: store.counters()["contains_misses"] == WRITERS)
         for engine in engines:

@@ -99,7 +99,7 @@ class Text:
 
 
 class World:
-    """One pool, the clients that are connected to it, and what the bytes under each block hash have to be."""
+    """One pool, the clients that are connected to it, and the numbers of the tokens under each record's hash."""
 
     def __init__(self, seed: int, capacity_nbytes: int) -> None:
         self.clock = Clock()
@@ -134,8 +134,11 @@ class World:
         self.clock.now_s = until_s
 
     def payload(self, block_hash: bytes, group: int, rank: int) -> bytes:
+        """What has to be in the record under a hash: block by block, layer by layer."""
         return b"".join(
-            (self.values[block_hash] + salt(group, layer, rank)).tobytes() for layer in range(LAYERS)
+            (block + salt(group, layer, rank)).tobytes()
+            for block in self.values[block_hash].reshape(-1, BLOCK_TOKENS)
+            for layer in range(LAYERS)
         )
 
     def lose(self, part: float) -> None:
@@ -311,6 +314,7 @@ class Shape:
     overlapping: bool = False
     windowed: bool = False
     slots: int = 6
+    blocks_per_record: int = 1
     latent: bool = False  # the first group is MLA, of which every rank holds the same bytes
 
     def salt(self, group: int, layer: int, rank: int) -> int:
@@ -349,7 +353,7 @@ class ScriptedEngine:
         self.running: dict[str, Running] = {}
         self.failed: set[str] = set()
         self.steps = 0
-        self.loads = self.loads_failed = self.hits = 0
+        self.loads = self.loads_failed = self.hits = self.begun_inside = 0
         self._hashed: dict[str, int] = {}
 
     def _rank(self, index: int, cache: KVCacheConfig, without_pool: bool) -> Rank:
@@ -381,7 +385,7 @@ class ScriptedEngine:
             connector = KVPoolConnector(self.config, KVConnectorRole.WORKER, cache)
             worker = connector._worker
             assert worker is not None
-            slot_nbytes = 64 * (-(-LAYERS * BLOCK_TOKENS * 8 // 64))
+            slot_nbytes = 64 * (-(-self.shape.blocks_per_record * LAYERS * BLOCK_TOKENS * 8 // 64))
             worker._config = worker._config.model_copy(
                 update={"staging_nbytes": self.shape.slots * slot_nbytes}
             )
@@ -526,7 +530,10 @@ class ScriptedEngine:
             connector.bind_connector_metadata(metadata)
             for load in metadata.loads:
                 assert load.request_id not in rank.loading, "one request is loaded twice at a time"
-                rank.loading[load.request_id] = {(block.group, block.block_id) for block in load.blocks}
+                rank.loading[load.request_id] = {
+                    (record.group, block) for record in load.blocks for block in record.block_ids if block
+                }
+                self.begun_inside += any(0 in record.block_ids for record in load.blocks if record.group == 0)
             for name in names:
                 self._forward(rank, name, computed[name], planned.num_scheduled_tokens[name])
             connector.start_load_kv(None)  # type: ignore[arg-type]
@@ -618,8 +625,11 @@ class ScriptedEngine:
         text.grow(len(tokens))
         assert tokens == text.tokens[: len(tokens)], f"{name} was told another token than the model's"
         for index in range(self._hashed.get(name, 0), len(request.block_hashes)):
-            start = index * BLOCK_TOKENS
-            values = text.values[start : start + BLOCK_TOKENS].copy()
+            end = (index + 1) * BLOCK_TOKENS
+            record_tokens = BLOCK_TOKENS * self.shape.blocks_per_record
+            if end % record_tokens:
+                continue
+            values = text.values[end - record_tokens : end].copy()
             known = self.world.values.setdefault(request.block_hashes[index], values)
             assert (known == values).all()
         self._hashed[name] = len(request.block_hashes)
@@ -660,11 +670,10 @@ class ScriptedEngine:
         """A load is reported when it is over: nothing writes any more, and its bytes are those of its hashes."""
         if not ok:
             return
-        request = self.scheduler.requests[name]
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         for group, block in rank.loading[name]:
-            index = tables[group].index(block)
-            wanted = self.world.values[request.block_hashes[index]]
+            start = tables[group].index(block) * BLOCK_TOKENS
+            wanted = self.texts[name].values[start : start + BLOCK_TOKENS]
             for layer, numbers in enumerate(rank.numbers[group]):
                 right = wanted + self.shape.salt(group, layer, rank.index)
                 assert (numbers[block] == right).all(), "wrong bytes"
@@ -672,7 +681,7 @@ class ScriptedEngine:
     def _check_scatter(self, rank: Rank, block_ids: Sequence[int]) -> None:
         """Blocks may be written for a load that is not reported yet, and that holds them alone."""
         loading = {block: name for name, blocks in rank.loading.items() for _, block in blocks}
-        for block in block_ids:
+        for block in filter(None, block_ids):
             assert block in loading, f"block {block} is written for a load that is over"
             self._check_owned(loading[block], block)
 
@@ -757,4 +766,7 @@ def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
     config.cache_config.num_gpu_blocks = DEVICE_BLOCKS
     config.parallel_config.tensor_parallel_size = shape.ranks
     config.scheduler_config.async_scheduling = shape.overlapping
+    assert config.kv_transfer_config is not None
+    settings = config.kv_transfer_config.kv_connector_extra_config
+    settings["blocks_per_record"] = shape.blocks_per_record
     return config

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpool.errors import EngineRefused
+from kvpool.keys import Namespace
 from kvpool.vllm import compat
 from kvpool.vllm.plan import Group
 
@@ -113,6 +114,7 @@ WINDOW = SlidingWindowSpec(
 
 def test_full_attention_and_windows_are_supported() -> None:
     assert compat.groups_of(_cache(FULL, WINDOW)) == [Group(32), Group(64, 512)]
+    assert compat.groups_of(_cache(FULL, WINDOW), 4) == [Group(32, None, 4), Group(64, 512, 4)]
 
 
 LATENT = MLAAttentionSpec(
@@ -184,6 +186,24 @@ def test_mla_with_a_part_in_main_memory_is_refused() -> None:
 def test_other_attention_is_refused_by_name(spec: Any) -> None:
     with pytest.raises(EngineRefused, match=type(spec).__name__):
         compat.groups_of(_cache(FULL, spec))
+
+
+def test_records_of_several_blocks_have_a_namespace_of_their_own(engine_config: Any) -> None:
+    cache = _cache(FULL, WINDOW)
+    layers = [[torch.zeros((8, 2, 4, tokens, 32), dtype=torch.bfloat16)] for tokens in (32, 64)]
+    config = engine_config()
+    facts = [compat.engine_facts(config, cache, "m", layers, *more) for more in ((), (1,), (2,), (4,))]
+    assert facts[0] == facts[1]
+    assert "blocks_per_record" not in facts[0], "as before there was this setting"
+    assert len({Namespace("default", each).hex for each in facts}) == 3
+    changed = {name: value for name, value in facts[3].items() if value != facts[0].get(name)}
+    assert changed == {
+        "blocks_per_record": 4,
+        "group0.block_tokens": 128,
+        "group0.payload_nbytes": 4 * 2 * 4 * 32 * 32 * 2,
+        "group1.block_tokens": 256,
+        "group1.payload_nbytes": 4 * 2 * 4 * 64 * 32 * 2,
+    }
 
 
 def test_no_kv_cache_is_refused() -> None:

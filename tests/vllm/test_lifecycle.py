@@ -37,11 +37,12 @@ pytestmark = [pytest.mark.vllm]
 
 SOAK_S = float(os.environ.get("SOAK_S", "60"))
 SHAPES = [
-    Shape(ranks=ranks, overlapping=overlapping, windowed=windowed, slots=slots, latent=latent)
+    Shape(ranks, overlapping, windowed, slots, blocks_per_record, latent)
     for ranks, latent in ((1, False), (2, False), (2, True))
     for overlapping in (False, True)
     for windowed in (False, True)
     for slots in (4, 24)
+    for blocks_per_record in (1, 2, 3)
 ]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 ENGINES = st.integers(0, 1)
@@ -106,11 +107,17 @@ class Life(RuleBasedStateMachine):
         at=ENGINES,
         family=st.integers(0, 5),
         steps=st.integers(0, 20),
+        begun=st.sampled_from((0, 0, 6, 14, 22)),
         rank=st.integers(0, 1),
         mood=st.sampled_from((None, None, *MOODS)),
     )
-    def arrives_at_both(self, at: int, family: int, steps: int, rank: int, mood: str | None) -> None:
-        """What one engine computes the other one loads, perhaps over a bad line."""
+    def arrives_at_both(
+        self, at: int, family: int, steps: int, begun: int, rank: int, mood: str | None
+    ) -> None:
+        """What one engine computes the other one loads, perhaps behind what it has, perhaps over a bad line."""
+        if begun:
+            self._arrive(1 - at, family, begun, 2, 1)
+            self.steps(1 - at, 5)
         self._arrive(at, family, 28, 0, 3)
         self.steps(at, steps)
         clients = self._clients(1 - at)[1:]
@@ -226,7 +233,7 @@ class Life(RuleBasedStateMachine):
         return [engine.connector._store] + [rank.store for rank in engine.ranks if rank.store is not None]
 
     def _count(self, engine: ScriptedEngine) -> None:
-        for name in ("steps", "loads", "loads_failed", "hits"):
+        for name in ("steps", "loads", "loads_failed", "hits", "begun_inside"):
             self._add(name, getattr(engine, name))
         for sample, amount in engine.counters().items():
             self._add(sample, amount)
@@ -392,6 +399,23 @@ def test_a_latent_block_is_announced_once_and_only_if_the_first_rank_has_stored_
     assert bool(told) == (mood == "good")
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("blocks_per_record", [2, 3])
+def test_a_prefix_that_the_engine_has_may_end_inside_a_record(
+    engine: Callable[..., ScriptedEngine], windowed: bool, blocks_per_record: int
+) -> None:
+    shape = Shape(windowed=windowed, slots=24, blocks_per_record=blocks_per_record)
+    first, second = engine(shape), engine(shape)
+    generated(first, "stored")
+    for blocks in range(1, 6):
+        second.reset(running=False, connector=True)
+        before = second.begun_inside
+        assert generated(second, f"begins{blocks}", [*PROMPT[: 4 * blocks], 49, 48]) <= 1
+        # What it has just loaded or computed of the prompt is in its own cache.
+        assert generated(second, f"goes on{blocks}") == 1
+        assert second.begun_inside - before == bool(blocks % blocks_per_record), blocks
+
+
 def test_a_rank_that_never_had_a_pool_costs_its_engine_the_pool_and_no_request(
     engine: Callable[..., ScriptedEngine],
 ) -> None:
@@ -478,6 +502,7 @@ def test_a_short_life_the_same_each_time(configured: Configured) -> None:
     counts = live(configured, examples=40, steps=40, again=True)
     print(counts)
     assert counts["loads"] > counts["loads_failed"] > 0, counts
+    assert counts["begun_inside"] > 0, counts
 
 
 @pytest.mark.soak

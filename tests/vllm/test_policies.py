@@ -37,7 +37,7 @@ def whole(scheduler: SchedulerHalf, asked: Request, tokens: int = 100, held_toke
 
 
 def ids(step: PoolMetadata) -> list[int]:
-    return [block.block_id for block in step.stores]
+    return [block_id for block in step.stores for block_id in block.block_ids]
 
 
 # Requests.
@@ -129,6 +129,16 @@ def test_generated_tokens_are_stored_unless_they_are_not_wanted(
     assert ids(step) + ids(later) == stored
 
 
+def test_a_record_that_holds_a_generated_token_is_not_stored_unless_it_is_wanted(store: Store) -> None:
+    for decode, stored in ((True, [7, 8, 9, 10]), (False, [7, 8])):
+        scheduler = half(store, store_decode=decode, blocks_per_record=2)
+        asked = request("a", tokens=60)
+        step = whole(scheduler, asked, tokens=60)
+        asked.append_output_token_ids(list(range(500, 510)))
+        asked.num_computed_tokens = 60
+        assert ids(step) + ids(scheduler.plan(output(asked, 8, TABLE))) == stored
+
+
 # Sightings.
 
 
@@ -146,6 +156,16 @@ def test_a_block_that_the_engine_has_already_is_stored_by_the_request_that_makes
     assert ids(whole(scheduler, request("a"))) == []
     assert ids(whole(scheduler, request("b"), held_tokens=64)) == TABLE[0][:6]
     assert ids(whole(scheduler, request("c"), held_tokens=96)) == [], "once"
+
+
+def test_a_record_that_begins_with_what_the_engine_had_counts_as_computed(store: Store) -> None:
+    scheduler = half(store, store_after_requests=2, blocks_per_record=4)
+    assert ids(whole(scheduler, request("a"))) == []
+    assert ids(whole(scheduler, request("b"), held_tokens=48)) == TABLE[0][:4]
+    assert ids(whole(scheduler, request("c"), held_tokens=48)) == TABLE[0][:4], (
+        "it was computed, so nobody had it"
+    )
+    assert ids(whole(scheduler, request("d"), held_tokens=64)) == [], "once"
 
 
 def test_a_request_counts_once_however_often_it_is_preempted(store: Store) -> None:
@@ -224,7 +244,8 @@ def test_write_back_stores_what_the_engine_evicts_next_and_only_once(store: Stor
     assert [block.block_hash for block in step.stores] == evicted_next
     assert len(step.stores) == AHEAD
     for block in step.stores:
-        held = engine.pool.blocks[block.block_id].block_hash
+        (block_id,) = block.block_ids
+        held = engine.pool.blocks[block_id].block_hash
         assert held is not None
         assert held[:-4] == block.block_hash
     assert engine.step().stores == []

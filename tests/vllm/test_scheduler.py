@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvpool.errors import StoreUnavailable
 from kvpool.keys import Namespace
 from kvpool.stores import Store, Transfer, open_store
 from kvpool.stores.memory import MemoryStore
-from kvpool.vllm.plan import Group, PoolWorkerMetadata
+from kvpool.vllm.plan import BlockRef, Group, PoolWorkerMetadata
 from kvpool.vllm.scheduler import LOOKUP_GRACE_S, SchedulerHalf
 from tests.conftest import eventually
 from tests.transfer.test_engine import StallingStore
@@ -74,7 +75,7 @@ def half(
     scheduler = SchedulerHalf(
         PoolConfig(pool="file:///unused", budget_s=BUDGET_S, **settings),
         store,
-        groups,
+        [replace(group, blocks_per_record=settings.get("blocks_per_record", 1)) for group in groups],
         ranks=ranks,
         align_tokens=BLOCK_TOKENS,
         hash_block_tokens=BLOCK_TOKENS,
@@ -134,6 +135,10 @@ def output(asked: Request, scheduled_tokens: int, tables: tuple[list[int], ...])
 TABLE = ([7, 8, 9, 10, 11, 12, 13],)
 
 
+def ids(blocks: list[BlockRef]) -> list[int]:
+    return [block_id for block in blocks for block_id in block.block_ids]
+
+
 def test_the_longest_prefix_on_all_ranks_is_offered_and_loaded_once(store: Store) -> None:
     scheduler, asked = half(store, ranks=2), request("a")
     put(store, asked.block_hashes[:4], ranks=2)
@@ -143,9 +148,7 @@ def test_the_longest_prefix_on_all_ranks_is_offered_and_loaded_once(store: Store
     scheduler.allocated(asked, TABLE, 48)
     step = scheduler.plan(SchedulerOutput.make_empty())
     (load,) = step.loads
-    assert [block.block_id for block in load.blocks] == [8, 9, 10], (
-        "the first block is in the engine's own cache"
-    )
+    assert ids(load.blocks) == [8, 9, 10], "the first block is in the engine's own cache"
     assert [block.block_hash for block in load.blocks] == asked.block_hashes[1:4]
     assert 0 < load.budget_s <= BUDGET_S
     assert scheduler.plan(SchedulerOutput.make_empty()).loads == [], "a plan is handed over once"
@@ -301,10 +304,10 @@ def test_full_blocks_are_stored_once_and_announced_when_every_rank_has_them(stor
     scheduler.seen(asked)
     scheduler.allocated(asked, TABLE, 0)
     first = scheduler.plan(output(asked, 40, ([7, 0, 9, 10, 11, 12, 13],)))
-    assert [block.block_id for block in first.stores] == [7], "block 0 holds nothing"
+    assert ids(first.stores) == [7], "block 0 holds nothing"
     asked.num_computed_tokens = 40
     second = scheduler.plan(output(asked, 60, TABLE))
-    assert [block.block_id for block in second.stores] == [9, 10, 11, 12]
+    assert ids(second.stores) == [9, 10, 11, 12]
     assert [block.block_hash for block in second.stores] == asked.block_hashes[2:6]
     assert scheduler.wants_steps()
     scheduler.update(PoolWorkerMetadata(stored=dict.fromkeys(first.tags + second.tags, 1)), (), ())
@@ -325,27 +328,27 @@ def computed(scheduler: SchedulerHalf, ranks_blocks: int = 4) -> tuple[BlockPool
     block_pool = BlockPool(16, True, BLOCK_TOKENS)
     scheduler.bind_block_pool(block_pool)
     blocks = block_pool.get_new_blocks(ranks_blocks)
-    ids = [block.block_id for block in blocks]
+    table = [block.block_id for block in blocks]
     scheduler.seen(asked)
-    scheduler.allocated(asked, (ids,), 0)
-    step = scheduler.plan(output(asked, asked.num_tokens, (ids,)))
-    assert [block.block_id for block in step.stores] == ids
+    scheduler.allocated(asked, (table,), 0)
+    step = scheduler.plan(output(asked, asked.num_tokens, (table,)))
+    assert ids(step.stores) == table
     block_pool.free_blocks(
         reversed(blocks)
     )  # the request ends, is aborted or preempted, or its window goes on
     scheduler.finished(asked)
-    return block_pool, ids, step.tags
+    return block_pool, table, step.tags
 
 
 def test_a_block_is_kept_until_every_rank_has_copied_it(store: Store) -> None:
     scheduler = half(store, ranks=2)
-    block_pool, ids, tags = computed(scheduler)
+    block_pool, table, tags = computed(scheduler)
     assert block_pool.get_num_free_blocks() == 15 - 4
     scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags, 1)), (), ())
     assert block_pool.get_num_free_blocks() == 15 - 4, "the other rank may still read them"
     scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags[:2], 1)), (), ())
     assert block_pool.get_num_free_blocks() == 15 - 2
-    assert not {block.block_id for block in block_pool.get_new_blocks(13)} & set(ids[2:])
+    assert not {block.block_id for block in block_pool.get_new_blocks(13)} & set(table[2:])
     scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags[2:], 1)), (), ())
     assert block_pool.get_num_free_blocks() == 2
     assert scheduler.wants_steps(), "landed, not stored"
@@ -364,6 +367,103 @@ def test_blocks_are_given_back_when_a_rank_has_ended_the_pool(store: Store) -> N
     assert block_pool.get_num_free_blocks() == 15 - 4, "the other rank goes on reading them"
     scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags, 1)), (), ())
     assert block_pool.get_num_free_blocks() == 15
+
+
+# Records of several blocks.
+
+LONG_TABLE = (list(range(11, 24)),)  # of 200 tokens: three records of four blocks, and a half block
+
+
+@pytest.mark.parametrize(
+    ("local_tokens", "first"),
+    [(0, (11, 12, 13, 14)), (16, (0, 12, 13, 14)), (112, (0, 0, 0, 18)), (128, (19, 20, 21, 22))],
+)
+def test_a_load_may_begin_inside_a_record(store: Store, local_tokens: int, first: tuple[int, ...]) -> None:
+    scheduler, asked = half(store, blocks_per_record=4), request("a", tokens=200)
+    put(store, asked.block_hashes[3::4])
+    assert answer(scheduler, asked, local_tokens) == 192 - local_tokens
+    scheduler.allocated(asked, LONG_TABLE, 192 - local_tokens)
+    (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
+    begun = local_tokens // 64
+    assert [block.block_hash for block in load.blocks] == asked.block_hashes[3 + 4 * begun :: 4]
+    assert load.blocks[0].block_ids == first
+    assert ids(load.blocks[1:]) == LONG_TABLE[0][4 * begun + 4 : 12]
+
+
+def test_a_hit_ends_where_a_record_does(store: Store) -> None:
+    scheduler, asked = half(store, blocks_per_record=4), request("a", tokens=200)
+    put(store, asked.block_hashes[3:8:4])
+    assert answer(scheduler, asked) == 128
+    assert answer(scheduler, asked, local_tokens=112) == 16
+    assert answer(scheduler, asked, local_tokens=144) == 0, "inside a record that is not there"
+
+
+def test_a_record_is_stored_when_its_last_block_is_full_and_announced_as_one(store: Store) -> None:
+    scheduler, asked = half(store, blocks_per_record=4), request("a", tokens=200)
+    scheduler.seen(asked)
+    scheduler.allocated(asked, LONG_TABLE, 0)
+    steps = []
+    for tokens in (60, 20, 110, 10):
+        steps.append(scheduler.plan(output(asked, tokens, LONG_TABLE)))
+        asked.num_computed_tokens += tokens
+    assert [ids(step.stores) for step in steps] == [[], [11, 12, 13, 14], [15, 16, 17, 18], [19, 20, 21, 22]]
+    assert [block.block_hash for step in steps for block in step.stores] == asked.block_hashes[3::4]
+    tags = [tag for step in steps for tag in step.tags]
+    scheduler.update(PoolWorkerMetadata(stored=dict.fromkeys(tags, 1)), (), ())
+    events = scheduler.take_events()
+    ends = [int.from_bytes(block_hash[-8:], "big") for block_hash in asked.block_hashes[3::4]]
+    assert [event.block_hashes for event in events] == [[end] for end in ends]
+    assert [event.parent_block_hash for event in events] == [None, *ends[:2]]
+    assert [event.block_size for event in events] == [64] * 3
+    assert [token for event in events for token in event.token_ids] == list(range(192))
+
+
+def test_a_record_of_which_the_engine_has_given_up_a_block_is_not_stored(store: Store) -> None:
+    scheduler, asked = half(store, blocks_per_record=4), request("a", tokens=200)
+    scheduler.seen(asked)
+    scheduler.allocated(asked, LONG_TABLE, 0)
+    windowed = ([*range(11, 15), 0, *range(16, 24)],)
+    assert ids(scheduler.plan(output(asked, 200, windowed)).stores) == [11, 12, 13, 14, 19, 20, 21, 22]
+
+
+def test_a_record_that_begins_with_what_the_engine_had_is_stored_whole(store: Store) -> None:
+    """Whoever computed its beginning had too few tokens to fill it."""
+    scheduler, asked = half(store, blocks_per_record=4), request("a", tokens=200)
+    scheduler.seen(asked)
+    scheduler.allocated(asked, LONG_TABLE, 0)
+    asked.num_computed_tokens = 112
+    assert ids(scheduler.plan(output(asked, 88, LONG_TABLE)).stores) == list(range(15, 23))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_blocks_that_two_records_share_are_given_back_when_both_have_landed(
+    store: Store, at_once: bool
+) -> None:
+    scheduler = half(store, blocks_per_record=2)
+    block_pool = BlockPool(16, True, BLOCK_TOKENS)
+    scheduler.bind_block_pool(block_pool)
+    shared, *own = block_pool.get_new_blocks(3)
+    block_pool.touch([shared])  # by the second request, which finds it in the cache
+    tags: list[int] = []
+    for held_tokens, name, block in zip((0, 16), "ab", own, strict=True):
+        asked = request(name, tokens=33)
+        table = ([shared.block_id, block.block_id],)
+        scheduler.seen(asked)
+        scheduler.allocated(asked, table, 0)
+        asked.num_computed_tokens = held_tokens
+        step = scheduler.plan(output(asked, 33 - held_tokens, table))
+        assert ids(step.stores) == table[0]
+        tags += step.tags
+        block_pool.free_blocks([block, shared])
+        scheduler.finished(asked)
+    assert block_pool.get_num_free_blocks() == 15 - 3
+    if not at_once:
+        scheduler.update(PoolWorkerMetadata(landed={tags[1]: 1}), (), ())
+        assert block_pool.get_num_free_blocks() == 15 - 2, "the first record may still be read"
+        del tags[1]
+    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags, 1)), (), ())
+    assert block_pool.get_num_free_blocks() == 15
+    assert len({block.block_id for block in block_pool.get_new_blocks(15)}) == 15
 
 
 def test_a_block_that_a_load_did_not_find_is_announced_as_removed(store: Store) -> None:
@@ -454,7 +554,7 @@ def test_a_fault_of_ours_ends_the_pool_and_not_the_engine(
     def broken(*arguments: object) -> list[bytes]:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("kvpool.vllm.compat.group_hashes", broken)
+    monkeypatch.setattr("kvpool.vllm.compat.record_hashes", broken)
     scheduler.allocated(asked, TABLE, 96)
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
     assert load.blocks == [], "the engine waits for this load: it has to be told that it failed"

@@ -118,7 +118,7 @@ def test_a_worker_that_cannot_be_announced_works_all_the_same(tmp_path: Path, ca
 
 def refs(*blocks: tuple[int, int]) -> list[BlockRef]:
     """(hash number, block id) pairs of group 0."""
-    return [BlockRef(hashed(number), 0, block_id) for number, block_id in blocks]
+    return [BlockRef(hashed(number), 0, (block_id,)) for number, block_id in blocks]
 
 
 def finish(worker: WorkerHalf, count: int) -> tuple[set[str], set[str]]:
@@ -241,6 +241,23 @@ def test_a_rank_without_a_pool_has_stored_nothing_of_what_is_the_same_on_every_r
     report = worker.take_report()
     assert report is not None
     assert (report.landed, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
+    worker.close()
+
+
+def test_a_record_of_several_blocks_goes_and_comes_back_in_part(cache: torch.Tensor, tmp_path: Path) -> None:
+    worker = WorkerHalf(
+        PoolConfig(pool=f"file://{tmp_path}/pool"), [Group(16, blocks_per_record=3)], rank=RANK
+    )
+    worker.register([[cache]], FACTS)
+    worker.start_stores(PoolMetadata(stores=[BlockRef(hashed(1), 0, (3, 1, 2))], tags=[10]))
+    stored(worker, 10)
+    before = cache.clone()
+    plan = LoadPlan("a", [BlockRef(hashed(1), 0, (0, 8, 9))], 1.0)
+    worker.start_loads(PoolMetadata(loads=[plan]))
+    assert finish(worker, 1) == ({"a"}, set())
+    before[8], before[9] = before[1], before[2]
+    assert torch.equal(cache, before)
+    assert worker.slots_in_use == 0
     worker.close()
 
 
