@@ -82,19 +82,29 @@ class TierLife(Life):
         mood=st.sampled_from(("good", "good", *MOODS)),
         harm=st.sampled_from((None, None, "lose", "damage")),
         part=st.sampled_from((0.3, 1.0)),
-        steps=st.sampled_from((1, 8)),
+        early=st.booleans(),
+        steps=st.sampled_from((1, 8, 60)),
     )
     def arrives_at_both(
-        self, at: int, family: int, common: int, mood: str, harm: str | None, part: float, steps: int
+        self,
+        at: int,
+        family: int,
+        common: int,
+        mood: str,
+        harm: str | None,
+        part: float,
+        early: bool,
+        steps: int,
     ) -> None:
-        """What one engine computes the other one loads, if nothing comes between its question and the load."""
+        """What one engine computes the other one loads, if nothing comes between: before its question, or after."""
         self.pool_is_back()
         self._arrive(at, family, common, 0)
         self.steps(at, 8)
         self.pool.pass_time(0.1)
         self._arrive(1 - at, family, common, 1)
-        self.steps(1 - at, 1)
-        self.pool.pass_time(0.1)
+        if not early:
+            self.steps(1 - at, 1)
+            self.pool.pass_time(0.1)
         self._be(1 - at, mood, 0.5)
         if harm is not None:
             getattr(self.pool, harm)(part)
