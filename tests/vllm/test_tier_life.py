@@ -45,7 +45,7 @@ class TierLife(Life):
     @initialize(
         real=st.sampled_from((False, False, False, True)),
         seed=st.integers(0, 1 << 16),
-        capacity=st.sampled_from((*CAPACITIES, CAPACITIES[-1])),
+        capacity=st.sampled_from((*CAPACITIES, *3 * CAPACITIES[-1:])),
         rows=st.sampled_from((6, 16, 24)),
         apart=st.sampled_from((False, False, False, True)),
     )
@@ -225,13 +225,14 @@ class TierLife(Life):
 
 def check_counts(counts: dict[str, float]) -> None:
     print(counts)
-    for what in ("loads good", "loads in part", "loads failed", "stores good", "stores failed"):
+    for what in ("loads good", "stores good", "stores failed", "lives on files"):
         assert counts.get(what), f"no {what}"
-    assert counts["lives on files"]
 
 
 def check_causes(counts: dict[str, float]) -> None:
     """All went wrong that can."""
+    for what in ("loads in part", "loads failed"):
+        assert counts.get(what), f"no {what}"
     for cause in ("missing", "store_unavailable"):
         assert counts.get(f"kvpool_load_requests_total/{cause}"), f"no load failed by {cause}"
     for cause in ("pool_full", "already_there", "store_unavailable", "too_slow"):
@@ -247,7 +248,7 @@ def lives() -> Iterator[type[Life]]:
 
 
 def test_a_short_life_the_same_each_time(lives: type[Life]) -> None:
-    check_counts(live(lives, examples=150, steps=40, again=True))
+    check_counts(live(lives, examples=80, steps=40, again=True))
 
 
 @pytest.mark.soak
