@@ -76,7 +76,6 @@ class _Job:
     job_id: int
     is_load: bool
     keys: list[OffloadKey]
-    names: list[str]  # their keys in the pool
     rows: list[int]
     started: float
     deadline: float
@@ -249,9 +248,7 @@ class KVPoolTier(SecondaryTierManager):
         limit_s = self._config.max_load_s if is_load else STORE_TIMEOUT_S
         rows = [int(row) for row in wanted.chunk_ids]
         places = list(range(len(keys)))[::-1]  # taken from the end
-        self._jobs[wanted.job_id] = job = _Job(
-            wanted.job_id, is_load, keys, self._names(keys), rows, now, now + limit_s, places
-        )
+        self._jobs[wanted.job_id] = job = _Job(wanted.job_id, is_load, keys, rows, now, now + limit_s, places)
         if self._broken:
             self._fail(job, "store_unavailable")
         self._guard.run(self._advance, None)
@@ -272,13 +269,14 @@ class KVPoolTier(SecondaryTierManager):
             self._guard.run(self._advance, None)
 
     def shutdown(self) -> None:
-        """Cancel what is under way, and wait until nothing touches the engine's rows."""
-        for job in self._jobs.values():
-            self._fail(job, "cancelled")
-        for _, transfer in self._batches:
-            transfer.cancel()
-        self.drain_jobs()
+        """Cancel what is under way, and wait until nothing touches the engine's rows; no job is reported any more.
+
+        Blocking, for as long as ``Store.close``. Errors: ``StoreUnavailable`` when a thread is stuck in the system:
+        it may touch the rows for ever, so they are held on to, and so does vLLM.
+        """
         self._store.close()
+        for held in (self._jobs, self._parts, self._batches):
+            held.clear()
         self._rows.release()
 
     def _advance(self) -> None:
@@ -300,7 +298,7 @@ class KVPoolTier(SecondaryTierManager):
             self._end_job(job, now)
 
     def _start(self, job: _Job, places: list[int], *, asking: bool) -> None:
-        names = [job.names[place] for place in places]
+        names = self._names([job.keys[place] for place in places])
         rows = [self._row(job.rows[place]) for place in places]
         try:
             if job.is_load:
@@ -341,6 +339,16 @@ class KVPoolTier(SecondaryTierManager):
             job.cause = job.cause or "missing"
         failed = [key for place, key in enumerate(job.keys) if place not in job.moved]
         moved = [key for place, key in enumerate(job.keys) if place in job.moved]
+        # Before anything that could fail: the rows of a job that is not reported are pinned for ever.
+        self._results.append(
+            JobResult(
+                job_id=job.job_id,
+                success=not failed,
+                successful_keys=moved if failed and moved and job.is_load else None,
+                transfer_time=now - job.started,
+                transfer_bytes=len(moved) * self._row_nbytes,
+            )
+        )
         if job.is_load:
             self.counters.add(metrics.LOAD_REQUESTS, 1, job.cause or "ok")
             self.counters.add(metrics.LOADED_BLOCKS, len(moved))
@@ -352,15 +360,6 @@ class KVPoolTier(SecondaryTierManager):
             if failed:
                 self.counters.add(metrics.STORE_SKIPPED_BLOCKS, len(failed), job.cause)
             self._tell(moved, removed=False)
-        self._results.append(
-            JobResult(
-                job_id=job.job_id,
-                success=not failed,
-                successful_keys=moved if failed and moved and job.is_load else None,
-                transfer_time=now - job.started,
-                transfer_bytes=len(moved) * self._row_nbytes,
-            )
-        )
 
     def _fail(self, job: _Job, cause: str) -> None:
         if not job.cause:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +38,11 @@ def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ).create_engine_config()
 
     return make
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Engines start by the hundred, and each says so at length; what goes wrong is told by what is checked."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)

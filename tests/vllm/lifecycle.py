@@ -141,6 +141,10 @@ class World:
             for layer in range(LAYERS)
         )
 
+    def payload_of(self, key: str) -> bytes:
+        _, _, block_hash, group, rank = parse_key(key)
+        return self.payload(block_hash, group, rank)
+
     def lose(self, part: float) -> None:
         """Somebody empties the pool, or a part of it."""
         keys = [block.key for blocks in self.records.scan() for block in blocks]
@@ -221,9 +225,9 @@ class _Batch:
     def _check_source(self) -> None:
         """Whoever sends a buffer must leave it alone until the batch has ended, also if nobody waits for it."""
         for key, view in zip(self.keys, self.views, strict=True):
-            _, _, block_hash, group, rank = parse_key(key)
-            wanted = self.client.world.payload(block_hash, group, rank)
-            assert bytes(view) == wanted, f"a buffer changed while it was sent: {key}"
+            assert bytes(view) == self.client.world.payload_of(key), (
+                f"a buffer changed while it was sent: {key}"
+            )
 
     def _spoil(self) -> None:
         """Who did not end well may have written anything."""

@@ -4,22 +4,12 @@ reported once, no load offered again that failed, no byte but the right one, not
 from __future__ import annotations
 
 import copy
-import logging
-import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, rule
 
 from kvpool.keys import parse_key
 from tests.vllm.lifecycle import (
@@ -32,10 +22,10 @@ from tests.vllm.lifecycle import (
     World,
     prepare,
 )
+from tests.vllm.lives import SOAK_S, Life, live, live_long
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
-SOAK_S = float(os.environ.get("SOAK_S", "60"))
 SHAPES = [
     Shape(ranks, overlapping, windowed, slots, blocks_per_record, latent)
     for ranks, latent in ((1, False), (2, False), (2, True))
@@ -73,11 +63,10 @@ def configured(engine_config: Callable[..., Any]) -> Configured:
     return lambda shape: prepare(copy.deepcopy(base), shape)
 
 
-class Life(RuleBasedStateMachine):
+class EngineLife(Life):
     """Two engines on one pool."""
 
     configured: Configured
-    counts: dict[str, int]
 
     @initialize(
         shape=st.sampled_from(SHAPES), seed=st.integers(0, 1 << 16), capacity=st.sampled_from(CAPACITIES)
@@ -211,7 +200,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def all_is_well(self) -> None:
-        self._add("rules", 1)
+        self.add("rules")
         for engine in getattr(self, "engines", ()):
             engine.check()
 
@@ -234,44 +223,14 @@ class Life(RuleBasedStateMachine):
 
     def _count(self, engine: ScriptedEngine) -> None:
         for name in ("steps", "loads", "loads_failed", "hits", "begun_inside"):
-            self._add(name, getattr(engine, name))
+            self.add(name, getattr(engine, name))
         for sample, amount in engine.counters().items():
-            self._add(sample, amount)
-        self._add("broken", engine.planner._broken)
-
-    def _add(self, name: str, amount: int) -> None:
-        counts = type(self).counts
-        counts[name] = counts.get(name, 0) + amount
+            self.add(sample, amount)
+        self.add("broken", engine.planner._broken)
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Engines start by the hundred, and each says so at length; what goes wrong is told by what is checked."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
-def live(configured: Configured, *, examples: int, steps: int, again: bool) -> dict[str, int]:
-    class Machine(Life):
-        pass
-
-    Machine.counts = {}
-    Machine.configured = staticmethod(configured)  # type: ignore[assignment]
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            derandomize=again,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-            phases=(Phase.generate, Phase.shrink),
-        ),
-    )
-    return Machine.counts
+def of(configured: Configured) -> type[Life]:
+    return type("ConfiguredLife", (EngineLife,), {"configured": staticmethod(configured)})
 
 
 PROMPT = list(range(30))
@@ -499,7 +458,7 @@ def test_a_shut_down_with_transfers_in_flight_ends_them(world: World, configured
 
 
 def test_a_short_life_the_same_each_time(configured: Configured) -> None:
-    counts = live(configured, examples=40, steps=40, again=True)
+    counts = live(of(configured), examples=40, steps=40, again=True)
     print(counts)
     assert counts["loads"] > counts["loads_failed"] > 0, counts
     assert counts["begun_inside"] > 0, counts
@@ -508,10 +467,6 @@ def test_a_short_life_the_same_each_time(configured: Configured) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(SOAK_S + 300)
 def test_a_long_life(configured: Configured) -> None:
-    counts: dict[str, int] = {}
-    end_s = time.monotonic() + SOAK_S
-    while time.monotonic() < end_s:
-        for name, amount in live(configured, examples=50, steps=100, again=False).items():
-            counts[name] = counts.get(name, 0) + amount
+    counts = live_long(of(configured))
     print(counts)
     assert counts["loads"] > counts["loads_failed"] > 0, counts

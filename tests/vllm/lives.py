@@ -1,0 +1,51 @@
+"""How a stateful driver is run: briefly and the same each time, or on and on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+SOAK_S = float(os.environ.get("SOAK_S", "60"))
+
+
+class Life(RuleBasedStateMachine):
+    """A driver that counts what happens, so that a test can see that much did."""
+
+    counts: dict[str, float]
+
+    def add(self, name: str, amount: float = 1) -> None:
+        counts = type(self).counts
+        counts[name] = counts.get(name, 0) + amount
+
+
+def live(kind: type[Life], *, examples: int, steps: int, again: bool) -> dict[str, float]:
+    """Run so many lives of at most so many steps; what was counted. ``again``: those of every other time."""
+
+    counted = type(kind.__name__, (kind,), {"counts": {}})
+    run_state_machine_as_test(
+        counted,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            derandomize=again,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            phases=(Phase.generate, Phase.shrink),
+        ),
+    )
+    return counted.counts
+
+
+def live_long(kind: type[Life]) -> dict[str, float]:
+    """As ``live``, others each time, for ``SOAK_S`` seconds."""
+    counts: dict[str, float] = {}
+    end_s = time.monotonic() + SOAK_S
+    while time.monotonic() < end_s:
+        for name, amount in live(kind, examples=50, steps=100, again=False).items():
+            counts[name] = counts.get(name, 0) + amount
+    return counts
