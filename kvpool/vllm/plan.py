@@ -148,7 +148,9 @@ def _run_lengths(blocks: Sequence[bool]) -> list[int]:
 def blocks_to_store(block_tokens: int, already: int, computed_tokens: int, hashed_blocks: int) -> range:
     """Indices of the blocks that are full after a step and were not handed over before.
 
-    ``already``: how many leading blocks of the request were handed over, or came from a cache. A block is stored
-    when its hash is known, which under asynchronous scheduling may be a step after it was computed.
+    ``already``: how many leading blocks of the request were handed over, or came from a cache. ``computed_tokens``
+    may count drafts that will be rejected. A block is stored when its hash is known: hashes are of tokens that the
+    request has, so no draft is in the block that was not accepted. That may be a step after the block was computed,
+    as it is under asynchronous scheduling.
     """
     return range(already, max(already, min(computed_tokens // block_tokens, hashed_blocks)))

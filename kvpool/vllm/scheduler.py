@@ -44,7 +44,7 @@ from kvpool.vllm.plan import (
     blocks_to_store,
     longest_hit,
 )
-from kvpool.vllm.request_params import ParamsReader, RequestParams
+from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader, RequestParams
 from kvpool.vllm.sightings import Sightings
 from kvpool.vllm.whole_state import WholeState
 
@@ -371,6 +371,8 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:
             params = self._params.read(getattr(request, "kv_transfer_params", None))
+            if compat.adapter_changed_in_place(request):
+                params = WITHOUT_POOL
             state = self._requests[request.request_id] = _RequestState(request, params)
         return state
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["llama", "gemma3"]
+Kind = Literal["llama", "gemma3", "gpt_oss"]
 
 VOCABULARY = 8192
 QUERY_GAIN = 3.0
@@ -31,7 +31,8 @@ def write_tiny_model(
     """Write configuration, weights (bfloat16) and a word-level tokenizer into ``folder``, which is made.
 
     ``llama``: full attention, 8 heads, 4 KV heads. ``gemma3``: five layers with a sliding window of ``window``
-    tokens to each layer with full attention. ``width`` is a multiple of 256. About 54 MB at the defaults.
+    tokens to each layer with full attention. ``gpt_oss``: every other layer with such a window, attention sinks, four
+    experts, two of them a token. ``width`` is a multiple of 256. About 54 MB at the defaults.
     """
     import transformers
 
@@ -52,12 +53,19 @@ def write_tiny_model(
     model: Any
     if kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))  # type: ignore[no-untyped-call]
+    elif kind == "gpt_oss":
+        moe = transformers.GptOssConfig(
+            **common, sliding_window=window, num_local_experts=4, num_experts_per_tok=2
+        )
+        model = transformers.GptOssForCausalLM(moe)
     else:
         kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
         config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)
         model = transformers.Gemma3ForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if "sinks" in name:
+                parameter.normal_()  # as large as other weights of a softmax
             if parameter.dim() < 2:
                 continue  # norms keep their neutral start
             gain = QUERY_GAIN if "q_proj" in name else 1.0

@@ -18,3 +18,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gemma") / "model"
     return write_model(folder, kind="gemma3", width=256, layers=12, window=512)
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt-oss") / "model"
+    return write_model(folder, kind="gpt_oss", width=256, layers=4, window=512)
