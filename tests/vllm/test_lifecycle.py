@@ -21,7 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvpool import BlockHasher
 from tests.vllm.lifecycle import (
+    BLOCK_TOKENS,
     BUDGET_S,
     LONG_S,
     MAX_LOAD_S,
@@ -450,10 +452,13 @@ def test_of_drafted_tokens_only_those_that_were_accepted_are_in_the_pool(
         generated(one, f"drafted{number}", [number, *PROMPT], 28)
     assert one.accepted > 10
     assert one.rejected > 10
-    text = one.texts["drafted0"]
-    assert generated(other, "follows", text.tokens[: len(PROMPT) + 24]) == 1
-    assert other.counters()["kvpool_offered_tokens_total"] == 52
-    assert not one.planner._broken
+    text = one.texts["drafted0"].tokens[: len(PROMPT) + 24]
+    assert one.planner._namespace is not None
+    for group in range(2):
+        keys = one.planner._namespace.keys(BlockHasher(BLOCK_TOKENS).hashes(text), group, 0)
+        assert len(keys) == 13
+        assert one.world.put >= set(keys)
+    assert generated(other, "follows", text) == 1
 
 
 def test_a_shut_down_with_transfers_in_flight_ends_them(world: World, configured: Configured) -> None:
