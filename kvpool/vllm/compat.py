@@ -360,13 +360,15 @@ def _kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
         # Not told by this version: the processor's name is then the safe answer.
         return str(current_platform.get_cpu_architecture())
     packings = set()
+    dtype = config.model_config.dtype
+    assert isinstance(dtype, torch.dtype), "vLLM has resolved its name"
     for group in cache.kv_cache_groups:
         spec = group.kv_cache_spec
         specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
         for layer in specs:
             assert isinstance(layer, AttentionSpec), "groups_of refuses every other kind"
             # The backend looks at the model's type, not at that of the cache, which is FP8's bytes.
-            packings.add(_get_attn_isa(config.model_config.dtype, layer.block_size, layer.head_size))
+            packings.add(_get_attn_isa(dtype, layer.block_size, layer.head_size))
     return ",".join(sorted(packings))
 
 

@@ -57,7 +57,7 @@ def write_tiny_model(
         moe = transformers.GptOssConfig(
             **common, sliding_window=window, num_local_experts=4, num_experts_per_tok=2
         )
-        model = transformers.GptOssForCausalLM(moe)
+        model = transformers.GptOssForCausalLM(moe)  # type: ignore[no-untyped-call]
     else:
         kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
         config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)

@@ -28,7 +28,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="FP8 on a CPU takes AVX-512"),
 ]
 
-REPEATED = prompt(20, 16) * 40  # so that there is always something to guess
+GUESSED = prompt(
+    20, 2500
+)  # so many words that what is generated is often one of them, and something is guessed
 PROMPTS = {"hit": prompt(21, 1500), "corrupted": prompt(22, 1500), "salted": prompt(23, 700)}
 LONG_ANSWER = 300  # fills two blocks
 FOLLOWING = prompt(24, 10)
@@ -45,7 +47,7 @@ class Pair:
 
     @property
     def conversation(self) -> list[int]:
-        return [*REPEATED, *self.reference["drafted"]["tokens"], *FOLLOWING]
+        return [*GUESSED, *self.reference["drafted"]["tokens"], *FOLLOWING]
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +58,21 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         llama,
         f"file://{pool}",
         kv_cache_dtype="fp8",
-        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 2,
+        },
     )
     reference = {}
     with started("first", folder, options) as first:
         for name, tokens in PROMPTS.items():
             for _ in range(2):
                 reference[name] = ask(first, tokens, "mine" if name == "salted" else None)
-        reference["drafted"] = first.generate(REPEATED, LONG_ANSWER)
+        reference["drafted"] = first.generate(GUESSED, LONG_ANSWER)
         drafted = first.ask({"do": "metrics"})
-        conversation = [*REPEATED, *reference["drafted"]["tokens"], *FOLLOWING]
+        conversation = [*GUESSED, *reference["drafted"]["tokens"], *FOLLOWING]
         reference["conversation"] = ask(first, conversation)
     with started("second", folder, options) as second:
         yield Pair(pool, second, reference, drafted)
@@ -93,14 +100,13 @@ def test_other_bytes_in_an_fp8_cache_change_the_output(pair: Pair) -> None:
     assert answer["tokens"] != pair.reference["corrupted"]["tokens"]
 
 
-def test_what_was_drafted_and_accepted_is_loaded_as_if_it_had_been_computed_token_by_token(
-    pair: Pair,
-) -> None:
+def test_wrong_drafts_are_not_in_the_pool(pair: Pair) -> None:
+    """A model with random weights says nothing twice, so all are wrong; right ones are in ``test_lifecycle``."""
     guessed = pair.drafted["vllm:spec_decode_num_draft_tokens_total"]
-    accepted = pair.drafted["vllm:spec_decode_num_accepted_tokens_total"]
-    assert 0 < accepted < guessed, "some drafts were wrong"
-    said = [*REPEATED, *pair.reference["drafted"]["tokens"]]
-    assert len(records(pair.pool, said)) == len(said) // BLOCK_TOKENS > len(REPEATED) // BLOCK_TOKENS
+    assert guessed > 30
+    assert guessed - pair.drafted["vllm:spec_decode_num_accepted_tokens_total"] > 30
+    said = [*GUESSED, *pair.reference["drafted"]["tokens"]]
+    assert len(records(pair.pool, said)) == len(said) // BLOCK_TOKENS > len(GUESSED) // BLOCK_TOKENS
     answer = ask(pair.second, pair.conversation)
     assert answer["pool_tokens"] == full(len(said))
     assert pair.reference["conversation"]["cached_tokens"] == full(len(said))
