@@ -48,6 +48,22 @@ _MLA_LAYOUT = frozenset(
         "page_size_padded", "block_stride_alignment", "num_head_slots", "dcp_sharded",
     )
 )  # fmt: skip
+_PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16")
+# One scale for a layer, or for a head, fixed when the weights are loaded. The others keep scales beside the values,
+# or turn the values first.
+_FP8_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+# Their drafts are made of tokens alone: they have no layers, so a block has no part that is theirs.
+_DRAFTS_OF_TOKENS = ("ngram", "ngram_gpu", "suffix")
+# What turns an image into other embeddings without being in its hash, or not in every version.
+_MULTIMODAL_SETTINGS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
@@ -78,9 +94,40 @@ def refuse_unsupported(config: VllmConfig) -> None:
         if size != 1:
             raise EngineRefused(f"{name} {size} is not supported yet; set it to 1")
     if config.speculative_config is not None:
-        raise EngineRefused("speculative decoding is not supported yet; remove --speculative-config")
+        _refuse_speculation(str(config.speculative_config.method))
     if config.model_config.is_encoder_decoder:
         raise EngineRefused("encoder-decoder models are not supported; remove --kv-transfer-config")
+    _refuse_kv_dtype(config)
+    if config.lora_config is not None and not _hash_tags():
+        raise EngineRefused(
+            "this version of vLLM hashes an adapter's name and not its path, so adapters of one name would be taken "
+            "for each other by other workers; use vLLM 0.31 or newer, or remove --enable-lora"
+        )
+
+
+def _refuse_speculation(method: str) -> None:
+    """Drafts need nothing of us: a block is stored when its tokens are accepted (``plan.blocks_to_store``)."""
+    if method not in _DRAFTS_OF_TOKENS:
+        raise EngineRefused(
+            f'speculative decoding by "{method}" is not supported yet: its layers may keep in a block what depends on '
+            f"tokens behind it, which are not in the block's hash; supported are {', '.join(_DRAFTS_OF_TOKENS)}; "
+            "change or remove --speculative-config"
+        )
+
+
+def _refuse_kv_dtype(config: VllmConfig) -> None:
+    kind = str(config.cache_config.cache_dtype)
+    if kind not in _PLAIN_KV_DTYPES + _FP8_KV_DTYPES:
+        raise EngineRefused(
+            f"--kv-cache-dtype {kind} is not supported yet; supported are "
+            + ", ".join(_PLAIN_KV_DTYPES + _FP8_KV_DTYPES)
+        )
+    # In versions before 0.32: each engine takes its scales from the first tokens that it happens to see.
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise EngineRefused(
+            "--calculate-kv-scales gives each engine scales of its own, so its blocks mean other numbers elsewhere; "
+            "remove it, and use a checkpoint with KV scales or none"
+        )
 
 
 def _refuse_device(kind: str, sleeps: bool) -> None:
@@ -246,6 +293,11 @@ def engine_facts(
     }
     if blocks_per_record > 1:  # absent for 1, so that pools from before this setting are read on
         facts["blocks_per_record"] = blocks_per_record
+    if (multimodal := getattr(model, "multimodal_config", None)) is not None:
+        facts["multimodal"] = _digest(
+            {name: getattr(multimodal, name, None) for name in _MULTIMODAL_SETTINGS}
+        )
+    facts |= _scale_facts(config)
     groups = groups_of(cache, blocks_per_record)
     return facts | layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
 
@@ -277,6 +329,8 @@ def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]
     }
     if current_platform.device_type == "cpu":
         facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    if config.model.dtype in _FP8_KV_DTYPES:
+        facts["fp8_format"] = _fp8_format()
     for index, group in enumerate(config.groups):
         facts[f"group{index}.block_tokens"] = group.tokens_per_block
         facts[f"group{index}.layers"] = _digest(list(group.layer_names))
@@ -295,6 +349,46 @@ def _model_config(hf_config: Any) -> dict[str, Any]:
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         facts.pop(name, None)
     return facts
+
+
+def _scale_facts(config: VllmConfig) -> dict[str, Fact]:
+    """What the bytes of an FP8 cache stand for; nothing where no layer has one.
+
+    The types are asked of the layers: a checkpoint may set them, and ``--kv-cache-dtype-skip-layers`` leaves some out.
+    Errors: ``EngineRefused``.
+    """
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
+    kinds = {name: str(getattr(layer, "kv_cache_dtype", "auto")) for name, layer in layers.items()}
+    scales: dict[str, list[Any]] = {}
+    for name, kind in kinds.items():
+        if kind in _PLAIN_KV_DTYPES:
+            continue
+        if kind not in _FP8_KV_DTYPES:
+            raise EngineRefused(f"the KV cache of layer {name} is of type {kind}, which is not supported yet")
+        found = [getattr(layers[name], side, None) for side in ("_k_scale", "_v_scale")]
+        of_device = [
+            one.detach().float().flatten().tolist() for one in found if isinstance(one, torch.Tensor)
+        ]
+        if config.parallel_config.tensor_parallel_size > 1 and any(len(one) > 1 for one in of_device):
+            raise EngineRefused(
+                f"layer {name} has a scale for each KV head, so each rank has others, which is not supported yet; "
+                "set --tensor-parallel-size to 1, or --kv-cache-dtype to auto"
+            )
+        # Some kernels read these, others a copy on the host.
+        of_host = [getattr(layers[name], side, None) for side in ("_k_scale_float", "_v_scale_float")]
+        scales[name] = [of_device, of_host]
+    if not scales:
+        return {}
+    return {
+        "fp8_format": _fp8_format(),
+        "fp8_layers": _digest({name: kinds[name] for name in scales}),
+        "fp8_scales": _digest(scales),
+    }
+
+
+def _fp8_format() -> str:
+    """What ``fp8`` is on this processor: ``float8_e4m3fn`` or ``float8_e4m3fnuz``."""
+    return str(current_platform.fp8_dtype()).removeprefix("torch.")
 
 
 def _hash_tags() -> bool:
@@ -317,16 +411,19 @@ def _kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
         # Not told by this version: the processor's name is then the safe answer.
         return str(current_platform.get_cpu_architecture())
     packings = set()
+    dtype = config.model_config.dtype
+    assert isinstance(dtype, torch.dtype), "vLLM has resolved its name"
     for group in cache.kv_cache_groups:
         for layer in _layer_specs(group):
             assert isinstance(layer, AttentionSpec), "groups_of refuses every other kind"
             if not isinstance(layer, MLAAttentionSpec):  # latent vectors lie there as they are
-                packings.add(_get_attn_isa(layer.dtype, layer.block_size, layer.head_size))
+                # The backend looks at the model's type, not at that of the cache, which is FP8's bytes.
+                packings.add(_get_attn_isa(dtype, layer.block_size, layer.head_size))
     return ",".join(sorted(packings))
 
 
 def scheduled_tokens(output: SchedulerOutput) -> list[tuple[str, int]]:
-    """(request, tokens computed when the step is over) for every request of the step."""
+    """(request, tokens computed when the step is over, drafts among them) for every request of the step."""
     cached = output.scheduled_cached_reqs
     before = [(request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs]
     before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -346,6 +443,11 @@ def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Seq
     step = group.record_tokens // hash_block_tokens
     hashes: Sequence[bytes] = request.block_hashes
     return hashes if step == 1 else hashes[step - 1 :: step]
+
+
+def adapter_changed_in_place(request: Request) -> bool:
+    """Whether the request's adapter was loaded over an earlier one of the same name and path, so of the same hashes."""
+    return bool(getattr(request.lora_request, "load_inplace", False))
 
 
 def stored_event(

@@ -5,7 +5,7 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
 
 - ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
   "first_token_s", "finished_s"}``, both since the request was added; with ``"transfer_params"``, the request's
-  ``kv_transfer_params``;
+  ``kv_transfer_params``, and with ``"cache_salt"`` its salt;
 - ``{"do": "abort", "tokens": [...], "once_read": PATH}``: the request is aborted as soon as that record of a file
   pool has been read, which is when its load is under way;
 - ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels; ``name/value`` where one of ours
@@ -46,12 +46,12 @@ def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
         return _metrics()
     if command["do"] == "abort":
         return _abort(engine, command["tokens"], Path(command["once_read"]))
-    return _generate(engine, command["tokens"], command["max_tokens"], command.get("transfer_params"))
+    return _generate(engine, command)
 
 
-def _generate(engine: Any, tokens: list[int], max_tokens: int, transfer_params: Any) -> dict[str, Any]:
+def _generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     before = _metrics().get(POOL_HITS, 0)
-    core, name = engine.llm_engine, _add(engine, tokens, max_tokens, transfer_params)
+    core, name = engine.llm_engine, _add(engine, **{key: command[key] for key in command if key != "do"})
     started = time.perf_counter()
     first_token_s = 0.0
     while core.has_unfinished_requests():
@@ -81,7 +81,13 @@ def _abort(engine: Any, tokens: list[int], record: Path) -> dict[str, Any]:
     return {"aborted": True}
 
 
-def _add(engine: Any, tokens: list[int], max_tokens: int, transfer_params: Any = None) -> str:
+def _add(
+    engine: Any,
+    tokens: list[int],
+    max_tokens: int,
+    transfer_params: Any = None,
+    cache_salt: str | None = None,
+) -> str:
     from vllm import SamplingParams
 
     name = f"request-{time.monotonic_ns()}"
@@ -89,7 +95,8 @@ def _add(engine: Any, tokens: list[int], max_tokens: int, transfer_params: Any =
     sampling = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
     )
-    engine.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+    salted = {} if cache_salt is None else {"cache_salt": cache_salt}
+    engine.llm_engine.add_request(name, {"prompt_token_ids": tokens, **salted}, sampling)
     return name
 
 

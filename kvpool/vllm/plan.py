@@ -188,7 +188,9 @@ def _run_lengths(blocks: Sequence[bool]) -> list[int]:
 def records_to_store(record_tokens: int, already: int, computed_tokens: int, hashed_records: int) -> range:
     """Indices of the records that are full after a step and were not handed over before.
 
-    ``already``: how many leading records of the request were handed over, or came from a cache. A record is stored
-    when its hash is known, which under asynchronous scheduling may be a step after it was computed.
+    ``already``: how many leading records of the request were handed over, or came from a cache. ``computed_tokens``
+    may count drafts that will be rejected. A record is stored when its hash is known: hashes are of tokens that the
+    request has, so no draft is in the record that was not accepted. That may be a step after the record was computed,
+    as it is under asynchronous scheduling.
     """
     return range(already, max(already, min(computed_tokens // record_tokens, hashed_records)))

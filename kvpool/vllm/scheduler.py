@@ -48,7 +48,7 @@ from kvpool.vllm.plan import (
     records_to_load,
     records_to_store,
 )
-from kvpool.vllm.request_params import ParamsReader, RequestParams
+from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader, RequestParams
 from kvpool.vllm.sightings import Sightings
 from kvpool.vllm.whole_state import WholeState
 
@@ -378,6 +378,8 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:
             params = self._params.read(getattr(request, "kv_transfer_params", None))
+            if compat.adapter_changed_in_place(request):
+                params = WITHOUT_POOL
             state = self._requests[request.request_id] = _RequestState(request, params)
         return state
 

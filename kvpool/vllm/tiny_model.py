@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["llama", "gemma3", "deepseek"]
+Kind = Literal["llama", "gemma3", "deepseek", "gpt_oss"]
 
 VOCABULARY = 8192
 QUERY_GAIN = 3.0
@@ -32,7 +32,8 @@ def write_tiny_model(
 
     ``llama``: full attention, 8 heads, 4 KV heads. ``gemma3``: five layers with a sliding window of ``window``
     tokens to each layer with full attention. ``deepseek``: MLA with latent vectors of 512 + 64 elements, the only ones
-    that vLLM's CPU kernels know, without experts. ``width`` is a multiple of 256. About 54 MB at the defaults.
+    that vLLM's CPU kernels know, without experts. ``gpt_oss``: every other layer with such a window, attention sinks,
+    four experts, two of them a token. ``width`` is a multiple of 256. About 54 MB at the defaults.
     """
     import transformers
 
@@ -58,12 +59,19 @@ def write_tiny_model(
         common |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
         deepseek = transformers.DeepseekV2Config(**common)
         model = transformers.DeepseekV2ForCausalLM(deepseek)  # type: ignore[no-untyped-call]
+    elif kind == "gpt_oss":
+        moe = transformers.GptOssConfig(
+            **common, sliding_window=window, num_local_experts=4, num_experts_per_tok=2
+        )
+        model = transformers.GptOssForCausalLM(moe)  # type: ignore[no-untyped-call]
     else:
         kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
         config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)
         model = transformers.Gemma3ForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if "sinks" in name:
+                parameter.normal_()  # as large as other weights of a softmax
             if parameter.dim() < 2:
                 continue  # norms keep their neutral start
             gain = QUERY_GAIN if "q_proj" in name else 1.0

@@ -23,3 +23,9 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("deepseek") / "model", kind="deepseek", width=256, layers=2)
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt-oss") / "model"
+    return write_model(folder, kind="gpt_oss", width=256, layers=4, window=512)

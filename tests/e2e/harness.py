@@ -45,6 +45,13 @@ def started(name: str, folder: Path, options: dict[str, Any], **environment: str
     return engine
 
 
+def ask(engine: EngineProcess, tokens: list[int], salt: str | None = None) -> dict[str, Any]:
+    """What the engine says to a prompt with this ``cache_salt``, and where it had the prompt from."""
+    return engine.ask(
+        {"do": "generate", "tokens": tokens, "max_tokens": GENERATED_TOKENS, "cache_salt": salt}
+    )
+
+
 def records(pool: Path, tokens: list[int], block_tokens: int = BLOCK_TOKENS) -> list[Path]:
     """The files that hold the full blocks of a prompt, every group and rank, in block order."""
     found: list[Path] = []
@@ -112,6 +119,7 @@ def ran_ns(process: int) -> int:
 __all__ = [
     "BLOCK_TOKENS",
     "GENERATED_TOKENS",
+    "ask",
     "corrupt",
     "engine_options",
     "namespaces",

@@ -48,10 +48,16 @@ def _check_second(
     assert answers[1]["tokens"] != reference[1]["tokens"]
 
 
-def test_sliding_window_and_full_attention(gemma: Path, tmp_path: Path) -> None:
-    """Sliding windows need only their last blocks: with the others deleted, the whole prompt is still a hit."""
+@pytest.mark.parametrize("model", ["gemma", "gpt_oss"])
+def test_sliding_window_and_full_attention(
+    model: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Sliding windows need only their last blocks: with the others deleted, the whole prompt is still a hit.
+
+    The sinks of gpt-oss are weights: a block is as without them.
+    """
     pool = tmp_path / "pool"
-    options = engine_options(gemma, f"file://{pool}")
+    options = engine_options(request.getfixturevalue(model), f"file://{pool}")
     reference = _compute("first", tmp_path, options)
     groups = {record.name.split(".")[1] for record in records(pool, PROMPT)}
     assert len(groups) > 1, "the model has several KV-cache groups"

@@ -11,12 +11,12 @@ import pytest
 
 from kvpool.cli.engine_process import EngineProcess
 from tests.conftest import eventually
-from tests.e2e.harness import GENERATED_TOKENS, engine_options, prompt, started
+from tests.e2e.harness import GENERATED_TOKENS, ask, engine_options, prompt, started
 from tests.stores.servers import SERVERS, Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
-NAMES = ("hit", "flipped", "deleted", "away")
+NAMES = ("hit", "flipped", "deleted", "away", "salted")
 PROMPTS = {name: prompt(500 + seed, 1500 + 97 * seed) for seed, name in enumerate(NAMES)}
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         reference = {}
         with started("first", folder, options, PYTHONPATH=str(ROOT)) as first:
             for name, tokens in PROMPTS.items():
-                reference[name] = first.generate(tokens, GENERATED_TOKENS)
+                reference[name] = ask(first, tokens, "mine" if name == "salted" else None)
             blocks = sum(len(tokens) // 128 for tokens in PROMPTS.values())
             assert eventually(
                 lambda: (
@@ -77,6 +77,15 @@ def test_another_engine_loads_what_one_has_stored(pair: Pair) -> None:
     answer = pair.ask("hit")
     assert answer["tokens"] == pair.reference["hit"]["tokens"]
     assert answer["cached_tokens"] == len(PROMPTS["hit"]) // 128 * 128
+
+
+def test_a_salt_keeps_prompts_apart(pair: Pair) -> None:
+    tokens = PROMPTS["salted"]
+    assert ask(pair.second, tokens)["cached_tokens"] == 0
+    assert ask(pair.second, tokens, "of another")["cached_tokens"] == 0
+    answer = ask(pair.second, tokens, "mine")
+    assert answer["cached_tokens"] == len(tokens) // 128 * 128
+    assert answer["tokens"] == pair.reference["salted"]["tokens"]
 
 
 def test_changed_bytes_are_recomputed(pair: Pair) -> None:

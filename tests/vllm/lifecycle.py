@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -56,6 +56,7 @@ WINDOW = 9  # tokens; blocks outside of it go back to the engine while the reque
 LAYERS = 2
 DEVICE_BLOCKS = 26  # so few that requests are preempted
 MAX_TOKENS = 64
+MAX_DRAFTS = 3
 BUDGET_S = 0.2
 MAX_LOAD_S = 2.0
 VOCABULARY = 50
@@ -80,19 +81,23 @@ class Text:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.tokens: list[int] = []
-        self.values = np.zeros(MAX_TOKENS + 1, np.int64)
+        self.values = np.zeros(MAX_TOKENS + MAX_DRAFTS + 1, np.int64)
         for token in prompt:
             self._append(token)
         self.prompt_tokens = len(prompt)
 
     def _append(self, token: int) -> None:
         at = len(self.tokens)
-        self.values[at] = (int(self.values[at - 1] if at else 1) * 1_000_003 + token + 1) % _MODULUS
+        self.values[at] = _value(int(self.values[at - 1]) if at else 1, token)
         self.tokens.append(token)
 
     def grow(self, tokens: int) -> None:
         while len(self.tokens) < tokens:
             self._append(int(self.values[len(self.tokens) - 1]) % VOCABULARY)
+
+
+def _value(before: int, token: int) -> int:
+    return (before * 1_000_003 + token + 1) % _MODULUS
 
 
 # ---------------------------------------------------------------------- the store
@@ -308,6 +313,9 @@ class Running:
     text: Text
     tables: list[list[int]]
     tokens: int  # of the prompt, and those that were sampled
+    computed: int  # of them; what is planned ahead counts drafts as accepted
+    drafts: list[int] = field(default_factory=list)  # of the next step
+    written: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by this step, drafts with it
 
 
 @dataclass
@@ -320,6 +328,7 @@ class Shape:
     slots: int = 6
     blocks_per_record: int = 1
     latent: bool = False  # the first group is MLA, of which every rank holds the same bytes
+    drafts: int = 0  # tokens that are guessed ahead in each step, some of them wrong
 
     def salt(self, group: int, layer: int, rank: int) -> int:
         return salt(group, layer, 0 if self.latent and group == 0 else rank)
@@ -358,6 +367,7 @@ class ScriptedEngine:
         self.failed: set[str] = set()
         self.steps = 0
         self.loads = self.loads_failed = self.hits = self.begun_inside = 0
+        self.accepted = self.rejected = 0
         self._hashed: dict[str, int] = {}
 
     def _rank(self, index: int, cache: KVCacheConfig, without_pool: bool) -> Rank:
@@ -442,6 +452,10 @@ class ScriptedEngine:
             self.loads += len(heard.finished_recving or ())
             self.loads_failed += len(heard.failed_recving or ())
             self.scheduler.update_from_output(planned, output)
+            if self.shape.drafts and not self.shape.overlapping:  # else the workers keep them to themselves
+                names = [name for name in planned.num_scheduled_tokens if name in self.running]
+                drafts = [self.running[name].drafts for name in names]
+                self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
             for request in self.scheduler.requests.values():
                 self._learn(request)
 
@@ -526,7 +540,17 @@ class ScriptedEngine:
             )
         )
         outputs: list[ModelRunnerOutput | None] = []
-        sampled = [self._sample(name, computed[name], planned.num_scheduled_tokens[name]) for name in names]
+        for name in names:
+            computed[name] = min(computed[name], self.running[name].computed)
+        sampled = [
+            self._sample(
+                name,
+                computed[name],
+                planned.num_scheduled_tokens[name],
+                len(planned.scheduled_spec_decode_tokens.get(name, ())),
+            )
+            for name in names
+        ]
         for rank in self.ranks:
             metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))  # each process gets its own
             assert isinstance(metadata, PoolMetadata)
@@ -574,29 +598,64 @@ class ScriptedEngine:
             self.running.pop(name, None)
         for new in planned.scheduled_new_reqs:
             text = self.texts[new.req_id]
-            self.running[new.req_id] = Running(text, [list(ids) for ids in new.block_ids], text.prompt_tokens)
+            self.running[new.req_id] = Running(
+                text, [list(ids) for ids in new.block_ids], text.prompt_tokens, new.num_computed_tokens
+            )
         cached = planned.scheduled_cached_reqs
-        for name, new_ids, outputs in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_output_tokens, strict=True
+        for name, new_ids, outputs, computed in zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_output_tokens,
+            cached.num_computed_tokens,
+            strict=True,
         ):
             running = self.running[name]
             if name in cached.resumed_req_ids:
                 assert new_ids is not None
                 running.tables = [list(ids) for ids in new_ids]
-                running.tokens = running.text.prompt_tokens + outputs
+                running.tokens, running.computed = running.text.prompt_tokens + outputs, computed
+                running.drafts = []
             elif new_ids is not None:
                 for table, ids in zip(running.tables, new_ids, strict=True):
                     table.extend(ids)
 
-    def _sample(self, name: str, computed: int, tokens: int) -> list[int]:
+    def _sample(self, name: str, computed: int, tokens: int, drafted: int) -> list[int]:
+        """What a step makes of a request: the drafts that were right, and one token more; nothing in a prompt."""
         running = self.running[name]
-        running.text.grow(computed + tokens)
-        assert computed + tokens <= running.tokens, "a token is computed before it is known"
-        if computed + tokens < running.tokens:
+        text, known = running.text, running.tokens
+        drafts = running.drafts[:drafted]
+        drafts += [-1] * (drafted - len(drafts))  # vLLM fills up the step of a request that has just arrived
+        end = computed + tokens
+        text.grow(end + 1)
+        running.written = text.values[computed:end].copy()
+        for index, draft in enumerate(drafts):
+            at = known + index - computed
+            running.written[at] = _value(int(running.written[at - 1]), draft)
+        assert end - drafted <= known, "a token is computed before it is known"
+        running.computed, running.drafts = end, []
+        if end - drafted < known:
+            assert not drafted
             return []
-        running.text.grow(running.tokens + 1)
-        running.tokens += 1
-        return [running.text.tokens[running.tokens - 1]]
+        right = 0
+        while right < drafted and drafts[right] == text.tokens[known + right]:
+            right += 1
+        self.accepted, self.rejected = self.accepted + right, self.rejected + drafted - right
+        running.tokens += right + 1
+        running.computed -= drafted - right
+        running.drafts = self._guess(text, running.tokens)
+        return text.tokens[known : running.tokens]
+
+    def _guess(self, text: Text, tokens: int) -> list[int]:
+        """What comes next, or something else."""
+        draw, count = self.world.random, self.shape.drafts
+        if not count:
+            return []
+        text.grow(tokens + count)
+        if not self.shape.overlapping:  # there the scheduler has reserved the place for all of them already
+            count = draw.randrange(count + 1)
+        return [
+            (token + (draw.random() < 0.3)) % VOCABULARY for token in text.tokens[tokens : tokens + count]
+        ]
 
     def _forward(self, rank: Rank, name: str, computed: int, tokens: int) -> None:
         """Read what attention would read, then write what the model would write."""
@@ -610,7 +669,8 @@ class ScriptedEngine:
             assert (blocks > 0).all(), "the engine took a block away that the next token sees"
             assert not busy & {(group, int(block)) for block in blocks}, f"{name} uses blocks that are loaded"
             for layer, numbers in enumerate(rank.numbers[group]):
-                wanted = running.text.values[first:end] + self.shape.salt(group, layer, rank.index)
+                wanted = np.concatenate((running.text.values[first:computed], running.written))
+                wanted += self.shape.salt(group, layer, rank.index)
                 at = (blocks, places % BLOCK_TOKENS)
                 done = computed - first
                 read = numbers[at][:done]

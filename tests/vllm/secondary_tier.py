@@ -47,7 +47,14 @@ class Spec(OffloadingSpec):
         raise NotImplementedError
 
 
-def spec(*, events: bool = True, blocks_per_chunk: int = 1, tp_size: int = 1, model: str = "model") -> Spec:
+def spec(
+    *,
+    events: bool = True,
+    blocks_per_chunk: int = 1,
+    tp_size: int = 1,
+    model: str = "model",
+    kv_dtype: str = "float16",
+) -> Spec:
     return Spec(
         OffloadingConfig(
             groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer.0",), group_id=0),),
@@ -55,7 +62,7 @@ def spec(*, events: bool = True, blocks_per_chunk: int = 1, tp_size: int = 1, mo
             enable_kv_cache_events=events,
             extra_config={},
             engine_id="engine",
-            model=OffloadingModelConfig(name=model, dtype="float16"),
+            model=OffloadingModelConfig(name=model, dtype=kv_dtype),
             cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=blocks_per_chunk),
             parallel=OffloadingParallelConfig(
                 rank=0,

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import MultiModalConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -16,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
@@ -69,10 +72,60 @@ def test_other_parallelism_is_refused(engine_config: Any, flag: str) -> None:
         compat.refuse_unsupported(config)
 
 
-def test_speculative_decoding_is_refused(engine_config: Any) -> None:
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+
+
+def test_drafts_of_tokens_alone_are_supported(engine_config: Any) -> None:
+    config = engine_config(speculative_config=NGRAM)
+    for method in ("ngram", "ngram_gpu", "suffix"):
+        config.speculative_config.method = method
+        compat.refuse_unsupported(config)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["eagle", "eagle3", "mtp", "dflash", "draft_model", "medusa", "mlp_speculator", "custom_class"],
+)
+def test_drafts_of_layers_are_refused_by_name(engine_config: Any, method: str) -> None:
+    config = engine_config(speculative_config=NGRAM)
+    config.speculative_config.method = method
+    with pytest.raises(EngineRefused, match=f'by "{method}" is not supported yet.*--speculative-config'):
+        compat.refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("kind", ["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_kv_types_that_are_supported(engine_config: Any, kind: str) -> None:
     config = engine_config()
-    config.speculative_config = object()
-    with pytest.raises(EngineRefused, match="speculative"):
+    config.cache_config.cache_dtype = kind
+    compat.refuse_unsupported(config)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4", "fp8_inc", "fp8_ds_mla",
+     "turboquant_4bit_nc", "ultraquant_4bit", "of a later version"],
+)  # fmt: skip
+def test_other_kv_types_are_refused_by_name(engine_config: Any, kind: str) -> None:
+    config = engine_config()
+    config.cache_config.cache_dtype = kind
+    with pytest.raises(EngineRefused, match=f"--kv-cache-dtype {kind} is not supported yet"):
+        compat.refuse_unsupported(config)
+
+
+def test_scales_that_each_engine_computes_for_itself_are_refused(engine_config: Any) -> None:
+    config = engine_config()
+    config.cache_config = types.SimpleNamespace(**vars(config.cache_config), calculate_kv_scales=True)
+    with pytest.raises(EngineRefused, match="--calculate-kv-scales"):
+        compat.refuse_unsupported(config)
+
+
+def test_adapters_are_refused_where_their_path_is_not_in_the_hash(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(enable_lora=True)
+    compat.refuse_unsupported(config)
+    monkeypatch.delattr(compat.kv_cache_utils, "to_event_extra_keys")
+    with pytest.raises(EngineRefused, match=r"adapter's name and not its path.*--enable-lora"):
         compat.refuse_unsupported(config)
 
 
@@ -206,6 +259,123 @@ def test_records_of_several_blocks_have_a_namespace_of_their_own(engine_config: 
     }
 
 
+def test_sinks_that_are_weights_are_supported_and_those_that_are_blocks_are_not(engine_config: Any) -> None:
+    """gpt-oss adds a learned number to each softmax; others keep the KV of first tokens in blocks aside."""
+    config = engine_config()
+    layers = _layers(config, 2, sinks=torch.zeros(4))
+    specs = [layer.get_kv_cache_spec(config) for layer in layers]
+    assert compat.groups_of(_cache(*specs)) == [Group(128), Group(128)]
+    aside = SinkFullAttentionSpec(
+        block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, sink_len=4
+    )
+    with pytest.raises(EngineRefused, match="SinkFullAttentionSpec"):
+        compat.groups_of(_cache(FULL, aside))
+
+
 def test_no_kv_cache_is_refused() -> None:
     with pytest.raises(EngineRefused, match="no KV cache"):
         compat.groups_of(_cache())
+
+
+# Facts.
+
+
+def _layers(config: Any, count: int, **options: Any) -> list[Attention]:
+    """Attention layers of a model, as its code makes them; the configuration knows them by name."""
+    with set_current_vllm_config(config):
+        return [
+            Attention(
+                4,
+                32,
+                1.0,
+                num_kv_heads=4,
+                cache_config=config.cache_config,
+                prefix=f"layers.{i}.attn",
+                **options,
+            )
+            for i in range(count)
+        ]
+
+
+def _facts(config: Any) -> dict[str, Any]:
+    views = [[torch.zeros((8, 4, 32, 64), dtype=torch.uint8)]]
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.uint8)
+    return compat.engine_facts(config, _cache(spec), None, views)
+
+
+def _fp8(engine_config: Any, **options: Any) -> tuple[Any, list[Attention]]:
+    config = engine_config(kv_cache_dtype="fp8", **options)
+    return config, _layers(config, 2)
+
+
+needs_fp8 = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="FP8 on a CPU takes AVX-512")
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+@needs_fp8
+def test_an_fp8_cache_is_known_by_its_format_its_layers_and_its_scales(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, layers = _fp8(engine_config)
+    facts = _facts(config)
+    assert facts["kv_dtype"] == "fp8"
+    assert _facts(_fp8(engine_config)[0]) == facts, "the same in every process"
+
+    plain = engine_config()
+    _layers(plain, 2)
+    assert not [name for name in _facts(plain) if name.startswith("fp8")]
+
+    other, _ = _fp8(engine_config, kv_cache_dtype_skip_layers=["1"])
+    assert _differing(_facts(other), facts) == {"fp8_layers", "fp8_scales"}
+
+    layers[1]._v_scale_float = 0.5
+    assert _differing(_facts(config), facts) == {"fp8_scales"}
+    layers[1]._v_scale_float = 1.0
+    assert _facts(config) == facts
+    layers[0]._k_scale.fill_(0.25)
+    assert _differing(_facts(config), facts) == {"fp8_scales"}
+    layers[0]._k_scale.fill_(1.0)
+
+    monkeypatch.setattr(type(compat.current_platform), "fp8_dtype", lambda *_: torch.float8_e4m3fnuz)
+    assert _differing(_facts(config), facts) == {"fp8_format"}
+
+
+@needs_fp8
+def test_scales_of_heads_are_refused_where_ranks_have_different_ones(engine_config: Any) -> None:
+    config, layers = _fp8(engine_config)
+    layers[0]._k_scale = torch.ones(4)
+    _facts(config)
+    config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(EngineRefused, match=r"layers.0.attn has a scale for each KV head"):
+        _facts(config)
+
+
+def test_a_type_that_only_a_layer_knows_of_is_refused(engine_config: Any) -> None:
+    config = engine_config()
+    _layers(config, 2)[1].kv_cache_dtype = "int8_per_token_head"
+    with pytest.raises(EngineRefused, match=r"layers.1.attn is of type int8_per_token_head"):
+        _facts(config)
+
+
+@needs_fp8
+def test_keys_are_packed_by_the_type_of_the_model_also_in_an_fp8_cache(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``CPUAttentionMetadataBuilder`` does it: else engines with and without AMX would share."""
+    config, _ = _fp8(engine_config)
+    config.model_config.dtype = torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    without = _facts(config)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert _differing(_facts(config), without) == {"kernel_packing"}
+
+
+def test_images_that_are_processed_otherwise_are_other_images(engine_config: Any) -> None:
+    config = engine_config()
+    config.model_config.multimodal_config = MultiModalConfig()
+    facts = _facts(config)
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_kwargs={"num_crops": 4})
+    assert _differing(_facts(config), facts) == {"multimodal"}

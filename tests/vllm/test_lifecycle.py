@@ -11,8 +11,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
+from kvpool import BlockHasher
 from kvpool.keys import parse_key
 from tests.vllm.lifecycle import (
+    BLOCK_TOKENS,
     BUDGET_S,
     LONG_S,
     MAX_LOAD_S,
@@ -33,7 +35,7 @@ SHAPES = [
     for windowed in (False, True)
     for slots in (4, 24)
     for blocks_per_record in (1, 2, 3)
-]
+] + [Shape(overlapping=overlapping, windowed=True, slots=24, drafts=3) for overlapping in (False, True)]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 ENGINES = st.integers(0, 1)
 NUMBERS = st.integers(0, 5)
@@ -45,7 +47,20 @@ Configured = Callable[[Shape], Any]
 @pytest.fixture(scope="module")
 def configured(engine_config: Callable[..., Any]) -> Configured:
     """vLLM's configuration for engines of a shape, made once and copied."""
-    base = engine_config(
+    made: dict[int, Any] = {}
+
+    def make(shape: Shape) -> Any:
+        if shape.drafts not in made:
+            made[shape.drafts] = _configuration(engine_config, shape.drafts)
+        return prepare(copy.deepcopy(made[shape.drafts]), shape)
+
+    return make
+
+
+def _configuration(engine_config: Callable[..., Any], drafts: int) -> Any:
+    speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    return engine_config(
+        speculative_config=speculation if drafts else None,
         block_size=128,
         max_model_len=128,
         max_num_batched_tokens=24,
@@ -60,7 +75,6 @@ def configured(engine_config: Callable[..., Any]) -> Configured:
             }
         },
     )
-    return lambda shape: prepare(copy.deepcopy(base), shape)
 
 
 class EngineLife(Life):
@@ -270,10 +284,10 @@ def at_rest(engine: ScriptedEngine) -> None:
     engine.check_rest()
 
 
-def generated(engine: ScriptedEngine, name: str, prompt: list[int] = PROMPT) -> int:
+def generated(engine: ScriptedEngine, name: str, prompt: list[int] = PROMPT, tokens: int = 3) -> int:
     """Run one request to its end; how many loads of it were good."""
     before = engine.loads - engine.loads_failed
-    engine.add(name, prompt, 3)
+    engine.add(name, prompt, tokens)
     engine.drain()
     return engine.loads - engine.loads_failed - before
 
@@ -439,6 +453,26 @@ def test_preempted_requests_say_the_same_and_are_loaded_anew(engine: Callable[..
         preempted |= {name for name, request in one.scheduler.requests.items() if request.num_preemptions}
     assert preempted
     assert one.loads > 0
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_of_drafted_tokens_only_those_that_were_accepted_are_in_the_pool(
+    engine: Callable[..., ScriptedEngine], overlapping: bool
+) -> None:
+    """The bytes of a wrong draft lie in a block until the next step; the world looks at every byte that is sent."""
+    shape = Shape(overlapping=overlapping, windowed=True, slots=24, drafts=3)
+    one, other = engine(shape), engine(shape)
+    for number in range(3):
+        generated(one, f"drafted{number}", [number, *PROMPT], 28)
+    assert one.accepted > 10
+    assert one.rejected > 10
+    text = one.texts["drafted0"].tokens[: len(PROMPT) + 24]
+    assert one.planner._namespace is not None
+    for group in range(2):
+        keys = one.planner._namespace.keys(BlockHasher(BLOCK_TOKENS).hashes(text), group, 0)
+        assert len(keys) == 13
+        assert one.world.put >= set(keys)
+    assert generated(other, "follows", text) == 1
 
 
 def test_a_shut_down_with_transfers_in_flight_ends_them(world: World, configured: Configured) -> None:

@@ -193,8 +193,13 @@ def test_events_say_what_is_in_the_pool(server: Server, opened: Callable[[Driven
 
 @pytest.mark.parametrize(
     ("described", "model_id"),
-    [(spec(tp_size=2), "tiny"), (spec(blocks_per_chunk=2), "tiny"), (spec(), "other")],
-    ids=["tensor parallel", "blocks per chunk", "model"],
+    [
+        (spec(tp_size=2), "tiny"),
+        (spec(blocks_per_chunk=2), "tiny"),
+        (spec(kv_dtype="fp8"), "tiny"),
+        (spec(), "other"),
+    ],
+    ids=["tensor parallel", "blocks per chunk", "kv type", "model"],
 )
 def test_engines_that_differ_share_nothing(
     described: Spec, model_id: str, server: Server, opened: Callable[[Driven], Driven]
