@@ -298,6 +298,9 @@ def engine_facts(
             {name: getattr(multimodal, name, None) for name in _MULTIMODAL_SETTINGS}
         )
     facts |= _scale_facts(config)
+    # Which layers a group has, for versions of vLLM may group those of a hybrid model in several ways.
+    for index, group in enumerate(cache.kv_cache_groups):
+        facts[f"group{index}.layer_names"] = _digest(list(group.layer_names))
     groups = groups_of(cache, blocks_per_record)
     return facts | layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
 

@@ -379,3 +379,17 @@ def test_images_that_are_processed_otherwise_are_other_images(engine_config: Any
     facts = _facts(config)
     config.model_config.multimodal_config = MultiModalConfig(mm_processor_kwargs={"num_crops": 4})
     assert _differing(_facts(config), facts) == {"multimodal"}
+
+
+def test_groups_of_other_layers_have_another_namespace(engine_config: Any) -> None:
+    """Two groups of one shape: which layer is in which changes what a block means, and no shape tells it."""
+    layers = [[torch.zeros((8, 2, 4, 32, 32), dtype=torch.bfloat16)] for _ in range(2)]
+    config = engine_config()
+
+    def named(*names: str) -> Namespace:
+        groups = [KVCacheGroupSpec([name], FULL) for name in names]
+        cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        return Namespace("default", compat.engine_facts(config, cache, "m", layers))
+
+    assert named("a", "b").hex == named("a", "b").hex
+    assert named("a", "b").hex != named("b", "a").hex

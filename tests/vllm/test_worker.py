@@ -199,7 +199,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
 ) -> None:
     url, other = f"file://{tmp_path}/pool", cache.clone()
     groups = [Group(16, latent=True), Group(16)]
-    step = [BlockRef(hashed(1), 0, 3), BlockRef(hashed(2), 1, 3), BlockRef(hashed(3), 0, 4)]
+    step = [BlockRef(hashed(1), 0, (3,)), BlockRef(hashed(2), 1, (3,)), BlockRef(hashed(3), 0, (4,))]
     ranks = [WorkerHalf(PoolConfig(pool=url), groups, rank=rank) for rank in (0, 1)]
     for rank, layers in zip(ranks, (cache, other), strict=True):
         rank.register([[layers[:, :2]], [layers[:, 2:]]], FACTS)
@@ -219,10 +219,10 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
         first.start_stores(PoolMetadata(stores=list(step), tags=[10, 11, 12]))
         stored(first, 10, 11, 12)
         assert store.contains_many(keys) == [True, True, True, False, True, False]
-    second.start_loads(PoolMetadata(loads=[LoadPlan("a", [BlockRef(hashed(3), 0, 9)], 1.0)]))
+    second.start_loads(PoolMetadata(loads=[LoadPlan("a", [BlockRef(hashed(3), 0, (9,))], 1.0)]))
     assert finish(second, 1) == ({"a"}, set())
     assert torch.equal(other[9, :2], cache[4, :2])
-    second.start_loads(PoolMetadata(loads=[LoadPlan("b", [BlockRef(hashed(7), 0, 9)], 1.0)]))
+    second.start_loads(PoolMetadata(loads=[LoadPlan("b", [BlockRef(hashed(7), 0, (9,))], 1.0)]))
     assert finish(second, 1) == ({"b"}, {"b"})
     report = second.take_report()
     assert report is not None
