@@ -106,7 +106,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
 
 
 def _refuse_speculation(method: str) -> None:
-    """Drafts need nothing of us: a block is stored when its tokens are accepted (``plan.blocks_to_store``)."""
+    """Drafts need nothing of us: a block is stored when its tokens are accepted (``plan.records_to_store``)."""
     if method not in _DRAFTS_OF_TOKENS:
         raise EngineRefused(
             f'speculative decoding by "{method}" is not supported yet: its layers may keep in a block what depends on '
@@ -290,9 +290,8 @@ def engine_facts(
         "device": current_platform.device_type,
         "attention_backend": _attention_backends(config),
         "kernel_packing": _kernel_packing(config, cache),
+        "blocks_per_record": blocks_per_record,
     }
-    if blocks_per_record > 1:  # absent for 1, so that pools from before this setting are read on
-        facts["blocks_per_record"] = blocks_per_record
     if (multimodal := getattr(model, "multimodal_config", None)) is not None:
         facts["multimodal"] = _digest(
             {name: getattr(multimodal, name, None) for name in _MULTIMODAL_SETTINGS}

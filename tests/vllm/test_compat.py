@@ -247,7 +247,6 @@ def test_records_of_several_blocks_have_a_namespace_of_their_own(engine_config: 
     config = engine_config()
     facts = [compat.engine_facts(config, cache, "m", layers, *more) for more in ((), (1,), (2,), (4,))]
     assert facts[0] == facts[1]
-    assert "blocks_per_record" not in facts[0], "as before there was this setting"
     assert len({Namespace("default", each).hex for each in facts}) == 3
     changed = {name: value for name, value in facts[3].items() if value != facts[0].get(name)}
     assert changed == {
