@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,6 +15,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# A shell that runs the tests in the background has them ignore this, and what they start would inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failed test.
 settings.register_profile("kvpool", deadline=None)

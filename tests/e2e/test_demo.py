@@ -63,18 +63,13 @@ def test_interrupted_demo_leaves_nothing() -> None:
 
 
 def _interrupt(tmp_path: Path) -> None:
-    # A shell that runs the tests in the background has them ignore the signal, which children would inherit.
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        command = subprocess.Popen(
-            [KVPOOL, "demo"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-        )
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    command = subprocess.Popen(
+        [KVPOOL, "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert command.stderr is not None
     said = ""
     for line in command.stderr:
