@@ -52,7 +52,7 @@ help:
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records and events of engines, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
-	@echo "make soak      the tests that go on for SOAK_S=$(SOAK_S) seconds each; make fuzz for as long in all"
+	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, older versions of vLLM, rarer layouts; make fuzz for SOAK_S in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py and Dynamo, for kvpool bench store|index|e2e --peers"
@@ -86,7 +86,7 @@ test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)
 	$(RUN_PYTEST) -m sglang --durations=5 $(or $(PYTEST),tests/sglang) || [[ $$? == 5 ]]
 
 test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
-	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m e2e --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m "e2e and not soak" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/ruff check . scripts/install-vllm scripts/image-wheels

@@ -15,6 +15,7 @@ from tests.stores.servers import running
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(620)]
 
 
+@pytest.mark.soak
 def test_bench_e2e_loads_what_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     with running("valkey-server", tmp_path) as server:

@@ -108,6 +108,7 @@ def _platform(folder: Path) -> str:
     return f"{folder}:{ROOT}"
 
 
+@pytest.mark.soak
 def test_latent_vectors_are_stored_once_for_two_ranks(deepseek: Path, tmp_path: Path) -> None:
     pool, prompts = tmp_path / "pool", [prompt(seed, 60 * 16 + 1) for seed in (4, 5)]
     options = {
@@ -131,6 +132,7 @@ def test_latent_vectors_are_stored_once_for_two_ranks(deepseek: Path, tmp_path: 
     assert answers[1]["tokens"] != reference[1]
 
 
+@pytest.mark.soak
 def test_records_of_four_blocks_and_a_prefix_in_the_engine_that_ends_inside_one(
     llama: Path, tmp_path: Path
 ) -> None:
