@@ -39,6 +39,7 @@ OLDER_VLLM_VERSIONS := 0.30.0 0.31.0
 SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
 PROTO_TOOLS := .cache/proto
+SOAKED := $(shell grep -rl --include='test_*.py' 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)
@@ -75,18 +76,18 @@ demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 
 test: test-parts test-sglang test-engines
 
-# Three files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
+# Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so nobody else is asked for what the tests with one need.
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak and not compose and not sglang" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+	$(RUN_PYTEST) $(BY_FILE) 4 -m "not e2e and not soak and not compose and not sglang" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
 
 # In a process of their own: SGLang changes transformers when it is imported.
 test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)/.stamp
 	$(RUN_PYTEST) -m sglang --durations=5 $(or $(PYTEST),tests/sglang) || [[ $$? == 5 ]]
 
 test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
-	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m "e2e and not soak" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m "e2e and not soak" --durations=15 $(or $(PYTEST),tests/e2e) || [[ $$? == 5 ]]
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/ruff check . scripts/install-vllm scripts/image-wheels
@@ -104,7 +105,7 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/lmcache-engine/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OLDER_VLLM_VERSIONS:%=$(OLDER_VLLM)/%/.stamp)
-	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(PYTEST)
+	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
 test-compose: $(VENV)/.stamp-core
