@@ -236,7 +236,7 @@ class EngineLife(Life):
         return [engine.connector._store] + [rank.store for rank in engine.ranks if rank.store is not None]
 
     def _count(self, engine: ScriptedEngine) -> None:
-        for name in ("steps", "loads", "loads_failed", "hits", "begun_inside"):
+        for name in ("steps", "loads", "loads_failed", "hits", "begun_inside", "starved"):
             self.add(name, getattr(engine, name))
         for sample, amount in engine.counters().items():
             self.add(sample, amount)

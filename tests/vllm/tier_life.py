@@ -241,12 +241,14 @@ class WatchedTier(KVPoolTier):
             super().submit_store(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        broken = self._broken
         with self.engine.at_once("get_finished_jobs"):
             results = list(super().get_finished_jobs())
         for result in results:
             self.engine.ended(result)
         self.engine.check_batches()
-        self.engine.check_overdue()
+        if self._broken == broken:  # a fault of ours in this very call has the jobs ended by the next one
+            self.engine.check_overdue()
         return results
 
     def drain_jobs(self) -> None:
