@@ -163,7 +163,9 @@ class DirectoryPool:
         self.records.delete_many([key for key in sorted(keys) if self.random.random() < part])
 
     def damage(self, part: float) -> None:
-        for file in sorted(self._folder.glob("blocks/*/*/*/*")):
+        # Folders come and go meanwhile, which only this walk takes as it comes.
+        files = [Path(folder, name) for folder, _, names in os.walk(self._folder / "blocks") for name in names]
+        for file in sorted(files):
             if self.random.random() < part:
                 with contextlib.suppress(FileNotFoundError), file.open("r+b") as record:
                     at = self.random.randrange(RECORD_NBYTES)
