@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import zlib
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvpool import BlockHasher
 from kvpool._native import RECORD_HEADER_NBYTES, pack_header
@@ -15,6 +18,10 @@ from kvpool.cli.engine_process import EngineProcess, connector_config, small_eng
 BLOCK_TOKENS = 128
 VOCABULARY = 8192
 GENERATED_TOKENS = 12
+# What starts several engines and is proven in part by a test that starts fewer.
+LONG_SOAK = pytest.mark.skipif(
+    float(os.environ.get("SOAK_S", "60")) < 300, reason="too long for a short soak: SOAK_S=300 runs it"
+)
 
 
 def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:

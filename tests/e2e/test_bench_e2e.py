@@ -10,12 +10,14 @@ import pytest
 from kvpool.cli.bench_e2e_report import HOST, LMCACHE, OFF, OWN
 from kvpool.cli.bench_workload import QUESTIONS, TURNS
 from tests.cli.test_app import kvpool
+from tests.e2e.harness import LONG_SOAK
 from tests.stores.servers import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(620)]
 
 
 @pytest.mark.soak
+@LONG_SOAK
 def test_bench_e2e_loads_what_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
     with running("valkey-server", tmp_path) as server:

@@ -11,6 +11,7 @@ from kvpool.cli.engine_process import connector_config
 from tests.e2e.harness import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
+    LONG_SOAK,
     corrupt,
     engine_options,
     namespaces,
@@ -48,7 +49,7 @@ def _check_second(
     assert answers[1]["tokens"] != reference[1]["tokens"]
 
 
-@pytest.mark.parametrize("model", ["gemma", "gpt_oss"])
+@pytest.mark.parametrize("model", [pytest.param("gemma", marks=[pytest.mark.soak, LONG_SOAK]), "gpt_oss"])
 def test_sliding_window_and_full_attention(
     model: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -164,7 +164,9 @@ class DirectoryPool:
 
     def damage(self, part: float) -> None:
         # Folders come and go meanwhile, which only this walk takes as it comes.
-        files = [Path(folder, name) for folder, _, names in os.walk(self._folder / "blocks") for name in names]
+        files = [
+            Path(folder, name) for folder, _, names in os.walk(self._folder / "blocks") for name in names
+        ]
         for file in sorted(files):
             if self.random.random() < part:
                 with contextlib.suppress(FileNotFoundError), file.open("r+b") as record:
