@@ -39,7 +39,7 @@ OLDER_VLLM_VERSIONS := 0.30.0 0.31.0
 SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
 PROTO_TOOLS := .cache/proto
-SOAKED := $(shell grep -rl --include='test_*.py' 'mark\.soak' tests)
+SOAKED = $(shell grep -rl --include='test_*.py' 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)

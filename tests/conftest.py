@@ -24,6 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("kvpool", deadline=None)
 settings.load_profile("kvpool")
 
+# How long each soak test goes on.
+SOAK_S = float(os.environ.get("SOAK_S", "60"))
+
 _SETTLE_S = 5.0
 # What a library opens once for a whole process, and keeps.
 _PROCESS_WIDE = ("/dev/null", "/dev/urandom", "/dev/random", "anon_inode:[eventpoll]")

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -167,10 +166,8 @@ def groups_of(config: KVCacheConfig, blocks_per_record: int = 1) -> list[Group]:
         raise EngineRefused("the model has no KV cache to share; remove --kv-transfer-config")
     groups = []
     for index, group in enumerate(config.kv_cache_groups):
-        spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            kinds = {type(layer) for layer in spec.kv_cache_specs.values()}
-            spec = next(iter(spec.kv_cache_specs.values())) if len(kinds) == 1 else spec
+        layers = _layer_specs(group)
+        spec = layers[0] if len(set(map(type, layers))) == 1 else group.kv_cache_spec
         # Subclasses (sinks, chunked windows, ...) keep other bytes or need other blocks: exact types only.
         if type(spec) is FullAttentionSpec:
             groups.append(Group(group.kv_cache_spec.block_size))
@@ -184,7 +181,7 @@ def groups_of(config: KVCacheConfig, blocks_per_record: int = 1) -> list[Group]:
                 f"KV-cache group {index} is of kind {type(spec).__name__}, which is not supported yet; "
                 "supported are full attention, sliding windows and MLA"
             )
-    return [replace(group, blocks_per_record=blocks_per_record) for group in groups]
+    return [dataclasses.replace(group, blocks_per_record=blocks_per_record) for group in groups]
 
 
 def _layer_specs(group: KVCacheGroupSpec) -> list[Any]:

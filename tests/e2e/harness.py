@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import zlib
@@ -14,14 +13,13 @@ import pytest
 from kvpool import BlockHasher
 from kvpool._native import RECORD_HEADER_NBYTES, pack_header
 from kvpool.cli.engine_process import EngineProcess, connector_config, small_engine, write_model
+from tests.conftest import SOAK_S
 
 BLOCK_TOKENS = 128
 VOCABULARY = 8192
 GENERATED_TOKENS = 12
 # What starts several engines and is proven in part by a test that starts fewer.
-LONG_SOAK = pytest.mark.skipif(
-    float(os.environ.get("SOAK_S", "60")) < 300, reason="too long for a short soak: SOAK_S=300 runs it"
-)
+LONG_SOAK = pytest.mark.skipif(SOAK_S < 300, reason="too long for a short soak: SOAK_S=300 runs it")
 
 
 def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:

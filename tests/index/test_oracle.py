@@ -30,7 +30,7 @@ from kvpool.index import Row, Worker
 from kvpool.index import feed as feed_module
 from kvpool.index.feed import EventFeed
 from kvpool.index.fleet import Fleet
-from tests.conftest import eventually
+from tests.conftest import SOAK_S, eventually
 from tests.index.fleets import serving
 from tests.index.model import Model
 from tests.index.publisher import Misbehaving
@@ -440,7 +440,7 @@ def test_no_answer_is_beyond_the_state_that_it_names() -> None:
 @pytest.mark.usefixtures("grpc_started")
 def test_two_replicas_settle_and_agree(tmp_path: Path) -> None:
     """Two real index processes, with the times that they have in a fleet."""
-    ends_s = time.monotonic() + float(os.environ.get("SOAK_S", "60"))
+    ends_s = time.monotonic() + SOAK_S
     with ExitStack() as parts:
         clients = []
         for name in ("first", "second"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
 import threading
 import time
@@ -24,12 +23,11 @@ from kvpool.stores import server_notices
 from kvpool.stores.facts import announce_facts
 from kvpool.stores.memory import MemoryStore
 from kvpool.stores.store import Store
-from tests.conftest import eventually
+from tests.conftest import SOAK_S, eventually
 from tests.index.fleets import a_worker
 from tests.index.wire import Hash, batch, packed64, removed, stored
 from tests.stores.servers import SERVERS, Cluster, Server, running
 
-SOAK_S = float(os.environ.get("SOAK_S", "60"))
 NAMESPACE = Namespace("default", {"model": "m"})
 OTHER = Namespace("default", {"model": "m", "kv_dtype": "fp8"})
 NEVER_S = 3600.0  # a pause in which nothing but notices can help

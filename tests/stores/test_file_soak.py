@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.stores import open_store
-from tests.conftest import eventually
+from tests.conftest import SOAK_S, eventually
 
-SOAK_S = float(os.environ.get("SOAK_S", "60"))
 CAPACITY_NBYTES = 24 << 20
 USERS = 3
 # While we add up, each of a user's two threads may move one record, which we then meet in both places.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import ABANDON_AFTER_S, Block, Finished
 from kvpool.transfer.lane import Host, device_of
 from kvpool.transfer.staging import Staging
-from tests.conftest import eventually
+from tests.conftest import SOAK_S, eventually
 from tests.transfer.scripted_store import ScriptedStore
 from tests.transfer.slow_device import SlowDevice
 from tests.transfer.test_engine import key, run
@@ -468,8 +467,8 @@ def test_blocks_are_read_and_written_only_while_they_are_ours(seed: int) -> None
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(float(os.environ.get("SOAK_S", "60")) + 120)
+@pytest.mark.timeout(SOAK_S + 120)
 def test_blocks_are_read_and_written_only_while_they_are_ours_for_long() -> None:
-    ends_s = time.monotonic() + float(os.environ.get("SOAK_S", "60"))
+    ends_s = time.monotonic() + SOAK_S
     while time.monotonic() < ends_s:
         drive(random.randrange(1 << 32), 2000)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
 
-SOAK_S = float(os.environ.get("SOAK_S", "60"))
+from tests.conftest import SOAK_S
+
+ENGINES = st.integers(0, 1)
+NUMBERS = st.integers(0, 5)
+RARELY = st.sampled_from((False, False, False, False, True))
 
 
 class Life(RuleBasedStateMachine):
-    """A driver that counts what happens, so that a test can see that much did."""
+    """A driver of ``engines`` that counts what happens, so that a test can see that much did."""
 
     counts: dict[str, float]
 
     def add(self, name: str, amount: float = 1) -> None:
         counts = type(self).counts
         counts[name] = counts.get(name, 0) + amount
+
+    @invariant()
+    def all_is_well(self) -> None:
+        self.add("rules")
+        for engine in getattr(self, "engines", ()):
+            engine.check()
 
 
 def live(kind: type[Life], *, examples: int, steps: int, again: bool) -> dict[str, float]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule
+from hypothesis.stateful import initialize, rule
 
 from kvpool import BlockHasher
 from kvpool.keys import parse_key
+from tests.conftest import SOAK_S
 from tests.vllm.lifecycle import (
     BLOCK_TOKENS,
     BUDGET_S,
@@ -24,7 +25,7 @@ from tests.vllm.lifecycle import (
     World,
     prepare,
 )
-from tests.vllm.lives import SOAK_S, Life, live, live_long
+from tests.vllm.lives import ENGINES, NUMBERS, RARELY, Life, live, live_long
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
@@ -37,9 +38,6 @@ SHAPES = [
     for blocks_per_record in (1, 2, 3)
 ] + [Shape(overlapping=overlapping, windowed=True, slots=24, drafts=3) for overlapping in (False, True)]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
-ENGINES = st.integers(0, 1)
-NUMBERS = st.integers(0, 5)
-RARELY = st.sampled_from((False, False, False, False, True))
 
 Configured = Callable[[Shape], Any]
 
@@ -211,12 +209,6 @@ class EngineLife(Life):
         self._count(self.engines[at])
         self.engines[at].shut_down()
         self.engines[at] = self._engine(without_pool)
-
-    @invariant()
-    def all_is_well(self) -> None:
-        self.add("rules")
-        for engine in getattr(self, "engines", ()):
-            engine.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "engines"):

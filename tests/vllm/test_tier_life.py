@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule
+from hypothesis.stateful import initialize, rule
 
 from kvpool.errors import StoreUnavailable
+from tests.conftest import SOAK_S
 from tests.vllm.lifecycle import MOODS, TroubledStore
-from tests.vllm.lives import SOAK_S, Life, live, live_long
+from tests.vllm.lives import ENGINES, NUMBERS, RARELY, Life, live, live_long
 from tests.vllm.tier_life import (
     RECORD_NBYTES,
     STUMBLES,
@@ -29,9 +30,6 @@ from tests.vllm.tier_life import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
-ENGINES = st.integers(0, 1)
-NUMBERS = st.integers(0, 5)
-RARELY = st.sampled_from((False, False, False, False, True))
 # Bytes of the pool: room for no chunk, for a few, for all there are.
 CAPACITIES = (2_000, 10 * RECORD_NBYTES, 1000 * RECORD_NBYTES)
 PROMPT = chunks(0, 8)
@@ -187,14 +185,6 @@ class TierLife(Life):
     @rule(part=st.sampled_from((0.1, 0.1, 1.0)))
     def chunks_are_damaged(self, part: float) -> None:
         self.pool.damage(part)
-
-    # What has to hold.
-
-    @invariant()
-    def all_is_well(self) -> None:
-        self.add("rules")
-        for engine in getattr(self, "engines", ()):
-            engine.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "engines"):
