@@ -145,19 +145,19 @@ class StoreClient(_Here):
         self._namespace = Namespace(TENANT, {"bench": name, "run": secrets.token_hex(16)})
 
     def exists(self, count: int) -> float:
-        keys = self._keys(count)
+        keys = self.keys(count)
         return bench_peer.timed(lambda: _all(self._store.contains_many(keys, timeout_s=TIMEOUT_S)))
 
     def empty(self) -> None:
-        self._store.delete_many(self._keys(self._values.count), timeout_s=TIMEOUT_S)
+        self._store.delete_many(self.keys(self._values.count), timeout_s=TIMEOUT_S)
 
     def _put(self, sources: Views) -> None:
-        _all(self._store.put_many(self._keys(len(sources)), sources, timeout_s=TIMEOUT_S))
+        _all(self._store.put_many(self.keys(len(sources)), sources, timeout_s=TIMEOUT_S))
 
     def _get(self, targets: Views) -> None:
-        _all(self._store.get_many_into(self._keys(len(targets)), targets, timeout_s=TIMEOUT_S))
+        _all(self._store.get_many_into(self.keys(len(targets)), targets, timeout_s=TIMEOUT_S))
 
-    def _keys(self, count: int) -> list[str]:
+    def keys(self, count: int) -> list[str]:
         return [self._namespace.key(index.to_bytes(32, "big"), 0, 0) for index in range(count)]
 
 

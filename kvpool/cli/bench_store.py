@@ -17,11 +17,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from kvpool.cli.bench_clients import BARE, OWN, TIMEOUT_S, Client, Values, clients
+from kvpool.cli.bench_clients import BARE, OWN, TIMEOUT_S, Client, StoreClient, Values, clients
 from kvpool.cli.bench_report import Report, Row, draw, show
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores import StoreURL, open_store
@@ -64,7 +65,7 @@ def run_bench_store(
         with (
             open_store(replace(parsed, client="native")) as store,
             clients(store, parsed, folder / "beside", peers) as measured,
-            _used_memory(parsed, batch_nbytes * len(measured)) as used_nbytes,
+            _memory_of(parsed, batch_nbytes * len(measured)) as memory_of,
             _progress() as progress,
         ):
             task = progress.add_task("moving bytes", total=len(VALUE_NBYTES) * len(measured) * 2 * rounds)
@@ -72,7 +73,7 @@ def run_bench_store(
             for value_nbytes in VALUE_NBYTES:
                 progress.update(task, description=f"moving values of {format_nbytes(value_nbytes)}")
                 values = Values(value_nbytes, max(1, batch_nbytes // value_nbytes))
-                rows += _measure(measured, values, rounds, used_nbytes, lambda: progress.advance(task))
+                rows += _measure(measured, values, rounds, memory_of, lambda: progress.advance(task))
     except RuntimeError as error:
         raise StoreUnavailable(f"{redact(url)}: {error}") from error
     finally:
@@ -86,7 +87,7 @@ def _measure(
     measured: list[Client],
     values: Values,
     rounds: int,
-    used_nbytes: Callable[[], int] | None,
+    memory_of: Callable[[str], int] | None,
     tick: Callable[[], None],
 ) -> list[Row]:
     times = {client.name: _Times() for client in measured}
@@ -94,10 +95,9 @@ def _measure(
     with contextlib.ExitStack() as filled:
         for client in measured:
             filled.callback(client.empty)
-            before_nbytes = used_nbytes() if used_nbytes and client.name == OWN else 0
             client.fill(values)
-            if used_nbytes and client.name == OWN:
-                memory = (used_nbytes() - before_nbytes) / (values.count * values.nbytes)
+            if memory_of and isinstance(client, StoreClient) and client.name == OWN:
+                memory = memory_of(client.keys(1)[0]) / values.nbytes
         for number, mood in itertools.product(range(rounds), MOODS):
             first = number % len(measured)
             for client in measured[first:] + measured[:first]:
@@ -151,20 +151,16 @@ def _ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 @contextlib.contextmanager
-def _used_memory(url: StoreURL, wanted_nbytes: int) -> Iterator[Callable[[], int] | None]:
-    """Asks a server how much memory it uses; refuses one that would evict for us. None where there is not one."""
+def _memory_of(url: StoreURL, wanted_nbytes: int) -> Iterator[Callable[[str], int] | None]:
+    """Asks a server how much memory a key has there; refuses one that would evict for us. None where there is not one.
+
+    Not the difference of its memory in use: that has its clients' buffers in it, and what it frees in the background.
+    """
     if url.scheme not in SERVER_SCHEMES or url.nodes:
         yield None
         return
-    import redis
-
     with connect(url, timeout_s=TIMEOUT_S) as server:
-        try:
-            memory = server.info("memory")
-        except redis.RedisError as error:
-            raise StoreUnavailable(
-                f"the server does not answer INFO memory: {error}; use a user that may +info"
-            ) from error
+        memory = _answer(lambda: server.info("memory"), "+info")
         room_nbytes = memory["maxmemory"] - memory["used_memory"]
         needed_nbytes = ROOM * max(wanted_nbytes, max(VALUE_NBYTES))
         if memory["maxmemory"] and room_nbytes < needed_nbytes:
@@ -172,7 +168,18 @@ def _used_memory(url: StoreURL, wanted_nbytes: int) -> Iterator[Callable[[], int
                 f"the server has {max(0, room_nbytes) >> 20} MiB before it evicts, and the clients' batches need "
                 f"{int(needed_nbytes) >> 20}: raise maxmemory, or lower --batch-bytes"
             )
-        yield lambda: int(server.info("memory")["used_memory"])
+        yield lambda key: int(_answer(lambda: server.memory_usage(key), "+memory|usage"))
+
+
+def _answer(ask: Callable[[], Any], needed: str) -> Any:
+    import redis
+
+    try:
+        return ask()
+    except redis.RedisError as error:
+        raise StoreUnavailable(
+            f"the server does not tell of its memory: {error}; use a user that may {needed}"
+        ) from error
 
 
 def _fast_folder() -> str | None:

@@ -44,7 +44,10 @@ class Transfer:
         return self._batch.done()
 
     def cancel(self) -> None:
-        """Give up what is not finished; never blocks. ``done()`` says when the buffers are free."""
+        """Give up what is not finished; never blocks. ``done()`` says when the buffers are free.
+
+        What of a put was on its way to a server may still arrive there, whole, even after a later put of its key.
+        """
         self._batch.cancel()
 
     def wait(self, timeout_s: float | None = None) -> list[bool]:

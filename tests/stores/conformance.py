@@ -324,10 +324,10 @@ class StoreConformance:
             assert transfer.wait() == [True] * 64
         except StoreUnavailable as error:
             assert "cancelled" in str(error)  # noqa: PT017
-        # Whatever became of it, the store serves on.
-        assert store.put_many([key(1)], [b"after"]) == [True]
+        # Whatever became of it, the store serves on. Not those keys: what was under way may replace other bytes there.
+        assert store.put_many([key(64)], [b"after"]) == [True]
         target = bytearray(5)
-        assert store.get_many_into([key(1)], [target]) == [True]
+        assert store.get_many_into([key(64)], [target]) == [True]
         assert target == b"after"
 
     # ------------------------------------------------------------------ room

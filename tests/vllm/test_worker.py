@@ -285,13 +285,17 @@ def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
     for _ in range(3):
         clock[0] += 1
         assert worker.poll(idle=False) == (set(), set())
-    monkeypatch.setattr(worker._engine, "poll", ended)
+    over: list[Finished] = []
+    assert eventually(lambda: over.append(ended(0.01)) or bool(over[-1].loads))
+    found = iter(over)
+    monkeypatch.setattr(worker._engine, "poll", lambda wait_s: next(found))
     clock[0] += 50
     assert finish(worker, 1) == ({"a"}, set())
     report = worker.take_report()
     assert report is not None
     assert report.load_s == {"a": pytest.approx(3.0)}
     assert report.timed == 7
+    monkeypatch.setattr(worker._engine, "poll", ended)
     worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((7, 8)), 1.0)]))
     assert finish(worker, 1) == ({"b"}, {"b"})
     report = worker.take_report()
