@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# These are no test files, so what their assertions compared would not be shown.
+pytest.register_assert_rewrite("tests.stores.conformance", "tests.vllm.secondary_tier")
+
 # A shell that runs the tests in the background has them ignore this, and what they start would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
