@@ -44,6 +44,7 @@ from kvpool.wording import unknown
 _FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 BOOTSTRAP_TIMEOUT_S = 30.0
+CALLS_END_S = 1.0
 # How long a thread may keep the interpreter from another one. With Python's own 5 ms, a lookup that arrives while
 # events are taken in waits several times as long as it works; a tenth costs those events nothing that can be measured.
 SWITCH_S = 0.0005
@@ -137,6 +138,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     async with AsyncExitStack() as parts:
+        parts.push_async_callback(_calls_end)
         store = residency = None
         if settings.pool is not None:
             store = parts.enter_context(_open_pool(settings.pool))
@@ -196,6 +198,12 @@ async def _serve(
         pool = redact(settings.pool) if settings.pool else "none"
         print(f"index listens on {host}:{port}, {named}, pool {pool}{shown}", flush=True)
         await server.wait(ended)
+
+
+async def _calls_end() -> None:
+    """Wait for gRPC's tasks of calls that were answered last: one that the loop's end cancels prints a traceback."""
+    if calls := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(calls, timeout=CALLS_END_S)
 
 
 def _warm_up(

@@ -64,7 +64,9 @@ class Index:
         """Exit code and the lines on standard error, without their time."""
         self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=30)
-        return self.process.returncode, [line.split(" ", 2)[2] for line in errors.decode().splitlines()]
+        lines = errors.decode().splitlines()
+        assert all(line.count(" ") > 1 for line in lines), errors.decode()
+        return self.process.returncode, [line.split(" ", 2)[2] for line in lines]
 
 
 @contextmanager
