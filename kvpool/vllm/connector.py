@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
@@ -64,7 +64,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
             compat.refuse_unsupported(vllm_config)
-            groups = compat.groups_of(kv_cache_config, config.blocks_per_record)
+            parallel = vllm_config.parallel_config
+            stages, stage_ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+            groups = compat.groups_of(kv_cache_config, config.blocks_per_record, stage_ranks)
             if config.pool.startswith("memory:"):
                 raise EngineRefused(
                     "a memory:// pool lives inside one process and an engine has several; "
@@ -78,7 +80,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     config,
                     self._store,
                     groups,
-                    ranks=vllm_config.parallel_config.tensor_parallel_size,
+                    ranks=stages * stage_ranks,
+                    stages=stages,
                     align_tokens=align_tokens,
                     hash_block_tokens=hash_block_tokens,
                     step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -88,7 +91,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             else:
                 self._config = config
-                self._worker = WorkerHalf(config, groups, rank=get_tp_group().rank_in_group)
+                rank = get_pp_group().rank_in_group * stage_ranks + get_tp_group().rank_in_group
+                self._worker = WorkerHalf(config, groups, rank=rank, stages=stages)
         except (ConfigError, StoreUnavailable) as error:
             # The workers are made first and cannot end an engine in one line: the scheduler says it for both.
             if role is KVConnectorRole.SCHEDULER:
