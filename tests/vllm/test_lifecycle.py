@@ -13,6 +13,8 @@ from hypothesis.stateful import initialize, rule
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvpool import BlockHasher
+from kvpool.config import PoolConfig
+from kvpool.errors import ConfigError
 from kvpool.keys import Fact, parse_key
 from kvpool.vllm import compat
 from tests.conftest import SOAK_S
@@ -444,6 +446,25 @@ def test_a_rank_that_never_had_a_pool_costs_its_engine_the_pool_and_no_request(
     generated(first, "stored")
     assert generated(second, "computed") == 0
     assert second.loads == 0
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_that_its_own_host_configures_wrongly_costs_its_engine_the_pool_and_no_block(
+    engine: Callable[..., ScriptedEngine], monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    shape = Shape(ranks=2, slots=24, stages=stages)
+    generated(engine(shape), "stored")
+    load, halves = PoolConfig.load, iter(("scheduler", "rank 0", "rank 1"))
+
+    def loaded(*arguments: Any) -> PoolConfig:
+        if next(halves) == "rank 1":
+            raise ConfigError("KVPOOL_BUDGET_S is wrong here")
+        return load(*arguments)
+
+    monkeypatch.setattr(PoolConfig, "load", loaded)
+    second = engine(shape)
+    assert generated(second, "computed") == 0
+    assert second.planner._broken
 
 
 @pytest.mark.parametrize("mood", ["refusing", "faulting", "stuck"])
