@@ -463,8 +463,10 @@ def test_a_rank_that_its_own_host_configures_wrongly_costs_its_engine_the_pool_a
 
     monkeypatch.setattr(PoolConfig, "load", loaded)
     second = engine(shape)
+    second.planner._loads = False  # so that its first step stores, before it has heard of any rank
     assert generated(second, "computed") == 0
     assert second.planner._broken
+    assert second.planner._next_tag, "nothing was to be stored"
 
 
 @pytest.mark.parametrize("mood", ["refusing", "faulting", "stuck"])
