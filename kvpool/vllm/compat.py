@@ -86,7 +86,6 @@ def refuse_unsupported(config: VllmConfig) -> None:
         _refuse_device(current_platform.device_type, config.model_config.enable_sleep_mode)
     parallel = config.parallel_config
     for name, size in (
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1)),
     ):
@@ -157,7 +156,7 @@ def _refuse_hashing(algorithm: str) -> None:
         )
 
 
-def groups_of(config: KVCacheConfig, blocks_per_record: int = 1) -> list[Group]:
+def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel: int = 1) -> list[Group]:
     """The KV-cache groups as plans need them, all with as many blocks in a record.
 
     Errors: ``EngineRefused`` naming the kind of attention that is not supported.
@@ -175,7 +174,7 @@ def groups_of(config: KVCacheConfig, blocks_per_record: int = 1) -> list[Group]:
             groups.append(Group(group.kv_cache_spec.block_size, spec.sliding_window))
         elif type(spec) is MLAAttentionSpec:
             _refuse_uncommon_mla(index, group)
-            groups.append(Group(group.kv_cache_spec.block_size, latent=True))
+            groups.append(Group(group.kv_cache_spec.block_size, latent=True, copies=tensor_parallel))
         else:
             raise EngineRefused(
                 f"KV-cache group {index} is of kind {type(spec).__name__}, which is not supported yet; "
@@ -214,6 +213,12 @@ def block_sizes(config: VllmConfig, cache: KVCacheConfig) -> tuple[int, int]:
 def layers_of(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
     """For each group, its layers as views of shape ``[num_blocks, ...]``."""
     group_kernel_blocks = _group_kernel_blocks()
+    for index, group in enumerate(cache.kv_cache_groups):
+        if not group.layer_names:
+            raise EngineRefused(
+                f"a pipeline stage has no layer of KV-cache group {index}, which is not supported yet; "
+                "change --pipeline-parallel-size"
+            )
     missing = [name for group in cache.kv_cache_groups for name in group.layer_names if name not in kv_caches]
     if missing:
         raise EngineRefused(f"layer {missing[0]} has no KV cache of its own, which is not supported yet")
@@ -263,7 +268,7 @@ def engine_facts(
     layers: Sequence[Sequence[torch.Tensor]],
     blocks_per_record: int = 1,
 ) -> dict[str, Fact]:
-    """Every fact that changes what a block's hash or its bytes mean; the same on every rank of one engine."""
+    """Every fact that changes what a block's hash or its bytes mean; the same on every rank of one pipeline stage."""
     model, parallel, caching = config.model_config, config.parallel_config, config.cache_config
     algorithm = caching.prefix_caching_hash_algo
     _, hash_block_tokens = block_sizes(config, cache)

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpool")
 
+_NEVER_OPENED = PoolConfig.load({"pool": "file:///"}, {})  # of a rank that is refused
+
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     """Offloads KV blocks to a shared pool and loads those that another engine computed.
@@ -61,10 +63,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._store = None
+        self._config: PoolConfig | None = None
+        parallel = vllm_config.parallel_config
+        stages, stage_ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
             compat.refuse_unsupported(vllm_config)
-            groups = compat.groups_of(kv_cache_config, config.blocks_per_record)
+            groups = compat.groups_of(kv_cache_config, config.blocks_per_record, stage_ranks)
             if config.pool.startswith("memory:"):
                 raise EngineRefused(
                     "a memory:// pool lives inside one process and an engine has several; "
@@ -78,7 +83,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     config,
                     self._store,
                     groups,
-                    ranks=vllm_config.parallel_config.tensor_parallel_size,
+                    ranks=stages * stage_ranks,
+                    stages=stages,
                     align_tokens=align_tokens,
                     hash_block_tokens=hash_block_tokens,
                     step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -88,11 +94,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             else:
                 self._config = config
-                self._worker = WorkerHalf(config, groups, rank=get_tp_group().rank_in_group)
+                self._worker = WorkerHalf(config, groups, rank=_rank(stage_ranks), stages=stages)
         except (ConfigError, StoreUnavailable) as error:
-            # The workers are made first and cannot end an engine in one line: the scheduler says it for both.
             if role is KVConnectorRole.SCHEDULER:
                 refuse(error)
+            # The workers are made first and cannot end an engine in one line: the scheduler says it for both. Where
+            # only this rank's host is at fault, the engine goes on without the pool.
+            self._worker = WorkerHalf(_NEVER_OPENED, (), rank=_rank(stage_ranks))
+            self._worker.refuse(str(error))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -102,7 +111,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._worker is None:
+        if self._worker is None or self._config is None:
             return
         cache = self._kv_cache_config
         try:
@@ -233,3 +242,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def _planner(self) -> SchedulerHalf:
         assert self._scheduler is not None, "called on a worker"
         return self._scheduler
+
+
+def _rank(stage_ranks: int) -> int:
+    """This worker's, counted through all pipeline stages."""
+    return int(get_pp_group().rank_in_group * stage_ranks + get_tp_group().rank_in_group)

@@ -19,25 +19,31 @@ class Group:
     """One group of layers that share a block table. ``window``: tokens that a query sees, itself included.
 
     The pool keeps ``blocks_per_record`` neighbouring blocks of the engine as one record, under the hash of the last.
-    ``latent``: MLA, which keeps one latent vector for each token, the same bytes on every tensor-parallel rank.
+    ``latent``: MLA, which keeps one latent vector for each token. ``copies``: so many neighbouring ranks of the engine
+    hold the same bytes; with MLA, those of one pipeline stage.
     """
 
     block_tokens: int
     window: int | None = None  # None: full attention
     blocks_per_record: int = 1
     latent: bool = False
+    copies: int = 1
 
     @property
     def record_tokens(self) -> int:
         return self.block_tokens * self.blocks_per_record
 
     def key_rank(self, rank: int) -> int:
-        """The rank under whose key the pool keeps what ``rank`` holds of a record; only that rank stores it."""
-        return 0 if self.latent else rank
+        """The number in the key under which the pool keeps what ``rank`` holds of a record."""
+        return rank // self.copies
 
-    def key_ranks(self, ranks: int) -> list[int]:
-        """The ranks under whose keys a record of an engine of ``ranks`` ranks lies."""
-        return sorted({self.key_rank(rank) for rank in range(ranks)})
+    def stored_by(self, rank: int) -> bool:
+        """Whether ``rank`` stores what it holds: of those that hold the same, the first one does."""
+        return rank % self.copies == 0
+
+    def key_ranks(self, ranks: int) -> range:
+        """The numbers in the keys under which a record of an engine of ``ranks`` ranks lies."""
+        return range(ranks // self.copies)
 
 
 class BlockRef(NamedTuple):
@@ -76,6 +82,9 @@ class PoolMetadata(KVConnectorMetadata):
     cancelled: list[str] = field(default_factory=list)  # requests whose load nobody waits for any more
     idle: bool = False  # no forward runs in this step
     timed: int = 0  # number of a step whose end the scheduler wants to hear of; 0: it does not
+    facts: dict[str, Fact] = field(
+        default_factory=dict
+    )  # of all pipeline stages, once, where there are several
 
 
 @dataclass

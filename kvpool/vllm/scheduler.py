@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import StoreClosed, StoreUnavailable
-from kvpool.keys import Namespace
+from kvpool.keys import Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, Transfer
 from kvpool.vllm import compat
@@ -50,6 +50,7 @@ from kvpool.vllm.plan import (
 )
 from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader, RequestParams
 from kvpool.vllm.sightings import Sightings
+from kvpool.vllm.stages import facts_of_engine
 from kvpool.vllm.whole_state import WholeState
 
 logger = init_logger("vllm.kvpool")
@@ -112,7 +113,8 @@ class _PendingStore:
 
 
 class SchedulerHalf:
-    """Plans loads and stores for one engine of ``ranks`` ranks; ``store`` is the caller's to close.
+    """Plans loads and stores for one engine of ``ranks`` ranks, all pipeline stages together; ``store`` is the caller's
+    to close.
 
     ``step_tokens``: most that the engine computes in a step.
     """
@@ -124,6 +126,7 @@ class SchedulerHalf:
         groups: Sequence[Group],
         *,
         ranks: int,
+        stages: int = 1,
         align_tokens: int,
         hash_block_tokens: int,
         step_tokens: int,
@@ -132,12 +135,13 @@ class SchedulerHalf:
         events: bool,
     ) -> None:
         self._config, self._store, self._groups = config, store, list(groups)
-        self._ranks, self._hash_block_tokens = ranks, hash_block_tokens
+        self._ranks, self._stages, self._hash_block_tokens = ranks, stages, hash_block_tokens
         # Where the engine can go on, and records of every group end.
         self._align_tokens = math.lcm(align_tokens, *(group.record_tokens for group in self._groups))
         self._loads, self._stores, self._events_wanted = loads, stores, events
         self._namespace: Namespace | None = None  # from the workers' first step
-        self._heard: dict[int, Namespace] = {}  # by rank
+        self._heard: dict[int, dict[str, Fact]] = {}  # by rank
+        self._to_tell: dict[str, Fact] = {}  # to the workers, with the next step
         self._broken = False
         self._guard = Guard(self._break)
         self._requests: dict[str, _RequestState] = {}
@@ -191,9 +195,12 @@ class SchedulerHalf:
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
         """The step's loads and stores, each handed over once."""
         step = PoolMetadata(
-            loads=self._new_loads, cancelled=self._cancelled, idle=not output.total_num_scheduled_tokens
+            loads=self._new_loads,
+            cancelled=self._cancelled,
+            idle=not output.total_num_scheduled_tokens,
+            facts=self._to_tell,
         )
-        self._new_loads, self._cancelled = [], []
+        self._new_loads, self._cancelled, self._to_tell = [], [], {}
         if self._gate is not None:
             step.timed = self._guard.run(lambda: self._step_begins(output), 0)
         if self._stores and not self._broken:
@@ -583,15 +590,16 @@ class SchedulerHalf:
     # Workers.
 
     def _hear(self, report: PoolWorkerMetadata) -> None:
-        """Learn the namespace from the ranks' facts; they must agree, or nothing is shared."""
-        for rank, facts in report.facts.items():
-            self._heard[rank] = Namespace(self._config.tenant, facts)
+        """Learn the namespace from the facts of all ranks. Those of one stage must agree, or nothing is shared."""
+        self._heard |= report.facts
         if self._namespace is None and len(self._heard) == self._ranks and not self._broken:
-            namespaces = set(self._heard.values())
-            if len(namespaces) > 1:
+            facts = facts_of_engine([self._heard[rank] for rank in range(self._ranks)], self._stages)
+            if facts is None:
                 self._break("its ranks lay out their blocks differently")
-            else:
-                self._namespace = namespaces.pop()
+                return
+            self._namespace = Namespace(self._config.tenant, facts)
+            if self._stages > 1:
+                self._to_tell = facts  # a rank knows those of its own stage only
 
     def _break(self, reason: str) -> None:
         if not self._broken:

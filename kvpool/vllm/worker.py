@@ -5,13 +5,14 @@ so once for every tag, whatever becomes of the store. What is the same on every 
 others say at once that they have done with it. After start-up nothing here raises into the engine: a fault of ours
 switches the pool off for this rank, every load that was promised is reported as failed, and the engine recomputes.
 
-Threads: the worker's model thread only.
+Threads: the worker's model thread only; with pipeline stages a second one announces the engine and sets ``_announcer``.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -39,13 +40,18 @@ DRAIN_S = 5.0  # how long a shutdown waits for stores in flight
 
 
 class WorkerHalf:
-    """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``."""
+    """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``.
 
-    def __init__(self, config: PoolConfig, groups: Sequence[Group], *, rank: int) -> None:
-        self._config, self._groups, self._rank = config, list(groups), rank
+    Of an engine of several ``stages``, ``facts`` are those of its own stage, and those of all come with a step.
+    """
+
+    def __init__(self, config: PoolConfig, groups: Sequence[Group], *, rank: int, stages: int = 1) -> None:
+        self._config, self._groups, self._rank, self._stages = config, list(groups), rank, stages
         self._store: Store | None = None
         self._engine: TransferEngine | None = None
-        self._namespace: Namespace | None = None
+        self._namespace: Namespace | None = None  # until then nothing is stored or loaded
+        self._describe: Callable[[str], Announcement] | None = None
+        self._announcing: threading.Thread | None = None
         self._announcer: Announcer | None = None
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
@@ -74,7 +80,7 @@ class WorkerHalf:
         Blocking, for at most the store's own deadline. A pool that cannot be opened is reported to the scheduler.
         """
         try:
-            self._namespace = Namespace(self._config.tenant, facts)
+            namespace = Namespace(self._config.tenant, facts)
             self._store = open_store(self._config.pool, threads=self._config.threads)
             self._engine = TransferEngine(
                 self._store,
@@ -90,21 +96,37 @@ class WorkerHalf:
             self._break(str(error))
             return
         self._report.facts[self._rank] = facts
-        if self._rank == 0:
-            self._announce(str(facts["model"]))
-            if describe is not None:
-                self._announce_worker(describe)
+        self._describe = describe
+        if self._stages == 1:
+            self._namespace = namespace
+            if self._rank == 0:
+                self._announce()
 
     def refuse(self, reason: str) -> None:
         """Do without a pool, for ``reason``; the scheduler hears of it."""
         self._break(reason)
 
-    def _announce(self, model: str) -> None:
+    def _join(self, facts: dict[str, Fact]) -> None:
+        """Take the facts of all stages. What is said of them in the pool must not hold up the step."""
+        if self._engine is None:
+            return
+        self._namespace = Namespace(self._config.tenant, facts)
+        if self._rank == 0:
+            self._announcing = threading.Thread(target=self._announce, name="kvpool-announcing", daemon=True)
+            self._announcing.start()
+
+    def _announce(self) -> None:
+        """Tell others of this engine."""
+        self._announce_facts()
+        if self._describe is not None:
+            self._announce_worker(self._describe)
+
+    def _announce_facts(self) -> None:
         """Leave a readable record of the facts, and say on which ones this worker differs from earlier ones."""
         assert self._store is not None
         assert self._namespace is not None
         try:
-            differences = announce_facts(self._store, self._namespace, model)
+            differences = announce_facts(self._store, self._namespace, str(self._namespace.facts["model"]))
         except KVPoolError as error:
             logger.warning("kvpool could not announce its namespace: %s", error)
             return
@@ -116,7 +138,7 @@ class WorkerHalf:
             self._config.tenant,
             self._store,
             self._config.budget_s,
-            self._engine.staging.slots if self._engine else 0,
+            engine.staging.slots if (engine := self._engine) else 0,
         )
 
     def _announce_worker(self, describe: Callable[[str], Announcement]) -> None:
@@ -153,9 +175,11 @@ class WorkerHalf:
             return
         self._submitted = step
         self._report.timed = step.timed
+        if step.facts:
+            self._guard.run(lambda: self._join(step.facts), None)
         for plan in step.loads:
             self._failed.add(plan.request_id)
-            if self._engine is None or not plan.blocks:
+            if self._engine is None or self._namespace is None or not plan.blocks:
                 continue
             blocks = self._blocks(plan.blocks)
             self._promised[plan.request_id] = {
@@ -183,13 +207,13 @@ class WorkerHalf:
         stores, tags, step.stores, step.tags = step.stores, step.tags, [], []
         if not stores:
             return
-        if self._engine is None:
+        if self._engine is None or self._namespace is None:
             self._count(self._report.landed, tags)
             self._count(self._report.dropped, tags)
             return
         own: dict[int, BlockRef] = {}
         for block, tag in zip(stores, tags, strict=True):
-            if self._groups[block.group].key_rank(self._rank) == self._rank:
+            if self._groups[block.group].stored_by(self._rank):
                 own[tag] = block
             else:
                 self._count(self._report.landed, [tag])
@@ -246,6 +270,8 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Let stores in flight end, within a few seconds, and release everything."""
+        if self._announcing is not None:
+            self._announcing.join(DRAIN_S)
         if self._announcer is not None:
             self._announcer.close()
             self._announcer = None

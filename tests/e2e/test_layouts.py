@@ -1,4 +1,4 @@
-"""Hybrid groups, tensor parallelism, MLA, and kvpool as one of several connectors."""
+"""Hybrid groups, tensor and pipeline parallelism, MLA, and kvpool as one of several connectors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvpool._native import RECORD_HEADER_NBYTES
 from kvpool.cli.engine_process import connector_config
 from tests.e2e.harness import (
     BLOCK_TOKENS,
@@ -98,6 +99,33 @@ def test_tensor_parallel_ranks_share_with_their_like_only(llama: Path, tmp_path:
     assert len(namespaces(pool)) == 2
     assert "tensor_parallel is 2 here and 1 there" in (tmp_path / "first.log").read_text()
     _check_second(tmp_path, double, reference, pool, **TP2)
+
+
+@pytest.mark.soak
+def test_pipeline_stages_share_with_their_like_only(llama: Path, tmp_path: Path) -> None:
+    """A stage of one layer and one of three; what an engine without stages has stored is not for them."""
+    pool = tmp_path / "pool"
+    single = engine_options(llama, f"file://{pool}")
+    worker = "tests.e2e.cpu_pipeline.PipelineCpuWorker"
+    double = {**single, "pipeline_parallel_size": 2, "worker_cls": worker}
+    environment = {**TP2, "PYTHONPATH": str(ROOT), "VLLM_PP_LAYER_PARTITION": "1,3"}
+    _compute("single", tmp_path, single)
+    (alone,) = namespaces(pool)
+    with started("first", tmp_path, double, **environment) as engine:
+        cold = engine.generate(PROMPT, GENERATED_TOKENS)
+        assert cold["pool_tokens"] == 0, "what has all layers must not be loaded by a stage"
+        engine.generate(CONTROL, GENERATED_TOKENS)
+        reference = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (PROMPT, CONTROL)]
+    assert reference[0]["cached_tokens"] > 0
+    (of_stages,) = namespaces(pool) - {alone}
+    assert "pipeline_parallel is 2 here and 1 there" in (tmp_path / "first.log").read_text()
+    payloads: dict[tuple[str, str], set[int]] = {}
+    for record in records(pool, PROMPT):
+        of_rank = payloads.setdefault((record.parts[-3], record.suffix), set())
+        of_rank.add(record.stat().st_size - RECORD_HEADER_NBYTES)
+    (whole,) = payloads.pop((alone, ".0"))
+    assert payloads == {(of_stages, ".0"): {whole // 4}, (of_stages, ".1"): {whole // 4 * 3}}
+    _check_second(tmp_path, double, reference, pool, **environment)
 
 
 def _platform(folder: Path) -> str:

@@ -121,7 +121,7 @@ class World:
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
             self._patch.setattr(f"{module}.open_store", self._open_store)
         # Nothing runs beside the caller.
-        self._patch.setattr("kvpool.vllm.worker.WorkerHalf._announce_worker", lambda *arguments: None)
+        self._patch.setattr("kvpool.vllm.worker.WorkerHalf._announce", lambda worker: None)
 
     def _open_store(self, url: str, *, threads: int) -> TroubledStore:
         if not self.reachable:
@@ -322,16 +322,28 @@ class Running:
 class Shape:
     """How an engine is set up; engines of one world are set up alike."""
 
-    ranks: int = 1
+    ranks: int = 1  # all stages together
     overlapping: bool = False
     windowed: bool = False
     slots: int = 6
     blocks_per_record: int = 1
     latent: bool = False  # the first group is MLA, of which every rank holds the same bytes
     drafts: int = 0  # tokens that are guessed ahead in each step, some of them wrong
+    stages: int = 1  # of a pipeline, each with LAYERS layers of its own
+
+    @property
+    def stage_ranks(self) -> int:
+        return self.ranks // self.stages
+
+    def part(self, group: int, rank: int) -> int:
+        """The number under which the pool has what a rank holds of a group."""
+        return rank // self.stage_ranks if self.latent and group == 0 else rank
+
+    def parts(self, group: int) -> int:
+        return self.part(group, self.ranks - 1) + 1
 
     def salt(self, group: int, layer: int, rank: int) -> int:
-        return salt(group, layer, 0 if self.latent and group == 0 else rank)
+        return salt(group, layer, self.part(group, rank))
 
 
 class ScriptedEngine:
@@ -344,11 +356,10 @@ class ScriptedEngine:
         self._start(without_pool)
 
     def _start(self, without_pool: int | None) -> None:
-        cache = cache_config(self.shape)
         kind = AsyncScheduler if self.shape.overlapping else Scheduler
         self.scheduler = kind(
             self.config,
-            cache,
+            cache_config(self.shape, stage=0),
             StructuredOutputManager(self.config),
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
@@ -359,7 +370,7 @@ class ScriptedEngine:
         assert self.connector._scheduler is not None
         self.planner = self.connector._scheduler
         self._watch_offers()
-        self.ranks = [self._rank(index, cache, index == without_pool) for index in range(self.shape.ranks)]
+        self.ranks = [self._rank(index, index == without_pool) for index in range(self.shape.ranks)]
         self.aggregator = KVOutputAggregator(self.shape.ranks)
         self.queue: deque[list[Any]] = deque()  # [what was planned, what came out of it or None], oldest last
         self.texts: dict[str, Text] = {}
@@ -370,7 +381,9 @@ class ScriptedEngine:
         self.accepted = self.rejected = 0
         self._hashed: dict[str, int] = {}
 
-    def _rank(self, index: int, cache: KVCacheConfig, without_pool: bool) -> Rank:
+    def _rank(self, index: int, without_pool: bool) -> Rank:
+        stage, of_stage = divmod(index, self.shape.stage_ranks)
+        cache = cache_config(self.shape, stage)
         tensors = {
             name: torch.zeros((cache.num_blocks, BLOCK_TOKENS, 1), dtype=torch.int64)
             for group in cache.kv_cache_groups
@@ -394,7 +407,10 @@ class ScriptedEngine:
                 super().scatter(block_ids, *rest)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvpool.vllm.connector.get_tp_group", lambda: SimpleNamespace(rank_in_group=index))
+            patch.setattr("kvpool.vllm.connector.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
+            patch.setattr(
+                "kvpool.vllm.connector.get_tp_group", lambda: SimpleNamespace(rank_in_group=of_stage)
+            )
             patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
             connector = KVPoolConnector(self.config, KVConnectorRole.WORKER, cache)
             worker = connector._worker
@@ -431,7 +447,8 @@ class ScriptedEngine:
 
     def plan(self) -> None:
         """Schedule one more step, unless as many are under way as may overlap."""
-        if len(self.queue) < (2 if self.shape.overlapping else 1) and self.scheduler.has_requests():
+        most = max(2 if self.shape.overlapping else 1, self.shape.stages)
+        if len(self.queue) < most and self.scheduler.has_requests():
             for request in self.scheduler.requests.values():
                 self._learn(request)
             self.queue.appendleft([self.scheduler.schedule(), None])
@@ -745,8 +762,8 @@ class ScriptedEngine:
         (block_hash,) = (one for one in self.world.values if int.from_bytes(one[-8:], "big") == told)
         assert self.planner._namespace is not None
         group = event.group_idx or 0
-        for rank in range(1 if self.shape.latent and group == 0 else self.shape.ranks):
-            (key,) = self.planner._namespace.keys([block_hash], group, rank)
+        for part in range(self.shape.parts(group)):
+            (key,) = self.planner._namespace.keys([block_hash], group, part)
             assert key in self.world.put, "a block is announced that is not on every rank"
 
     def _check_loaded(self, rank: Rank, name: str, *, ok: bool) -> None:
@@ -825,7 +842,7 @@ class ScriptedEngine:
             assert not worker.slots_in_use
 
 
-def cache_config(shape: Shape) -> KVCacheConfig:
+def cache_config(shape: Shape, stage: int) -> KVCacheConfig:
     common: dict[str, Any] = {
         "block_size": BLOCK_TOKENS,
         "num_kv_heads": 1,
@@ -836,7 +853,7 @@ def cache_config(shape: Shape) -> KVCacheConfig:
     if shape.windowed:
         specs.append(SlidingWindowSpec(**common, sliding_window=WINDOW))
     groups = [
-        KVCacheGroupSpec([f"group{index}.layer{layer}" for layer in range(LAYERS)], spec)
+        KVCacheGroupSpec([f"group{index}.layer{stage * LAYERS + layer}" for layer in range(LAYERS)], spec)
         for index, spec in enumerate(specs)
     ]
     return KVCacheConfig(num_blocks=DEVICE_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -847,7 +864,8 @@ def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
     init_none_hash(sha256_cbor)
     config.cache_config.block_size = BLOCK_TOKENS
     config.cache_config.num_gpu_blocks = DEVICE_BLOCKS
-    config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.tensor_parallel_size = shape.stage_ranks
+    config.parallel_config.pipeline_parallel_size = shape.stages
     config.scheduler_config.async_scheduling = shape.overlapping
     assert config.kv_transfer_config is not None
     settings = config.kv_transfer_config.kv_connector_extra_config

@@ -62,9 +62,7 @@ def test_xxhash_with_a_seed_passes(engine_config: Any, monkeypatch: pytest.Monke
     compat.refuse_unsupported(engine_config(prefix_caching_hash_algo="xxhash_cbor"))
 
 
-@pytest.mark.parametrize(
-    "flag", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
-)
+@pytest.mark.parametrize("flag", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_other_parallelism_is_refused(engine_config: Any, flag: str) -> None:
     config = engine_config()
     setattr(config.parallel_config, flag, 2)
@@ -184,9 +182,23 @@ def test_latent_vectors_are_told_from_heads_that_ranks_have_in_common() -> None:
     """One KV head on several ranks may be the same on each, but the configuration does not say so for sure."""
     one_head = replace(FULL, num_kv_heads=1)
     assert compat.groups_of(_cache(LATENT, one_head)) == [Group(32, latent=True), Group(32)]
+    assert compat.groups_of(_cache(LATENT, one_head), tensor_parallel=4) == [
+        Group(32, latent=True, copies=4),
+        Group(32),
+    ]
     padded = replace(LATENT, page_size_padded=1 << 20)
     layers = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": padded, "b": LATENT})
     assert compat.groups_of(_cache(layers)) == [Group(32, latent=True)]
+
+
+def test_a_stage_without_a_layer_of_some_group_is_refused_by_name() -> None:
+    cache = _cache(FULL, WINDOW)
+    cache.kv_cache_groups[1].layer_names.clear()
+    assert len(compat.groups_of(cache)) == 2, "who has no such layer has the group all the same"
+    with pytest.raises(
+        EngineRefused, match=r"stage has no layer of KV-cache group 1.*--pipeline-parallel-size"
+    ):
+        compat.layers_of(cache, {"layer0": torch.zeros(8, 32)})
 
 
 def test_latent_vectors_are_facts_and_events_of_their_own() -> None:

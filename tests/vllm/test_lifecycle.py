@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvpool import BlockHasher
-from kvpool.keys import parse_key
+from kvpool.config import PoolConfig
+from kvpool.errors import ConfigError
+from kvpool.keys import Fact, parse_key
+from kvpool.vllm import compat
 from tests.conftest import SOAK_S
 from tests.vllm.lifecycle import (
     BLOCK_TOKENS,
@@ -36,7 +40,14 @@ SHAPES = [
     for windowed in (False, True)
     for slots in (4, 24)
     for blocks_per_record in (1, 2, 3)
-] + [Shape(overlapping=overlapping, windowed=True, slots=24, drafts=3) for overlapping in (False, True)]
+]
+SHAPES += [Shape(overlapping=overlapping, windowed=True, slots=24, drafts=3) for overlapping in (False, True)]
+SHAPES += [
+    Shape(ranks, overlapping, windowed=True, slots=slots, latent=latent, stages=2)
+    for ranks, latent in ((2, False), (4, True))
+    for overlapping in (False, True)
+    for slots in (4, 24)
+]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 
 Configured = Callable[[Shape], Any]
@@ -316,11 +327,12 @@ def test_an_abort_at_any_moment_leaves_nothing(
     assert cancelled, "no load was under way"
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("mood", MOODS)
 def test_a_rank_whose_load_fails_alone_fails_it_for_all_and_the_pool_is_used_again(
-    engine: Callable[..., ScriptedEngine], mood: str
+    engine: Callable[..., ScriptedEngine], mood: str, stages: int
 ) -> None:
-    shape = Shape(ranks=2, slots=24)
+    shape = Shape(ranks=2, slots=24, stages=stages)
     first, second = engine(shape), engine(shape)
     generated(first, "stored")
     assert second.ranks[1].store is not None
@@ -345,6 +357,50 @@ def test_of_latent_vectors_the_pool_holds_one_record_for_all_ranks(
     assert len(world.put) * 3 == of_all
     assert {parse_key(key).rank for key in world.put} == {0}
     assert generated(engine(latent), "loaded") == 1
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_each_stage_keeps_its_layers_under_numbers_of_its_own_and_the_namespace_of_all(
+    world: World, engine: Callable[..., ScriptedEngine], latent: bool
+) -> None:
+    shape = Shape(ranks=4, slots=24, stages=2, latent=latent)
+    generated(engine(shape), "stored")
+    keys = [parse_key(key) for key in world.put]
+    assert {key.rank for key in keys} == set(range(2 if latent else 4))
+    assert len({key.fingerprint for key in keys}) == 1
+    assert generated(engine(shape), "loaded") == 1
+
+
+def test_a_stage_with_other_layers_is_another_engine(
+    world: World, engine: Callable[..., ScriptedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(ranks=2, slots=24, stages=2)
+    generated(engine(shape), "stored")
+    stored = set(world.put)
+    stages = compat.engine_facts
+
+    def other_facts(config: Any, cache: KVCacheConfig, *rest: Any) -> dict[str, Fact]:
+        facts = stages(config, cache, *rest)
+        return facts if "group0.layer0" in cache.kv_cache_groups[0].layer_names else {**facts, "other": True}
+
+    monkeypatch.setattr(compat, "engine_facts", other_facts)
+    assert generated(engine(shape), "computed") == 0
+    assert len(world.put) == 2 * len(stored)
+
+
+def test_an_engine_with_a_stage_that_says_nothing_of_itself_goes_without_the_pool(
+    world: World, engine: Callable[..., ScriptedEngine]
+) -> None:
+    shape = Shape(ranks=2, slots=24, stages=2)
+    generated(engine(shape), "stored")
+    stored, silent = set(world.put), engine(shape)
+    worker = silent.ranks[1].connector._worker
+    assert worker is not None
+    worker._report.facts.clear()
+    assert generated(silent, "computed") == 0
+    generated(silent, "new", [7, *PROMPT])
+    assert world.put == stored
+    assert silent.loads == 0
 
 
 @pytest.mark.parametrize("mood", ["good", "full", "faulting", "stuck", "refusing"])
@@ -381,14 +437,36 @@ def test_a_prefix_that_the_engine_has_may_end_inside_a_record(
         assert second.begun_inside - before == bool(blocks % blocks_per_record), blocks
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 def test_a_rank_that_never_had_a_pool_costs_its_engine_the_pool_and_no_request(
-    engine: Callable[..., ScriptedEngine],
+    engine: Callable[..., ScriptedEngine], stages: int
 ) -> None:
-    shape = Shape(ranks=2, slots=24)
+    shape = Shape(ranks=2, slots=24, stages=stages)
     first, second = engine(shape), engine(shape, without_pool=1)
     generated(first, "stored")
     assert generated(second, "computed") == 0
     assert second.loads == 0
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_that_its_own_host_configures_wrongly_costs_its_engine_the_pool_and_no_block(
+    engine: Callable[..., ScriptedEngine], monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    shape = Shape(ranks=2, slots=24, stages=stages)
+    generated(engine(shape), "stored")
+    load, halves = PoolConfig.load, iter(("scheduler", "rank 0", "rank 1"))
+
+    def loaded(*arguments: Any) -> PoolConfig:
+        if next(halves) == "rank 1":
+            raise ConfigError("KVPOOL_BUDGET_S is wrong here")
+        return load(*arguments)
+
+    monkeypatch.setattr(PoolConfig, "load", loaded)
+    second = engine(shape)
+    second.planner._loads = False  # so that its first step stores, before it has heard of any rank
+    assert generated(second, "computed") == 0
+    assert second.planner._broken
+    assert second.planner._next_tag, "nothing was to be stored"
 
 
 @pytest.mark.parametrize("mood", ["refusing", "faulting", "stuck"])

@@ -65,6 +65,7 @@ def request(name: str, tokens: int = 100, transfer_params: object = None) -> Req
 def half(
     store: Store,
     ranks: int = 1,
+    stages: int = 1,
     events: bool = True,
     heard: bool = True,
     loads: bool = True,
@@ -77,6 +78,7 @@ def half(
         store,
         [replace(group, blocks_per_record=settings.get("blocks_per_record", 1)) for group in groups],
         ranks=ranks,
+        stages=stages,
         align_tokens=BLOCK_TOKENS,
         hash_block_tokens=BLOCK_TOKENS,
         step_tokens=STEP_TOKENS,
@@ -155,7 +157,7 @@ def test_the_longest_prefix_on_all_ranks_is_offered_and_loaded_once(store: Store
 
 
 def test_what_is_the_same_on_every_rank_is_asked_for_once(store: Store) -> None:
-    groups = [Group(BLOCK_TOKENS, latent=True), Group(BLOCK_TOKENS)]
+    groups = [Group(BLOCK_TOKENS, latent=True, copies=3), Group(BLOCK_TOKENS)]
     scheduler, asked = half(store, ranks=3, groups=groups), request("a")
     for group, rank, blocks in ((0, 0, 4), (1, 0, 6), (1, 1, 5), (1, 2, 3)):
         keys = NAMESPACE.keys(asked.block_hashes[:blocks], group, rank)
@@ -189,7 +191,9 @@ def test_a_store_is_settled_once_by_all_that_the_ranks_say(
 ) -> None:
     """Whatever the order: the block goes back when every rank has copied it, and is told when all have stored it."""
     with MemoryStore(1 << 20) as store:
-        scheduler = half(store, ranks=ranks, loads=False, groups=[Group(BLOCK_TOKENS, latent=latent)])
+        scheduler = half(
+            store, ranks=ranks, loads=False, groups=[Group(BLOCK_TOKENS, copies=ranks if latent else 1)]
+        )
         block_pool, _, (tag,) = computed(scheduler, 1)
         told = 0
         landed, ended = [False] * ranks, [False] * ranks
@@ -297,6 +301,22 @@ def test_a_pool_that_is_away_is_told_once_and_again_when_it_is_back(
         "kvpool: the pool gives no answer",
         "kvpool: the pool answers again",
     ]
+
+
+def test_of_two_stages_the_facts_of_both_make_the_namespace_and_are_told_once(store: Store) -> None:
+    scheduler, asked = half(store, ranks=4, stages=2, heard=False), request("a")
+    first, second = {**FACTS, "group0.layers": 1}, {**FACTS, "group0.layers": 3}
+    of_both = {**FACTS, "stage0.group0.layers": 1, "stage1.group0.layers": 3}
+    scheduler.update(PoolWorkerMetadata(facts={0: first, 1: first, 2: second}), (), ())
+    assert scheduler.plan(SchedulerOutput.make_empty()).facts == {}
+    assert scheduler.matched_tokens(asked, 0) == (None, False)
+    scheduler.update(PoolWorkerMetadata(facts={3: second}), (), ())
+    for rank in range(4):
+        keys = Namespace("default", of_both).keys(asked.block_hashes, 0, rank)
+        assert all(store.put_many(keys, [b"x"] * len(keys)))
+    assert answer(scheduler, asked) == 96
+    assert scheduler.plan(SchedulerOutput.make_empty()).facts == of_both
+    assert scheduler.plan(SchedulerOutput.make_empty()).facts == {}
 
 
 def test_full_blocks_are_stored_once_and_announced_when_every_rank_has_them(store: Store) -> None:

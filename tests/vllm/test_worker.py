@@ -198,7 +198,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
     cache: torch.Tensor, tmp_path: Path
 ) -> None:
     url, other = f"file://{tmp_path}/pool", cache.clone()
-    groups = [Group(16, latent=True), Group(16)]
+    groups = [Group(16, latent=True, copies=2), Group(16)]
     step = [BlockRef(hashed(1), 0, (3,)), BlockRef(hashed(2), 1, (3,)), BlockRef(hashed(3), 0, (4,))]
     ranks = [WorkerHalf(PoolConfig(pool=url), groups, rank=rank) for rank in (0, 1)]
     for rank, layers in zip(ranks, (cache, other), strict=True):
@@ -229,6 +229,39 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
     assert report.missing == {(hashed(7), 0)}
     for rank in ranks:
         rank.close()
+
+
+def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tensor, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, stages=2)
+    worker.register([[cache]], FACTS, described)
+    report = worker.take_report()
+    assert report is not None
+    assert report.facts == {0: FACTS}
+    early = PoolMetadata(loads=[LoadPlan("a", refs((7, 5)), 1.0)], stores=refs((1, 3)), tags=[10])
+    worker.start_loads(early)
+    worker.start_stores(early)
+    assert finish(worker, 1) == ({"a"}, {"a"})
+    report = worker.take_report()
+    assert report is not None
+    assert (report.landed, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
+    of_all = {**FACTS, "stage1.group0.layers": 3}
+    namespace = Namespace("default", of_all)
+    with open_store(url) as store:
+        assert not eventually(lambda: bool(store.announcements("kvpool:default:")), within_s=0.3)
+        step = PoolMetadata(facts=of_all, stores=refs((1, 3)), tags=[11])
+        worker.start_loads(step)
+        worker.start_stores(step)
+        stored(worker, 11)
+        assert store.contains_many([namespace.key(hashed(1), 0, 0)]) == [True]
+        key = "kvpool:default:worker:0:w"
+        assert eventually(lambda: key in store.announcements("kvpool:default:worker:"))
+        assert namespace.facts_key in store.announcements("kvpool:default:")
+        announced = unpack_worker(key, store.announcements(key)[key])
+        assert announced is not None
+        assert announced.worker.namespace == namespace.hex
+        worker.close()
+        assert store.announcements("kvpool:default:worker:") == {}
 
 
 def test_a_rank_without_a_pool_has_stored_nothing_of_what_is_the_same_on_every_rank(

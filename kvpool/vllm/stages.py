@@ -1,0 +1,25 @@
+"""The facts of an engine out of those of its ranks, which differ: a pipeline stage has layers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvpool.keys import Fact, differing_facts
+
+
+def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], stages: int) -> dict[str, Fact] | None:
+    """What a namespace for all of an engine's ``ranks`` is made of; these come in order, stage by stage.
+
+    A fact in which all stages agree stands under its own name, any other one as ``stage0.NAME``, ``stage1.NAME``, and
+    so on: engines have the same facts when each of their stages has. None: ranks of one stage differ.
+    """
+    firsts = ranks[:: len(ranks) // stages]
+    for rank, facts in enumerate(ranks):
+        if differing_facts(facts, firsts[rank * stages // len(ranks)]):
+            return None
+    own = {name for facts in firsts for name, _, _ in differing_facts(firsts[0], facts)}
+    return {
+        f"stage{stage}.{name}" if name in own else name: value
+        for stage, facts in enumerate(firsts)
+        for name, value in facts.items()
+    }

@@ -1,0 +1,46 @@
+"""The facts of an engine with pipeline stages."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.keys import Fact
+from kvpool.vllm.stages import facts_of_engine
+
+MODEL: dict[str, Fact] = {"model": "m", "pipeline_parallel": 2}
+FIRST: dict[str, Fact] = {**MODEL, "group0.layers": 1, "group0.attention": "full"}
+SECOND: dict[str, Fact] = {**MODEL, "group0.layers": 3, "group0.attention": "full", "fp8_layers": "a"}
+
+FACTS = st.dictionaries(st.sampled_from("abc"), st.sampled_from((0, 1, True, "1", "")))
+
+
+def test_of_one_stage_they_are_those_of_its_ranks() -> None:
+    assert facts_of_engine([FIRST] * 3, 1) == FIRST
+
+
+def test_where_stages_differ_each_has_facts_of_its_own() -> None:
+    assert facts_of_engine([FIRST, FIRST, SECOND, SECOND], 2) == {
+        **MODEL,
+        "group0.attention": "full",
+        "stage0.group0.layers": 1,
+        "stage1.group0.layers": 3,
+        "stage1.fp8_layers": "a",
+    }
+
+
+def test_ranks_of_one_stage_must_agree() -> None:
+    assert facts_of_engine([FIRST, SECOND], 1) is None
+    assert facts_of_engine([FIRST, FIRST, SECOND, FIRST], 2) is None
+    assert facts_of_engine([FIRST, SECOND, FIRST, SECOND], 2) is None, "they come stage by stage"
+
+
+@given(one=st.lists(FACTS, min_size=2, max_size=2), other=st.lists(FACTS, min_size=2, max_size=2))
+def test_engines_have_the_same_facts_when_each_stage_has(
+    one: list[dict[str, Fact]], other: list[dict[str, Fact]]
+) -> None:
+    def exact(facts: dict[str, Fact] | None) -> dict[str, str]:
+        return {name: repr(value) for name, value in (facts or {}).items()}
+
+    alike = [exact(facts) for facts in one] == [exact(facts) for facts in other]
+    assert (exact(facts_of_engine(one, 2)) == exact(facts_of_engine(other, 2))) == alike
