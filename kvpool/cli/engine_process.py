@@ -140,6 +140,15 @@ def ran_s(session: int) -> float:
     return ran_ns * 1e-9
 
 
+def _kill_all_but_trackers(session: int) -> None:
+    """multiprocessing's resource trackers free shared memory, and end, when those that used it have ended."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            tracks = b"resource_tracker" in (process / "cmdline").read_bytes()
+            if os.getsid(int(process.name)) == session and not tracks:
+                os.kill(int(process.name), signal.SIGKILL)
+
+
 class EngineProcess:
     """One engine; ``options`` are those of ``vllm.LLM``. Its output goes to ``folder``/NAME.log.
 
@@ -249,20 +258,25 @@ class EngineProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the engine's whole session: asked to, which frees its shared memory, and after a while by force."""
-        for order, patience_s in ((signal.SIGTERM, TERMINATE_TIMEOUT_S), (signal.SIGKILL, STOP_TIMEOUT_S)):
-            if self._gone(order, patience_s):
+        """End the engine's whole session: asked to, after a while by force, and what frees its shared memory last."""
+        session = self._process.pid
+        for end, patience_s in (
+            (lambda: os.killpg(session, signal.SIGTERM), TERMINATE_TIMEOUT_S),
+            (lambda: _kill_all_but_trackers(session), TERMINATE_TIMEOUT_S),
+            (lambda: os.killpg(session, signal.SIGKILL), STOP_TIMEOUT_S),
+        ):
+            if self._gone(end, patience_s):
                 break
         with contextlib.suppress(OSError):
             self._process.stdin and self._process.stdin.close()
         self._answers.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _gone(self, order: signal.Signals, patience_s: float) -> bool:
-        """Send a signal to the session; whether all of it has ended in time."""
+    def _gone(self, end: Callable[[], None], patience_s: float) -> bool:
+        """Call ``end``; whether all of the session has ended in time."""
         deadline = time.monotonic() + patience_s
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, order)
+            end()
             while time.monotonic() < deadline:
                 self._process.poll()  # a leader that nobody waited for would stay for ever
                 os.killpg(self._process.pid, 0)
