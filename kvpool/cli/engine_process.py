@@ -140,8 +140,11 @@ def ran_s(session: int) -> float:
     return ran_ns * 1e-9
 
 
-def _kill_all_but_trackers(session: int) -> None:
-    """multiprocessing's resource trackers free shared memory, and end, when those that used it have ended."""
+def kill_all_but_trackers(session: int) -> None:
+    """Kill all of a session but multiprocessing's resource trackers.
+
+    These free shared memory, and end, when those that used it have ended.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             tracks = b"resource_tracker" in (process / "cmdline").read_bytes()
@@ -262,7 +265,7 @@ class EngineProcess:
         session = self._process.pid
         for end, patience_s in (
             (lambda: os.killpg(session, signal.SIGTERM), TERMINATE_TIMEOUT_S),
-            (lambda: _kill_all_but_trackers(session), TERMINATE_TIMEOUT_S),
+            (lambda: kill_all_but_trackers(session), TERMINATE_TIMEOUT_S),
             (lambda: os.killpg(session, signal.SIGKILL), STOP_TIMEOUT_S),
         ):
             if self._gone(end, patience_s):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import pytest
 import zmq
 
 from kvpool import BlockHasher, open_store
-from kvpool.cli.engine_process import EngineProcess, free_ports
+from kvpool.cli.engine_process import EngineProcess, free_ports, kill_all_but_trackers
 from kvpool.config import hash_seed
 from kvpool.hashing import seed_id
 from kvpool.index.answer import Row
@@ -200,7 +198,7 @@ def test_what_the_engine_and_the_pool_have_is_credited_until_the_engine_dies(
         assert (status.publishers[0].resets, status.publishers[0].problem) == (0, "")
         incarnation = one.incarnation(name)
 
-        os.killpg(first.process_id, signal.SIGKILL)
+        kill_all_but_trackers(first.process_id)
         killed_s = time.monotonic()
         assert eventually(lambda: not one.fleet.workers(), within_s=LEASE_S + WITHIN_S)
         assert time.monotonic() - killed_s > LEASE_S / 2, "by the end of its lease, not by a farewell"
