@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -129,14 +129,21 @@ def write_model(folder: Path, **options: Any) -> Path:
     return folder
 
 
-def ran_s(session: int) -> float:
-    """Processor time of all threads of all processes that are in a session now."""
-    ran_ns = 0
+def _processes(session: int) -> Iterator[Path]:
+    """The ``/proc`` folders of those that are in a session now; one may end before you look into it."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             if os.getsid(int(process.name)) == session:
-                for task in (process / "task").iterdir():
-                    ran_ns += int((task / "schedstat").read_text().split()[0])
+                yield process
+
+
+def ran_s(session: int) -> float:
+    """Processor time of all threads of all processes that are in a session now."""
+    ran_ns = 0
+    for process in _processes(session):
+        with contextlib.suppress(OSError):
+            for task in (process / "task").iterdir():
+                ran_ns += int((task / "schedstat").read_text().split()[0])
     return ran_ns * 1e-9
 
 
@@ -145,10 +152,9 @@ def kill_all_but_trackers(session: int) -> None:
 
     These free shared memory, and end, when those that used it have ended.
     """
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
-            tracks = b"resource_tracker" in (process / "cmdline").read_bytes()
-            if os.getsid(int(process.name)) == session and not tracks:
+    for process in _processes(session):
+        with contextlib.suppress(OSError):
+            if b"resource_tracker" not in (process / "cmdline").read_bytes():
                 os.kill(int(process.name), signal.SIGKILL)
 
 

@@ -346,7 +346,8 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
         str(authority.ca),
     ]
     worker = "w=tcp://127.0.0.1:1,model=m,block=16"
-    with running("--worker", worker, "--tokens", tokens, *secured) as index:
+    # Nobody is heard from, and this may take longer than the index waits for that.
+    with running("--worker", worker, "--tokens", tokens, "--warm-up", "300", *secured) as index:
         trusting = [
             "--tls-ca",
             str(authority.ca),
