@@ -512,15 +512,17 @@ class ScriptedEngine:
         return first.request_id if all(one.request_id in loaded for one in behind) else None
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """``reset_prefix_cache``; vLLM itself refuses to reset running requests while one loads or a step is out."""
+        """``reset_prefix_cache``; vLLM itself refuses to reset running requests while a step is out, or while one that
+        loads, or waits after its load, holds blocks."""
+        scheduler = self.scheduler
         busy = self.queue or any(
-            one.status == RequestStatus.WAITING_FOR_REMOTE_KVS or one.is_finished()
-            for one in self.scheduler.requests.values()
+            one not in scheduler.running and any(scheduler.kv_cache_manager.get_block_ids(name))
+            for name, one in scheduler.requests.items()
         )
         assert self.queue or not any(pending.landing for pending in self.planner._pending.values()), (
             "a block is held"
         )
-        self.scheduler.reset_prefix_cache(running and not busy, connector)
+        scheduler.reset_prefix_cache(running and not busy, connector)
 
     def sleep(self) -> None:
         """Level 1 with the requests aborted, as ``EngineCore.sleep`` does it; and waking up with empty memory."""
