@@ -37,8 +37,13 @@ ONLY_IN = {
     "starlette": {"index", "router"},
     "uvicorn": {"index", "router"},
 }
-# Run by interpreters of other environments, for what those have; so they may import nothing of kvpool.
-APART = {"kvpool.cli.bench_contest", "kvpool.cli.bench_dynamo", "kvpool.cli.bench_peer"}
+# Run as processes of their own, for what these have, most in other environments; so they may import nothing of kvpool.
+APART = {
+    "kvpool.cli.bench_contest",
+    "kvpool.cli.bench_dynamo",
+    "kvpool.cli.bench_peer",
+    "kvpool.cli.tiny_model",
+}
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 FORBIDDEN_ATTRIBUTES = {

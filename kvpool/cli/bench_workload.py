@@ -14,7 +14,7 @@ from typing import Literal
 
 Kind = Literal["chat", "document"]
 
-VOCABULARY = 8192  # of kvpool.vllm.tiny_model
+VOCABULARY = 8192  # of kvpool.cli.tiny_model
 FIRST_WORD = 10  # what is below has a meaning in some models
 TURNS = 4  # of a chat
 SYSTEM_TOKENS = 260  # that all chats begin with

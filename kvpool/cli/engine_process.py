@@ -111,12 +111,12 @@ def small_engine(
 
 
 def write_model(folder: Path, **options: Any) -> Path:
-    """``kvpool.vllm.tiny_model``, by a process of its own, so that torch stays out of this one.
+    """``kvpool.cli.tiny_model``, by a process of its own, so that torch stays out of this one.
 
     Blocking, some seconds. Errors: ``KVPoolError``.
     """
     written = subprocess.run(
-        [sys.executable, "-m", "kvpool.vllm.tiny_model", str(folder), json.dumps(options)],
+        [sys.executable, "-m", "kvpool.cli.tiny_model", str(folder), json.dumps(options)],
         env=child_environment({"TMPDIR": str(folder.parent)}),
         capture_output=True,
         text=True,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ import pytest
 
 from kvpool import BlockHasher
 from kvpool._native import RECORD_HEADER_NBYTES, pack_header
-from kvpool.cli.engine_process import EngineProcess, connector_config, small_engine, write_model
+from kvpool.cli.engine_process import (
+    EngineProcess,
+    connector_config,
+    kill_all_but_trackers,
+    small_engine,
+    write_model,
+)
 from tests.conftest import SOAK_S
 
 BLOCK_TOKENS = 128
@@ -48,6 +56,14 @@ def started(name: str, folder: Path, options: dict[str, Any], **environment: str
         engine.kill()
         raise
     return engine
+
+
+@contextlib.contextmanager
+def passing(name: str, folder: Path, options: dict[str, Any], **environment: str) -> Iterator[EngineProcess]:
+    """As ``started``, of whose end nothing is expected: it comes at once, and not in the seconds that vLLM takes."""
+    with started(name, folder, options, **environment) as engine:
+        yield engine
+        kill_all_but_trackers(engine.process_id)
 
 
 def ask(engine: EngineProcess, tokens: list[int], salt: str | None = None) -> dict[str, Any]:
@@ -128,6 +144,7 @@ __all__ = [
     "corrupt",
     "engine_options",
     "namespaces",
+    "passing",
     "process_named",
     "processes_below",
     "prompt",

@@ -17,6 +17,7 @@ from tests.e2e.harness import (
     ask,
     corrupt,
     engine_options,
+    passing,
     prompt,
     records,
     started,
@@ -74,7 +75,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         drafted = first.ask({"do": "metrics"})
         conversation = [*GUESSED, *reference["drafted"]["tokens"], *FOLLOWING]
         reference["conversation"] = ask(first, conversation)
-    with started("second", folder, options) as second:
+    with passing("second", folder, options) as second:
         yield Pair(pool, second, reference, drafted)
 
 

@@ -26,7 +26,7 @@ from kvpool.index.worker import Publisher, Worker
 from kvpool.keys import parse_facts_key
 from kvpool.stores.store import Store
 from tests.conftest import eventually
-from tests.e2e.harness import BLOCK_TOKENS, engine_options, prompt, started
+from tests.e2e.harness import BLOCK_TOKENS, engine_options, passing, prompt, started
 from tests.stores.servers import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -235,7 +235,7 @@ def test_stock_vllm_is_followed_when_somebody_names_it(
         (Publisher(0, f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}"),),
     )
     engine: EngineProcess
-    with started("stock", tmp_path, options) as engine:
+    with passing("stock", tmp_path, options) as engine:
         engine.generate(PROMPTS[0], 2)  # before anybody listens
         one.roster.add(stock, "flag")
         for tokens in PROMPTS[1:5]:
@@ -268,7 +268,7 @@ def test_a_hybrid_is_credited_with_what_it_can_use(gemma: Path, tmp_path: Path) 
         return found if not found.stale and found.sequence == EngineSays(ports[1]).sequence else None
 
     try:
-        with started("hybrid", tmp_path, options) as engine:
+        with passing("hybrid", tmp_path, options) as engine:
             roster.add(Worker("w", model, BLOCK_TOKENS, seed_id(hash_seed()), (publisher,)), "flag")
             for tokens in (*prompts, *prompts, prompts[3], prompts[0]):
                 found: list[Row | None] = [None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.e2e.harness import (
     corrupt,
     engine_options,
     namespaces,
+    passing,
     prompt,
     records,
     started,
@@ -28,6 +31,14 @@ TP2 = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 ROOT = Path(__file__).parents[2]
 
 
+@dataclass
+class Computed:
+    """What one engine has stored of both prompts, and says when asked again."""
+
+    pool: Path
+    answers: list[dict[str, Any]]
+
+
 def _compute(name: str, folder: Path, options: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
     """Compute both prompts on a fresh engine, and answer what it says when asked again."""
     with started(name, folder, options, **environment) as engine:
@@ -36,13 +47,21 @@ def _compute(name: str, folder: Path, options: dict[str, Any], **environment: st
         return [engine.generate(tokens, GENERATED_TOKENS) for tokens in (PROMPT, CONTROL)]
 
 
+@pytest.fixture(scope="module")
+def of_one_rank(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Computed:
+    """By an engine of one rank and one stage; the pool is to be copied."""
+    folder = tmp_path_factory.mktemp("single")
+    answers = _compute("single", folder, engine_options(llama, f"file://{folder}/pool"))
+    return Computed(folder / "pool", answers)
+
+
 def _check_second(
     folder: Path, options: dict[str, Any], reference: list[dict[str, Any]], pool: Path, **environment: str
 ) -> None:
     """A fresh engine takes the first prompt from the pool, identically; corrupted, the second one differs."""
     for record in records(pool, CONTROL):
         corrupt(record, keep_checksum=False)
-    with started("second", folder, options, **environment) as engine:
+    with passing("second", folder, options, **environment) as engine:
         answers = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (PROMPT, CONTROL)]
     assert answers[0]["pool_tokens"] == (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert answers[0]["tokens"] == reference[0]["tokens"]
@@ -85,11 +104,11 @@ def _full_attention_group(pool: Path) -> str:
     return str(name.removeprefix("group").removesuffix(".attention"))
 
 
-def test_tensor_parallel_ranks_share_with_their_like_only(llama: Path, tmp_path: Path) -> None:
-    pool = tmp_path / "pool"
-    single = engine_options(llama, f"file://{pool}")
-    double = {**single, "tensor_parallel_size": 2}
-    _compute("single", tmp_path, single)
+def test_tensor_parallel_ranks_share_with_their_like_only(
+    llama: Path, of_one_rank: Computed, tmp_path: Path
+) -> None:
+    pool = shutil.copytree(of_one_rank.pool, tmp_path / "pool")
+    double = {**engine_options(llama, f"file://{pool}"), "tensor_parallel_size": 2}
     assert len(namespaces(pool)) == 1
     with started("first", tmp_path, double, **TP2) as engine:
         cold = engine.generate(PROMPT, GENERATED_TOKENS)
@@ -102,14 +121,14 @@ def test_tensor_parallel_ranks_share_with_their_like_only(llama: Path, tmp_path:
 
 
 @pytest.mark.soak
-def test_pipeline_stages_share_with_their_like_only(llama: Path, tmp_path: Path) -> None:
+def test_pipeline_stages_share_with_their_like_only(
+    llama: Path, of_one_rank: Computed, tmp_path: Path
+) -> None:
     """A stage of one layer and one of three; what an engine without stages has stored is not for them."""
-    pool = tmp_path / "pool"
-    single = engine_options(llama, f"file://{pool}")
-    worker = "tests.e2e.cpu_pipeline.PipelineCpuWorker"
-    double = {**single, "pipeline_parallel_size": 2, "worker_cls": worker}
+    pool = shutil.copytree(of_one_rank.pool, tmp_path / "pool")
+    double = {**engine_options(llama, f"file://{pool}"), "pipeline_parallel_size": 2}
+    double["worker_cls"] = "tests.e2e.cpu_pipeline.PipelineCpuWorker"
     environment = {**TP2, "PYTHONPATH": str(ROOT), "VLLM_PP_LAYER_PARTITION": "1,3"}
-    _compute("single", tmp_path, single)
     (alone,) = namespaces(pool)
     with started("first", tmp_path, double, **environment) as engine:
         cold = engine.generate(PROMPT, GENERATED_TOKENS)
@@ -154,7 +173,7 @@ def test_latent_vectors_are_stored_once_for_two_ranks(deepseek: Path, tmp_path: 
     assert [record.name.split(".")[1:] for record in good] == [["0", "0"]] * 60, "group and rank"
     for record in spoilt:
         corrupt(record, keep_checksum=False)
-    with started("second", tmp_path, options, **environment) as engine:
+    with passing("second", tmp_path, options, **environment) as engine:
         answers = [engine.generate(tokens, GENERATED_TOKENS) for tokens in prompts]
     assert [answer["pool_tokens"] for answer in answers] == [60 * 16] * 2
     assert answers[0]["tokens"] == reference[0]
@@ -173,7 +192,7 @@ def test_records_of_four_blocks_and_a_prefix_in_the_engine_that_ends_inside_one(
     for record in records(pool, CONTROL):
         corrupt(record, keep_checksum=False)
     hit_tokens = (len(PROMPT) - 1) // record_tokens * record_tokens
-    with started("second", tmp_path, options) as engine:
+    with passing("second", tmp_path, options) as engine:
         begun = [engine.generate([*tokens[:local_tokens], *prompt(4, 60)], 2) for tokens in (PROMPT, CONTROL)]
         assert [answer["pool_tokens"] for answer in begun] == [record_tokens] * 2, (
             "and computes one more block"
@@ -185,10 +204,9 @@ def test_records_of_four_blocks_and_a_prefix_in_the_engine_that_ends_inside_one(
     assert answers[1]["tokens"] != reference[1]["tokens"]
 
 
-def test_one_of_several_connectors(llama: Path, tmp_path: Path) -> None:
+def test_one_of_several_connectors(llama: Path, of_one_rank: Computed, tmp_path: Path) -> None:
     """Under vLLM's MultiConnector: the second child's pool has the prompt, and both pools get what is computed."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    reference = _compute("first", tmp_path, engine_options(llama, f"file://{far}"))
+    near, far = tmp_path / "near", shutil.copytree(of_one_rank.pool, tmp_path / "far")
     children = [connector_config(f"file://{pool}") for pool in (near, far)]
     options = {
         **engine_options(llama, "file:///unused"),
@@ -203,6 +221,6 @@ def test_one_of_several_connectors(llama: Path, tmp_path: Path) -> None:
         answer = engine.generate(PROMPT, GENERATED_TOKENS)
         engine.generate(prompt(3, 700), 2)
     assert answer["pool_tokens"] == (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert answer["tokens"] == reference[0]["tokens"]
+    assert answer["tokens"] == of_one_rank.answers[0]["tokens"]
     for pool in (near, far):
         assert len(records(pool, prompt(3, 700))) == 700 // BLOCK_TOKENS

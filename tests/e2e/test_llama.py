@@ -22,6 +22,7 @@ from tests.e2e.harness import (
     GENERATED_TOKENS,
     corrupt,
     engine_options,
+    passing,
     process_named,
     processes_below,
     prompt,
@@ -90,7 +91,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     subscriber.stop()
     # Two staging slots: a load takes many steps, so that a test can act while it is under way.
     options = engine_options(llama, f"file://{pool}", settings={"staging_nbytes": 1 << 20})
-    with started("second", folder, options) as second:
+    with passing("second", folder, options) as second:
         yield Pair(pool, second, reference, events)
 
 

@@ -16,7 +16,7 @@ import pytest
 from kvpool import BlockHasher
 from kvpool.cli.engine_process import EngineProcess, connector_config
 from tests.conftest import eventually
-from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, engine_options, prompt, records, started
+from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, engine_options, passing, prompt, records
 from tests.stores.proxy import Proxy, proxied
 from tests.stores.servers import Server, running
 
@@ -100,7 +100,7 @@ def policies(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"connectors": children},
         }
-        with started("policies", folder, options) as engine:
+        with passing("policies", folder, options) as engine:
             first = {}
             for name, tokens in PROMPTS.items():
                 count = GENERATED if name == "twice" else GENERATED_TOKENS

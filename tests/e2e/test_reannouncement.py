@@ -16,7 +16,7 @@ from kvpool.cli.engine_process import free_ports
 from kvpool.index.answer import Row
 from kvpool.vllm.whole_state import INTERVAL_S
 from tests.conftest import eventually
-from tests.e2e.harness import BLOCK_TOKENS, prompt, started
+from tests.e2e.harness import BLOCK_TOKENS, passing, prompt
 from tests.e2e.test_index import PROMPTS, WITHIN_S, Index, options_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -103,7 +103,7 @@ def test_an_index_that_came_too_late_is_told_all(llama: Path, tmp_path: Path) ->
     options["kv_events_config"]["buffer_steps"] = KEPT_BATCHES
     subscriber = Subscriber(ports[0])
     try:
-        with open_store(pool) as store, started("late", tmp_path, options) as engine:
+        with open_store(pool) as store, passing("late", tmp_path, options) as engine:
             for tokens in (*PROMPTS, PROMPTS[7], PROMPTS[6][: 4 * BLOCK_TOKENS]):
                 engine.generate(tokens, 2)
             subscriber.drain()

@@ -19,6 +19,7 @@ from tests.e2e.harness import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
     engine_options,
+    passing,
     process_named,
     prompt,
     quiet,
@@ -57,7 +58,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         with started("first", folder, options) as first:
             cold = {name: first.generate(tokens, GENERATED_TOKENS) for name, tokens in PROMPTS.items()}
             again = {name: first.generate(tokens, GENERATED_TOKENS) for name, tokens in PROMPTS.items()}
-        with started("second", folder, options) as second:
+        with passing("second", folder, options) as second:
             yield Pair(server, second, cold, again)
 
 

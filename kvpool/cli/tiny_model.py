@@ -2,6 +2,8 @@
 
 The weights are drawn so that attention is sharp and logits are far apart (normal with deviation 1/sqrt(fan-in),
 query projections times 3): outputs then depend on every byte of the KV cache, and a corrupted block shows.
+
+Run as a process of its own, which needs torch and transformers, and not vLLM with the seconds that importing it takes.
 """
 
 from __future__ import annotations
