@@ -82,9 +82,7 @@ class PoolMetadata(KVConnectorMetadata):
     cancelled: list[str] = field(default_factory=list)  # requests whose load nobody waits for any more
     idle: bool = False  # no forward runs in this step
     timed: int = 0  # number of a step whose end the scheduler wants to hear of; 0: it does not
-    facts: dict[str, Fact] = field(
-        default_factory=dict
-    )  # of all pipeline stages, once, where there are several
+    facts: dict[str, Fact] = field(default_factory=dict)  # of several pipeline stages together, once
 
 
 @dataclass

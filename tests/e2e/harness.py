@@ -60,7 +60,10 @@ def started(name: str, folder: Path, options: dict[str, Any], **environment: str
 
 @contextlib.contextmanager
 def passing(name: str, folder: Path, options: dict[str, Any], **environment: str) -> Iterator[EngineProcess]:
-    """As ``started``, of whose end nothing is expected: it comes at once, and not in the seconds that vLLM takes."""
+    """As ``started``, of whose end nothing is expected: it comes at once, and not in the seconds that vLLM takes.
+
+    Not for several ranks: vLLM leaves the memory that these share in /dev/shm when they are killed.
+    """
     with started(name, folder, options, **environment) as engine:
         yield engine
         kill_all_but_trackers(engine.process_id)

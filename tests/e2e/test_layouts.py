@@ -61,7 +61,7 @@ def _check_second(
     """A fresh engine takes the first prompt from the pool, identically; corrupted, the second one differs."""
     for record in records(pool, CONTROL):
         corrupt(record, keep_checksum=False)
-    with passing("second", folder, options, **environment) as engine:
+    with started("second", folder, options, **environment) as engine:
         answers = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (PROMPT, CONTROL)]
     assert answers[0]["pool_tokens"] == (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert answers[0]["tokens"] == reference[0]["tokens"]
@@ -173,7 +173,7 @@ def test_latent_vectors_are_stored_once_for_two_ranks(deepseek: Path, tmp_path: 
     assert [record.name.split(".")[1:] for record in good] == [["0", "0"]] * 60, "group and rank"
     for record in spoilt:
         corrupt(record, keep_checksum=False)
-    with passing("second", tmp_path, options, **environment) as engine:
+    with started("second", tmp_path, options, **environment) as engine:
         answers = [engine.generate(tokens, GENERATED_TOKENS) for tokens in prompts]
     assert [answer["pool_tokens"] for answer in answers] == [60 * 16] * 2
     assert answers[0]["tokens"] == reference[0]
