@@ -148,7 +148,9 @@ def test_what_the_pool_held_comes_back_while_it_is_the_same_one(tmp_path: Path) 
     ):
         publisher.publish(batch(stored([1, 2]), stored([1, 2, 3], medium="STORAGE"), at_s=0))
         publisher.publish(batch(stored([9]), at_s=1))
-        store.announce(f"kvpool:default:{'a' * 32}:facts", b"facts", lease_s=600)  # as the connector does
+        namespace = f"kvpool:default:{'a' * 32}"
+        store.announce(f"{namespace}:facts", b"facts", lease_s=600)  # as the connector does
+        assert all(store.put_many([f"{namespace}:{block:064x}:0:0" for block in (1, 2, 3)], [b"block"] * 3))
         ends = (publisher.publisher,)
         worker = Worker("w", "m", 16, seed_id(None), ends, incarnation="1", namespace="a" * 32)
         announcer = Announcer(store, worker, lease_s=3.0)
