@@ -181,6 +181,7 @@ def test_latent_vectors_are_stored_once_for_two_ranks(deepseek: Path, tmp_path: 
 
 
 @pytest.mark.soak
+@LONG_SOAK
 def test_records_of_four_blocks_and_a_prefix_in_the_engine_that_ends_inside_one(
     llama: Path, tmp_path: Path
 ) -> None:
