@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
+
 Kind = Literal["chat", "document"]
 
-VOCABULARY = 8192  # of kvpool.cli.tiny_model
-FIRST_WORD = 10  # what is below has a meaning in some models
 TURNS = 4  # of a chat
 SYSTEM_TOKENS = 260  # that all chats begin with
 SAID_TOKENS = (120, 400)  # of the user, in a turn

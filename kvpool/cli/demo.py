@@ -29,6 +29,7 @@ from kvpool.cli.engine_process import (
     write_model,
 )
 from kvpool.cli.index_process import IndexProcess
+from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
 from kvpool.cli.workspace import workspace
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError, UnknownModel
@@ -39,7 +40,6 @@ PROMPT_TOKENS = (2050, 2650, 3300, 3950)
 WARMUP_TOKENS = 2100
 INDEX_TIMEOUT_S = 30.0  # for an engine to be found, or for what it announced to arrive
 GENERATED_TOKENS = 16
-VOCABULARY = 8192
 NEEDED_SHARE = 0.9  # of the full blocks of each prompt
 KV_CACHE_NBYTES = 256 << 20
 SEED = 7
@@ -123,8 +123,8 @@ class _Fleet:
 
     def run(self, block_tokens: int) -> list[Row]:
         draw = random.Random(SEED)
-        prompts = [[draw.randrange(10, VOCABULARY) for _ in range(count)] for count in PROMPT_TOKENS]
-        warmups = [[draw.randrange(10, VOCABULARY) for _ in range(WARMUP_TOKENS)] for _ in range(2)]
+        prompts = [[draw.randrange(FIRST_WORD, VOCABULARY) for _ in range(count)] for count in PROMPT_TOKENS]
+        warmups = [[draw.randrange(FIRST_WORD, VOCABULARY) for _ in range(WARMUP_TOKENS)] for _ in range(2)]
         cold: list[_Answer] = []
         again: list[dict[str, Any]] = []
         rows = []

@@ -12,11 +12,10 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 Kind = Literal["llama", "gemma3", "deepseek", "gpt_oss"]
 
 VOCABULARY = 8192
+FIRST_WORD = 10  # what is below has a meaning in some models
 QUERY_GAIN = 3.0
 MAX_TOKENS = 8192
 
@@ -37,6 +36,7 @@ def write_tiny_model(
     that vLLM's CPU kernels know, without experts. ``gpt_oss``: every other layer with such a window, attention sinks,
     four experts, two of them a token. ``width`` is a multiple of 256. About 54 MB at the defaults.
     """
+    import torch
     import transformers
 
     torch.manual_seed(seed)

@@ -16,6 +16,7 @@ from kvpool.cli.engine_process import free_ports
 from kvpool.hashing import seed_id
 from kvpool.index import codec
 from kvpool.index.registry import Announcer
+from kvpool.keys import namespace_prefix
 from tests.cli.test_app import kvpool, refused
 from tests.cli.test_index import Index, running
 from tests.conftest import eventually
@@ -148,9 +149,9 @@ def test_what_the_pool_held_comes_back_while_it_is_the_same_one(tmp_path: Path) 
     ):
         publisher.publish(batch(stored([1, 2]), stored([1, 2, 3], medium="STORAGE"), at_s=0))
         publisher.publish(batch(stored([9]), at_s=1))
-        namespace = f"kvpool:default:{'a' * 32}"
-        store.announce(f"{namespace}:facts", b"facts", lease_s=600)  # as the connector does
-        assert all(store.put_many([f"{namespace}:{block:064x}:0:0" for block in (1, 2, 3)], [b"block"] * 3))
+        prefix = namespace_prefix("default", "a" * 32)
+        store.announce(f"{prefix}facts", b"facts", lease_s=600)  # as the connector does
+        assert all(store.put_many([f"{prefix}{block:064x}:0:0" for block in (1, 2, 3)], [b"block"] * 3))
         ends = (publisher.publisher,)
         worker = Worker("w", "m", 16, seed_id(None), ends, incarnation="1", namespace="a" * 32)
         announcer = Announcer(store, worker, lease_s=3.0)

@@ -21,12 +21,12 @@ from kvpool.cli.engine_process import (
     small_engine,
     write_model,
 )
+from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
 from tests.conftest import SOAK_S
 
 BLOCK_TOKENS = 128
-VOCABULARY = 8192
 GENERATED_TOKENS = 12
-# What starts several engines and is proven in part by a test that starts fewer.
+# What starts several engines and is proven in part by a test that starts fewer, or scripted ones.
 LONG_SOAK = pytest.mark.skipif(SOAK_S < 300, reason="too long for a short soak: SOAK_S=300 runs it")
 
 
@@ -43,7 +43,7 @@ def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:
 
 def prompt(seed: int, tokens: int) -> list[int]:
     draw = random.Random(seed)
-    return [draw.randrange(10, VOCABULARY) for _ in range(tokens)]
+    return [draw.randrange(FIRST_WORD, VOCABULARY) for _ in range(tokens)]
 
 
 def started(name: str, folder: Path, options: dict[str, Any], **environment: str) -> EngineProcess:
