@@ -10,9 +10,10 @@ PUT: int
 GET: int
 CONTAINS: int
 DELETE: int
+TOUCH: int
 
 # Result of one key of a batch; Batch.results() has one byte per key, in the order of the keys.
-MISS: int  # get, contains, delete: not there (or damaged, and then deleted and counted)
+MISS: int  # get, contains, touch, delete: not there (or damaged, and then deleted and counted)
 OK: int  # done; for get: the buffer holds exactly the bytes that were put
 NO_ROOM: int  # put: the store is full and could not make room
 FAULT: int  # an I/O error; Batch.error() has the first one in words

@@ -31,6 +31,7 @@ constexpr Clock::duration kPauseAfterException = std::chrono::milliseconds(10);
 std::size_t queue_of(Op op) {
   switch (op) {
     case Op::kContains:
+    case Op::kTouch:
     case Op::kDelete:
       return 0;
     case Op::kGet:
@@ -435,7 +436,7 @@ Counters Engine::counters() const {
   };
   const auto sum = [&read](Status status) {
     return read(Op::kPut, status) + read(Op::kGet, status) + read(Op::kContains, status) +
-           read(Op::kDelete, status);
+           read(Op::kDelete, status) + read(Op::kTouch, status);
   };
   const auto nbytes = [this](Op op) {
     return core_->ok_nbytes[static_cast<std::size_t>(op)].load(std::memory_order_relaxed);
@@ -446,8 +447,8 @@ Counters Engine::counters() const {
       {"get_hits", read(Op::kGet, Status::kOk)},
       {"get_misses", read(Op::kGet, Status::kMiss)},
       {"get_nbytes", nbytes(Op::kGet)},
-      {"contains_hits", read(Op::kContains, Status::kOk)},
-      {"contains_misses", read(Op::kContains, Status::kMiss)},
+      {"contains_hits", read(Op::kContains, Status::kOk) + read(Op::kTouch, Status::kOk)},
+      {"contains_misses", read(Op::kContains, Status::kMiss) + read(Op::kTouch, Status::kMiss)},
       {"deletes", read(Op::kDelete, Status::kOk)},
       {"delete_misses", read(Op::kDelete, Status::kMiss)},
       {"no_room", sum(Status::kNoRoom)},

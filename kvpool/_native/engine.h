@@ -36,8 +36,8 @@ namespace kvpool {
 
 using Clock = std::chrono::steady_clock;
 
-enum class Op : std::uint8_t { kPut = 0, kGet = 1, kContains = 2, kDelete = 3 };
-inline constexpr std::size_t kOpCount = 4;
+enum class Op : std::uint8_t { kPut = 0, kGet = 1, kContains = 2, kDelete = 3, kTouch = 4 };
+inline constexpr std::size_t kOpCount = 5;
 
 enum class Status : std::uint8_t {
   kMiss = 0,

@@ -150,6 +150,7 @@ class FileLane : public Lane {
       case Op::kGet:
         return get(item, path);
       case Op::kContains:
+      case Op::kTouch:
         return contains(path);
       case Op::kDelete:
         return remove_record(path);

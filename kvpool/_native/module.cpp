@@ -251,7 +251,7 @@ class PyEngine {
   PyBatch submit(int op_number, nb::handle keys, nb::handle buffers, double timeout_s) {
     orphans_->reap();
     if (op_number < 0 || op_number >= static_cast<int>(kOpCount)) {
-      throw std::invalid_argument("op must be PUT, GET, CONTAINS or DELETE");
+      throw std::invalid_argument("op must be PUT, GET, CONTAINS, DELETE or TOUCH");
     }
     const auto op = static_cast<Op>(op_number);
     const Clock::duration timeout = to_duration(timeout_s, false);
@@ -260,7 +260,7 @@ class PyEngine {
     const bool moves_bytes = op == Op::kPut || op == Op::kGet;
     if (moves_bytes == buffers.is_none()) {
       throw std::invalid_argument(moves_bytes ? "PUT and GET need buffers"
-                                              : "CONTAINS and DELETE take no buffers");
+                                              : "CONTAINS, DELETE and TOUCH take no buffers");
     }
     PyBuffers held;
     std::vector<Batch::Buffer> spans;
@@ -717,6 +717,7 @@ NB_MODULE(_native, m) {
   m.attr("GET") = static_cast<int>(Op::kGet);
   m.attr("CONTAINS") = static_cast<int>(Op::kContains);
   m.attr("DELETE") = static_cast<int>(Op::kDelete);
+  m.attr("TOUCH") = static_cast<int>(Op::kTouch);
   m.attr("MISS") = static_cast<int>(Status::kMiss);
   m.attr("OK") = static_cast<int>(Status::kOk);
   m.attr("NO_ROOM") = static_cast<int>(Status::kNoRoom);

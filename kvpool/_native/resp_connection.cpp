@@ -365,6 +365,9 @@ void RespConnection::begin(Item&& taken) {
     case Op::kDelete:
       request->kind = Kind::kDelete;
       break;
+    case Op::kTouch:
+      request->kind = Kind::kTouch;
+      break;
   }
   request->deadline = taken.deadline();
   request->item.emplace(std::move(taken));
@@ -668,6 +671,7 @@ std::string RespConnection::token_came(Request& request, const RespToken& token)
       return get_token_came(request, token);
     case Kind::kContains:
     case Kind::kDelete:
+    case Kind::kTouch:
     case Kind::kCleanup:
       if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
       end_front(token.value == 1 && request.kind != Kind::kCleanup ? Status::kOk : Status::kMiss, {});

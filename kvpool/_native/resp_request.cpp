@@ -26,6 +26,9 @@ void RespRequest::compose() {
     case Kind::kContains:
       append_command(head, {"EXISTS", key});
       break;
+    case Kind::kTouch:
+      append_command(head, {"TOUCH", key});
+      break;
     case Kind::kDelete:
     case Kind::kCleanup:
       append_command(head, {"UNLINK", key});

@@ -17,7 +17,7 @@ inline constexpr std::size_t kRespTailNbytes = 128;
 inline constexpr std::string_view kAsking = "*1\r\n$6\r\nASKING\r\n";
 
 struct RespRequest {
-  enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kCleanup };
+  enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kTouch, kCleanup };
   enum class Stage : std::uint8_t { kStart, kHeader, kBody };
   enum class Sink : std::uint8_t { kNowhere, kHeader, kBody };
 

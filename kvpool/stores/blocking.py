@@ -64,9 +64,12 @@ _COUNTED = {
     (_native.GET, _native.MISS): "get_misses",
     (_native.CONTAINS, _native.OK): "contains_hits",
     (_native.CONTAINS, _native.MISS): "contains_misses",
+    (_native.TOUCH, _native.OK): "contains_hits",
+    (_native.TOUCH, _native.MISS): "contains_misses",
     (_native.DELETE, _native.OK): "deletes",
     (_native.DELETE, _native.MISS): "delete_misses",
 }
+_VERBS = {_native.CONTAINS: b"EXISTS", _native.TOUCH: b"TOUCH", _native.DELETE: b"UNLINK"}
 _COUNTED_ALWAYS = {
     _native.NO_ROOM: "no_room",
     _native.FAULT: "faults",
@@ -465,7 +468,7 @@ class _Lane:
                 return self._put(batch, keys, views)
             if batch.operation == _native.GET:
                 return self._get(batch, keys, views)
-            verb = b"EXISTS" if batch.operation == _native.CONTAINS else b"UNLINK"
+            verb = _VERBS[batch.operation]
             replies = self._exchange(batch, [(verb, key) for key in keys])
             return _statuses([reply if isinstance(reply, Refusal) else _yes(reply) for reply in replies])
         except LinkFault as error:

@@ -84,9 +84,13 @@ class MemoryStore(Store):
         elif operation == _native.GET:
             assert views is not None
             results = bytes(map(self._get, keys, views))
-        elif operation == _native.CONTAINS:
+        elif operation in (_native.CONTAINS, _native.TOUCH):
             with self._lock:
                 found = [key in self._records for key in keys]
+                if operation == _native.TOUCH:
+                    for key, hit in zip(keys, found, strict=True):
+                        if hit:
+                            self._records.move_to_end(key)
                 self._counters["contains_hits"] += sum(found)
                 self._counters["contains_misses"] += len(found) - sum(found)
             results = bytes(_native.OK if hit else _native.MISS for hit in found)

@@ -88,6 +88,13 @@ class Store(ABC):
         """
         return _finish(self.submit_contains(keys, timeout_s=timeout_s))
 
+    def touch_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
+        """``contains_many``, and each value that is there counts as used now: it is evicted, and expires, later.
+
+        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        """
+        return _finish(self.submit_touch(keys, timeout_s=timeout_s))
+
     def delete_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> int:
         """Delete the keys' values; returns how many were there.
 
@@ -122,6 +129,10 @@ class Store(ABC):
     def submit_contains(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Transfer:
         """Begin ``contains_many``. Errors: as there."""
         return self._begin(_native.CONTAINS, "contains", keys, None, timeout_s)
+
+    def submit_touch(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Transfer:
+        """Begin ``touch_many``. Errors: as there."""
+        return self._begin(_native.TOUCH, "touch", keys, None, timeout_s)
 
     # ------------------------------------------------------------------ leased documents
 

@@ -449,12 +449,13 @@ class StoreConformance:
         store.put_many(keys(3), [bytes(100)] * 3)
         store.get_many_into([key(0), key(1), key(7)], [bytearray(100) for _ in range(3)])
         store.contains_many([key(0), key(8)])
+        assert store.touch_many([key(8), key(1)]) == [False, True]
         store.delete_many([key(2), key(9)])
         counters = store.counters()
         assert all(type(value) is int and value >= 0 for value in counters.values())
         expected = {
             "puts": 3, "put_nbytes": 300, "get_hits": 2, "get_misses": 1, "get_nbytes": 200,
-            "contains_hits": 1, "contains_misses": 1, "deletes": 1, "delete_misses": 1,
+            "contains_hits": 2, "contains_misses": 2, "deletes": 1, "delete_misses": 1,
             "no_room": 0, "faults": 0, "cancelled": 0, "timed_out": 0, "damaged": 0, "evicted": 0,
         }  # fmt: skip
         assert {name: counters.get(name) for name in expected} == expected
@@ -468,6 +469,7 @@ class StoreConformance:
             lambda: store.put_many([key(1)], [b"x"]),
             lambda: store.get_many_into([key(1)], [bytearray(1)]),
             lambda: store.contains_many([key(1)]),
+            lambda: store.touch_many([key(1)]),
             lambda: store.delete_many([key(1)]),
             lambda: store.submit_put([key(1)], [b"x"]),
             lambda: store.submit_get([key(1)], [bytearray(1)]),
