@@ -1,0 +1,308 @@
+"""The digest of a checkpoint: which weights lie in a folder, wherever it is mounted and whatever it is called.
+
+Of each file that weights are loaded from, the digest covers the name, the size, the header whole (safetensors) or head
+and tail (the others), the start of every tensor, and 4 KiB at 16,384 places spread over all files. A checkpoint of up
+to 64 MiB is read in full. What differs in fewer places than that can have an equal digest: ``every_byte`` reads all.
+
+Beside the weights it covers the configuration, without the fields that say where it came from; and, where that names
+code of its own (``auto_map``), the code. Formats: safetensors (https://github.com/huggingface/safetensors), the zip
+files of ``torch.save`` (their directory, at the end, has a CRC of every tensor), gguf.
+
+Threads: one call makes daemon threads of its own; ``_Reading._lock`` guards its fields, nothing is read under it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpool.errors import ConfigError
+
+WHOLE_NBYTES = 64 << 20  # of a checkpoint up to this size every byte is read
+SPOTS = 16_384
+SPOT_NBYTES = 4096
+TENSOR_SPOT_NBYTES = 1024
+EDGE_NBYTES = 1 << 20  # of the head and of the tail of a file that is not safetensors
+MAX_HEADER_NBYTES = 128 << 20  # safetensors itself allows 100 MB
+MAX_TEXT_NBYTES = 16 << 20  # of a configuration, or of a file of code
+PIECE_SPOTS = 512  # what one thread reads at a time
+PIECE_NBYTES = 64 << 20
+READ_NBYTES = 1 << 20
+THREADS = 8  # reads of a cold or distant disk wait; these wait together
+
+WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+# Lie beside weights and are not loaded for inference (``filter_files_not_needed_for_inference`` of vLLM).
+_NOT_WEIGHTS = frozenset(("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"))
+_CONFIGS = ("config.json", "params.json", "adapter_config.json")
+_WHERE_IT_CAME_FROM = frozenset(
+    ("_name_or_path", "_commit_hash", "transformers_version", "base_model_name_or_path", "revision")
+)
+
+
+class CheckpointDigest(NamedTuple):
+    """``hex``: 32 lowercase hex digits. ``files``, ``nbytes``: of weights. ``read_nbytes``: how much of them was read."""
+
+    hex: str
+    files: int
+    nbytes: int
+    read_nbytes: int
+
+
+def checkpoint_digest(
+    path: Path,
+    *,
+    suffixes: Sequence[str] = WEIGHTS_SUFFIXES,
+    every_byte: bool = False,
+    timeout_s: float = 60.0,
+) -> CheckpointDigest:
+    """The digest of the weights in ``path``: a folder of a checkpoint or of an adapter, or one file.
+
+    Of a folder, the files with the first of ``suffixes`` that any has are taken: those that an engine loads.
+    Blocking, for at most ``timeout_s`` seconds, also when the disk hangs; reads of up to 8 threads at a time.
+    Errors: ``ConfigError``: no weights, a file that cannot be read or is not whole, or out of time.
+    """
+    reading = _Reading(Path(path), tuple(suffixes), every_byte, time.monotonic() + timeout_s)
+    digest = reading.wait()
+    if digest is None:
+        raise ConfigError(
+            f"the digest of the weights in {path} was not made within {timeout_s:g} s; look at the disk, or allow more"
+        )
+    return digest
+
+
+class _File(NamedTuple):
+    name: str
+    path: Path
+    nbytes: int
+
+
+class _Piece(NamedTuple):
+    """Places of one file, read and hashed by one thread."""
+
+    file: _File
+    spots: Sequence[tuple[int, int]]  # (offset, bytes), ascending
+
+
+class _Reading:
+    """One digest under way. Its threads are daemons: a disk that hangs must not keep the process from ending."""
+
+    def __init__(self, path: Path, suffixes: tuple[str, ...], every_byte: bool, until: float) -> None:
+        self._path, self._suffixes, self._every_byte, self._until = path, suffixes, every_byte, until
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._pieces: Iterator[tuple[int, _Piece]] = iter(())
+        self._hashes: dict[int, bytes] = {}
+        self._digest: CheckpointDigest | None = None
+        self._error: Exception | None = None
+
+    def wait(self) -> CheckpointDigest | None:
+        """None: the time was over first."""
+        self._start(self._make)
+        self._ended.wait(max(0.0, self._until - time.monotonic()))
+        with self._lock:
+            digest, error = self._digest, self._error
+        self._until = 0.0  # threads that still read end at their next place
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"the weights in {self._path} cannot be read ({error}); name a folder that this user can read"
+            ) from error
+        if error is not None and not isinstance(error, TimeoutError):
+            raise error
+        return digest
+
+    @staticmethod
+    def _start(work: Any) -> threading.Thread:
+        thread = threading.Thread(target=work, name="kvpool-checkpoint", daemon=True)
+        thread.start()
+        return thread
+
+    def _make(self) -> None:
+        try:
+            digest = self._made()
+        except Exception as error:
+            with self._lock:
+                self._error = self._error or error
+        else:
+            with self._lock:
+                self._digest = digest
+        self._ended.set()
+
+    def _made(self) -> CheckpointDigest:
+        files = _weights_files(self._path, self._suffixes)
+        nbytes = sum(file.nbytes for file in files)
+        pieces = list(enumerate(self._cut(files, nbytes)))
+        with self._lock:
+            self._pieces = iter(pieces)
+        for thread in [self._start(self._read) for _ in range(min(THREADS, len(pieces)))]:
+            thread.join()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+        said: list[object] = [["kvpool checkpoint", 1, self._every_byte or nbytes <= WHOLE_NBYTES]]
+        said += [[file.name, file.nbytes] for file in files]
+        said += [[piece.file.name, self._hashes[number].hex()] for number, piece in pieces]
+        said += _configuration(self._path)
+        text = json.dumps(said, ensure_ascii=True, separators=(",", ":"))
+        read_nbytes = sum(length for _, piece in pieces for _, length in piece.spots)
+        return CheckpointDigest(
+            hashlib.sha256(text.encode()).hexdigest()[:32], len(files), nbytes, read_nbytes
+        )
+
+    def _cut(self, files: Sequence[_File], nbytes: int) -> Iterator[_Piece]:
+        for file in files:
+            if self._every_byte or nbytes <= WHOLE_NBYTES:
+                for start in range(0, file.nbytes, PIECE_NBYTES):
+                    yield _Piece(file, [(start, min(PIECE_NBYTES, file.nbytes - start))])
+            else:
+                spots = _spots(file, max(16, math.ceil(SPOTS * file.nbytes / nbytes)))
+                for first in range(0, len(spots), PIECE_SPOTS):
+                    yield _Piece(file, spots[first : first + PIECE_SPOTS])
+
+    def _read(self) -> None:
+        try:
+            while True:
+                with self._lock:
+                    number, piece = next(self._pieces, (-1, None))
+                    if piece is None or self._error is not None:
+                        return
+                digest = self._hash(piece)
+                with self._lock:
+                    self._hashes[number] = digest
+        except Exception as error:
+            with self._lock:
+                self._error = self._error or error
+
+    def _hash(self, piece: _Piece) -> bytes:
+        found = hashlib.sha256()
+        descriptor = os.open(piece.file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if len(piece.spots) > 1:  # reading ahead would bring what nobody asks for
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            for offset, length in piece.spots:
+                for start in range(offset, offset + length, READ_NBYTES):
+                    if time.monotonic() > self._until:
+                        raise TimeoutError
+                    wanted = min(READ_NBYTES, offset + length - start)
+                    data = os.pread(descriptor, wanted, start)
+                    if len(data) != wanted:
+                        raise ConfigError(
+                            f"{piece.file.path} became shorter while it was read; start again when it is whole"
+                        )
+                    found.update(data)
+        finally:
+            os.close(descriptor)
+        return found.digest()
+
+
+def _weights_files(path: Path, suffixes: Sequence[str] = WEIGHTS_SUFFIXES) -> list[_File]:
+    """The files of ``path`` that weights are loaded from, by name; links are followed.
+
+    Errors: ``ConfigError``; ``OSError``.
+    """
+    if path.is_dir():
+        for suffix in suffixes:
+            found = sorted(one for one in path.glob(f"*{suffix}") if one.name not in _NOT_WEIGHTS)
+            if found:
+                return [_file(one) for one in found]
+        raise ConfigError(f"there are no weights in {path}: no file ends in {', '.join(suffixes)}")
+    if not path.exists():
+        raise ConfigError(f"there are no weights in {path}: it is not there")
+    return [_file(path)]
+
+
+def _file(path: Path) -> _File:
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        raise ConfigError(f"{path} is not a file of weights")
+    return _File(path.name, path, info.st_size)
+
+
+def _spots(file: _File, count: int) -> list[tuple[int, int]]:
+    """Places of a file, ascending: the ends that describe it, its tensors' starts, and ``count`` spread evenly."""
+    spots = []
+    start = 0
+    if file.path.suffix == ".safetensors":
+        start, tensors = _safetensors(file)
+        spots.append((0, start))
+        spots += tensors
+    else:
+        edge = min(EDGE_NBYTES, file.nbytes)
+        spots += [(0, edge), (file.nbytes - edge, edge)]
+    stride = (file.nbytes - start) / count
+    for index in range(count):
+        # Not at equal distances: rows of a matrix are.
+        within = (index * 2654435761 % (1 << 32)) / (1 << 32)
+        offset = int(start + (index + within) * stride)
+        spots.append((offset, min(SPOT_NBYTES, file.nbytes - offset)))
+    return sorted(set(spots))
+
+
+def _safetensors(file: _File) -> tuple[int, list[tuple[int, int]]]:
+    """(where the data begins, the start of each tensor) of a safetensors file."""
+    with file.path.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 0 < length <= min(MAX_HEADER_NBYTES, file.nbytes - 8):
+            raise ConfigError(f"{file.path} is not a whole safetensors file; fetch the checkpoint again")
+        text = opened.read(length)
+    start = 8 + length
+    try:
+        tensors = [
+            (start + begin, min(TENSOR_SPOT_NBYTES, end - begin))
+            for name, tensor in json.loads(text).items()
+            if name != "__metadata__"
+            for begin, end in [tensor["data_offsets"]]
+            if begin < end
+        ]
+        whole = all(start <= offset and offset + length <= file.nbytes for offset, length in tensors)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file.path} has no header of safetensors; fetch the checkpoint again") from error
+    if not whole:
+        raise ConfigError(f"{file.path} is shorter than its header says; fetch the checkpoint again")
+    return start, tensors
+
+
+def _configuration(path: Path) -> list[object]:
+    """What the folder says of its weights; nothing for a single file."""
+    if not path.is_dir():
+        return []
+    said: list[object] = []
+    code = False
+    names = {*_CONFIGS, *(one.name for one in path.glob("*quant*.json"))}
+    for name in sorted(names):
+        if not (path / name).exists():
+            continue
+        try:
+            config = json.loads(_text(path / name))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path / name} is not JSON; fetch the checkpoint again") from error
+        code |= isinstance(config, dict) and "auto_map" in config
+        said.append([name, _without_origin(config)])
+    if code:
+        said += [[one.name, hashlib.sha256(_text(one)).hexdigest()] for one in sorted(path.glob("*.py"))]
+    return said
+
+
+def _text(path: Path) -> bytes:
+    with path.open("rb") as opened:
+        text = opened.read(MAX_TEXT_NBYTES + 1)
+    if len(text) > MAX_TEXT_NBYTES:
+        raise ConfigError(f"{path} is larger than {MAX_TEXT_NBYTES >> 20} MiB, which no configuration is")
+    return text
+
+
+def _without_origin(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: _without_origin(inner)
+            for name, inner in sorted(value.items())
+            if name not in _WHERE_IT_CAME_FROM
+        }
+    return [_without_origin(inner) for inner in value] if isinstance(value, list) else value
