@@ -48,7 +48,7 @@ _WHERE_IT_CAME_FROM = frozenset(
 
 
 class CheckpointDigest(NamedTuple):
-    """``hex``: 32 lowercase hex digits. ``files``, ``nbytes``: of weights. ``read_nbytes``: how much of them was read."""
+    """``hex``: 32 lowercase hex digits. ``files``, ``nbytes``: of weights. ``read_nbytes``: what was read of it."""
 
     hex: str
     files: int
