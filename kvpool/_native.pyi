@@ -104,8 +104,17 @@ class Engine:
     def close(self, timeout_s: float) -> bool:
         """Cancels everything and joins the threads, for 0 to 3600 s. False: some thread is stuck; call again."""
 
-# OSError with errno and file name when the directory cannot be made or used.
+class RefusedDirectory(Exception):
+    """Why a directory is not taken for a pool, and what to do; without its name."""
+
+# These raise OSError with errno and file name when the directory cannot be made or used, and RefusedDirectory.
 def open_file_engine(root: str, capacity_nbytes: int, threads: int) -> Engine: ...
+
+# Of a pool that is there, with one thread; opening writes nothing, and nothing is evicted.
+def find_file_engine(root: str) -> Engine: ...
+
+# Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.
+def make_file_pool(root: str) -> None: ...
 
 class RespError(RuntimeError):
     """A Redis or Valkey server refused at open, in its own words: ``host:6379: AUTH: WRONGPASS ...``."""

@@ -37,7 +37,7 @@ def payload(i, nbytes):
 
 def record_path(root, text):
     _, tenant, namespace, digest, group, rank = text.split(":")
-    return Path(root) / "blocks" / tenant / namespace / digest[:3] / f"{digest}.{group}.{rank}"
+    return Path(root) / "blocks" / digest[-3:] / f"{tenant}.{namespace}.{digest}.{group}.{rank}"
 
 
 def records(root):
@@ -49,9 +49,7 @@ def temporaries(root):
 
 
 def key_of(path):
-    digest, group, rank = path.name.split(".")
-    namespace, tenant = path.parts[-3], path.parts[-4]
-    return f"kvpool:{tenant}:{namespace}:{digest}:{group}:{rank}"
+    return "kvpool:" + path.name.replace(".", ":")
 
 
 def eventually(condition):
@@ -602,7 +600,7 @@ PERMISSIONS = textwrap.dedent(
     try:
         _native.open_file_engine(str(root / "closed"), 1 << 20, 1)
     except PermissionError as error:
-        assert error.filename == str(root / "closed/tmp"), error.filename
+        assert error.filename == str(root / "closed/kvpool-pool"), error.filename
     else:
         raise AssertionError("opened")
     engine = _native.open_file_engine(str(root / "open"), 1 << 20, 1)

@@ -1,186 +1,206 @@
 #include "evict.h"
 
-#include <dirent.h>
-#include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cerrno>
+#include <charconv>
 #include <ctime>
-#include <memory>
-#include <queue>
+#include <optional>
 #include <string_view>
+#include <utility>
 #include <vector>
 
-#include "descriptor.h"
+#include "folder.h"
+#include "record_file.h"
 
 namespace kvpool {
 namespace {
 
 constexpr std::int64_t kStaleTemporaryAge_s = 600;  // only where the file system has no flock
+constexpr std::size_t kSampleRecords =
+    1024;  // a tenth of so many is a tenth of the store, give or take a hundredth
+constexpr std::uint64_t kEvictedPart = 10;  // of a sample: one in so many
+constexpr unsigned kLeastCounted = 16;      // buckets; enough to guess the others by
+constexpr std::int64_t kClockSlack_ns = 1'000'000'000;
 
-struct CloseDirectory {
-  void operator()(DIR* directory) const { closedir(directory); }
-};
-using Directory = std::unique_ptr<DIR, CloseDirectory>;
-
-Directory open_directory(const std::string& path) {
-  Descriptor file(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
-  if (!file) return nullptr;
-  Directory directory(fdopendir(file.get()));
-  if (directory) file.release();
-  return directory;
-}
-
-// Calls visit(name) for each entry; returns how many entries are left, so that an empty directory can go.
-template <typename Visit>
-std::size_t for_each_entry(const Directory& directory, Visit visit) {
-  std::size_t left = 0;
-  while (const dirent* entry = readdir(directory.get())) {
-    const std::string_view name = entry->d_name;
-    if (name == "." || name == "..") continue;
-    if (visit(entry->d_name)) ++left;
-  }
-  return left;
-}
-
-struct Candidate {
+struct Entry {
   std::int64_t used_at_ns;
   std::uint64_t nbytes;
-  std::uint32_t directory;
+  unsigned bucket;
   std::string name;
-  bool operator<(const Candidate& other) const { return used_at_ns < other.used_at_ns; }
 };
 
-// The oldest records that together are at least `wanted_nbytes`; bounded by what is to be deleted, not by the tree.
-class Oldest {
- public:
-  explicit Oldest(std::uint64_t wanted_nbytes) : wanted_nbytes_(wanted_nbytes) {}
-
-  bool wants(std::int64_t used_at_ns) const {
-    return nbytes_ < wanted_nbytes_ || (!heap_.empty() && used_at_ns < heap_.top().used_at_ns);
+// {pid}.{lane}.{sequence}.{random}
+bool is_temporary_name(std::string_view name) {
+  int parts = 0;
+  for (std::size_t begin = 0; begin <= name.size(); ++parts) {
+    const std::size_t end = std::min(name.find('.', begin), name.size());
+    std::uint64_t number = 0;
+    const auto [last, error] = std::from_chars(name.data() + begin, name.data() + end, number);
+    if (error != std::errc{} || last != name.data() + end) return false;
+    begin = end + 1;
   }
-  void add(Candidate candidate) {
-    nbytes_ += candidate.nbytes;
-    heap_.push(std::move(candidate));
-    while (nbytes_ - heap_.top().nbytes >= wanted_nbytes_) {
-      nbytes_ -= heap_.top().nbytes;
-      heap_.pop();
-    }
-  }
-  std::vector<Candidate> oldest_first() && {
-    std::vector<Candidate> sorted(heap_.size());
-    for (std::size_t i = sorted.size(); i-- > 0; heap_.pop()) sorted[i] = heap_.top();
-    return sorted;
-  }
-
- private:
-  std::uint64_t wanted_nbytes_;
-  std::uint64_t nbytes_ = 0;
-  std::priority_queue<Candidate> heap_;  // the youngest on top
-};
+  return parts == 4;
+}
 
 // A writer holds the flock of its temporary file for as long as it lives, in whatever pid namespace.
-bool writer_is_dead(const std::string& path, const struct stat& info) {
-  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+bool writer_is_dead(int fd, const char* name, const struct stat& info) {
+  const Descriptor file(openat(fd, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
   if (file && flock(file.get(), LOCK_EX | LOCK_NB) == 0) return true;
   if (file && errno == EWOULDBLOCK) return false;
   return time(nullptr) - info.st_mtim.tv_sec > kStaleTemporaryAge_s;
 }
 
-std::uint64_t sweep_temporaries(const std::string& path) {
-  const Directory directory = open_directory(path);
-  if (!directory) return 0;
+// Returns the bytes of those whose writers live.
+std::uint64_t sweep_temporaries(const std::string& root) {
+  const Folder folder = open_folder(AT_FDCWD, (root + "/tmp").c_str());
+  if (!folder) return 0;
   std::uint64_t nbytes = 0;
-  for_each_entry(directory, [&](const char* name) {
+  for_each_entry(folder, [&](const char* name) {
     struct stat info;
-    const int fd = dirfd(directory.get());
-    if (fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(info.st_mode)) return true;
-    if (writer_is_dead(path + "/" + name, info) && unlinkat(fd, name, 0) == 0) return false;
+    const int fd = dirfd(folder.get());
+    if (!is_temporary_name(name) || fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) != 0 ||
+        !S_ISREG(info.st_mode) || (writer_is_dead(fd, name, info) && unlinkat(fd, name, 0) == 0)) {
+      return;
+    }
     nbytes += static_cast<std::uint64_t>(info.st_size);
-    return true;
   });
   return nbytes;
 }
 
-class Scan {
- public:
-  Scan(const std::string& blocks, std::uint64_t wanted_nbytes, const std::function<bool()>& give_up)
-      : oldest_(wanted_nbytes), give_up_(give_up) {
-    descend(blocks, 0);
-  }
-
-  bool given_up() const { return given_up_; }
-  std::uint64_t nbytes() const { return nbytes_; }
-  std::string path(const Candidate& candidate) const {
-    return directories_[candidate.directory] + "/" + candidate.name;
-  }
-  std::vector<Candidate> oldest_first() { return std::move(oldest_).oldest_first(); }
-
- private:
-  static constexpr int kShardDepth = 3;  // blocks/tenant/namespace/shard
-
-  // Returns whether the directory still has entries. An empty one is removed on the way out: no writer is
-  // between its mkdir and its rename, for that is done under the lock.
-  bool descend(const std::string& path, int depth) {
-    const Directory directory = open_directory(path);
-    if (!directory) return true;
-    const int fd = dirfd(directory.get());
-    const std::size_t left = for_each_entry(directory, [&](const char* name) {
-      if (given_up_) return true;
-      if (depth == kShardDepth) {
-        add_file(fd, name, path);
-        return true;
-      }
-      const std::string child = path + "/" + name;
-      return descend(child, depth + 1) || unlinkat(fd, name, AT_REMOVEDIR) != 0;
-    });
-    given_up_ = given_up_ || give_up_();
-    return left != 0 || given_up_;
-  }
-
-  void add_file(int fd, const char* name, const std::string& path) {
+// Adds a bucket's records to `entries`; returns their bytes, none if it cannot be read.
+std::optional<std::uint64_t> look(const std::string& root, unsigned bucket, std::vector<Entry>& entries) {
+  const Folder folder = open_folder(AT_FDCWD, bucket_path(root, bucket).c_str());
+  if (!folder) return errno == ENOENT ? std::optional<std::uint64_t>(0) : std::nullopt;
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  const std::int64_t now_ns = now.tv_sec * 1'000'000'000 + now.tv_nsec;
+  const int fd = dirfd(folder.get());
+  std::uint64_t sum = 0;
+  for_each_entry(folder, [&](const char* name) {
     struct stat info;
-    if (fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(info.st_mode)) return;
+    if (!is_record_name(bucket, name) || fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) != 0 ||
+        !S_ISREG(info.st_mode)) {
+      return;
+    }
+    std::int64_t used_at_ns = info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec;
+    if (used_at_ns > now_ns + kClockSlack_ns) {
+      // The clock was set back: it would outlive all that is used from now on.
+      used_at_ns = now_ns;
+      const timespec times[2] = {now, now};
+      [[maybe_unused]] const int ignored = utimensat(fd, name, times, AT_SYMLINK_NOFOLLOW);
+    }
     const auto nbytes = static_cast<std::uint64_t>(info.st_size);
-    nbytes_ += nbytes;
-    const std::int64_t used_at_ns = info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec;
-    if (!oldest_.wants(used_at_ns)) return;
-    if (directories_.empty() || directories_.back() != path) directories_.push_back(path);
-    oldest_.add({used_at_ns, nbytes, static_cast<std::uint32_t>(directories_.size() - 1), name});
-  }
+    sum += nbytes;
+    entries.push_back({used_at_ns, nbytes, bucket, name});
+  });
+  return sum;
+}
 
-  Oldest oldest_;
-  const std::function<bool()>& give_up_;
-  std::vector<std::string> directories_;
-  std::uint64_t nbytes_ = 0;
-  bool given_up_ = false;
+struct Sample {
+  std::vector<Entry> entries;
+  std::vector<std::pair<unsigned, std::uint64_t>> held;  // bytes of each bucket that was looked at
+  std::uint64_t nbytes = 0;
+  bool whole = true;  // all that is there
 };
+
+// From the cursor on, until there are enough records. Counts of the buckets become true.
+Sample take_sample(const std::string& root, Usage& usage, const GiveUp& give_up) {
+  Sample sample;
+  UsagePage page = usage.read();
+  const auto first = static_cast<unsigned>(page.cursor % kBuckets);
+  for (unsigned i = 0; i < kBuckets; ++i) {
+    const unsigned bucket = (first + i) % kBuckets;
+    if (page.nbytes(bucket) == std::uint64_t{0}) continue;
+    if (!sample.entries.empty() && (sample.entries.size() >= kSampleRecords || give_up())) {
+      sample.whole = false;
+      break;
+    }
+    const auto nbytes = look(root, bucket, sample.entries);
+    page.cursor = bucket + 1;
+    if (!nbytes) continue;
+    page.set(bucket, *nbytes);
+    sample.held.emplace_back(bucket, *nbytes);
+    sample.nbytes += *nbytes;
+  }
+  usage.write(page);
+  return sample;
+}
+
+Evicted evict_oldest(const std::string& root, Usage& usage, Sample& sample, std::uint64_t wanted_nbytes) {
+  Evicted evicted;
+  std::sort(sample.entries.begin(), sample.entries.end(),
+            [](const Entry& a, const Entry& b) { return a.used_at_ns < b.used_at_ns; });
+  std::sort(sample.held.begin(), sample.held.end());
+  for (const Entry& entry : sample.entries) {
+    if (evicted.nbytes >= wanted_nbytes) break;
+    if (unlink((bucket_path(root, entry.bucket) + "/" + entry.name).c_str()) != 0) continue;
+    ++evicted.records;
+    evicted.nbytes += entry.nbytes;
+    const auto held = std::lower_bound(sample.held.begin(), sample.held.end(), entry.bucket,
+                                       [](const auto& one, unsigned bucket) { return one.first < bucket; });
+    held->second -= entry.nbytes;
+  }
+  // Counted once they are gone: who is killed before leaves counts that are too high, and the next look mends them.
+  for (const auto& [bucket, nbytes] : sample.held) {
+    usage.set(bucket, nbytes);
+    // No writer is between its mkdir and its rename, for that is done under the lock.
+    if (nbytes == 0) rmdir(bucket_path(root, bucket).c_str());
+  }
+  return evicted;
+}
 
 }  // namespace
 
-Evicted run_pass(const std::string& root, Usage& usage, std::uint64_t target_nbytes,
-                 const std::function<bool()>& give_up) {
-  Evicted evicted;
-  // How much to collect is guessed from the counter; if that was too low, the second round knows the truth.
-  for (int round = 0; round < 2; ++round) {
-    const std::uint64_t temporaries = sweep_temporaries(root + "/tmp");
-    const std::uint64_t used = usage.used_nbytes();
-    Scan scan(root + "/blocks", used > target_nbytes ? used - target_nbytes : 0, give_up);
-    if (scan.given_up()) return evicted;
-    std::uint64_t truth = temporaries + scan.nbytes();
-    usage.set(truth);
-    for (const Candidate& candidate : scan.oldest_first()) {
-      if (truth <= target_nbytes || give_up()) break;
-      if (unlink(scan.path(candidate).c_str()) != 0) continue;
-      truth -= candidate.nbytes;
-      usage.set(truth);
-      ++evicted.records;
-      evicted.nbytes += candidate.nbytes;
+void count(const std::string& root, Usage& usage, Clock::time_point until) {
+  const std::uint64_t temporaries = sweep_temporaries(root);
+  UsagePage page = usage.read();
+  if (page.nbytes(kTemporaries) != temporaries) usage.set(kTemporaries, temporaries);
+  if (page.sum().unknown == 0) return;
+  page.set(kTemporaries, temporaries);
+  page.boot = boot_id();
+  std::bitset<kBuckets> there;
+  if (const Folder folder = open_folder(AT_FDCWD, (root + "/blocks").c_str())) {
+    for_each_entry(folder, [&](const std::string_view name) {
+      unsigned bucket = kBuckets;
+      const auto [end, error] = std::from_chars(name.begin(), name.end(), bucket, 16);
+      if (error == std::errc{} && end == name.end() && bucket < kBuckets) there.set(bucket);
+    });
+  }
+  unsigned counted = 0;
+  std::vector<Entry> ignored;
+  for (unsigned bucket = 0; bucket < kBuckets; ++bucket) {
+    if (page.nbytes(bucket)) continue;
+    if (!there[bucket]) {
+      page.set(bucket, 0);
+    } else if (counted < kLeastCounted || Clock::now() < until) {
+      ignored.clear();
+      page.set(bucket, look(root, bucket, ignored).value_or(0));
+      ++counted;
     }
-    if (truth <= target_nbytes || give_up()) break;
+  }
+  usage.write(page);
+}
+
+Evicted make_room(const std::string& root, Usage& usage, std::uint64_t n, std::uint64_t capacity_nbytes,
+                  const GiveUp& give_up) {
+  Evicted evicted;
+  for (std::size_t fruitless = 0; fruitless < kBuckets;) {
+    if (usage.read().sum().nbytes + n <= capacity_nbytes) break;
+    Sample sample = take_sample(root, usage, give_up);
+    const std::uint64_t used = usage.read().sum().nbytes;  // it may have been counted too high
+    if (sample.entries.empty() || used + n <= capacity_nbytes) break;
+    std::uint64_t wanted_nbytes = std::max<std::uint64_t>(sample.nbytes / kEvictedPart, 1);
+    if (sample.whole) wanted_nbytes += used + n - capacity_nbytes;
+    const Evicted gone = evict_oldest(root, usage, sample, wanted_nbytes);
+    evicted.records += gone.records;
+    evicted.nbytes += gone.nbytes;
+    fruitless = gone.records != 0 ? 0 : fruitless + sample.held.size();
+    if (give_up() || (sample.whole && gone.records == 0)) break;
   }
   return evicted;
 }

@@ -19,6 +19,7 @@
 
 #include "descriptor.h"
 #include "evict.h"
+#include "record_file.h"
 #include "usage.h"
 
 namespace kvpool {
@@ -26,12 +27,13 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr mode_t kDirectoryMode = 0770;
-constexpr mode_t kFileMode = 0660;
 constexpr auto kOpenPatience = 10s;  // for a pass of another process, at open
 constexpr auto kGiveBackPatience =
-    50ms;                        // for the lock, when a failed put or a deletion takes back its bytes
-constexpr int kMaxAttempts = 3;  // of a put whose directories are removed under its feet
+    50ms;                              // for the lock, when a failed put or a deletion takes back its bytes
+constexpr int kMaxAttempts = 3;        // of a put whose directories are removed under its feet
+constexpr auto kOpenCounting = 100ms;  // at open; of a larger store, puts count the rest
+constexpr auto kPutCounting = 5ms;
+constexpr auto kOpenEvicting = 1s;  // at open, where it is above its capacity; puts go on with it
 
 struct Outcome {
   Status status;
@@ -42,42 +44,32 @@ std::string words(int error) { return std::generic_category().message(error); }
 
 bool no_space(int error) { return error == ENOSPC || error == EDQUOT; }
 
-// Returns 0 or an errno.
-int make_directories(const std::string& path) {
-  if (mkdir(path.c_str(), kDirectoryMode) == 0 || errno == EEXIST) return 0;
-  if (errno != ENOENT) return errno;
-  const std::size_t slash = path.rfind('/');
-  if (slash == std::string::npos || slash == 0) return ENOENT;
-  if (const int error = make_directories(path.substr(0, slash)); error != 0) return error;
-  return mkdir(path.c_str(), kDirectoryMode) == 0 || errno == EEXIST ? 0 : errno;
-}
-
-// Tenants and hashes are checked by parse_key: no '/', no '.', nothing to escape with.
-std::string record_path(const std::string& root, const Key& key) {
-  const std::string_view hash = key.hash();
-  std::string path;
-  path.reserve(root.size() + key.text.size() + 16);
-  path.append(root).append("/blocks/").append(key.tenant()).append("/").append(key.name_space());
-  path.append("/").append(hash.substr(0, 3)).append("/").append(hash).append(".");
-  path.append(std::to_string(key.group)).append(".").append(std::to_string(key.rank));
-  return path;
-}
-
 // The kernel's own time stamps move in steps of a timer tick (4 ms): too coarse to order records by.
 void mark_used(int fd) {
   timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
   const timespec times[2] = {now, now};
-  // Fails for a file of another user: then its age is that of its last write.
-  [[maybe_unused]] const int ignored = futimens(fd, times);
+  // A file of another user takes the kernel's time only, and only from who may write to it.
+  if (futimens(fd, times) != 0 && errno == EPERM) futimens(fd, nullptr);
+}
+
+void mark_used(const std::string& path) {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  const timespec times[2] = {now, now};
+  if (utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW) != 0 && errno == EPERM)
+    utimensat(AT_FDCWD, path.c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
+}
+
+bool is_record(const struct stat& info) {
+  return S_ISREG(info.st_mode) && info.st_size > static_cast<off_t>(kRecordHeaderNbytes);
 }
 
 }  // namespace
 
 class FileLane : public Lane {
  public:
-  FileLane(FileBackend& backend, unsigned index)
-      : backend_(backend), index_(index), usage_(backend.root_ + "/usage") {}
+  FileLane(FileBackend& backend, unsigned index) : backend_(backend), pool_(backend.pool_), index_(index) {}
 
   void run(Source& source) override {
     while (std::optional<Item> item = source.next()) {
@@ -86,21 +78,30 @@ class FileLane : public Lane {
         outcome = execute(*item);
       } catch (const std::filesystem::filesystem_error& error) {  // the lock: not supported, no memory for it
         outcome.error = error.what();
+      } catch (const RefusedDirectory& error) {  // another one is in its place now
+        outcome.error = error.what();
       }
       item->finish(outcome.status, std::move(outcome.error));
     }
   }
 
-  // Deletes records until there is room at open: the directory may have been filled under a larger capacity.
+  // At open: the directory may have been left by the dead, and filled under a larger capacity.
   void settle() {
+    if (const int error = refresh(); error != 0) {
+      throw std::filesystem::filesystem_error("cannot use", backend_.root_ + "/usage",
+                                              std::error_code(error, std::generic_category()));
+    }
     const auto until = Clock::now() + kOpenPatience;
-    const auto held = usage_.lock(Usage::Hold::kExclusive, [&] { return Clock::now() >= until; });
-    if (held) pass(backend_.capacity_nbytes_, [] { return false; });
+    const auto held = usage_->lock(Usage::Hold::kExclusive, [&] { return Clock::now() >= until; });
+    if (!held) return;
+    // What was counted before a reboot may not be what a disk has kept.
+    if (usage_->read().boot != boot_id()) usage_->write({});
+    count(backend_.root_, *usage_, Clock::now() + kOpenCounting);
+    const auto enough = Clock::now() + kOpenEvicting;
+    evict(0, backend_.capacity_nbytes_, [&] { return Clock::now() >= enough; });
   }
 
  private:
-  using GiveUp = std::function<bool()>;
-
   // A file in tmp/ with the bytes reserved for it. Unless published, both go when it goes.
   class Temporary {
    public:
@@ -110,9 +111,9 @@ class FileLane : public Lane {
     ~Temporary() {
       if (path_.empty()) {
         // Never created: the caller still holds the lock under which it reserved.
-        lane_.usage_.release(nbytes_);
+        lane_.give_back(kTemporaries, nbytes_);
       } else if (!published_) {
-        lane_.remove(path_, nbytes_);
+        lane_.remove(path_, kTemporaries, nbytes_);
       }
     }
 
@@ -120,13 +121,14 @@ class FileLane : public Lane {
     // before it has its full size.
     int create() {
       path_ = lane_.temporary_path();
-      file_ =
-          Descriptor(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, kFileMode));
+      const mode_t mode = lane_.pool_.file_mode;
+      file_ = Descriptor(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, mode));
       if (!file_) {
         path_.clear();
         return errno;
       }
       flock(file_.get(), LOCK_EX | LOCK_NB);
+      if ((mode & S_IWGRP) != 0) fchmod(file_.get(), mode);  // whatever the umask
       return ftruncate(file_.get(), static_cast<off_t>(nbytes_)) == 0 ? 0 : errno;
     }
     int fd() const { return file_.get(); }
@@ -150,10 +152,11 @@ class FileLane : public Lane {
       case Op::kGet:
         return get(item, path);
       case Op::kContains:
-      case Op::kTouch:
         return contains(path);
+      case Op::kTouch:
+        return touch(path);
       case Op::kDelete:
-        return remove_record(path);
+        return remove_record(path, bucket_of(item.key()));
     }
     return {Status::kFault, "unknown operation"};
   }
@@ -165,15 +168,15 @@ class FileLane : public Lane {
     if (!file) {
       const int error = errno;
       if (error == ENOENT) return {Status::kMiss};
-      if (error == ELOOP || error == ENXIO) return damaged(path, Damage::kLength);  // a link; a socket
-      return unreadable(path, error);
+      if (error == ELOOP || error == ENXIO) return damaged(item, path, Damage::kLength);  // a link; a socket
+      return unreadable(item, path, error);
     }
     struct stat info;
     if (fstat(file.get(), &info) != 0) return fault("get", path, errno);
     const std::span<std::byte> payload = item.buffer();
-    if (!S_ISREG(info.st_mode)) return damaged(path, Damage::kLength);
+    if (!S_ISREG(info.st_mode)) return damaged(item, path, Damage::kLength);
     if (static_cast<std::uint64_t>(info.st_size) < kRecordHeaderNbytes)
-      return damaged(path, Damage::kTruncated);
+      return damaged(item, path, Damage::kTruncated);
 
     RecordHeader header;
     std::size_t got = 0;  // payload bytes read
@@ -181,15 +184,15 @@ class FileLane : public Lane {
       const std::span<std::byte> first = payload.first(std::min(payload.size(), kChunkNbytes));
       const iovec parts[2] = {{&header, sizeof header}, {first.data(), first.size()}};
       const ssize_t n = retry([&] { return preadv(file.get(), parts, 2, 0); });
-      if (n < 0) return unreadable(path, errno);
-      if (static_cast<std::size_t>(n) < sizeof header) return damaged(path, Damage::kTruncated);
+      if (n < 0) return unreadable(item, path, errno);
+      if (static_cast<std::size_t>(n) < sizeof header) return damaged(item, path, Damage::kTruncated);
       got = static_cast<std::size_t>(n) - sizeof header;
     }
     if (const Damage damage = check_header(header, item.key(), payload.size()); damage != Damage::kNone) {
-      return damaged(path, damage);
+      return damaged(item, path, damage);
     }
     if (static_cast<std::uint64_t>(info.st_size) != kRecordHeaderNbytes + payload.size()) {
-      return damaged(path, Damage::kLength);
+      return damaged(item, path, Damage::kLength);
     }
     RecordChecksum checksum(header);
     checksum.update(payload.first(got));
@@ -199,27 +202,28 @@ class FileLane : public Lane {
       const ssize_t n = retry([&] {
         return pread(file.get(), chunk.data(), chunk.size(), static_cast<off_t>(kRecordHeaderNbytes + got));
       });
-      if (n < 0) return unreadable(path, errno);
-      if (n == 0) return damaged(path, Damage::kLength);
+      if (n < 0) return unreadable(item, path, errno);
+      if (n == 0) return damaged(item, path, Damage::kLength);
       checksum.update(chunk.first(static_cast<std::size_t>(n)));
       got += static_cast<std::size_t>(n);
     }
-    if (checksum.digest() != header.checksum) return damaged(path, Damage::kChecksum);
+    if (checksum.digest() != header.checksum) return damaged(item, path, Damage::kChecksum);
     mark_used(file.get());
     return {Status::kOk};
   }
 
   // Counts and removes a record that cannot be what it claims to be. A good one that a writer renames into
   // its place just now goes with it: that is a miss more, never a wrong byte.
-  Outcome damaged(const std::string& path, Damage damage) {
-    remove(path);
+  Outcome damaged(const Item& item, const std::string& path, Damage damage) {
+    remove(path, bucket_of(item.key()));
     return counted(damage);
   }
 
   // A record that contains() finds and nobody can read would fail every load of its prefix, and never be put again:
   // it goes as well. Where it cannot even be removed, the file system is at fault and not the record.
-  Outcome unreadable(const std::string& path, int error) {
-    if ((error == EACCES || error == EIO) && remove(path) == 0) return counted(Damage::kTruncated);
+  Outcome unreadable(const Item& item, const std::string& path, int error) {
+    if ((error == EACCES || error == EIO) && remove(path, bucket_of(item.key())) == 0)
+      return counted(Damage::kTruncated);
     return fault("get", path, error);
   }
 
@@ -228,19 +232,24 @@ class FileLane : public Lane {
     return {Status::kMiss};
   }
 
-  // ---- contains, delete
+  // ---- contains, touch, delete
 
   Outcome contains(const std::string& path) const {
     struct stat info;
     if (lstat(path.c_str(), &info) != 0) {
       return errno == ENOENT ? Outcome{Status::kMiss} : fault("contains", path, errno);
     }
-    const bool record = S_ISREG(info.st_mode) && info.st_size > static_cast<off_t>(kRecordHeaderNbytes);
-    return {record ? Status::kOk : Status::kMiss};
+    return {is_record(info) ? Status::kOk : Status::kMiss};
   }
 
-  Outcome remove_record(const std::string& path) {
-    if (const int error = remove(path); error != 0) {
+  Outcome touch(const std::string& path) const {
+    const Outcome found = contains(path);
+    if (found.status == Status::kOk) mark_used(path);
+    return found;
+  }
+
+  Outcome remove_record(const std::string& path, unsigned bucket) {
+    if (const int error = remove(path, bucket); error != 0) {
       return error == ENOENT ? Outcome{Status::kMiss} : fault("delete", path, error);
     }
     return {Status::kOk};
@@ -248,21 +257,28 @@ class FileLane : public Lane {
 
   // Removes what lies in a record's place, whatever it is, but for a directory that is not empty. Returns 0 or
   // an errno.
-  int remove(const std::string& path) {
+  int remove(const std::string& path, unsigned bucket) {
     struct stat info;
     if (lstat(path.c_str(), &info) != 0) return errno;
     if (S_ISDIR(info.st_mode)) return rmdir(path.c_str()) == 0 ? 0 : errno;
-    return remove(path, S_ISREG(info.st_mode) ? static_cast<std::uint64_t>(info.st_size) : 0);
+    return remove(path, bucket, S_ISREG(info.st_mode) ? static_cast<std::uint64_t>(info.st_size) : 0);
   }
 
-  // Unlinks a file and takes its bytes off the counter. If the lock is not to be had soon, a pass is under
-  // way: then the bytes stay counted until the next one, for too high a counter is safe and too low a one is not.
-  int remove(const std::string& path, std::uint64_t nbytes) {
+  // Unlinks a file and takes its bytes off a count. If the lock is not to be had soon, an eviction is under
+  // way: then the bytes stay counted until somebody counts again, for too high is safe and too low is not.
+  int remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes) {
+    find_usage();
     const auto until = Clock::now() + kGiveBackPatience;
-    const auto held = usage_.lock(Usage::Hold::kShared, [&] { return Clock::now() >= until; });
+    const auto held = usage_ ? usage_->lock(Usage::Hold::kShared, [&] { return Clock::now() >= until; })
+                             : std::optional<Usage::Lock>();
     if (unlink(path.c_str()) != 0) return errno;
-    if (held) usage_.release(nbytes);
+    if (held) give_back(counted_in, nbytes);
     return 0;
+  }
+
+  // Under the lock.
+  void give_back(unsigned counted_in, std::uint64_t nbytes) {
+    usage_->change({{counted_in, -static_cast<std::int64_t>(nbytes)}});
   }
 
   // ---- put
@@ -292,21 +308,18 @@ class FileLane : public Lane {
   int put_once(const Item& item, const std::string& path, std::uint64_t nbytes, Outcome& outcome) {
     const GiveUp give_up = [&item] { return item.stopped().has_value(); };
     if (const int error = refresh(); error != 0) return error;
-    if (usage_.invented()) {
-      const auto held = usage_.lock(Usage::Hold::kExclusive, give_up);
-      if (held) pass(backend_.capacity_nbytes_, give_up);
-    }
+    const std::uint64_t capacity_nbytes = backend_.capacity_nbytes_;
 
     std::optional<Temporary> temporary;
     {
-      auto held = usage_.lock(Usage::Hold::kShared, give_up);
-      if (held && !usage_.reserve(nbytes, backend_.capacity_nbytes_)) {
+      auto held = usage_->lock(Usage::Hold::kShared, give_up);
+      if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kAll)) {
         held.reset();
-        held = usage_.lock(Usage::Hold::kExclusive, give_up);
-        if (held && !usage_.reserve(nbytes, backend_.capacity_nbytes_)) {
-          const std::uint64_t full_enough = backend_.capacity_nbytes_ / 10 * 9;
-          pass(full_enough > nbytes ? full_enough - nbytes : 0, give_up);
-          if (!usage_.reserve(nbytes, backend_.capacity_nbytes_)) {
+        held = usage_->lock(Usage::Hold::kExclusive, give_up);
+        if (held) count(backend_.root_, *usage_, Clock::now() + kPutCounting);
+        if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kEstimated)) {
+          evict(nbytes, capacity_nbytes, give_up);
+          if (!usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kEstimated)) {
             outcome = {item.stopped().value_or(Status::kNoRoom)};
             return 0;
           }
@@ -320,20 +333,31 @@ class FileLane : public Lane {
       if (const int error = temporary->create(); error != 0) {
         if (temporary->fd() >= 0) held.reset();  // it takes the lock again to give its bytes back
         temporary.reset();
-        return error == ENOENT ? recreate(backend_.root_ + "/tmp") : error;
+        return error == ENOENT ? make_again(backend_.root_ + "/tmp") : error;
       }
     }
 
     if (const auto decided = write(item, temporary->fd(), outcome); decided >= 0) return decided;
     mark_used(temporary->fd());
 
-    const auto held = usage_.lock(Usage::Hold::kShared, give_up);
+    const auto held = usage_->lock(Usage::Hold::kShared, give_up);
     if (!held) {
       outcome = {item.stopped().value_or(Status::kTimedOut)};
       return 0;
     }
-    const int error = publish(*temporary, path);
-    if (error == 0) outcome = {Status::kOk};
+    // First counted in its bucket, then there, then no longer counted as temporary: who is killed in between
+    // leaves a count that is too high.
+    const unsigned bucket = bucket_of(item.key());
+    const auto counted = static_cast<std::int64_t>(nbytes);
+    std::uint64_t replaced_nbytes = 0;
+    usage_->change({{bucket, counted}});
+    const int error = publish(*temporary, path, replaced_nbytes);
+    if (error == 0) {
+      usage_->change({{kTemporaries, -counted}, {bucket, -static_cast<std::int64_t>(replaced_nbytes)}});
+      outcome = {Status::kOk};
+    } else {
+      usage_->change({{bucket, -counted}});
+    }
     return error;
   }
 
@@ -370,11 +394,11 @@ class FileLane : public Lane {
   }
 
   // Under the lock. Two writers of one key both end here: exchanging, rather than replacing, tells each
-  // exactly what it took away, so that the counter stays true.
-  int publish(Temporary& temporary, const std::string& path) {
+  // exactly what it took away, so that the counts stay true.
+  int publish(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes) {
     const char* from = temporary.path().c_str();
     const char* to = path.c_str();
-    bool made_directory = false;
+    bool made_folder = false;
     for (;;) {
       if (renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE) == 0) break;
       if (errno == EEXIST) {
@@ -387,74 +411,92 @@ class FileLane : public Lane {
             return EISDIR;
           }
           if (unlink(from) == 0 && S_ISREG(old.st_mode))
-            usage_.release(static_cast<std::uint64_t>(old.st_size));
+            replaced_nbytes = static_cast<std::uint64_t>(old.st_size);
           break;
         }
         if (errno == ENOENT) continue;  // deleted in between
       }
-      if (errno == EINVAL || errno == ENOSYS) return publish_plainly(temporary, path);
-      if (errno != ENOENT || made_directory) return errno;
-      made_directory = true;
-      const std::string directory = path.substr(0, path.rfind('/'));
-      if (const int error = make_directories(directory); error != 0) return error;
+      if (errno == EINVAL || errno == ENOSYS) return publish_plainly(temporary, path, replaced_nbytes);
+      if (errno != ENOENT || made_folder) return errno;
+      made_folder = true;
+      if (const int error = make_bucket(path); error != 0) return error;
     }
     temporary.set_published();
     return 0;
   }
 
   // For file systems that cannot exchange: two writers of one key may leave its bytes counted twice until the
-  // next pass.
-  int publish_plainly(Temporary& temporary, const std::string& path) {
+  // bucket is counted again.
+  int publish_plainly(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes) {
     struct stat old;
     const bool there = lstat(path.c_str(), &old) == 0 && S_ISREG(old.st_mode);
     if (rename(temporary.path().c_str(), path.c_str()) != 0) {
       if (errno != ENOENT) return errno;
-      if (const int error = make_directories(path.substr(0, path.rfind('/'))); error != 0) return error;
+      if (const int error = make_bucket(path); error != 0) return error;
       if (rename(temporary.path().c_str(), path.c_str()) != 0) return errno;
     }
-    if (there) usage_.release(static_cast<std::uint64_t>(old.st_size));
+    if (there) replaced_nbytes = static_cast<std::uint64_t>(old.st_size);
     temporary.set_published();
     return 0;
+  }
+
+  // The bucket of a record's path; ENOENT when all of blocks/ is gone.
+  int make_bucket(const std::string& path) const {
+    const int error = make_folder(pool_, path.substr(0, path.rfind('/')));
+    return error == ENOENT ? make_again(backend_.root_ + "/blocks") : error;
   }
 
   // ---- room
 
   // Under the exclusive lock.
-  void pass(std::uint64_t target_nbytes, const GiveUp& give_up) {
-    const Evicted evicted = run_pass(backend_.root_, usage_, target_nbytes, give_up);
+  void evict(std::uint64_t n, std::uint64_t capacity_nbytes, const GiveUp& give_up) {
+    const Evicted evicted = make_room(backend_.root_, *usage_, n, capacity_nbytes, give_up);
+    if (evicted.records == 0) return;
     backend_.passes_.fetch_add(1, std::memory_order_relaxed);
     backend_.evicted_.fetch_add(evicted.records, std::memory_order_relaxed);
     backend_.evicted_nbytes_.fetch_add(evicted.nbytes, std::memory_order_relaxed);
   }
 
-  // Returns a status when the item is to be given up.
+  // For a put that found the file system full. Returns a status when the item is to be given up.
   std::optional<Status> make_space(const Item& item, std::uint64_t nbytes) {
     const GiveUp give_up = [&item] { return item.stopped().has_value(); };
-    const auto held = usage_.lock(Usage::Hold::kExclusive, give_up);
+    const auto held = usage_->lock(Usage::Hold::kExclusive, give_up);
     if (held) {
-      const std::uint64_t used = usage_.used_nbytes();
-      const std::uint64_t free_nbytes = std::max(nbytes, used / 10);
-      pass(used > free_nbytes ? used - free_nbytes : 0, give_up);
+      count(backend_.root_, *usage_, Clock::now() + kPutCounting);
+      // As if it were full with what it has.
+      evict(nbytes, usage_->read().sum().nbytes, give_up);
     }
     return item.stopped();
   }
 
-  // Finds out that the directory was removed (and perhaps made again by another process), and starts anew in it.
+  // ---- the directory
+
+  // Opens the counts; finds out that they, or the directory, were removed (and perhaps made again by another
+  // process), and starts anew. Throws RefusedDirectory.
   int refresh() {
-    if (usage_.current()) return 0;
+    if (usage_ && usage_->current()) return 0;
     try {
-      if (const int error = make_directories(backend_.root_ + "/tmp"); error != 0) return error;
-      if (const int error = make_directories(backend_.root_ + "/blocks"); error != 0) return error;
-      usage_ = Usage(backend_.root_ + "/usage");
+      pool_ = make_pool(backend_.root_, pool_);
+      usage_.emplace(backend_.root_ + "/usage", pool_.file_mode);
     } catch (const std::filesystem::filesystem_error& error) {
       return error.code().value();
     }
     return 0;
   }
 
+  // For who takes something away: makes nothing.
+  void find_usage() {
+    if (usage_) return;
+    try {
+      usage_.emplace(backend_.root_ + "/usage", std::nullopt);
+    } catch (
+        const std::filesystem::filesystem_error&) {  // none, or not ours to write: what goes is not counted
+    }
+  }
+
   // Returns ENOENT (try again) or what stands in the way.
-  static int recreate(const std::string& path) {
-    const int error = make_directories(path);
+  int make_again(const std::string& path) const {
+    const int error = make_folder(pool_, path);
     return error == 0 ? ENOENT : error;
   }
 
@@ -478,25 +520,18 @@ class FileLane : public Lane {
   }
 
   FileBackend& backend_;
+  PoolDirectory pool_;
   const unsigned index_;
-  Usage usage_;
+  std::optional<Usage> usage_;  // opened when first needed
   std::uint64_t sequence_ = 0;
   std::random_device random_;
 };
 
-FileBackend::FileBackend(const std::string& root, std::uint64_t capacity_nbytes)
+FileBackend::FileBackend(const std::string& root, std::uint64_t capacity_nbytes, Open how)
     : root_(std::filesystem::absolute(root).lexically_normal()), capacity_nbytes_(capacity_nbytes) {
   while (root_.size() > 1 && root_.back() == '/') root_.pop_back();
-  for (const char* part : {"/tmp", "/blocks"}) {
-    const std::string path = root_ + part;
-    int error = make_directories(path);
-    if (error == 0 && access(path.c_str(), R_OK | W_OK | X_OK) != 0) error = errno;
-    if (error != 0) {
-      throw std::filesystem::filesystem_error("cannot use", path,
-                                              std::error_code(error, std::generic_category()));
-    }
-  }
-  FileLane(*this, 0).settle();
+  pool_ = how == Open::kMake ? make_pool(root_) : find_pool(root_);
+  if (how == Open::kMake) FileLane(*this, 0).settle();
 }
 
 std::unique_ptr<Lane> FileBackend::make_lane(unsigned index) {
@@ -514,7 +549,7 @@ void FileBackend::append_counters(Counters& counters) const {
   counters.emplace_back("evicted", evicted_.load(std::memory_order_relaxed));
   counters.emplace_back("evicted_nbytes", evicted_nbytes_.load(std::memory_order_relaxed));
   counters.emplace_back("eviction_passes", passes_.load(std::memory_order_relaxed));
-  counters.emplace_back("stored_nbytes", Usage::read(root_ + "/usage"));
+  counters.emplace_back("stored_nbytes", Usage::used_nbytes(root_ + "/usage"));
 }
 
 }  // namespace kvpool

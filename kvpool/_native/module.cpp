@@ -310,15 +310,13 @@ class PyEngine {
   std::shared_ptr<Orphans> orphans_;
 };
 
-PyEngine open_file_engine(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads) {
+// Calls open(); the system's errors become OSError with the path that they are about.
+template <typename Open>
+auto with_os_errors(const std::string& root, Open open) {
   if (root.empty() || root.find('\0') != std::string::npos)
     throw std::invalid_argument("root must be a path");
-  if (capacity_nbytes == 0) throw std::invalid_argument("capacity_nbytes must be at least 1");
-  if (threads < 1 || threads > kMaxThreads) throw std::invalid_argument("threads must be from 1 to 256");
   try {
-    return PyEngine(without_gil([&] {
-      return std::make_unique<Engine>(std::make_unique<FileBackend>(root, capacity_nbytes), threads);
-    }));
+    return without_gil(open);
   } catch (const std::filesystem::filesystem_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.path1().c_str());
@@ -327,6 +325,28 @@ PyEngine open_file_engine(const std::string& root, std::uint64_t capacity_nbytes
     PyErr_SetFromErrno(PyExc_OSError);
   }
   throw nb::python_error();
+}
+
+PyEngine make_file_engine(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads,
+                          FileBackend::Open how) {
+  if (capacity_nbytes == 0) throw std::invalid_argument("capacity_nbytes must be at least 1");
+  if (threads < 1 || threads > kMaxThreads) throw std::invalid_argument("threads must be from 1 to 256");
+  return PyEngine(with_os_errors(root, [&] {
+    return std::make_unique<Engine>(std::make_unique<FileBackend>(root, capacity_nbytes, how), threads);
+  }));
+}
+
+PyEngine open_file_engine(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads) {
+  return make_file_engine(root, capacity_nbytes, threads, FileBackend::Open::kMake);
+}
+
+// Of a pool that is there, with one thread: nothing is evicted to a capacity.
+PyEngine find_file_engine(const std::string& root) {
+  return make_file_engine(root, std::numeric_limits<std::uint64_t>::max(), 1, FileBackend::Open::kFind);
+}
+
+void make_file_pool(const std::string& root) {
+  with_os_errors(root, [&] { return make_pool(root).inode; });
 }
 
 using PyTlsFiles = std::tuple<std::string, std::string, std::string>;
@@ -781,6 +801,9 @@ NB_MODULE(_native, m) {
         "budget"_a.none(), nb::rv_policy::take_ownership);
 
   m.def("open_file_engine", &open_file_engine, "root"_a, "capacity_nbytes"_a, "threads"_a);
+  m.def("find_file_engine", &find_file_engine, "root"_a);
+  m.def("make_file_pool", &make_file_pool, "root"_a);
+  nb::exception<RefusedDirectory>(m, "RefusedDirectory");
   nb::exception<RespError>(m, "RespError");
   nb::exception<TlsError>(m, "TlsError");
   m.def("open_resp_engine", &open_resp_engine, "host"_a, "port"_a, "unix_path"_a, "user"_a, "password"_a,

@@ -1,19 +1,20 @@
-// How many bytes lie below the root, counted by all processes of the host together in one mapped file,
-// root/usage.
+// How many bytes lie below the root, counted by all processes of the host together in one file, root/usage.
 //
 // The file's flock orders what changes the tree: whoever adds or removes a file holds it shared (for
-// microseconds, never while payload is written), the eviction pass holds it exclusively. So a pass sees a
-// tree that stands still, and the sum of the file sizes that it finds *is* the counter. The kernel releases
-// the lock of a dead process.
+// microseconds, never while payload is written); whoever counts or evicts holds it exclusively, and so sees
+// files that stand still. The kernel releases the lock of a dead process.
 //
-// Each lane has a Usage of its own: flock tells descriptors apart, not threads.
+// The file is read and written, not mapped: it may be cut, overwritten or deleted at any moment. Each count
+// carries a check, and what fails it (zeros, too) is unknown: those files are then counted again, and no others.
+//
+// Each lane has a Usage of its own: locks tell descriptors apart, not threads.
 #pragma once
 
-#include <atomic>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <memory>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <utility>
@@ -22,18 +23,36 @@
 
 namespace kvpool {
 
-// The file, as it lies in memory.
+using GiveUp = std::function<bool()>;
+
+inline constexpr unsigned kBuckets = 4096;          // directories of records: file.h
+inline constexpr unsigned kTemporaries = kBuckets;  // the count of tmp/, reservations among it
+inline constexpr unsigned kCounts = kBuckets + 1;
+
+// The file, little-endian.
 struct UsagePage {
-  std::uint64_t magic;                     //  0: kUsageMagic; fixes this layout
-  std::atomic<std::uint64_t> used_nbytes;  //  8: sizes of all files in blocks/ and tmp/, and reservations
-  std::uint64_t reserved[6];               // 16: zero
+  std::array<char, 16> boot{};                  //  0: of which start of the host; counts do not outlive one
+  std::uint64_t cursor = 0;                     // 16: the bucket that eviction looks at next, modulo 4,096
+  std::array<std::uint64_t, kCounts> counts{};  // 24: of each bucket, then of tmp/: bytes << 16 | check
+
+  std::optional<std::uint64_t> nbytes(unsigned index) const;
+  void set(unsigned index, std::uint64_t nbytes);
+  struct Sum {
+    std::uint64_t nbytes;  // buckets that are not counted are taken for as full as the others
+    unsigned unknown;      // how many counts are
+  };
+  Sum sum() const;
 };
-static_assert(sizeof(UsagePage) == 64 && std::atomic<std::uint64_t>::is_always_lock_free);
-inline constexpr std::uint64_t kUsageMagic = 0x31304753'5550564b;  // "KVPUSG01"
+static_assert(sizeof(UsagePage) == 24 + 8 * kCounts);
 
 class Usage {
  public:
   enum class Hold { kShared, kExclusive };
+  enum class Known { kAll, kEstimated };
+  struct Change {
+    unsigned index;
+    std::int64_t nbytes;
+  };
 
   // Unlocks when it goes.
   class Lock {
@@ -50,37 +69,40 @@ class Usage {
     int fd_;
   };
 
-  // Opens or creates path; a file that is not one of ours is made one. Throws
+  // `mode`: of the file, which is made if it is not there; none: it is not made. Throws
   // std::filesystem::filesystem_error.
-  explicit Usage(std::string path);
+  Usage(std::string path, std::optional<mode_t> mode);
 
   // Polls until the lock is held or give_up() says so. A blocking flock() could not be given up.
-  std::optional<Lock> lock(Hold hold, const std::function<bool()>& give_up) const;
-  // False when path is no longer the file that is mapped here: somebody removed the directory.
+  std::optional<Lock> lock(Hold hold, const GiveUp& give_up) const;
+  // False when path is no longer the file that is open here: somebody removed it, or the directory.
   bool current() const;
-  // True when the counter had to be invented and no pass of ours has counted since.
-  bool invented() const { return invented_; }
 
-  // Adds n unless that would cross the capacity. Under the lock.
-  bool reserve(std::uint64_t n, std::uint64_t capacity_nbytes);
-  void release(std::uint64_t n);  // under the lock
-  void set(std::uint64_t n);      // under the exclusive lock
-  std::uint64_t used_nbytes() const;
+  // Adds n to the temporaries unless the sum would cross the capacity, or is not Known. Under the lock.
+  bool reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known);
+  // Under the lock. A count that is unknown stays so.
+  void change(std::initializer_list<Change> changes);
+
+  UsagePage read() const;
+  void write(const UsagePage& page);               // under the exclusive lock
+  void set(unsigned index, std::uint64_t nbytes);  // under the exclusive lock
 
   // Without opening it for good; 0 when there is none.
-  static std::uint64_t read(const std::string& path);
+  static std::uint64_t used_nbytes(const std::string& path);
 
  private:
-  struct Unmap {
-    void operator()(UsagePage* page) const;
-  };
+  // Orders the changes of those who hold the flock shared; false after a second in which it was not to be had.
+  bool lock_counts() const;
+  void unlock_counts() const;
+  void store(unsigned index, std::uint64_t word) const;
 
   std::string path_;
   Descriptor file_;
-  std::unique_ptr<UsagePage, Unmap> page_;
   std::uint64_t device_ = 0;
   std::uint64_t inode_ = 0;
-  bool invented_ = false;
 };
+
+// Of this start of the host; zeros where it is not told.
+std::array<char, 16> boot_id();
 
 }  // namespace kvpool

@@ -1,6 +1,6 @@
 """``kvpool doctor``: what keeps a pool, its workers and its index from working, and what to change.
 
-It writes one small block and takes it away again; everything else it only reads.
+On a server it writes one small block and takes it away again; everything else it only reads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -74,13 +75,14 @@ class _Pool:
             yield problem("pool", str(error), "nothing can be shared before this works")
             return
         with store:
-            yield _trial(store, self._tenant)
+            if self._url.scheme == "file":
+                yield from _directory(self._url, store.counters()["stored_nbytes"])
+            else:
+                yield _trial(store, self._tenant)
             if self._url.scheme in SERVER_SCHEMES:
                 yield from server_findings(self._url)
                 if self._url.scheme != "valkey+unix":
                     yield from host_findings()
-            elif self._url.scheme == "file":
-                yield from _directory(self._url)
             try:
                 yield from _namespaces(store, self._tenant)
                 self.workers, problems = announced_workers(store, self._tenant)
@@ -117,7 +119,20 @@ def _trial(store: Store, tenant: str) -> Finding:
     )
 
 
-def _directory(url: StoreURL) -> Iterator[Finding]:
+def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
+    closed = [
+        str(folder)
+        for folder in (Path(url.path), *(Path(url.path) / part for part in ("tmp", "blocks")))
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+    ]
+    if closed:
+        yield problem(
+            "pool",
+            f"this user cannot write in {', '.join(closed)}",
+            "run as the user of the workers, or give this one the right; mount it writable",
+        )
+    else:
+        yield ok("pool", f"{url.path} is a pool, with {stored_nbytes / 2**20:,.1f} MiB in it")
     usage = shutil.disk_usage(url.path)
     capacity, free = format_nbytes(url.capacity_nbytes), f"{usage.free / 2**30:,.1f} GiB"
     if usage.total < url.capacity_nbytes:

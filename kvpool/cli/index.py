@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace, fields
 from pathlib import Path
 
 from kvpool.cli.index_connection import IndexConnection
@@ -37,9 +37,9 @@ from kvpool.index.tally import Tally
 from kvpool.index.tls import ServerTls
 from kvpool.index.tokenizer import Tokenizer
 from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
-from kvpool.stores import Store, visit_store
+from kvpool.stores import Store, open_store
 from kvpool.stores.url import StoreURL
-from kvpool.wording import unknown
+from kvpool.wording import MAX_NBYTES, unknown
 
 _FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -249,9 +249,12 @@ def _life(store: Store) -> str:
 
 
 def _open_pool(pool: str) -> Store:
-    if StoreURL.parse(pool).scheme == "memory":
+    url = StoreURL.parse(pool)
+    if url.scheme == "memory":
         raise ConfigError("--pool memory:// is of one process: no worker can announce itself in it")
-    return visit_store(pool)
+    if url.scheme == "file":  # it may start before the first worker, and evicts nothing
+        url = replace(url, capacity_nbytes=MAX_NBYTES)
+    return open_store(url, threads=1)
 
 
 def parse_worker(text: str, seed_id: str) -> Worker:

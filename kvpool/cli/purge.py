@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.keys import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
-from kvpool.stores import Store, StoreURL, visit_store
+from kvpool.stores import Store, visit_store
 from kvpool.stores.facts import announced_namespaces
 from kvpool.wording import redact, unknown
 
@@ -77,7 +76,7 @@ def run_purge(
         raise ConfigError(f'--namespace "{namespace}": write 8 to 32 lowercase hex digits')
     within = KEY_PREFIX if tenant is None else tenant_prefix(tenant)
     shown = Console(stderr=as_json)
-    with _advised(), _open(pool) as store:
+    with _advised(), visit_store(pool) as store:
         parts, announced = _survey(store, within)
         plan = _plan(within, parts, announced, namespace)
         if not plan.parts and not plan.announcements and not everything:
@@ -99,13 +98,6 @@ def run_purge(
             f"Deleted {_counted(blocks, 'block')} and {_counted(announcements, 'announcement')}.",
             highlight=False,
         )
-
-
-def _open(pool: str) -> Store:
-    url = StoreURL.parse(pool)
-    if url.scheme == "file" and not Path(url.path).is_dir():
-        raise ConfigError(f"{pool}: there is no such directory")
-    return visit_store(pool)
 
 
 def _survey(store: Store, within: str) -> tuple[list[Part], set[str]]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from kvpool.stores.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.stores.transfer import Transfer
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL, check_threads
-from kvpool.wording import MAX_NBYTES
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store", "visit_store"]
 
@@ -21,8 +20,8 @@ def open_store(url: str | StoreURL, *, threads: int | None = None) -> Store:
 
     ``threads``: threads that move bytes, 1 to 64, each with a connection of its own to a server; None: what the
     URL says, or 2. They are native ones unless the URL of a server names another client: ``?client=redis``.
-    Blocking: a file store makes its directory and reads what is there; a server is asked once whether it is
-    there, for a few seconds at most. Close the store, or use ``with``.
+    Blocking: a file store makes its directory; a server is asked once whether it is there, for a few seconds at
+    most. Close the store, or use ``with``.
     Errors: ``ConfigError`` for a URL that is wrong, ``StoreUnavailable`` for a store that cannot be reached;
     each one line that says what to do.
     """
@@ -56,10 +55,14 @@ def _open_server(url: StoreURL) -> Store:
 
 
 def visit_store(url: str) -> Store:
-    """``open_store`` for who only looks: the capacity in ``url`` plays no part, so nothing is evicted at open."""
+    """``open_store`` for who only looks: of a directory that is a pool, in which opening writes nothing and nothing is
+    evicted, whatever the capacity in ``url``.
+
+    Errors: those of ``open_store``; ``ConfigError`` for a directory that is no pool.
+    """
     parsed = StoreURL.parse(url)
     if parsed.scheme != "file":
         return open_store(url, threads=1)
     from kvpool.stores.file import FileStore
 
-    return FileStore(parsed.path, MAX_NBYTES, 1)
+    return FileStore(parsed.path, None, 1)

@@ -4,6 +4,9 @@ A file is called by the first 32 hex digits of SHA-256 of its key and holds one 
 ``document``,
 ``expires_unix_s``. It is written beside and renamed, so a reader sees the old one or the new one, whole.
 Leases are wall-clock time, since the processes of a host share that clock and nothing else.
+
+Who reads deletes nothing: what has run out goes when something new is announced. Nothing is deleted but files
+with such names, and nothing is reached through a symbolic link.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +32,7 @@ MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
 ORPHAN_AGE_S = 3600.0
 
 _FILE_NAME = re.compile(r"[0-9a-f]{32}")
+_NAME_BESIDE = re.compile(r"\.[0-9a-f]{32}\.[0-9]+\.[0-9a-f]{16}")
 
 
 class _Announcement(NamedTuple):
@@ -38,8 +44,8 @@ class _Announcement(NamedTuple):
 class Announcements:
     """The leased documents in one directory. Any thread and any process may call any method.
 
-    Blocking: one small file a document. Errors: ``OSError`` as the system gives it; ``StoreUnavailable`` when
-    full.
+    Blocking: one small file a document. Errors: ``OSError`` as the system gives it (``FileNotFoundError`` when the
+    directory above is gone); ``StoreUnavailable`` when full.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -47,99 +53,135 @@ class Announcements:
 
     def put(self, key: str, document: bytes, lease_s: float) -> None:
         """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
-        self._directory.mkdir(mode=0o770, parents=True, exist_ok=True)
-        path = self._path(key)
-        if not path.exists() and self._count() >= MAX_ANNOUNCEMENTS:
-            self.all("")  # removes what has run out
-            if self._count() >= MAX_ANNOUNCEMENTS:
-                raise StoreUnavailable(
-                    f"{self._directory}: {MAX_ANNOUNCEMENTS} announcements are kept already"
-                )
         packed = msgpack.packb({"key": key, "document": document, "expires_unix_s": time.time() + lease_s})
         assert len(packed) <= MAX_FILE_NBYTES
-        temporary = self._beside(path)
-        try:
-            temporary.write_bytes(packed)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        self._make_directory()
+        name = _name(key)
+        with self._opened() as folder:
+            if name not in os.listdir(folder):
+                self._sweep(folder)
+                if (
+                    sum(_FILE_NAME.fullmatch(one) is not None for one in os.listdir(folder))
+                    >= MAX_ANNOUNCEMENTS
+                ):
+                    raise StoreUnavailable(
+                        f"{self._directory}: {MAX_ANNOUNCEMENTS} announcements are kept already"
+                    )
+            temporary = _beside(name)
+            file = os.open(
+                temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o660, dir_fd=folder
+            )
+            try:
+                with open(file, "wb") as opened:  # noqa: PTH123
+                    opened.write(packed)
+                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                _unlink(folder, temporary)
+                raise
 
     def remove(self, key: str) -> bool:
         """End what is under ``key``; whether its lease still ran."""
-        path = self._path(key)
-        found = _read(path)
-        path.unlink(missing_ok=True)
+        try:
+            with self._opened() as folder:
+                found = _read(folder, _name(key))
+                _unlink(folder, _name(key))
+        except FileNotFoundError:
+            return False
         return found is not None and found.expires_unix_s > time.time()
 
     def all(self, prefix: str) -> dict[str, bytes]:
-        """Documents under keys with ``prefix`` whose lease still runs; those that ran out are removed."""
+        """Documents under keys with ``prefix`` whose lease still runs."""
         now_unix_s = time.time()
-        documents: dict[str, bytes] = {}
-        for path in self._paths():
-            if _FILE_NAME.fullmatch(path.name) is None:
-                self._remove_orphan(path, now_unix_s)
-                continue
-            found = _read(path)
-            if found is None:
-                continue
-            if found.expires_unix_s <= now_unix_s:
-                self._remove_expired(path, now_unix_s)
-            elif found.key.startswith(prefix):
-                documents[found.key] = found.document
-        return dict(sorted(documents.items()))
-
-    def _path(self, key: str) -> Path:
-        return self._directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+        return {
+            found.key: found.document
+            for found in sorted(self._found(prefix))
+            if found.expires_unix_s > now_unix_s
+        }
 
     def remove_all(self, prefix: str) -> int:
         """Delete the documents under keys with ``prefix``; how many there were."""
         removed = 0
-        for path in self._paths():
-            found = _read(path)
-            if found is not None and found.key.startswith(prefix):
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
-                    removed += 1
+        for found in self._found(prefix):
+            with contextlib.suppress(FileNotFoundError), self._opened() as folder:
+                removed += _unlink(folder, _name(found.key))
         return removed
 
-    def _paths(self) -> list[Path]:
+    def _found(self, prefix: str) -> list[_Announcement]:
         try:
-            return sorted(self._directory.iterdir())
+            with self._opened() as folder:
+                read = [_read(folder, name) for name in os.listdir(folder) if _FILE_NAME.fullmatch(name)]
         except FileNotFoundError:
             return []
+        return [found for found in read if found is not None and found.key.startswith(prefix)]
 
-    def _count(self) -> int:
-        return sum(_FILE_NAME.fullmatch(path.name) is not None for path in self._paths())
+    def _make_directory(self) -> None:
+        """With the rights of the directory above, which may be shared by a group."""
+        above = stat.S_IMODE(self._directory.parent.stat().st_mode)
+        with contextlib.suppress(FileExistsError):
+            self._directory.mkdir(mode=above & 0o770)
+            if above & stat.S_IWGRP:
+                self._directory.chmod(above & 0o7770)
 
-    def _remove_expired(self, path: Path, now_unix_s: float) -> None:
-        """Take the file aside, look again, and put it back if somebody renewed it just before."""
-        aside = self._beside(path)
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            path.rename(aside)
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _sweep(self, folder: int) -> None:
+        """Remove what has run out, and what dead writers left."""
+        now_unix_s = time.time()
+        for name in os.listdir(folder):
+            if _FILE_NAME.fullmatch(name):
+                found = _read(folder, name)
+                if found is not None and found.expires_unix_s <= now_unix_s:
+                    self._remove_expired(folder, name, now_unix_s)
+            elif _NAME_BESIDE.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    if stat.S_ISREG(info.st_mode) and info.st_mtime + ORPHAN_AGE_S < now_unix_s:
+                        os.unlink(name, dir_fd=folder)
+
+    def _remove_expired(self, folder: int, name: str, now_unix_s: float) -> None:
+        """Take the file aside, look again, and put it back if somebody renewed it just before."""
+        aside = _beside(name)
+        try:
+            os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
         except FileNotFoundError:
             return
-        found = _read(aside)
+        found = _read(folder, aside)
         if found is not None and found.expires_unix_s > now_unix_s:
             with contextlib.suppress(FileExistsError):  # renewed once more: that one stands
-                os.link(aside, path)
-        aside.unlink(missing_ok=True)
-
-    def _remove_orphan(self, path: Path, now_unix_s: float) -> None:
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime + ORPHAN_AGE_S < now_unix_s:
-                path.unlink()
-
-    @staticmethod
-    def _beside(path: Path) -> Path:
-        return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
+                os.link(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+        _unlink(folder, aside)
 
 
-def _read(path: Path) -> _Announcement | None:
-    """What one file says; None when it is gone, too large, or nothing that we wrote."""
+def _name(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _beside(name: str) -> str:
+    return f".{name}.{os.getpid()}.{secrets.token_hex(8)}"
+
+
+def _unlink(folder: int, name: str) -> bool:
     try:
-        with path.open("rb") as file:
-            packed = file.read(MAX_FILE_NBYTES)  # of a larger file this is no whole document
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _read(folder: int, name: str) -> _Announcement | None:
+    """What one file says; None when it is gone, too large, no file, or nothing that we wrote."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        with open(file, "rb") as opened:  # noqa: PTH123
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                return None
+            packed = opened.read(MAX_FILE_NBYTES)  # of a larger file this is no whole document
         fields = msgpack.unpackb(packed, max_map_len=8, max_array_len=0, max_ext_len=0)
     except (OSError, ValueError, msgpack.UnpackException):
         return None
@@ -148,6 +190,6 @@ def _read(path: Path) -> _Announcement | None:
     key, document, expires = fields.get("key"), fields.get("document"), fields.get("expires_unix_s")
     if not isinstance(key, str) or not isinstance(document, bytes) or not isinstance(expires, float):
         return None
-    if path.name.lstrip(".")[:32] != hashlib.sha256(key.encode()).hexdigest()[:32]:
+    if name.lstrip(".")[:32] != _name(key):
         return None
     return _Announcement(key, document, expires)

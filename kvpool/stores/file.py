@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.keys import KEY_PREFIX, found_key
+from kvpool.keys import found_key
 from kvpool.stores.announcements import Announcements
 from kvpool.stores.native import NativeStore
 from kvpool.stores.store import SCAN_KEYS, StoredBlock
@@ -28,22 +28,32 @@ _ADVICE = {
 class FileStore(NativeStore):
     """``file:///dir``: one file a record; full, it drops what was used longest ago, by any process.
 
-    ``path``: absolute; made if it is not there. ``capacity_nbytes``: of all records in the directory.
-    ``threads``: native threads that read, write and verify.
-    Blocking: reads the directory. Errors: ``ConfigError`` for a path that cannot be such a directory,
-    ``StoreUnavailable`` when the file system refuses.
+    ``path``: absolute; made if it is not there, and refused if it holds anything and is no pool.
+    ``capacity_nbytes``: of all records in the directory; None: of a pool that is there, in which opening writes
+    nothing and nothing is evicted. ``threads``: native threads that read, write and verify.
+    Blocking: some file operations, however many records there are. Errors: ``ConfigError`` for a path that
+    cannot be such a directory, ``StoreUnavailable`` when the file system refuses.
     """
 
-    def __init__(self, path: str, capacity_nbytes: int, threads: int) -> None:
+    def __init__(self, path: str, capacity_nbytes: int | None, threads: int) -> None:
         name = f"file://{path}"
-        with _mapped(name, "cannot write", opening=True):
-            super().__init__(name, _native.open_file_engine(path, capacity_nbytes, threads))
-        self._blocks = Path(path) / "blocks"
-        self._announced = Announcements(Path(path) / "announcements")
+        if capacity_nbytes is None:
+            with _mapped(name, "cannot read", opening=True):
+                engine = _native.find_file_engine(path)
+        else:
+            with _mapped(name, "cannot write", opening=True):
+                engine = _native.open_file_engine(path, capacity_nbytes, threads)
+        super().__init__(name, engine)
+        self._root = Path(path)
+        self._announced = Announcements(self._root / "announcements")
 
     def _announce(self, key: str, document: bytes, lease_s: float) -> None:
         with _mapped(self._name, "cannot keep an announcement"):
-            self._announced.put(key, document, lease_s)
+            try:
+                self._announced.put(key, document, lease_s)
+            except FileNotFoundError:  # somebody removed the directory
+                _native.make_file_pool(str(self._root))
+                self._announced.put(key, document, lease_s)
 
     def _withdraw(self, key: str) -> bool:
         with _mapped(self._name, "cannot withdraw an announcement"):
@@ -59,7 +69,7 @@ class FileStore(NativeStore):
 
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
         found: list[StoredBlock] = []
-        for block in _blocks(self._name, self._blocks, prefix):
+        for block in _blocks(self._name, self._root / "blocks", prefix):
             found.append(block)
             if len(found) == SCAN_KEYS:
                 yield found
@@ -69,23 +79,18 @@ class FileStore(NativeStore):
 
 
 def _blocks(name: str, root: Path, prefix: str) -> Iterator[StoredBlock]:
-    """The records below ``root``, where each lies in blocks/{tenant}/{namespace}/{hash[:3]}/{hash}.{group}.{rank}."""
-    for tenant in _entries(name, root):
-        if not _overlap(f"{KEY_PREFIX}{tenant}:", prefix):
-            continue
-        for namespace in _entries(name, root / tenant):
-            if not _overlap(f"{KEY_PREFIX}{tenant}:{namespace}:", prefix):
+    """The records below ``root``, where each lies in {bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}; the bucket
+    is the last three digits of the hash.
+    """
+    for bucket in _entries(name, root):
+        for file in _entries(name, root / bucket):
+            parts = file.split(".")
+            key = found_key(*parts) if len(parts) == 5 else None
+            if key is None or not key.startswith(prefix) or parts[2][-3:] != bucket:
                 continue
-            for start in _entries(name, root / tenant / namespace):
-                folder = root / tenant / namespace / start
-                for file in _entries(name, folder):
-                    parts = file.split(".")
-                    key = found_key(tenant, namespace, *parts) if len(parts) == 3 else None
-                    if key is None or not key.startswith(prefix) or file[:3] != start:
-                        continue
-                    nbytes = _record_nbytes(name, folder / file)
-                    if nbytes is not None:
-                        yield StoredBlock(key, nbytes)
+            nbytes = _record_nbytes(name, root / bucket / file)
+            if nbytes is not None:
+                yield StoredBlock(key, nbytes)
 
 
 def _record_nbytes(name: str, path: Path) -> int | None:
@@ -94,10 +99,6 @@ def _record_nbytes(name: str, path: Path) -> int | None:
         status = path.lstat()
         return None if stat.S_ISDIR(status.st_mode) else status.st_size
     return None
-
-
-def _overlap(one: str, other: str) -> bool:
-    return one.startswith(other) or other.startswith(one)
 
 
 def _entries(name: str, folder: Path) -> list[str]:
@@ -112,6 +113,8 @@ def _mapped(name: str, action: str, *, opening: bool = False) -> Iterator[None]:
     """Turn the system's errors into ours: what failed, why, and what to do."""
     try:
         yield
+    except _native.RefusedDirectory as error:
+        raise (ConfigError if opening else StoreUnavailable)(f"{name}: {error}") from error
     except OSError as error:
         text = f"{name}: {action}: {error.strerror or error}"
         advice = next((text for kind, text in _ADVICE.items() if isinstance(error, kind)), None)

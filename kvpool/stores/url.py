@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,11 @@ CLIENTS = ("native", "glide", "redis")
 MAX_TTL_S = 366 * 86400
 MAX_DATABASE = 65535
 MAX_URL_CHARS = 4096
+
+_SYSTEM_DIRECTORIES = frozenset(
+    "/ /bin /boot /dev /dev/shm /etc /home /lib /lib64 /proc /root /run /run/user /sbin /sys /tmp /usr /usr/bin "
+    "/usr/lib /usr/local /usr/share /var /var/cache /var/lib /var/log /var/run /var/tmp".split()
+)
 
 _URL = re.compile(
     r"(?P<scheme>[^:/?#]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?", re.DOTALL
@@ -128,8 +134,19 @@ class StoreURL:
                 f"perhaps file://{wanted}"
             )
         path = _decoded(url, "a directory's name", match["path"])
+        _check_own_directory(url, path)
         capacity_nbytes = _capacity(url, query, DEFAULT_FILE_CAPACITY_NBYTES)
         return cls(scheme, path, capacity_nbytes, _threads(url, query, "threads"))
+
+
+def _check_own_directory(url: str, path: str) -> None:
+    """A pool writes and deletes: the system's own directories are refused by name, full or empty."""
+    place = posixpath.normpath("/" + path.lstrip("/"))
+    if place in _SYSTEM_DIRECTORIES or place.startswith(("/proc/", "/sys/")):
+        raise ConfigError(
+            f"{redact(url)}: {place} is the system's; name a directory of the pool's own, such as "
+            f"file://{'' if place == '/' or place.startswith(('/proc', '/sys')) else place}/kvpool"
+        )
 
 
 def check_threads(threads: int) -> int:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpool")
 
-_NEVER_OPENED = PoolConfig.load({"pool": "file:///"}, {})  # of a rank that is refused
+_NEVER_OPENED = PoolConfig.load({"pool": "file:///unused"}, {})  # of a rank that is refused
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):

@@ -266,9 +266,9 @@ def test_digits_that_begin_two_namespaces_are_too_few(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
     with open_store(url) as store:
         for end in ("0", "1"):
-            folder = tmp_path / "pool" / "blocks" / "alpha" / ("ab" * 15 + "a" + end) / "000"
-            folder.mkdir(parents=True)
-            (folder / ("00" * 32 + ".0.0")).write_bytes(bytes(100))
+            folder = tmp_path / "pool" / "blocks" / "000"
+            folder.mkdir(exist_ok=True)
+            (folder / f"alpha.{'ab' * 15}a{end}.{'00' * 32}.0.0").write_bytes(bytes(100))
         line = refused("purge", "--pool", url, "--namespace", "abababab", "--yes")
         assert "write more digits" in line
         assert sum(map(len, store.scan())) == 2

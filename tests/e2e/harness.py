@@ -80,7 +80,7 @@ def records(pool: Path, tokens: list[int], block_tokens: int = BLOCK_TOKENS) -> 
     """The files that hold the full blocks of a prompt, every group and rank, in block order."""
     found: list[Path] = []
     for block_hash in BlockHasher(block_tokens).hashes(tokens):
-        found += sorted((pool / "blocks").glob(f"*/*/*/{block_hash.hex()}.*"))
+        found += sorted((pool / "blocks").glob(f"*/*.{block_hash.hex()}.*"))
     return found
 
 
@@ -95,14 +95,12 @@ def corrupt(record: Path, *, keep_checksum: bool) -> None:
 
 
 def _key(record: Path) -> str:
-    tenant, namespace = record.parts[-4], record.parts[-3]
-    block_hash, group, rank = record.name.split(".")
-    return f"kvpool:{tenant}:{namespace}:{block_hash}:{group}:{rank}"
+    return "kvpool:" + record.name.replace(".", ":")
 
 
 def namespaces(pool: Path) -> set[str]:
     """The namespaces that have records in a file pool."""
-    return {path.name for path in (pool / "blocks").glob("*/*")}
+    return {path.name.split(".")[1] for path in (pool / "blocks").glob("*/*")}
 
 
 def process_named(engine: EngineProcess, name: str) -> int:

@@ -202,9 +202,9 @@ def _delete(pair: Pair, found: list[Path]) -> None:
 
 def _replace_folder(pair: Pair, found: list[Path]) -> None:
     """Every further open fails with ENOTDIR: a fault, not a miss."""
-    tenant = next((pair.pool / "blocks").iterdir())
-    tenant.rename(pair.pool / "aside")
-    tenant.write_bytes(b"")
+    blocks = pair.pool / "blocks"
+    blocks.rename(pair.pool / "aside")
+    blocks.write_bytes(b"")
 
 
 @pytest.mark.parametrize(
@@ -232,12 +232,12 @@ def test_pool_lost_while_a_load_is_in_flight(
     finally:
         aside = pair.pool / "aside"
         if aside.exists():
-            tenant = pair.pool / "blocks" / "default"
-            if tenant.is_file():
-                tenant.unlink()
+            blocks = pair.pool / "blocks"
+            if blocks.is_file():
+                blocks.unlink()
             else:
-                shutil.rmtree(tenant, ignore_errors=True)
-            aside.rename(tenant)
+                shutil.rmtree(blocks, ignore_errors=True)
+            aside.rename(blocks)
     assert _same(pair, name, answer)
     after = pair.metrics()
     ended = {key: count - before.get(key, 0) for key, count in after.items() if "kvpool_load_requests" in key}

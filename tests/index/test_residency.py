@@ -558,7 +558,7 @@ def test_files_are_looked_through(tmp_path: Path) -> None:
         put(store, mine)
         assert eventually(lambda: credited(fleet, mine) == set(mine))
         store.delete_many(keys(range(10)))
-        for path in (tmp_path / "pool" / "blocks").glob(f"*/*/*/{digest(10).hex()}.*"):
+        for path in (tmp_path / "pool" / "blocks").glob(f"*/*.{digest(10).hex()}.*"):
             path.unlink()
         assert eventually(lambda: credited(fleet, mine) == set(range(11, 50)))
         assert residency.totals().deaf == 0

@@ -84,8 +84,7 @@ def unreadable_as_nobody(directory: str) -> None:
     with FileStore(directory, MIB, 1) as store:
         store.put_many(names, values)
         _, tenant, namespace, hashed, group, rank = names[1].split(":")
-        place = Path(directory) / "blocks" / tenant / namespace / hashed[:3]
-        path = place / f"{hashed}.{group}.{rank}"
+        path = Path(directory) / "blocks" / hashed[-3:] / f"{tenant}.{namespace}.{hashed}.{group}.{rank}"
         path.chmod(0)
         assert store.get_many_into(names, [bytearray(1000) for _ in names]) == [True, False, True]
         assert store.contains_many(names) == [True, False, True]

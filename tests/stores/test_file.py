@@ -68,7 +68,8 @@ def held_and_counted_nbytes(root: Path) -> tuple[int, int]:
         assert eventually(locked)
         files = [path for folder in ("tmp", "blocks") for path in (root / folder).rglob("*")]
         held = sum(path.stat().st_size for path in files if path.is_file())
-        return held, int.from_bytes(usage.read(16)[8:], "little")
+        counts = usage.read()[24:]  # bytes << 16 | check, for each bucket and for tmp/
+        return held, sum(int.from_bytes(counts[at + 2 : at + 8], "little") for at in range(0, len(counts), 8))
 
 
 def record_files(root: Path) -> list[Path]:

@@ -97,7 +97,7 @@ class TestTierOnFiles(SecondaryTierConformance):
         return lambda: opened(made(entry(f"file://{self._folder}")))
 
     def lose(self, one: OffloadKey) -> None:
-        (record,) = (self._folder / "blocks").glob(f"*/*/*/{get_offload_block_hash(one).hex()}.0.0")
+        (record,) = (self._folder / "blocks").glob(f"*/*.{get_offload_block_hash(one).hex()}.0.0")
         record.unlink()
 
 

@@ -1,0 +1,84 @@
+"""What a put into a full file store costs, by how many records it holds:
+
+    python -m tests.stores.evicting /dev/shm/kvpool-evicting 5000000
+
+The records that fill it are sparse (no payload is ever read), so that five million of them take 6 GiB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import time
+from pathlib import Path
+
+from kvpool.keys import Namespace
+from kvpool.stores.file import FileStore
+
+VALUE_NBYTES = 1024
+RECORD_NBYTES = VALUE_NBYTES + 64
+TIMEOUT_S = 5.0
+
+
+def fill(root: Path, namespace: Namespace, count: int) -> None:
+    """Records number 0 to ``count``, the lower the longer unused, by an hour in all."""
+    for bucket in range(4096):
+        (root / "blocks" / f"{bucket:03x}").mkdir()
+    start_ns = time.time_ns() - 3600 * 10**9
+    step_ns = 3600 * 10**9 // count
+    for number in range(count):
+        name = namespace.key(hashlib.md5(b"%d" % number).digest(), 0, 0)[7:].replace(":", ".")  # noqa: S324
+        block_hash = name.split(".")[2]
+        file = os.open(f"{root}/blocks/{block_hash[-3:]}/{name}", os.O_CREAT | os.O_WRONLY, 0o600)
+        os.ftruncate(file, RECORD_NBYTES)
+        os.utime(file, ns=(start_ns + number * step_ns,) * 2)
+        os.close(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="is made, and removed at the end")
+    parser.add_argument("records", type=int)
+    parser.add_argument("--puts", type=int, default=20_000)
+    arguments = parser.parse_args()
+    root, count = arguments.directory, arguments.records
+    namespace = Namespace("bench", {"bench": "evicting"})
+    capacity_nbytes = count * RECORD_NBYTES
+    FileStore(str(root), capacity_nbytes, 1).close()
+    try:
+        (root / "usage").unlink()
+        fill(root, namespace, count)
+        began = time.perf_counter()
+        store = FileStore(str(root), capacity_nbytes, 1)
+        opened_ms = (time.perf_counter() - began) * 1e3
+        with store:
+            value = os.urandom(VALUE_NBYTES)
+            took_us: list[float] = []
+            failed = counting = 0
+            for number in range(arguments.puts):
+                key = namespace.key(hashlib.md5(b"new %d" % number).digest(), 0, 0)  # noqa: S324
+                before = store.counters()["evicted"]
+                began = time.perf_counter()
+                failed += not store.put_many([key], [value], timeout_s=TIMEOUT_S)[0]
+                took_us.append((time.perf_counter() - began) * 1e6)
+                if store.counters()["evicted"] == before == 0:
+                    counting += 1
+            counters = store.counters()
+        steady_us = sorted(took_us[counting:])
+        print(
+            f"{count} records: opened in {opened_ms:.0f} ms; {counting} puts before the first eviction, "
+            f"{sum(took_us[:counting]) / 1e3:.0f} ms in all; then {len(steady_us)} puts: "
+            f"mean {sum(steady_us) / len(steady_us):.0f} us, p50 {steady_us[len(steady_us) // 2]:.0f}, "
+            f"p99 {steady_us[int(len(steady_us) * 0.99)]:.0f}, max {steady_us[-1]:.0f}; failed {failed}, "
+            f"evicted {counters['evicted']} in {counters['eviction_passes']} passes"
+        )
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
