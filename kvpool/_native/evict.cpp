@@ -146,11 +146,13 @@ Evicted evict_oldest(const std::string& root, Usage& usage, Sample& sample, std:
     held->second -= entry.nbytes;
   }
   // Counted once they are gone: who is killed before leaves counts that are too high, and the next look mends them.
+  UsagePage page = usage.read();
   for (const auto& [bucket, nbytes] : sample.held) {
-    usage.set(bucket, nbytes);
+    page.set(bucket, nbytes);
     // No writer is between its mkdir and its rename, for that is done under the lock.
     if (nbytes == 0) rmdir(bucket_path(root, bucket).c_str());
   }
+  usage.write(page);
   return evicted;
 }
 

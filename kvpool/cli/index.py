@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from kvpool.cli.index_connection import IndexConnection

@@ -58,12 +58,10 @@ class Announcements:
         self._make_directory()
         name = _name(key)
         with self._opened() as folder:
-            if name not in os.listdir(folder):
+            if name not in _names(folder):
                 self._sweep(folder)
-                if (
-                    sum(_FILE_NAME.fullmatch(one) is not None for one in os.listdir(folder))
-                    >= MAX_ANNOUNCEMENTS
-                ):
+                kept = sum(_FILE_NAME.fullmatch(one) is not None for one in _names(folder))
+                if kept >= MAX_ANNOUNCEMENTS:
                     raise StoreUnavailable(
                         f"{self._directory}: {MAX_ANNOUNCEMENTS} announcements are kept already"
                     )
@@ -73,6 +71,8 @@ class Announcements:
             )
             try:
                 with open(file, "wb") as opened:  # noqa: PTH123
+                    if os.fstat(folder).st_mode & stat.S_IWGRP:  # shared by a group, whatever the umask
+                        os.fchmod(file, 0o660)
                     opened.write(packed)
                 os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
@@ -109,7 +109,7 @@ class Announcements:
     def _found(self, prefix: str) -> list[_Announcement]:
         try:
             with self._opened() as folder:
-                read = [_read(folder, name) for name in os.listdir(folder) if _FILE_NAME.fullmatch(name)]
+                read = [_read(folder, name) for name in _names(folder) if _FILE_NAME.fullmatch(name)]
         except FileNotFoundError:
             return []
         return [found for found in read if found is not None and found.key.startswith(prefix)]
@@ -133,7 +133,7 @@ class Announcements:
     def _sweep(self, folder: int) -> None:
         """Remove what has run out, and what dead writers left."""
         now_unix_s = time.time()
-        for name in os.listdir(folder):
+        for name in _names(folder):
             if _FILE_NAME.fullmatch(name):
                 found = _read(folder, name)
                 if found is not None and found.expires_unix_s <= now_unix_s:
@@ -160,6 +160,10 @@ class Announcements:
 
 def _name(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _names(folder: int) -> list[str]:
+    return os.listdir(folder)
 
 
 def _beside(name: str) -> str:

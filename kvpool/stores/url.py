@@ -31,10 +31,11 @@ MAX_TTL_S = 366 * 86400
 MAX_DATABASE = 65535
 MAX_URL_CHARS = 4096
 
-_SYSTEM_DIRECTORIES = frozenset(
-    "/ /bin /boot /dev /dev/shm /etc /home /lib /lib64 /proc /root /run /run/user /sbin /sys /tmp /usr /usr/bin "
-    "/usr/lib /usr/local /usr/share /var /var/cache /var/lib /var/log /var/run /var/tmp".split()
-)
+_SYSTEM_DIRECTORIES = frozenset({
+    "/", "/bin", "/boot", "/dev", "/dev/shm", "/etc", "/home", "/lib", "/lib64", "/proc", "/root",  # noqa: S108
+    "/run", "/run/user", "/sbin", "/sys", "/tmp", "/usr", "/usr/bin", "/usr/lib", "/usr/local",  # noqa: S108
+    "/usr/share", "/var", "/var/cache", "/var/lib", "/var/log", "/var/run", "/var/tmp",  # noqa: S108
+})  # fmt: skip
 
 _URL = re.compile(
     r"(?P<scheme>[^:/?#]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?", re.DOTALL

@@ -242,7 +242,46 @@ def test_a_replica_is_a_problem(tmp_path: Path, server: Server) -> None:
     assert "replica" in sentences(findings, "problem")
 
 
+@pytest.mark.parametrize("kind", ["missing", "empty", "foreign"])
+def test_a_directory_that_is_no_pool_is_a_problem_and_stays_as_it_is(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "pool"
+    if kind != "missing":
+        (place if kind == "empty" else place / "tmp").mkdir(parents=True)
+    if kind == "foreign":
+        (place / "tmp" / "thesis.txt").write_text("years of work")
+        (place / "usage").write_text("how to use it")
+    before = sorted(tmp_path.rglob("*"))
+    code, findings = examined("--pool", f"file://{place}")
+    assert code == 1
+    says = {"missing": "no such directory", "empty": "no pool yet", "foreign": "it is not empty"}
+    assert says[kind] in sentences(findings, "problem")
+    assert sorted(tmp_path.rglob("*")) == before
+    ended = kvpool("doctor", "--pool", f"file://{place}")
+    assert ended.returncode == 1
+    assert "Everything works" not in ended.stdout
+
+
+def test_looking_at_a_pool_writes_nothing(tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    open_store(f"file://{pool}").close()
+    (pool / "tmp" / "1.2.3.4").write_text("left by a dead writer")
+    (pool / "usage").unlink()
+
+    def state() -> list[tuple[str, int]]:
+        return sorted((str(path), path.stat().st_mtime_ns) for path in [pool, *pool.rglob("*")])
+
+    before = state()
+    code, findings = examined("--pool", f"file://{pool}")
+    assert code == 0
+    assert f"{pool} is a pool" in sentences(findings, "ok")
+    assert state() == before
+    line = refused("purge", "--pool", f"file://{pool}", "--tenant", "t", "--yes")
+    assert "it is empty" in line
+    assert state() == before
+
+
 def test_a_directory(tmp_path: Path) -> None:
+    open_store(f"file://{tmp_path}/pool").close()
     code, findings = examined("--pool", f"file://{tmp_path}/pool?capacity=16MiB")
     assert code == 0
     assert "capacity 16MiB" in sentences(findings, "ok")
@@ -321,6 +360,7 @@ def announced(url: str, *workers: Worker) -> Iterator[None]:
 
 
 def test_a_pool_without_workers_says_so(tmp_path: Path) -> None:
+    open_store(f"file://{tmp_path}/pool").close()
     _, findings = examined("--pool", f"file://{tmp_path}/pool")
     assert "none of tenant default announces itself" in sentences(findings, "note")
 

@@ -288,7 +288,8 @@ def test_digits_that_begin_two_namespaces_are_too_few(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use_is_one_clear_line(tmp_path: Path, arguments: list[str], says: str) -> None:
-    assert says in refused("purge", "--pool", f"file://{tmp_path}", *arguments, "--yes")
+    open_store(f"file://{tmp_path}/pool").close()
+    assert says in refused("purge", "--pool", f"file://{tmp_path}/pool", *arguments, "--yes")
 
 
 def test_no_server_is_one_clear_line() -> None:

@@ -19,6 +19,8 @@
 #include "check.h"
 #include "descriptor.h"
 #include "engine.h"
+#include "evict.h"
+#include "record_file.h"
 #include "usage.h"
 
 namespace kvpool {
@@ -51,7 +53,18 @@ class Directory {
 
 std::unique_ptr<Engine> open_engine(const std::string& root, std::uint64_t capacity_nbytes,
                                     unsigned threads) {
-  return std::make_unique<Engine>(std::make_unique<FileBackend>(root, capacity_nbytes), threads);
+  return std::make_unique<Engine>(
+      std::make_unique<FileBackend>(root, capacity_nbytes, FileBackend::Open::kMake), threads);
+}
+
+// Why the directory is not taken; empty if it is.
+std::string refusal(const std::string& root, FileBackend::Open how = FileBackend::Open::kMake) {
+  try {
+    const FileBackend backend(root, kMiB, how);
+  } catch (const RefusedDirectory& error) {
+    return error.what();
+  }
+  return {};
 }
 
 std::string hash_text(unsigned i) {
@@ -62,10 +75,7 @@ std::string hash_text(unsigned i) {
 
 Key key_of(unsigned i) { return parse_key("kvpool:t:" + kNamespace + ":" + hash_text(i) + ":0:0"); }
 
-fs::path path_of(const Directory& root, unsigned i) {
-  const std::string hash = hash_text(i);
-  return root / ("blocks/t/" + kNamespace + "/" + hash.substr(0, 3) + "/" + hash + ".0.0");
-}
+fs::path path_of(const Directory& root, unsigned i) { return record_path(root.text(), key_of(i)); }
 
 // Content that tells which key it belongs to.
 std::vector<std::byte> payload_of(unsigned i, std::size_t n) {
@@ -274,9 +284,9 @@ TEST(a_put_over_something_strange_works_or_says_why) {
   CHECK(fs::exists(path_of(root, 1) / "inside"));
   CHECK(ask(*engine, Op::kDelete, 1) == Status::kFault);
   CHECK(no_temporaries(root));
-  // A file where the namespace's directory belongs.
-  fs::remove_all(root / "blocks/t");
-  std::ofstream(root / "blocks/t") << "x";
+  // A file where the bucket belongs.
+  fs::remove_all(path_of(root, 2).parent_path());
+  std::ofstream(path_of(root, 2).parent_path()) << "x";
   CHECK(put(*engine, 2, 100, &error) == Status::kFault);
   CHECK(error.ends_with(": Not a directory"));
   CHECK(get(*engine, 2, 100, &error) == Status::kFault);
@@ -439,7 +449,7 @@ TEST(a_writer_holds_the_lock_of_its_temporary_file) {
   int seen = 0;
   while (!batch->done()) {
     // Under the lock of a pass no writer is between creating its file and locking it.
-    Usage usage(root / "usage");
+    const Usage usage(root / "usage", std::nullopt);
     const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
     for (const auto& entry : fs::directory_iterator(root / "tmp")) {
       const Descriptor file(open(entry.path().c_str(), O_RDONLY | O_CLOEXEC));
@@ -475,11 +485,11 @@ TEST(the_directory_may_go_away) {
   const std::string root = (parent / "deep/root").string();
   const auto engine = open_engine(root, 64 * kMiB, 2);
   CHECK(put(*engine, 1, 1000) == Status::kOk);
-  for (const char* part :
-       {"deep/root/blocks/t", "deep/root/tmp", "deep/root/blocks", "deep/root/usage", "deep/root", "deep"}) {
+  for (const char* part : {"deep/root/blocks/001", "deep/root/tmp", "deep/root/blocks", "deep/root/usage",
+                           "deep/root", "deep"}) {
     fs::remove_all(parent / part);
     const Status status = get(*engine, 1, 1000);
-    CHECK(status == (fs::exists(parent / "deep/root/blocks/t") ? Status::kOk : Status::kMiss));
+    CHECK(status == (fs::exists(parent / "deep/root/blocks/001") ? Status::kOk : Status::kMiss));
     CHECK(put(*engine, 1, 1000) == Status::kOk);
     CHECK(get(*engine, 1, 1000) == Status::kOk);
     // What others delete stays counted until the next pass, or until the counter itself goes.
@@ -536,8 +546,8 @@ TEST(the_counter_heals) {
   const auto engine = open_engine(root.text(), 64 * kMiB, 1);
   CHECK(counter(*engine, "stored_nbytes") == 1064);
   // Too high by a reservation of the dead: the first put that finds no room counts again.
-  Usage usage(root / "usage");
-  CHECK(usage.reserve(60 * kMiB, 64 * kMiB));
+  Usage usage(root / "usage", std::nullopt);
+  CHECK(usage.reserve(60 * kMiB, 64 * kMiB, Usage::Known::kAll));
   CHECK(put(*engine, 2, 10 * kMiB) == Status::kOk);
   CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root));
   CHECK(counter(*engine, "evicted") == 0);
@@ -545,13 +555,16 @@ TEST(the_counter_heals) {
 
 TEST(temporaries_of_the_dead_are_swept_and_of_the_living_kept) {
   const Directory root;
-  fs::create_directories(root / "tmp");
+  make_pool(root.text());
   std::ofstream(root / "tmp/1.2.3.4") << std::string(1000, 'x');
   std::ofstream(root / "tmp/5.6.7.8") << std::string(2000, 'x');
+  std::ofstream(root / "tmp/1.2.3") << "x";
+  std::ofstream(root / "tmp/1.2.3.4.txt") << "x";
   const Descriptor living(open((root / "tmp/5.6.7.8").c_str(), O_WRONLY | O_CLOEXEC));
   CHECK(flock(living.get(), LOCK_EX) == 0);
   const auto engine = open_engine(root.text(), 64 * kMiB, 1);
   CHECK(!fs::exists(root / "tmp/1.2.3.4"));
+  CHECK(fs::exists(root / "tmp/1.2.3") && fs::exists(root / "tmp/1.2.3.4.txt"));  // not of our pattern
   CHECK(fs::exists(root / "tmp/5.6.7.8"));
   CHECK(counter(*engine, "stored_nbytes") == 2000);
 }
@@ -560,7 +573,7 @@ TEST(a_busy_pass_elsewhere_delays_a_put_to_its_deadline_and_a_get_not_at_all) {
   const Directory root;
   const auto engine = open_engine(root.text(), 64 * kMiB, 1);
   CHECK(put(*engine, 1, 1000) == Status::kOk);
-  Usage usage(root / "usage");
+  const Usage usage(root / "usage", std::nullopt);
   {
     const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
     CHECK(get(*engine, 1, 1000) == Status::kOk);
@@ -579,12 +592,175 @@ TEST(opening_says_what_is_in_the_way) {
   } catch (const fs::filesystem_error& error) {
     CHECK(error.code().value() == ENOTDIR);
   }
+  make_pool((root / "pool").string());
   fs::create_directories(root / "pool/usage");
-  try {
-    open_engine((root / "pool").string(), kMiB, 1);
-    CHECK(false);
-  } catch (const fs::filesystem_error& error) {
-    CHECK(error.code().value() == EISDIR && error.path1() == root / "pool/usage");
+  CHECK(refusal((root / "pool").string()).starts_with("its usage is no file"));
+}
+
+TEST(damage_to_the_counts_at_any_moment_costs_a_recount_and_nothing_else) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 64 * kMiB, 2);
+  const std::vector<std::function<void()>> harms = {
+      [&] { fs::resize_file(root / "usage", 0); },
+      [&] { fs::resize_file(root / "usage", 1000); },
+      [&] { fs::resize_file(root / "usage", 1 << 20); },
+      [&] { std::ofstream(root / "usage", std::ios::trunc) << std::string(40'000, 'x'); },
+      [&] { fs::remove(root / "usage"); },
+      [&] {  // one count, to more than anything can hold
+        std::fstream file(root / "usage", std::ios::in | std::ios::out | std::ios::binary);
+        file.seekp(24 + 8 * 5);
+        file.write("\x12\x34\xff\xff\xff\xff\xff\x7f", 8);
+      },
+  };
+  unsigned next = 0;
+  for (int round = 0; round < 3; ++round) {
+    for (const auto& harm : harms) {
+      for (unsigned i = 0; i < 20; ++i) CHECK(put(*engine, next++, 1000) == Status::kOk);
+      harm();
+      CHECK(get(*engine, next - 1, 1000) == Status::kOk);
+      CHECK(put(*engine, next++, 1000) == Status::kOk);
+      CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root));
+    }
+  }
+  std::atomic<bool> stop{false};
+  std::thread harmer([&] {
+    while (!stop) {
+      CHECK(truncate((root / "usage").c_str(), 0) == 0 || errno == ENOENT);
+      std::this_thread::sleep_for(1ms);
+    }
+  });
+  for (unsigned i = 0; i < 300; ++i) CHECK(put(*engine, next++, 1000) == Status::kOk);
+  stop = true;
+  harmer.join();
+  CHECK(counter(*engine, "evicted") == 0 && counter(*engine, "faults") == 0);
+}
+
+TEST(eviction_gets_somewhere_however_short_its_time) {
+  const Directory root;
+  constexpr unsigned kRecords = 5000;
+  constexpr std::size_t kNbytes = 100;
+  const auto engine = open_engine(root.text(), kRecords * (kNbytes + 64), 1);
+  for (unsigned i = 0; i < kRecords; ++i) CHECK(put(*engine, i, kNbytes) == Status::kOk);
+  CHECK(counter(*engine, "evicted") == 0);
+  Usage usage(root / "usage", std::nullopt);
+  const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
+  // It is out of time before it begins, each time.
+  const std::uint64_t capacity_nbytes = tree_nbytes(root);
+  for (int pass = 0; pass < 10; ++pass) {
+    const Evicted evicted =
+        make_room(root.text(), usage, capacity_nbytes / 2, capacity_nbytes, [] { return true; });
+    CHECK(evicted.records > 0);
+  }
+  CHECK(usage.read().sum().nbytes == tree_nbytes(root));
+}
+
+TEST(an_eviction_looks_at_a_part_of_a_large_store) {
+  const Directory root;
+  make_pool(root.text());
+  constexpr unsigned kRecords = 20'000;
+  for (unsigned i = 0; i < kRecords; ++i) {
+    fs::create_directory(path_of(root, i).parent_path());
+    std::ofstream(path_of(root, i)) << "record";
+  }
+  Usage usage(root / "usage", 0600);
+  const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
+  count(root.text(), usage, Clock::now() + 20s);
+  CHECK(usage.read().sum().nbytes == 6 * kRecords && usage.read().sum().unknown == 0);
+  // Nothing but what it looks at is read: the other buckets may as well be closed to it.
+  const Evicted evicted = make_room(root.text(), usage, 6, 6 * kRecords, [] { return false; });
+  CHECK(evicted.records >= 100 && evicted.records <= 120);
+  CHECK(usage.read().cursor <= 300);  // of 4,096 buckets
+  CHECK(usage.read().sum().nbytes == tree_nbytes(root));
+}
+
+TEST(counting_goes_on_where_it_stopped) {
+  const Directory root;
+  make_pool(root.text());
+  constexpr unsigned kRecords = 2000;
+  for (unsigned i = 0; i < kRecords; ++i) {
+    fs::create_directory(path_of(root, i).parent_path());
+    std::ofstream(path_of(root, i)) << "record";
+  }
+  Usage usage(root / "usage", 0600);
+  const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
+  unsigned unknown = kCounts;
+  int calls = 0;
+  while (unknown != 0) {
+    count(root.text(), usage, Clock::now());  // no time at all
+    const auto sum = usage.read().sum();
+    CHECK(sum.unknown < unknown);
+    // A guess by what has been counted is near enough to keep a capacity by.
+    CHECK(sum.nbytes > 4 * kRecords && sum.nbytes <= 8 * kRecords);
+    unknown = sum.unknown;
+    ++calls;
+  }
+  CHECK(calls > 10);
+  CHECK(usage.read().sum().nbytes == 6 * kRecords);
+}
+
+TEST(a_touch_counts_as_a_use) {
+  const Directory root;
+  constexpr std::size_t kNbytes = 1000;
+  const auto engine = open_engine(root.text(), 10 * (kNbytes + 64), 1);
+  for (unsigned i = 0; i < 10; ++i) CHECK(put(*engine, i, kNbytes) == Status::kOk);
+  CHECK(ask(*engine, Op::kTouch, 0) == Status::kOk);
+  CHECK(ask(*engine, Op::kContains, 1) == Status::kOk);
+  CHECK(ask(*engine, Op::kTouch, 99) == Status::kMiss);
+  CHECK(put(*engine, 10, kNbytes) == Status::kOk);
+  CHECK(ask(*engine, Op::kContains, 0) == Status::kOk);
+  CHECK(ask(*engine, Op::kContains, 1) == Status::kMiss);
+}
+
+TEST(a_clock_that_was_set_back_keeps_nothing_for_ever) {
+  const Directory root;
+  constexpr std::size_t kNbytes = 1000;
+  const auto engine = open_engine(root.text(), 10 * (kNbytes + 64), 1);
+  for (unsigned i = 0; i < 10; ++i) {
+    CHECK(put(*engine, i, kNbytes) == Status::kOk);
+    fs::last_write_time(path_of(root, i), fs::file_time_type::clock::now() + std::chrono::hours(24 * 365));
+  }
+  for (unsigned i = 10; i < 40; ++i) {
+    CHECK(put(*engine, i, kNbytes) == Status::kOk);
+    CHECK(get(*engine, i, kNbytes) == Status::kOk);
+  }
+  for (unsigned i = 0; i < 10; ++i) CHECK(ask(*engine, Op::kContains, i) == Status::kMiss);
+}
+
+TEST(only_our_own_names_are_counted_and_evicted) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 4 * 1064, 1);
+  CHECK(put(*engine, 1, 1000) == Status::kOk);
+  const fs::path bucket = path_of(root, 1).parent_path();
+  std::ofstream(bucket / "thesis.txt") << std::string(5000, 'x');
+  std::ofstream(bucket / ("t." + kNamespace + "." + hash_text(2) + ".0.0")) << std::string(5000, 'x');
+  fs::create_directory(root / "elsewhere");
+  std::ofstream(root / "elsewhere/thesis.txt") << "x";
+  fs::create_directory_symlink(root / "elsewhere", root / "blocks/fff");
+  fs::resize_file(root / "usage", 0);
+  for (unsigned i = 0x10; i < 0x30; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  CHECK(counter(*engine, "evicted") > 0);
+  CHECK(fs::exists(bucket / "thesis.txt") && fs::exists(root / "elsewhere/thesis.txt"));
+  CHECK(fs::exists(bucket / ("t." + kNamespace + "." + hash_text(2) + ".0.0")));
+}
+
+TEST(finding_a_pool_writes_nothing) {
+  const Directory root;
+  CHECK(
+      refusal((root / "none").string(), FileBackend::Open::kFind).starts_with("there is no such directory"));
+  CHECK(!fs::exists(root / "none"));
+  CHECK(refusal(root.text(), FileBackend::Open::kFind).starts_with("it is empty and no pool yet"));
+  CHECK(fs::is_empty(root.text()));
+  {
+    CHECK(put(*open_engine(root.text(), 64 * kMiB, 1), 1, 1000) == Status::kOk);
+  }
+  std::ofstream(root / "tmp/1.2.3.4") << "x";
+  fs::remove(root / "usage");
+  {
+    Engine engine(std::make_unique<FileBackend>(root.text(), 1, FileBackend::Open::kFind), 1);
+    CHECK(ask(engine, Op::kContains, 1) == Status::kOk);
+    CHECK(fs::exists(root / "tmp/1.2.3.4") && !fs::exists(root / "usage"));
+    CHECK(ask(engine, Op::kDelete, 1) == Status::kOk);
+    CHECK(!fs::exists(root / "usage"));
   }
 }
 

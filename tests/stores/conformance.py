@@ -499,3 +499,23 @@ class StoreConformance:
         for _ in range(20):
             with open_one(MIB):
                 pass
+
+
+class EvictionConformance:
+    """What a store with a capacity of its own does when it is full; ``open_one`` as above, and the capacity holds."""
+
+    @pytest.fixture
+    def open_one(self) -> OpenStore:
+        raise NotImplementedError
+
+    def test_what_was_touched_outlives_what_was_only_asked_for(self, open_one: OpenStore) -> None:
+        with open_one(MIB) as store:
+            for number in range(10):
+                assert store.put_many([key(number)], [bytes(100_000)]) == [True]
+            assert store.contains_many(keys(10)) == [True] * 10
+            assert store.touch_many([key(0), key(3)]) == [True, True]
+            for number in range(10, 13):
+                assert store.put_many([key(number)], [bytes(100_000)]) == [True]
+            held = store.contains_many(keys(13))
+            assert (held[0], held[1], held[2], held[3]) == (True, False, False, True)
+            assert held[10:] == [True] * 3

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,15 @@ from kvpool.stores.announcements import ORPHAN_AGE_S, Announcements
 from kvpool.stores.file import FileStore
 from kvpool.stores.store import Store
 from tests.conftest import eventually
-from tests.stores.conformance import MIB, OpenStore, StoreConformance, key, keys, payload
+from tests.stores.conformance import (
+    MIB,
+    EvictionConformance,
+    OpenStore,
+    StoreConformance,
+    key,
+    keys,
+    payload,
+)
 from tests.stores.file_user import HOT, RECORD_NBYTES, SMALL_CAPACITY_NBYTES, VALUE_NBYTES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,7 +46,7 @@ def store(root: Path) -> Iterator[Store]:
         yield store
 
 
-class TestFileStore(StoreConformance):
+class TestFileStore(EvictionConformance, StoreConformance):
     @pytest.fixture
     def open_one(self, root: Path) -> OpenStore:
         return lambda capacity_nbytes: FileStore(str(root), capacity_nbytes, 2)
@@ -369,6 +378,235 @@ def test_a_store_does_not_survive_a_fork(root: Path, store: Store) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# ---------------------------------------------------------------------- whose directory it is
+
+
+def refused(path: Path, capacity_nbytes: int | None = MIB) -> str:
+    with pytest.raises(ConfigError) as caught:
+        FileStore(str(path), capacity_nbytes, 1)
+    text = str(caught.value)
+    assert text.startswith(f"file://{path}: ")
+    assert "\n" not in text
+    return text.removeprefix(f"file://{path}: ")
+
+
+def tree(path: Path) -> dict[str, bytes | None]:
+    return {
+        str(one.relative_to(path)): one.read_bytes() if one.is_file() else None for one in path.rglob("*")
+    }
+
+
+def foreign_directory(path: Path) -> Path:
+    """Everything in it has a name that a pool has, too."""
+    for folder in ("tmp", "announcements", "blocks"):
+        (path / folder).mkdir(parents=True)
+    (path / "tmp" / "thesis.txt").write_text("years of work")
+    (path / "tmp" / "1.2.3.4").write_text("of another program")
+    (path / "usage").write_text("how to use it")
+    old = path / "announcements" / "2019.txt"
+    old.write_text("party")
+    os.utime(old, (0, 0))
+    return path
+
+
+@pytest.mark.parametrize("capacity_nbytes", [MIB, None])
+def test_a_foreign_directory_is_refused_and_nothing_in_it_is_touched(
+    tmp_path: Path, capacity_nbytes: int | None
+) -> None:
+    place = foreign_directory(tmp_path / "home")
+    before = tree(place)
+    says = refused(place, capacity_nbytes)
+    assert "it is not empty (" in says
+    assert "name a directory that is empty or not there yet" in says
+    assert tree(place) == before
+
+
+def test_an_empty_directory_is_made_a_pool_and_says_so(root: Path) -> None:
+    root.mkdir()
+    (root / "lost+found").mkdir()  # a file system of its own
+    with FileStore(str(root), MIB, 1) as store:
+        assert store.put_many([key(1)], [b"x"]) == [True]
+    marker = (root / "kvpool-pool").read_text()
+    assert marker.startswith("kvpool pool, format 2\n")
+    assert "Delete the whole directory" in marker
+
+
+def test_a_missing_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    FileStore(str(tmp_path / "a" / "pool"), MIB, 1).close()
+    modes = {
+        str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in (tmp_path / "a").rglob("*")
+    }
+    assert modes == {
+        "a/pool": 0o700, "a/pool/blocks": 0o700, "a/pool/kvpool-pool": 0o600,
+        "a/pool/tmp": 0o700, "a/pool/usage": 0o600,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("marker", "says"),
+    [
+        (b"kvpool pool, format 3\n", "it is a pool of format 3, and this kvpool has format 2"),
+        (b"kvpool pool, format 1\nx", "it is a pool of format 1"),
+        (b"kvpool pool, for", "is cut short"),
+        (b"", "is cut short"),
+        (b"kvpool pool, format two\n", "none that kvpool wrote"),
+        (b"kvpool pool, format 3", "none that kvpool wrote"),
+        (b"\0" * 4097, "none that kvpool wrote"),
+        (b"\xff\xfe", "none that kvpool wrote"),
+    ],
+)
+@pytest.mark.parametrize("capacity_nbytes", [MIB, None])
+def test_a_marker_that_is_not_ours_is_refused(
+    tmp_path: Path, marker: bytes, says: str, capacity_nbytes: int | None
+) -> None:
+    place = foreign_directory(tmp_path / "home")
+    (place / "kvpool-pool").write_bytes(marker)
+    before = tree(place)
+    assert says in refused(place, capacity_nbytes)
+    assert tree(place) == before
+
+
+def test_a_marker_that_is_a_link_a_folder_a_pipe_or_huge_is_refused(root: Path, tmp_path: Path) -> None:
+    FileStore(str(root), MIB, 1).close()
+    marker = root / "kvpool-pool"
+    whole = tmp_path / "whole"
+    marker.rename(whole)
+    for make, remove in (
+        (lambda: marker.symlink_to(whole), marker.unlink),
+        (marker.mkdir, marker.rmdir),
+        (lambda: os.mkfifo(marker), marker.unlink),
+        (lambda: (marker.touch(), os.truncate(marker, 1 << 30)), marker.unlink),
+    ):
+        make()
+        assert "none that kvpool wrote" in refused(root)
+        remove()
+    whole.rename(marker)
+    FileStore(str(root), MIB, 1).close()
+
+
+def test_a_maker_that_was_killed_is_finished_by_the_next(root: Path) -> None:
+    FileStore(str(root), MIB, 1).close()
+    whole = (root / "kvpool-pool").read_bytes()
+    shutil.rmtree(root)
+    for cut in range(len(whole)):
+        root.mkdir()
+        (root / "kvpool-pool").write_bytes(whole[:cut])
+        FileStore(str(root), MIB, 1).close()
+        if cut <= whole.index(b"\n"):
+            assert (root / "kvpool-pool").read_bytes() == whole
+        shutil.rmtree(root)
+
+
+def test_processes_that_make_the_pool_at_once_all_succeed(tmp_path: Path) -> None:
+    for attempt in range(30):
+        root, failed = tmp_path / str(attempt), []
+        barrier = threading.Barrier(6)
+
+        def make(
+            root: Path = root, failed: list[BaseException] = failed, barrier: threading.Barrier = barrier
+        ) -> None:
+            try:
+                barrier.wait()
+                FileStore(str(root), MIB, 1).close()
+            except BaseException as error:
+                failed.append(error)
+
+        makers = [threading.Thread(target=make) for _ in range(6)]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
+        assert not failed
+
+
+@pytest.mark.parametrize("part", ["tmp", "blocks", "announcements", "usage"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "other"])
+def test_a_part_of_the_pool_that_is_something_else_is_refused(
+    root: Path, tmp_path: Path, part: str, kind: str
+) -> None:
+    """Through a link, files elsewhere would be written and deleted."""
+    FileStore(str(root), MIB, 1).close()
+    elsewhere = foreign_directory(tmp_path / "home")
+    before = tree(elsewhere)
+    place = root / part
+    with contextlib.suppress(FileNotFoundError):
+        place.unlink() if part == "usage" else place.rmdir()
+    if kind == "link":
+        place.symlink_to(elsewhere / part)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    elif part == "usage":
+        place.mkdir()
+    else:
+        place.write_text("x")
+    assert f"its {part} is no " in refused(root)
+    assert tree(elsewhere) == before
+
+
+def test_a_directory_that_everyone_may_write_is_refused(root: Path) -> None:
+    root.mkdir()
+    for mode in (0o777, 0o1777, 0o702):
+        root.chmod(mode)
+        assert "everyone may write in it: name a directory in it" in refused(root)
+        assert list(root.iterdir()) == []
+        FileStore(f"{root}/own", MIB, 1).close()
+        shutil.rmtree(root / "own")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(root: Path) -> None:
+    root.mkdir()
+    os.chown(root, 65534, 65534)
+    assert "it belongs to user 65534 and this process is user 0: name a directory in it" in refused(root)
+    assert list(root.iterdir()) == []
+    FileStore(f"{root}/own", MIB, 1).close()
+
+
+def test_a_directory_that_a_group_shares_stays_so_whatever_the_umask(root: Path) -> None:
+    root.mkdir()
+    root.chmod(0o2770)
+    old = os.umask(0o077)
+    try:
+        with FileStore(str(root), MIB, 1) as store:
+            store.put_many([key(1)], [b"x"])
+            store.announce("kvpool:t:x", b"hello", lease_s=60)
+    finally:
+        os.umask(old)
+    folders = {path.stat().st_mode & 0o7777 for path in root.rglob("*") if path.is_dir()}
+    files = {path.stat().st_mode & 0o777 for path in root.rglob("*") if path.is_file()}
+    assert folders == {0o2770}
+    assert files == {0o660}
+
+
+def test_cutting_the_counts_kills_nobody(root: Path, store: Store) -> None:
+    for number in range(50):
+        os.truncate(root / "usage", 0)
+        assert store.put_many([key(number)], [b"value"]) == [True]
+        assert store.counters()["stored_nbytes"] == (number + 1) * 69
+
+
+def test_hits_are_about_those_of_an_exact_order(root: Path) -> None:
+    """Requests distributed as Zipf's law says, beside a model that evicts the least recently used one exactly."""
+    held, asked, value = 2000, 12_000, bytes(100)
+    chance = random.Random(1)
+    weights = [1 / (rank + 1) for rank in range(8000)]
+    exact: dict[int, None] = {}
+    hits = exact_hits = 0
+    with FileStore(str(root), held * 164, 1) as store:
+        for number in chance.choices(range(8000), weights, k=asked):
+            exact_hits += number in exact
+            exact.pop(number, None)
+            exact[number] = None
+            if len(exact) > held:
+                del exact[next(iter(exact))]
+            (hit,) = store.get_many_into([key(number)], [bytearray(100)])
+            hits += hit
+            if not hit:
+                assert store.put_many([key(number)], [value]) == [True]
+        assert store.counters()["evicted"] > held / 2
+    assert hits > exact_hits * 0.97
+
+
 # ---------------------------------------------------------------------- announcements on disk
 
 
@@ -402,7 +640,7 @@ def test_an_unreadable_announcement_is_passed_over(root: Path, store: Store, con
     assert store.announcements("") == {"kvpool:t:x": b"hello again"}
 
 
-def test_an_expired_announcement_is_removed(root: Path, store: Store) -> None:
+def test_an_expired_announcement_is_removed_by_the_next_new_one(root: Path, store: Store) -> None:
     store.announce("kvpool:t:x", b"hello", lease_s=60)
     path = announcement_file(root)
     fields = msgpack.unpackb(path.read_bytes())
@@ -410,39 +648,61 @@ def test_an_expired_announcement_is_removed(root: Path, store: Store) -> None:
     assert 50 < fields["expires_unix_s"] - time.time() <= 60
     path.write_bytes(msgpack.packb({**fields, "expires_unix_s": time.time() - 0.001}))
     assert store.announcements("") == {}
-    assert list((root / "announcements").iterdir()) == []
+    assert path.exists(), "who only reads deletes nothing"
+    store.announce("kvpool:t:y", b"hello", lease_s=60)
+    assert not path.exists()
+    assert list(store.announcements("")) == ["kvpool:t:y"]
 
 
 def test_an_announcement_renewed_while_it_is_removed_stays(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = root / "announcements"
+    root.mkdir()
     announced = Announcements(directory)
     announced.put("kvpool:t:x", b"old", 60.0)
     path = announcement_file(root)
     path.write_bytes(msgpack.packb({"key": "kvpool:t:x", "document": b"old", "expires_unix_s": 1.0}))
     remove_expired = announced._remove_expired
 
-    def renewed_just_before(path: Path, now_unix_s: float) -> None:
+    def renewed_just_before(folder: int, name: str, now_unix_s: float) -> None:
         announced.put("kvpool:t:x", b"renewed", 60.0)
-        remove_expired(path, now_unix_s)
+        remove_expired(folder, name, now_unix_s)
 
     monkeypatch.setattr(announced, "_remove_expired", renewed_just_before)
-    announced.all("")
-    assert announced.all("") == {"kvpool:t:x": b"renewed"}
-    assert list(directory.iterdir()) == [path]
+    announced.put("kvpool:t:y", b"new", 60.0)
+    assert announced.all("") == {"kvpool:t:x": b"renewed", "kvpool:t:y": b"new"}
+    assert len(list(directory.iterdir())) == 2
 
 
-def test_what_a_dead_writer_left_is_removed_in_time(root: Path, store: Store) -> None:
+def test_what_a_dead_writer_left_is_removed_in_time_and_nothing_else(root: Path, store: Store) -> None:
     store.announce("kvpool:t:x", b"hello", lease_s=60)
-    young, old = root / "announcements" / ".young", root / "announcements" / ".old"
-    for path in (young, old):
+    folder = root / "announcements"
+    young, old = (folder / f".{'0' * 32}.17.{end * 16}" for end in "ab")
+    foreign, link = folder / ".thesis", folder / f".{'0' * 32}.17.{'c' * 16}"
+    for path in (young, old, foreign):
         path.write_bytes(b"half an announ")
+    link.symlink_to(foreign)
     long_ago_s = time.time() - ORPHAN_AGE_S - 1
-    os.utime(old, (long_ago_s, long_ago_s))
-    assert store.announcements("") == {"kvpool:t:x": b"hello"}
+    for path in (old, foreign):
+        os.utime(path, (long_ago_s, long_ago_s))
+    os.utime(link, (long_ago_s, long_ago_s), follow_symlinks=False)
+    store.announce("kvpool:t:y", b"hello", lease_s=60)
+    assert list(store.announcements("")) == ["kvpool:t:x", "kvpool:t:y"]
     assert young.exists()
     assert not old.exists()
+    assert foreign.read_bytes() == b"half an announ"
+    assert link.is_symlink()
+
+
+def test_a_pipe_among_announcements_holds_nobody_up(root: Path, store: Store) -> None:
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    path = announcement_file(root)
+    path.unlink()
+    os.mkfifo(path)
+    assert store.announcements("") == {}
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    assert list(store.announcements("")) == ["kvpool:t:x"]
 
 
 def test_its_text_is_its_url(root: Path, store: Store) -> None:

@@ -5,10 +5,10 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.stores import open_store
 from kvpool.stores.memory import MemoryStore
-from tests.stores.conformance import MIB, OpenStore, StoreConformance, key, keys
+from tests.stores.conformance import MIB, EvictionConformance, OpenStore, StoreConformance, key, keys
 
 
-class TestMemoryStore(StoreConformance):
+class TestMemoryStore(EvictionConformance, StoreConformance):
     @pytest.fixture
     def open_one(self) -> OpenStore:
         return MemoryStore
