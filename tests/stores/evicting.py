@@ -72,12 +72,14 @@ def main() -> None:
             counters = store.counters()
             cpu_s = time.process_time() - cpu_s
         steady_us = sorted(took_us[counting:])
+        mean_us, cpu_us = sum(steady_us) / len(steady_us), cpu_s * 1e6 / len(steady_us)
+        p50_us, p99_us = (steady_us[int(len(steady_us) * part)] for part in (0.5, 0.99))
+        print(f"{count} records: opened in {opened_ms:.0f} ms")
+        print(f"{counting} puts before the first eviction: {sum(took_us[:counting]) / 1e3:.0f} ms in all")
         print(
-            f"{count} records: opened in {opened_ms:.0f} ms; {counting} puts before the first eviction, "
-            f"{sum(took_us[:counting]) / 1e3:.0f} ms in all; then {len(steady_us)} puts: "
-            f"mean {sum(steady_us) / len(steady_us):.0f} us (processor {cpu_s * 1e6 / len(steady_us):.0f}), p50 {steady_us[len(steady_us) // 2]:.0f}, "
-            f"p99 {steady_us[int(len(steady_us) * 0.99)]:.0f}, max {steady_us[-1]:.0f}; "
-            f"failed {failed}, evicted {counters['evicted']} in {counters['eviction_passes']} passes"
+            f"{len(steady_us)} puts: mean {mean_us:.0f} us (processor {cpu_us:.0f}), p50 {p50_us:.0f}, "
+            f"p99 {p99_us:.0f}, max {steady_us[-1]:.0f}; failed {failed}, evicted {counters['evicted']} "
+            f"in {counters['eviction_passes']} passes"
         )
     finally:
         shutil.rmtree(root)

@@ -139,7 +139,7 @@ def test_a_record_that_the_disk_cannot_read_is_a_miss_and_goes(tmp_path: Path) -
                     os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             os.truncate(image, 12 * MIB)
             targets = [bytearray(VALUE_NBYTES) for _ in range(150)]
-            found = store.get_many_into(keys(150), targets)
+            found = store.get_many_into(keys(150), targets, timeout_s=60)
             missed = found.count(False)
             assert 0 < missed < 150
             for number, (hit, target) in enumerate(zip(found, targets, strict=True)):
