@@ -136,6 +136,8 @@ def open_resp_engine(
     ttl_s: float,
     connections: int,
     tls: tuple[str, str, str] | None,
+    client: str,
+    version: str,
 ) -> Engine: ...
 
 class BareServer:
@@ -185,6 +187,8 @@ def open_routed_resp_engine(
     ttl_s: float,
     connections: int,
     tls: tuple[str, str, str] | None,
+    client: str,
+    version: str,
 ) -> tuple[Engine, Topology]: ...
 
 class MalformedEvents(ValueError):

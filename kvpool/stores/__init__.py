@@ -5,23 +5,31 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvpool.stores.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.stores.transfer import Transfer
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL, check_threads
 
+if TYPE_CHECKING:
+    from kvpool.stores.server import ServerStore
+
 __all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store", "visit_store"]
 
+logger = logging.getLogger("kvpool.stores")
 
-def open_store(url: str | StoreURL, *, threads: int | None = None) -> Store:
+
+def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: str = "") -> Store:
     """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379``, ``valkey+unix:///socket`` or
     ``memory://``.
 
     ``threads``: threads that move bytes, 1 to 64, each with a connection of its own to a server; None: what the
     URL says, or 2. They are native ones unless the URL of a server names another client: ``?client=redis``.
-    Blocking: a file store makes its directory; a server is asked once whether it is there, for a few seconds at
-    most. Close the store, or use ``with``.
+    ``opened_by``: whom connections to a server are named after, in ``CLIENT LIST``; empty: this host and process.
+    Blocking: a file store makes its directory; a server is asked once whether it is
+    there, for a few seconds at most. Close the store, or use ``with``.
     Errors: ``ConfigError`` for a URL that is wrong, ``StoreUnavailable`` for a store that cannot be reached;
     each one line that says what to do.
     """
@@ -33,14 +41,17 @@ def open_store(url: str | StoreURL, *, threads: int | None = None) -> Store:
 
         return MemoryStore(parsed.capacity_nbytes)
     if parsed.scheme in SERVER_SCHEMES:
-        return _open_server(parsed if threads is None else replace(parsed, threads=threads))
+        store = _open_server(replace(parsed, threads=threads or parsed.threads, opened_by=opened_by))
+        for refused in store.refused_commands():
+            logger.warning("kvpool: %r: %s (kvpool doctor says what to change)", store, refused.says)
+        return store
     assert parsed.scheme == "file", parsed.scheme
     from kvpool.stores.file import FileStore
 
     return FileStore(parsed.path, parsed.capacity_nbytes, threads or parsed.threads)
 
 
-def _open_server(url: StoreURL) -> Store:
+def _open_server(url: StoreURL) -> ServerStore:
     if url.client == "redis":
         from kvpool.stores.redis import RedisStore
 
@@ -58,11 +69,14 @@ def visit_store(url: str) -> Store:
     """``open_store`` for who only looks: of a directory that is a pool, in which opening writes nothing and nothing is
     evicted, whatever the capacity in ``url``.
 
+    Of a server's user no rights are expected.
     Errors: those of ``open_store``; ``ConfigError`` for a directory that is no pool.
     """
     parsed = StoreURL.parse(url)
-    if parsed.scheme != "file":
-        return open_store(url, threads=1)
+    if parsed.scheme in SERVER_SCHEMES:
+        return _open_server(replace(parsed, threads=1))
+    if parsed.scheme == "memory":
+        return open_store(parsed)
     from kvpool.stores.file import FileStore
 
     return FileStore(parsed.path, None, 1)

@@ -31,6 +31,10 @@ class Peer {
   friend class RespServer;
   bool fill();
 
+  std::vector<Command> queued_;  // of a transaction
+  bool in_transaction_ = false;
+  bool is_dirty_ = false;  // one of its commands was no good, or a hook has answered it
+
   Descriptor fd_;
   const int number_;
   std::string buffer_;
@@ -56,6 +60,7 @@ class RespServer {
  private:
   void accept_all();
   void serve(Peer& peer);
+  std::string answer_within(Peer& peer, const Command& command);
   std::string answer(const Command& command);
 
   const Hook hook_;

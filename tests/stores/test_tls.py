@@ -20,7 +20,7 @@ from kvpool import open_store
 from kvpool.cli.server_settings import server_findings
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores import Store, StoreURL
-from kvpool.stores.server_announcements import connect
+from kvpool.stores.server_connection import connect
 from kvpool.stores.tls import Tls
 from tests.conftest import eventually
 from tests.stores.certificates import Authority, Pair
@@ -169,10 +169,10 @@ def test_announcements_trust_nobody_else_either(server: TlsServer, stranger: Aut
     for untrusted in (Tls(), Tls(str(stranger.ca))):
         with (
             pytest.raises(redis.ConnectionError, match="certificate verify failed"),
-            connect(replace(url, tls=untrusted), timeout_s=2) as asking,
+            connect(replace(url, tls=untrusted), timeout_s=2, role="test") as asking,
         ):
             asking.ping()
-    with connect(url, timeout_s=2) as asking:
+    with connect(url, timeout_s=2, role="test") as asking:
         assert asking.ping()
 
 
