@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvpool.stores.lookup import Lookup, LookupGroup
 from kvpool.stores.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.stores.transfer import Transfer
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL, check_threads
 from kvpool.wording import MAX_NBYTES
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store", "visit_store"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Lookup",
+    "LookupGroup",
+    "Store",
+    "StoreURL",
+    "Transfer",
+    "open_store",
+    "visit_store",
+]
 
 
 def open_store(url: str | StoreURL, *, threads: int | None = None) -> Store:

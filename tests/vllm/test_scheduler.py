@@ -24,8 +24,9 @@ from kvpool.errors import StoreUnavailable
 from kvpool.keys import Namespace
 from kvpool.stores import Store, Transfer, open_store
 from kvpool.stores.memory import MemoryStore
+from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from kvpool.vllm.plan import BlockRef, Group, PoolWorkerMetadata
-from kvpool.vllm.scheduler import LOOKUP_GRACE_S, SchedulerHalf
+from kvpool.vllm.scheduler import SchedulerHalf
 from tests.conftest import eventually
 from tests.transfer.test_engine import StallingStore
 
@@ -291,7 +292,7 @@ def test_a_pool_that_is_away_is_told_once_and_again_when_it_is_back(
 
     for _ in range(3):  # the third time within a minute, so nothing is said any more
         with monkeypatch.context() as away:
-            away.setattr(store, "submit_contains", refuse)
+            away.setattr(store, "submit_lookup", refuse)
             for name in "abc":
                 assert scheduler.matched_tokens(request(name), 0) == (0, False)
                 scheduler.finished(request(name))
