@@ -92,8 +92,9 @@ class Engine:
     ) -> Batch:
         """A lookup as in kvpool/_native/lookup.h; groups: hashes, hash_nbytes, group, ranks, record_tokens, windowed.
 
-        The batch has one result a record: MISS for those that were not asked for. It counts as one key that waits.
-        Never blocks; copies the hashes. ValueError when anything in it is not right; RuntimeError as submit().
+        Never blocks; the hashes stay held until the batch is done. It has one result a record: MISS for those that were
+        not asked for, too. It counts as one key that waits. ValueError when anything in it is not right; RuntimeError
+        as submit().
         """
 
     def fileno(self) -> int:

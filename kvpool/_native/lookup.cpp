@@ -4,6 +4,7 @@
 #include <array>
 #include <cassert>
 #include <stdexcept>
+#include <string>
 
 namespace kvpool {
 namespace {
@@ -25,14 +26,14 @@ void check(const LookupGroup& group) {
 
 }  // namespace
 
-Lookup::Lookup(std::string_view prefix, std::vector<LookupGroup> groups)
+Lookup::Lookup(std::string_view prefix, const std::vector<LookupGroup>& groups)
     : prefix_(parse_key(std::string(prefix) + std::string(2 * kMinHashNbytes, '0') + ":0:0")) {
   prefix_.text = prefix;
-  for (LookupGroup& group : groups) {
+  for (const LookupGroup& group : groups) {
     check(group);
     const std::size_t records = group.hashes.size() / group.hash_nbytes;
     const std::size_t end_key = key_count_ + records * group.ranks;
-    places_.push_back({std::move(group), key_count_, end_key, record_count_});
+    places_.push_back({group, key_count_, end_key, record_count_});
     key_count_ = end_key;
     record_count_ += records;
   }
@@ -49,8 +50,7 @@ Key Lookup::key(std::size_t index) const {
   const LookupGroup& group = place.records;
   const std::size_t in_group = index - place.first_key;
   const std::size_t record = in_group / group.ranks;
-  const std::string_view hash =
-      std::string_view(group.hashes).substr(record * group.hash_nbytes, group.hash_nbytes);
+  const std::string_view hash = group.hashes.substr(record * group.hash_nbytes, group.hash_nbytes);
   Key key = prefix_;
   key.group = group.group;
   key.rank = static_cast<std::uint16_t>(in_group % group.ranks);

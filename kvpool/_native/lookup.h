@@ -1,14 +1,13 @@
 // The keys of one lookup: which leading records of a prompt are in the pool. Each key is spelled when it is sent; how
 // far it is still worth asking follows from what was found missing. Knows no engine and no lane.
 //
-// Who owns what: everything is fixed but `end_tokens_`, which any thread may lower.
+// Who owns what: everything is fixed but `end_tokens_`, which any thread may lower. key() alone reads the hashes.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -18,7 +17,8 @@ namespace kvpool {
 
 // Consecutive records of one group of layers, from the first token on.
 struct LookupGroup {
-  std::string hashes;  // packed, one for each record
+  std::string_view
+      hashes;  // packed, one for each record; the caller's, who keeps them until the batch is done
   std::size_t hash_nbytes;
   std::uint16_t group;
   std::uint32_t ranks;  // a record is there when the parts of ranks 0 to ranks - 1 are
@@ -31,7 +31,7 @@ struct LookupGroup {
 class Lookup {
  public:
   // `prefix`: what every key starts with, "kvpool:{tenant}:{namespace}:". Throws std::invalid_argument.
-  Lookup(std::string_view prefix, std::vector<LookupGroup> groups);
+  Lookup(std::string_view prefix, const std::vector<LookupGroup>& groups);
 
   std::size_t key_count() const { return key_count_; }
   std::size_t record_count() const { return record_count_; }

@@ -293,13 +293,16 @@ class PyEngine {
     orphans_->reap();
     const Clock::duration timeout = to_duration(timeout_s, false);
     std::vector<LookupGroup> read;
+    PyBuffers held;
     for (const nb::handle one : groups) {
       const auto [hashes, hash_nbytes, group, ranks, record_tokens, windowed] =
           nb::cast<std::tuple<nb::bytes, std::size_t, std::uint16_t, std::uint32_t, std::uint64_t, bool>>(
               one);
-      read.push_back({std::string(as_text(hashes)), hash_nbytes, group, ranks, record_tokens, windowed});
+      if (hashes.size() != 0 && !held.add(hashes.ptr(), false)) throw nb::python_error();
+      read.push_back({as_text(hashes), hash_nbytes, group, ranks, record_tokens, windowed});
     }
-    return PyBatch(engine_->submit(std::make_unique<Lookup>(prefix, std::move(read)), timeout), {}, orphans_);
+    std::shared_ptr<Batch> batch = engine_->submit(std::make_unique<Lookup>(prefix, read), timeout);
+    return PyBatch(std::move(batch), std::move(held), orphans_);
   }
 
   int fileno() const { return engine_->fileno(); }

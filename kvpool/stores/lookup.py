@@ -152,8 +152,8 @@ class Lookup:
     def wait(self, timeout_s: float | None = None) -> list[bytes]:
         """By group, in the order in which they were given, a byte for each record: 1: all its parts are there, else 0.
 
-        Behind the first missing record of a group that is not windowed all are 0, whether they are there or not; so is
-        every record beyond the last token that such groups can serve.
+        A 0 behind the first missing record of a group that is not windowed, and in any group beyond the last token that
+        such groups can serve, says nothing: the record may not have been asked for.
         ``timeout_s``, blocking and errors: as ``Transfer.wait``.
         """
         present = self._transfer.results(timeout_s)

@@ -140,7 +140,7 @@ class Store(ABC):
     ) -> Lookup:
         """Ask which leading records of a prompt are here, as ``touch_many``, for as long as the answer is of use.
 
-        Of any length: keys are spelled where they are sent, so that this costs the caller the copy of the hashes.
+        Of any length: keys are spelled where they are sent, so this call is short.
         Where a part of a record is missing, what only follows it is not asked for any more; groups that are not
         windowed are asked for first.
         Errors: as ``touch_many``; too many lookups under way is ``StoreUnavailable``.

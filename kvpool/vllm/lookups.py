@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool.errors import StoreUnavailable
+from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.keys import MIN_HASH_NBYTES
 from kvpool.stores import Lookup, LookupGroup
 from kvpool.vllm.plan import Group
@@ -20,7 +20,7 @@ class RequestLookup:
     """One lookup under way, or its answer.
 
     ``present``, once it has ended well: by group a byte for each record, 1 where the pool has it. Behind the first
-    record that is missing under full attention, records count as missing.
+    record that is missing under full attention, most were not asked for and count as missing.
     ``failure``: why there is no answer, and will be none; "" else.
     """
 
@@ -58,16 +58,19 @@ def groups_to_ask(
 ) -> list[LookupGroup]:
     """What is to be asked for a prompt of which at most ``max_tokens`` may be loaded.
 
-    ``hashes``: by group, those of its records. ``ranks``: of the engine.
+    ``hashes``: by group, those of its records. ``ranks``: of the engine. Errors: ``ConfigError``.
     """
     asked = []
     for index, (group, known) in enumerate(zip(groups, hashes, strict=True)):
         hash_nbytes = len(known[0]) if known else MIN_HASH_NBYTES
         records = min(len(known), max_tokens // group.record_tokens)
+        packed = b"".join(known if records == len(known) else known[:records])
+        if len(packed) != records * hash_nbytes:
+            raise ConfigError("the hashes of a request are of different lengths")
         asked.append(
             LookupGroup(
                 group=index,
-                hashes=b"".join(known)[: records * hash_nbytes],
+                hashes=packed,
                 hash_nbytes=hash_nbytes,
                 ranks=len(group.key_ranks(ranks)),
                 record_tokens=group.record_tokens,
