@@ -54,18 +54,17 @@ class RequestLookup:
 
 
 def groups_to_ask(
-    groups: Sequence[Group], hashes: Sequence[Sequence[bytes]], ranks: int, max_tokens: int
+    groups: Sequence[Group], hashes: Sequence[Sequence[bytes]], ranks: int
 ) -> list[LookupGroup]:
-    """What is to be asked for a prompt of which at most ``max_tokens`` may be loaded.
+    """What is to be asked for a prompt. ``hashes``: by group, those of its records. ``ranks``: of the engine.
 
-    ``hashes``: by group, those of its records. ``ranks``: of the engine. Errors: ``ConfigError``.
+    Errors: ``ConfigError``.
     """
     asked = []
     for index, (group, known) in enumerate(zip(groups, hashes, strict=True)):
         hash_nbytes = len(known[0]) if known else MIN_HASH_NBYTES
-        records = min(len(known), max_tokens // group.record_tokens)
-        packed = b"".join(known if records == len(known) else known[:records])
-        if len(packed) != records * hash_nbytes:
+        packed = b"".join(known)
+        if len(packed) != len(known) * hash_nbytes:
             raise ConfigError("the hashes of a request are of different lengths")
         asked.append(
             LookupGroup(

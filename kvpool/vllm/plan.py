@@ -184,14 +184,19 @@ def longest_hit(
 
 
 def _usable_tokens(group: Group, there: bytes, local_tokens: int, hit_tokens: int) -> int:
-    """``hit_tokens`` if ``group`` has all that it needs for them, else what no longer hit can exceed."""
+    """The longest hit up to ``hit_tokens`` for which ``group`` has all that it needs, wherever hits may end."""
     hit_tokens = min(hit_tokens, len(there) * group.record_tokens)
     needed = records_to_load(group, local_tokens, hit_tokens)
-    # Every shorter hit of full attention needs all up to its end; that of a window which ends behind a missing record
-    # needs this one, too.
-    search = there.find if group.window is None else there.rfind
-    missing = search(0, needed.start, needed.stop) if needed else -1
-    return hit_tokens if missing < 0 else missing * group.record_tokens
+    first = local_tokens // group.record_tokens
+    if not needed or there.find(0, needed.start, needed.stop) < 0:
+        return hit_tokens
+    # Either all from the local tokens on is there, or a window full somewhere behind.
+    end = there.find(0, first, needed.stop)
+    if group.window is not None:
+        window_records = -(-(group.window - 1) // group.record_tokens)
+        start = there.rfind(b"\1" * window_records, first, needed.stop)
+        end = max(end, start + window_records if start >= 0 else 0)
+    return end * group.record_tokens
 
 
 def records_to_store(record_tokens: int, already: int, computed_tokens: int, hashed_records: int) -> range:

@@ -414,7 +414,7 @@ class SchedulerHalf:
         hashes = [
             compat.record_hashes(state.request, self._hash_block_tokens, group) for group in self._groups
         ]
-        asked = groups_to_ask(self._groups, hashes, self._ranks, self._max_tokens(state.request))
+        asked = groups_to_ask(self._groups, hashes, self._ranks)
         budget_s = self._config.budget_s
         try:
             lookup = self._store.submit_lookup(self._namespace, asked, timeout_s=budget_s)
