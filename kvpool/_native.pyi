@@ -70,7 +70,7 @@ class Batch:
         """Cancels at once what no thread has started; what is running stops at its next 256 KiB chunk."""
 
     def results(self) -> bytes:
-        """One status a key. RuntimeError before done()."""
+        """One status a key, or of a lookup one a record. RuntimeError before done()."""
 
     def error(self) -> str | None:
         """The first fault in words: ``put /path: Permission denied``. RuntimeError before done()."""
@@ -87,6 +87,16 @@ class Engine:
         RuntimeError when closed, in a forked child, or with 1,048,576 keys waiting ("queue full ...").
         """
 
+    def lookup(
+        self, prefix: str, groups: Sequence[tuple[bytes, int, int, int, int, bool]], timeout_s: float
+    ) -> Batch:
+        """A lookup as in kvpool/_native/lookup.h; groups: hashes, hash_nbytes, group, ranks, record_tokens, windowed.
+
+        Never blocks; the hashes stay held until the batch is done. It has one result a record: MISS for those that were
+        not asked for, too. It counts as one key that waits. ValueError when anything in it is not right; RuntimeError
+        as submit().
+        """
+
     def fileno(self) -> int:
         """A non-blocking eventfd, +1 for each batch that is done. RuntimeError once closed."""
 
@@ -94,7 +104,7 @@ class Engine:
         """Totals since the start: puts, put_nbytes, get_hits, get_misses, get_nbytes, contains_hits,
         contains_misses, deletes, delete_misses, no_room, faults, cancelled, timed_out (keys, not batches).
 
-        Gauge: queued (keys that no thread has taken).
+        Gauge: queued (keys that no thread has taken; a lookup counts as one).
         Files: damaged, damaged_<cause> with the causes of verify_record(), evicted, evicted_nbytes,
         eviction_passes; gauge: stored_nbytes (all processes together; never too low).
         Servers: damaged and damaged_<cause> as well, evicted (0: the server does not tell), connections,

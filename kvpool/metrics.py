@@ -24,7 +24,12 @@ LOOKUP_REQUESTS = Metric("kvpool_lookup_requests_total", "Requests whose prefix 
 LOOKUP_FAILURES = Metric(
     "kvpool_lookup_failures_total", "Existence checks that ended without an answer, by cause.", "cause"
 )
-LOOKUP_BLOCKS = Metric("kvpool_lookup_blocks_total", "Keys whose existence was asked.")
+LOOKUP_BLOCKS = Metric("kvpool_lookup_blocks_total", "Keys that lookups were about.")
+REQUEST_FAULTS = Metric(
+    "kvpool_request_faults_total",
+    "Requests that went on without the pool after a fault of kvpool, by what it did: lookup, offer, load or store.",
+    "where",
+)
 OFFERED_TOKENS = Metric("kvpool_offered_tokens_total", "Prompt tokens offered to the engine from the pool.")
 LOADED_BLOCKS = Metric(
     "kvpool_loaded_blocks_total", "Blocks loaded from the pool into the engine's KV cache."
@@ -61,6 +66,7 @@ ALL: tuple[Metric, ...] = (
     LOOKUP_REQUESTS,
     LOOKUP_FAILURES,
     LOOKUP_BLOCKS,
+    REQUEST_FAULTS,
     OFFERED_TOKENS,
     LOADED_BLOCKS,
     LOADED_BYTES,

@@ -26,6 +26,7 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/flatmap.cpp
   ${CMAKE_CURRENT_LIST_DIR}/hashing.cpp
   ${CMAKE_CURRENT_LIST_DIR}/holders.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/lookup.cpp
   ${CMAKE_CURRENT_LIST_DIR}/pool_directory.cpp
   ${CMAKE_CURRENT_LIST_DIR}/record.cpp
   ${CMAKE_CURRENT_LIST_DIR}/record_file.cpp

@@ -25,6 +25,8 @@ namespace {
 constexpr std::size_t kQueueCount = 3;
 constexpr Clock::duration kDestructorTimeout = std::chrono::seconds(5);
 constexpr const char* kForked = "the engine was made before fork(): make one in this process";
+// So many keys of a long lookup, then it is another batch's turn.
+constexpr std::size_t kTurnKeys = 256;
 constexpr Clock::duration kPauseAfterException = std::chrono::milliseconds(10);
 
 // Lookups are cheap and somebody waits for them; loads have a request waiting; stores have nobody.
@@ -101,6 +103,11 @@ struct Core {
 
   using Lock = std::unique_lock<std::mutex>;
 
+  void count_given_up(const Batch& batch, std::size_t items, Status status) {
+    counts[static_cast<std::size_t>(batch.op_)][static_cast<std::size_t>(status)].fetch_add(
+        items, std::memory_order_relaxed);
+  }
+
   void count(const Batch& batch, std::size_t index, Status status) {
     const auto op = static_cast<std::size_t>(batch.op_);
     counts[op][static_cast<std::size_t>(status)].fetch_add(1, std::memory_order_relaxed);
@@ -127,6 +134,26 @@ struct Core {
     if (!batch.queued_) return;
     batch.queued_ = false;
     queues[queue_of(batch.op_)].erase(batch.place_);
+    if (batch.lookup_) --queued_items;
+  }
+
+  // Under the lock: ends what of a lookup no lane has taken.
+  void pass_over(Batch& batch, std::size_t until, Status status) {
+    const std::size_t end = batch.lookup_->record_of(until);
+    for (std::size_t record = batch.lookup_->record_of(batch.next_); record < end; ++record) {
+      batch.set_record(record, status);
+    }
+    batch.next_ = until;
+  }
+
+  // Under the lock: what of a lookup is not worth asking any more is not there.
+  void skip_unwanted(Batch& batch) {
+    const std::size_t wanted = batch.lookup_->next_wanted(batch.next_);
+    const std::size_t skipped = wanted - batch.next_;
+    if (skipped == 0) return;
+    pass_over(batch, wanted, Status::kMiss);
+    if (wanted == batch.item_count()) leave_queue(batch);
+    if (batch.unfinished_.fetch_sub(skipped, std::memory_order_acq_rel) == skipped) complete(batch);
   }
 
   // Under the lock: gives up what no lane has taken, and tells the lanes to give up the rest.
@@ -134,18 +161,17 @@ struct Core {
     if (batch->done()) return;
     Status expected = Status::kOk;
     if (!batch->stop_.compare_exchange_strong(expected, status)) return;
-    const std::size_t untaken = batch->keys_.size() - batch->next_;
+    const std::size_t untaken = batch->item_count() - batch->next_;
     const std::size_t given_up = untaken + batch->waiting_.size();
     leave_queue(*batch);
-    for (; batch->next_ < batch->keys_.size(); ++batch->next_) {
-      batch->results_[batch->next_] = status;
-      count(*batch, batch->next_, status);
+    if (batch->lookup_) {
+      pass_over(*batch, batch->item_count(), status);
+    } else {
+      for (; batch->next_ < batch->keys_.size(); ++batch->next_) batch->results_[batch->next_] = status;
+      queued_items -= untaken;
     }
-    queued_items -= untaken;
-    for (const std::size_t index : batch->waiting_) {
-      batch->results_[index] = status;
-      count(*batch, index, status);
-    }
+    for (const std::size_t index : batch->waiting_) batch->results_[index] = status;
+    count_given_up(*batch, given_up, status);
     batch->waiting_.clear();
     if (given_up != 0 && batch->unfinished_.fetch_sub(given_up, std::memory_order_acq_rel) == given_up) {
       complete(*batch);
@@ -167,9 +193,18 @@ struct Core {
           stop(batch, Status::kTimedOut);
           continue;
         }
+        if (batch->lookup_) {
+          skip_unwanted(*batch);
+          if (!batch->queued_) continue;
+        } else {
+          --queued_items;
+        }
         const std::size_t index = batch->next_++;
-        --queued_items;
-        if (batch->next_ == batch->keys_.size()) leave_queue(*batch);
+        if (batch->next_ == batch->item_count()) {
+          leave_queue(*batch);
+        } else if (batch->lookup_ && batch->next_ % kTurnKeys == 0) {
+          queue.splice(queue.end(), queue, batch->place_);
+        }
         if (batch->op_ == Op::kPut && joins(batch, index)) continue;
         return std::optional<Item>(std::in_place, batch, index);
       }
@@ -230,7 +265,13 @@ struct Core {
 
   void finish(Batch& batch, std::size_t index, Status status, std::string error) {
     count(batch, index, status);
-    batch.results_[index] = status;
+    if (batch.lookup_) {
+      batch.set_record(batch.lookup_->record_of(index), status);
+      if (status == Status::kMiss) batch.lookup_->missed(index);
+      if (status != Status::kMiss && status != Status::kOk) batch.lookup_->give_up();
+    } else {
+      batch.results_[index] = status;
+    }
     if (batch.op_ == Op::kPut) end_waiters(batch, index, status, error);
     if (!error.empty()) {
       const Lock lock(mutex);
@@ -290,6 +331,24 @@ Batch::Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::t
       results_(keys_.size(), Status::kFault),
       unfinished_(keys_.size()) {}
 
+// A lookup touches what it finds: the fleet uses it.
+Batch::Batch(std::unique_ptr<Lookup> lookup, Clock::time_point deadline)
+    : op_(Op::kTouch),
+      lookup_(std::move(lookup)),
+      deadline_(deadline),
+      results_(lookup_->record_count(), Status::kOk),
+      unfinished_(lookup_->key_count()) {}
+
+// Parts of one record end in several threads: what is worse stays.
+void Batch::set_record(std::size_t record, Status status) {
+  if (status == Status::kOk) return;
+  const std::atomic_ref<Status> result(results_[record]);
+  Status known = result.load(std::memory_order_relaxed);
+  while (known == Status::kOk || (known == Status::kMiss && status != Status::kMiss)) {
+    if (result.compare_exchange_weak(known, status, std::memory_order_relaxed)) return;
+  }
+}
+
 bool Batch::wait_until(Clock::time_point until) {
   if (core_->pid != getpid()) throw std::runtime_error(kForked);
   Core::Lock lock(core_->mutex);
@@ -312,6 +371,10 @@ Item::~Item() {
   if (batch_) finish(Status::kFault, "the store gave up in the middle of an operation");
 }
 
+void Item::spell() {
+  if (batch_->lookup_) spelled_ = std::make_unique<const Key>(batch_->lookup_->key(index_));
+}
+
 std::optional<Status> Item::stopped() const {
   const Status stop = batch_->stop_.load(std::memory_order_relaxed);
   if (stop != Status::kOk) return stop;
@@ -329,15 +392,22 @@ std::optional<Item> Source::next() {
   Core::Lock lock(core_.mutex);
   for (;;) {
     if (core_.closing.load()) return std::nullopt;
-    if (auto item = core_.take()) return item;
+    if (auto item = core_.take()) {
+      lock.unlock();
+      item->spell();
+      return item;
+    }
     core_.work_arrived.wait(lock);
   }
 }
 
 std::optional<Item> Source::try_next() {
-  const Core::Lock lock(core_.mutex);
+  Core::Lock lock(core_.mutex);
   if (core_.closing.load()) return std::nullopt;
-  return core_.take();
+  auto item = core_.take();
+  lock.unlock();
+  if (item) item->spell();
+  return item;
 }
 
 std::optional<Item> Source::try_next_read() {
@@ -398,13 +468,21 @@ bool Engine::forked() const { return getpid() != core_->pid; }
 
 std::shared_ptr<Batch> Engine::submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
                                       Clock::duration timeout) {
+  return submit(std::make_shared<Batch>(op, std::move(keys), std::move(buffers), Clock::now() + timeout));
+}
+
+std::shared_ptr<Batch> Engine::submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout) {
+  return submit(std::make_shared<Batch>(std::move(lookup), Clock::now() + timeout));
+}
+
+std::shared_ptr<Batch> Engine::submit(std::shared_ptr<Batch> batch) {
   if (forked()) throw std::runtime_error(kForked);
-  const std::size_t items = keys.size();
-  auto batch = std::make_shared<Batch>(op, std::move(keys), std::move(buffers), Clock::now() + timeout);
+  const std::size_t items = batch->item_count();
+  const std::size_t waits = batch->lookup_ ? 1 : items;
   batch->core_ = core_;
   const Core::Lock lock(core_->mutex);
   if (core_->closing.load()) throw std::runtime_error("the engine is closed");
-  if (items > kMaxQueuedItems - core_->queued_items) {
+  if (waits > kMaxQueuedItems - core_->queued_items) {
     throw std::runtime_error("queue full: " + std::to_string(core_->queued_items) +
                              " items are waiting, at most " + std::to_string(kMaxQueuedItems) + " may");
   }
@@ -413,10 +491,10 @@ std::shared_ptr<Batch> Engine::submit(Op op, std::vector<Key> keys, std::vector<
     core_->complete(*batch);
     return batch;
   }
-  auto& queue = core_->queues[queue_of(op)];
+  auto& queue = core_->queues[queue_of(batch->op_)];
   batch->place_ = queue.insert(queue.end(), batch);
   batch->queued_ = true;
-  core_->queued_items += items;
+  core_->queued_items += waits;
   const auto placed = core_->deadlines.emplace(std::pair(batch->deadline_, batch->sequence_), batch).first;
   if (placed == core_->deadlines.begin()) core_->deadlines_changed.notify_one();
   if (items == 1) {

@@ -7,11 +7,14 @@
 // - Engine::Core::mutex guards the queues, the deadlines, the completion descriptor, the puts that wait for
 //   another, and of each Batch `next_`, `waiting_`, `error_` and its place in a queue. Nothing blocks under it (the eventfd is non-blocking).
 // - Results of a batch: each byte is written once, by whoever took the item (its lane; or stop(), for items
-//   that no lane has taken; or finish() of the put that it waited for), and read only after done().
+//   that no lane has taken; or finish() of the put that it waited for), and read only after done(). A lookup has one
+//   result a record, which is the worst of its parts' and written atomically.
 // - Buffers are borrowed from the caller until done(): a batch is done when no lane touches them any more.
 //
 // A put of a key that some lane is putting just now waits for that one's result instead of being a second
 // transfer: a key names content. If the first is given up, one of those that wait takes its place.
+//
+// A lookup is a batch of keys that are spelled as lanes take them; it ends early where the rest is of no use (lookup.h).
 #pragma once
 
 #include <array>
@@ -30,6 +33,7 @@
 #include <utility>
 #include <vector>
 
+#include "lookup.h"
 #include "record.h"
 
 namespace kvpool {
@@ -58,6 +62,7 @@ class Batch {
   using Buffer = std::span<std::byte>;
 
   Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::time_point deadline);
+  Batch(std::unique_ptr<Lookup> lookup, Clock::time_point deadline);
 
   // True when every item has its result and no thread touches a buffer any more. Cheap, never blocks.
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -66,7 +71,7 @@ class Batch {
   // Items that no lane has taken are cancelled at once; a lane stops its own at the next chunk.
   void cancel();
 
-  // Only after done().
+  // Only after done(). One a key; of a lookup one a record, kMiss for those that were not asked for.
   std::span<const Status> results() const { return results_; }
   std::optional<std::string> error() const { return error_; }
 
@@ -75,7 +80,11 @@ class Batch {
   friend class Item;
   friend class Engine;
 
+  std::size_t item_count() const { return lookup_ ? lookup_->key_count() : keys_.size(); }
+  void set_record(std::size_t record, Status status);
+
   const Op op_;
+  const std::unique_ptr<Lookup> lookup_;  // else keys_
   const std::vector<Key> keys_;
   const std::vector<Buffer> buffers_;  // as many as keys for put and get, else none
   const Clock::time_point submitted_ = Clock::now();
@@ -99,12 +108,14 @@ class Batch {
 class Item {
  public:
   Item(std::shared_ptr<Batch> batch, std::size_t index) : batch_(std::move(batch)), index_(index) {}
+  // Spells the key of a lookup: once, before key().
+  void spell();
   Item(Item&&) noexcept = default;
   Item& operator=(Item&&) = delete;
   ~Item();
 
   Op op() const { return batch_->op_; }
-  const Key& key() const { return batch_->keys_[index_]; }
+  const Key& key() const { return spelled_ ? *spelled_ : batch_->keys_[index_]; }
   std::span<std::byte> buffer() const { return batch_->buffers_[index_]; }
   Clock::time_point deadline() const { return batch_->deadline_; }
   // What its batch was given in all.
@@ -117,9 +128,11 @@ class Item {
  private:
   std::shared_ptr<Batch> batch_;
   std::size_t index_;
+  std::unique_ptr<const Key> spelled_;  // of a lookup
 };
 
-// Where a lane gets its items: lookups before loads before stores, each in order of arrival.
+// Where a lane gets its items: lookups before loads before stores, each in order of arrival; but long lookups take turns
+// with others.
 class Source {
  public:
   explicit Source(Core& core) : core_(core) {}
@@ -169,6 +182,9 @@ class Engine {
   std::shared_ptr<Batch> submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
                                 Clock::duration timeout);
 
+  // As submit(). A lookup of any length counts as one item that waits.
+  std::shared_ptr<Batch> submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout);
+
   // An eventfd, +1 for each batch that is done. Throws std::runtime_error once closed.
   int fileno() const;
   Counters counters() const;
@@ -178,6 +194,8 @@ class Engine {
   bool forked() const;
 
  private:
+  std::shared_ptr<Batch> submit(std::shared_ptr<Batch> batch);
+
   std::shared_ptr<Core> core_;
 };
 

@@ -26,6 +26,7 @@
 #include "events.h"
 #include "file.h"
 #include "hashing.h"
+#include "lookup.h"
 #include "record.h"
 #include "resp.h"
 #include "table.h"
@@ -285,6 +286,22 @@ class PyEngine {
       }
     }
     std::shared_ptr<Batch> batch = engine_->submit(op, std::move(parsed), std::move(spans), timeout);
+    return PyBatch(std::move(batch), std::move(held), orphans_);
+  }
+
+  PyBatch lookup(std::string_view prefix, nb::handle groups, double timeout_s) {
+    orphans_->reap();
+    const Clock::duration timeout = to_duration(timeout_s, false);
+    std::vector<LookupGroup> read;
+    PyBuffers held;
+    for (const nb::handle one : groups) {
+      const auto [hashes, hash_nbytes, group, ranks, record_tokens, windowed] =
+          nb::cast<std::tuple<nb::bytes, std::size_t, std::uint16_t, std::uint32_t, std::uint64_t, bool>>(
+              one);
+      if (hashes.size() != 0 && !held.add(hashes.ptr(), false)) throw nb::python_error();
+      read.push_back({as_text(hashes), hash_nbytes, group, ranks, record_tokens, windowed});
+    }
+    std::shared_ptr<Batch> batch = engine_->submit(std::make_unique<Lookup>(prefix, read), timeout);
     return PyBatch(std::move(batch), std::move(held), orphans_);
   }
 
@@ -769,6 +786,7 @@ NB_MODULE(_native, m) {
 
   nb::class_<PyEngine>(m, "Engine")
       .def("submit", &PyEngine::submit, "op"_a, "keys"_a, "buffers"_a.none(), "timeout_s"_a)
+      .def("lookup", &PyEngine::lookup, "prefix"_a, "groups"_a, "timeout_s"_a)
       .def("fileno", &PyEngine::fileno)
       .def("counters", &PyEngine::counters)
       .def("close", &PyEngine::close, "timeout_s"_a);

@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvpool.stores.lookup import Lookup, LookupGroup
 from kvpool.stores.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.stores.transfer import Transfer
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL, check_threads
@@ -16,7 +17,16 @@ from kvpool.stores.url import SERVER_SCHEMES, StoreURL, check_threads
 if TYPE_CHECKING:
     from kvpool.stores.server import ServerStore
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store", "visit_store"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Lookup",
+    "LookupGroup",
+    "Store",
+    "StoreURL",
+    "Transfer",
+    "open_store",
+    "visit_store",
+]
 
 logger = logging.getLogger("kvpool.stores")
 

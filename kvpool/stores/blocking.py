@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreClosed, StoreUnavailable
 from kvpool.keys import parse_key
+from kvpool.stores.lookup import LookupKeys, RecordBatch
 from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import ServerStore, server_name
 from kvpool.stores.store import DEFAULT_TIMEOUT_S
@@ -141,6 +142,8 @@ class _Batch:
         self.deadline_s = time.monotonic() + timeout_s
         self.statuses = bytearray([_native.CANCELLED]) * len(keys)
         self.next = 0  # first key that no thread has taken
+        # Keys that count as waiting in the queue.
+        self.weight = min(1, len(keys)) if isinstance(keys, LookupKeys) else len(keys)
         self.windows = 0  # under way
         self.cancelled = False
         self.fault: str | None = None
@@ -246,22 +249,27 @@ class BlockingStore(ServerStore):
     def _submit(
         self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
     ) -> _Batch:
-        if os.getpid() != self._pid:
-            raise StoreUnavailable(f"{self._name}: opened before fork(): open one in this process")
         keys = tuple(keys)
         for key in keys:
             parse_key(key)
-        batch = _Batch(self, operation, keys, views, timeout_s)
+        return self._enqueue(_Batch(self, operation, keys, views, timeout_s))
+
+    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> RecordBatch:
+        return RecordBatch(self._enqueue(_Batch(self, _native.TOUCH, keys, None, timeout_s)), keys)
+
+    def _enqueue(self, batch: _Batch) -> _Batch:
+        if os.getpid() != self._pid:
+            raise StoreUnavailable(f"{self._name}: opened before fork(): open one in this process")
         with self._changed:
             if self._closing:
                 raise StoreClosed(f"{self._name}: the store is closed")
             waiting = self._counters["queued"]
-            if len(keys) > MAX_QUEUED_KEYS - waiting:
+            if batch.weight > MAX_QUEUED_KEYS - waiting:
                 raise StoreUnavailable(
                     f"{self._name}: queue full: {waiting} keys are waiting, at most {MAX_QUEUED_KEYS} may"
                 )
-            self._counters["queued"] += len(keys)
-            if keys:
+            self._counters["queued"] += batch.weight
+            if batch.keys:
                 self._queue.append(batch)
                 if self._breaker.why:
                     self._refuse_queued()
@@ -290,11 +298,17 @@ class BlockingStore(ServerStore):
                 if time.monotonic() >= batch.deadline_s:
                     self._drop_rest(batch, _native.TIMED_OUT)
                     continue
+                if isinstance(batch.keys, LookupKeys):
+                    self._skip_unwanted(batch, batch.keys)
+                    if batch.next == len(batch.keys):
+                        continue
                 start, end = batch.next, _window_end(batch)
                 batch.next = end
                 batch.windows += 1
-                self._counters["queued"] -= end - start
+                if not isinstance(batch.keys, LookupKeys):
+                    self._weigh(batch, batch.weight - (end - start))
                 if end == len(batch.keys):
+                    self._weigh(batch, 0)
                     self._queue.remove(batch)
                 return _Window(batch, start, end)
 
@@ -304,7 +318,10 @@ class BlockingStore(ServerStore):
             batch.statuses[start : start + len(statuses)] = bytes(statuses)
             batch.fault = batch.fault or fault
             batch.windows -= 1
-            self._count(batch.operation, statuses)
+            if isinstance(batch.keys, LookupKeys):
+                batch.keys.take(start, statuses)
+            for status, times in Counter(statuses).items():
+                self._count(batch.operation, status, times)
             if batch.views is not None:
                 moved = {_native.PUT: "put_nbytes", _native.GET: "get_nbytes"}[batch.operation]
                 self._counters[moved] += sum(
@@ -328,9 +345,24 @@ class BlockingStore(ServerStore):
             batch.statuses[batch.next :] = bytes([status]) * rest
             batch.next = len(batch.keys)
             self._queue.remove(batch)
-            self._counters["queued"] -= rest
-            self._count(batch.operation, [status] * rest)
+            self._weigh(batch, 0)
+            self._count(batch.operation, status, rest)
         self._end_if_over(batch)
+
+    def _skip_unwanted(self, batch: _Batch, keys: LookupKeys) -> None:
+        """What of a lookup is not worth asking any more is not there; the caller holds the lock."""
+        wanted = keys.next_wanted(batch.next)
+        batch.statuses[batch.next : wanted] = bytes([_native.MISS]) * (wanted - batch.next)
+        batch.next = wanted
+        if wanted == len(keys):
+            self._queue.remove(batch)
+            self._weigh(batch, 0)
+            self._end_if_over(batch)
+
+    def _weigh(self, batch: _Batch, weight: int) -> None:
+        """The caller holds the lock."""
+        self._counters["queued"] -= batch.weight - weight
+        batch.weight = weight
 
     def _end_if_over(self, batch: _Batch) -> None:
         """Let go of the buffers and tell, if nothing is left of a batch; the caller holds the lock."""
@@ -340,10 +372,8 @@ class BlockingStore(ServerStore):
         batch.ended.set()
         os.eventfd_write(self._event_fd, 1)
 
-    def _count(self, operation: int, statuses: Sequence[int]) -> None:
-        for status, times in Counter(statuses).items():
-            name = _COUNTED_ALWAYS.get(status) or _COUNTED[operation, status]
-            self._counters[name] += times
+    def _count(self, operation: int, status: int, times: int) -> None:
+        self._counters[_COUNTED_ALWAYS.get(status) or _COUNTED[operation, status]] += times
 
     def _refuse_queued(self) -> None:
         """The server is away: what waits is a fault at once; the caller holds the lock."""

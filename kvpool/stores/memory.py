@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from kvpool import _native
 from kvpool.errors import StoreUnavailable
 from kvpool.keys import parse_key
+from kvpool.stores.lookup import LookupKeys, RecordBatch
 from kvpool.stores.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, Store, StoredBlock
 from kvpool.wording import format_nbytes
 
@@ -23,6 +24,9 @@ _COUNTERS = (
     "puts", "put_nbytes", "get_hits", "get_misses", "get_nbytes", "contains_hits", "contains_misses",
     "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
 )  # fmt: skip
+
+
+LOOKUP_KEYS = 256  # of a lookup, between two looks at what is still worth asking
 
 
 class _EndedBatch:
@@ -101,6 +105,16 @@ class MemoryStore(Store):
             if not self._closed:  # the descriptor's number may be somebody else's by now
                 os.eventfd_write(self._event_fd, 1)
         return _EndedBatch(results)
+
+    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> RecordBatch:
+        statuses = bytearray(len(keys))
+        index = keys.next_wanted(0)
+        while index < len(keys):
+            end = min(index + LOOKUP_KEYS, len(keys))
+            statuses[index:end] = self._submit(_native.TOUCH, keys[index:end], None, timeout_s).results()
+            keys.take(index, statuses[index:end])
+            index = keys.next_wanted(end)
+        return RecordBatch(_EndedBatch(bytes(statuses)), keys)
 
     def _put(self, key: str, view: memoryview) -> int:
         record = b"".join((_native.pack_header(key, view), view))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreClosed, StoreUnavailable
+from kvpool.keys import namespace_prefix
+from kvpool.stores.lookup import LookupKeys
 from kvpool.stores.store import DEFAULT_TIMEOUT_S, Store
 
 
@@ -30,8 +33,22 @@ class NativeStore(Store):
     def _submit(
         self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
     ) -> _native.Batch:
-        try:
+        with self._mapped():
             return self._engine.submit(operation, keys, views, timeout_s)
+
+    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> _native.Batch:
+        prefix = namespace_prefix(keys.namespace.tenant, keys.namespace.hex)
+        groups = [
+            (group.hashes, group.hash_nbytes, group.group, group.ranks, group.record_tokens, group.windowed)
+            for group in keys.groups
+        ]
+        with self._mapped():
+            return self._engine.lookup(prefix, groups, timeout_s)
+
+    @contextlib.contextmanager
+    def _mapped(self) -> Iterator[None]:
+        try:
+            yield
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
         except RuntimeError as error:

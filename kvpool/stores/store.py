@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreClosed
-from kvpool.keys import KEY_PREFIX
+from kvpool.keys import KEY_PREFIX, Namespace
 from kvpool.stores.buffers import Destination, copy_back, destination, source
+from kvpool.stores.lookup import Lookup, LookupGroup, LookupKeys, RecordBatch
 from kvpool.stores.notices import Notices
 from kvpool.stores.transfer import Batch, Transfer, check_timeout
 
@@ -133,6 +134,26 @@ class Store(ABC):
     def submit_touch(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Transfer:
         """Begin ``touch_many``. Errors: as there."""
         return self._begin(_native.TOUCH, "touch", keys, None, timeout_s)
+
+    def submit_lookup(
+        self, namespace: Namespace, groups: Sequence[LookupGroup], *, timeout_s: float | None = None
+    ) -> Lookup:
+        """Ask which leading records of a prompt are here, as ``touch_many``, for as long as the answer is of use.
+
+        Of any length: keys are spelled where they are sent, so this call is short.
+        Where a part of a record is missing, what only follows it is not asked for any more; groups that are not
+        windowed are asked for first.
+        Errors: as ``touch_many``; too many lookups under way is ``StoreUnavailable``.
+        """
+        self._check_open()
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else check_timeout(timeout_s)
+        for group in groups:
+            group.check()
+        order = sorted(range(len(groups)), key=lambda place: groups[place].windowed)
+        keys = LookupKeys(namespace, [groups[place] for place in order])
+        batch = self._submit_lookup(keys, timeout_s)
+        transfer = Transfer(batch, f"{self._name}: lookup of at most {len(keys)} keys", timeout_s)
+        return Lookup(transfer, [group.records for group in keys.groups], order)
 
     # ------------------------------------------------------------------ leased documents
 
@@ -258,6 +279,10 @@ class Store(ABC):
         self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
     ) -> Batch:
         """Begin a batch. ``operation``: of ``_native``; ``views``: flat, not empty, as many as keys."""
+
+    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> Batch:
+        """Begin a lookup; the batch has one status a record, ``MISS`` for those that were not asked for."""
+        return RecordBatch(self._submit(_native.TOUCH, keys, None, timeout_s), keys)
 
     @abstractmethod
     def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...

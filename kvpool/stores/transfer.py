@@ -60,6 +60,10 @@ class Transfer:
         cancelled, and when it has not ended within ``timeout_s``: then it is still under way and owns its
         buffers.
         """
+        return [result == _native.OK for result in self.results(timeout_s)]
+
+    def results(self, timeout_s: float | None = None) -> bytes:
+        """As ``wait``, with the status that ``_native`` has for each answer. Errors: as there."""
         if timeout_s is None:
             end_s = self._deadline_s + GRACE_S
         else:
@@ -74,7 +78,7 @@ class Transfer:
             raise StoreUnavailable(f"{self._what}: no answer within {self._timeout_s:g} s")
         if _native.CANCELLED in results:
             raise StoreUnavailable(f"{self._what}: cancelled")
-        return [result == _native.OK for result in results]
+        return results
 
     def settle(self, timeout_s: float) -> None:
         """Wait until the batch has ended, well or badly, for at most ``timeout_s`` seconds; no fault is raised."""

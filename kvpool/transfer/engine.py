@@ -24,7 +24,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvpool import metrics
-from kvpool.errors import StoreUnavailable
+from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.metrics import Counters
 from kvpool.stores import Store, Transfer
 from kvpool.transfer.device import BlockCopier
@@ -279,7 +279,7 @@ class TransferEngine:
                     transfer = self._store.submit_get(
                         [block.key for block in blocks], self._views(blocks, slots), timeout_s=timeout_s
                     )
-                except StoreUnavailable:
+                except KVPoolError:
                     self.staging.release(slots)
                     self._fail(job, "store_unavailable")
                     break
@@ -371,7 +371,7 @@ class TransferEngine:
                 self._send_new(part)
             else:
                 self._end_store(part)
-        except StoreUnavailable:
+        except KVPoolError:
             self._drop(part.tags, "store_unavailable")
             part.tags = []
         if not part.tags:

@@ -1,8 +1,9 @@
 """The scheduler's half of the connector: what to offer, what to load, what to store. It never blocks.
 
-A request's way: its existence batch starts when it is first seen; once answered, the longest usable prefix is
+A request's way: its lookup starts when it is first seen; once answered, the longest usable prefix is
 offered, unless the cost gate expects that computing it is faster; when the engine has allocated blocks, the load goes
-to the workers; a load that fails is remembered, so that it is not offered to this request again.
+to the workers; a load that fails is remembered, so that it is not offered to this request again. A request whose call
+raises goes on without the pool, alone.
 
 A record's way to the pool: when a step fills the last of its blocks, it is wanted if the request allows it and the
 settings do (prompts only, the number of requests that have had it). What is wanted goes to the workers at once, or with
@@ -15,11 +16,13 @@ Threads: the engine's scheduler thread only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.logger import init_logger
@@ -32,10 +35,11 @@ from kvpool.config import PoolConfig
 from kvpool.errors import StoreClosed, StoreUnavailable
 from kvpool.keys import Fact, Namespace
 from kvpool.metrics import Counters
-from kvpool.stores import Store, Transfer
+from kvpool.stores import Store
 from kvpool.vllm import compat
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
-from kvpool.vllm.guard import Guard
+from kvpool.vllm.guard import Guard, RequestGuard
+from kvpool.vllm.lookups import RequestLookup, groups_to_ask
 from kvpool.vllm.plan import (
     BlockRef,
     Group,
@@ -55,9 +59,7 @@ from kvpool.vllm.whole_state import WholeState
 
 logger = init_logger("vllm.kvpool")
 
-FRESH_S = 10.0  # an answer of the existence check that is older is asked again before it is offered
-MIN_LOAD_S = 0.05  # what a load is given even when the existence check has used up the budget
-LOOKUP_GRACE_S = 0.25  # how long after its own deadline an existence batch may still be stopping
+MIN_LOAD_S = 0.05  # what a load is given even when the lookup has used up the budget
 MAX_PENDING_STORES = 1 << 16  # blocks; more are not sent to the workers
 NO_OFFER: tuple[int | None, bool] = (0, False)
 STEPS_AHEAD = 2  # write-back looks at the blocks that so many full steps could use
@@ -65,22 +67,14 @@ WARN_EVERY_S = 60.0  # a pool that comes and goes is not told more often
 STEPS_IN_FLIGHT = 4  # whose time is taken; of more, the oldest will not be reported any more
 KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that stores end and are announced
 
-
-@dataclass
-class _Lookup:
-    """The existence batch of one request: ``blocks[g]`` records of each group, for every rank that stores it."""
-
-    transfer: Transfer
-    blocks: list[int]
-    started: float
-    present: list[list[bool]] | None = None  # by group and record, once answered
+_T = TypeVar("_T")
 
 
 @dataclass
 class _RequestState:
     request: Request
     params: RequestParams
-    lookup: _Lookup | None = None
+    lookup: RequestLookup | None = None  # the latest one
     waiting_since: float | None = None  # when the engine was first told to ask again later
     waited_s: float = 0.0
     offered: tuple[int, int] | None = None  # (local tokens, tokens with the pool)
@@ -88,7 +82,7 @@ class _RequestState:
     admitted: bool = False  # the cost gate lets it load what its lookup has found
     load_tokens: int = 0  # of the load under way
     load_s: float = 0.0
-    refused: bool = False  # a load failed, its existence check did, or it does not pay: not offered again
+    refused: bool = False  # a load failed, its lookup did, or it does not pay: not offered again
     handed: list[int] | None = None  # by group: leading records that need not be stored
     held: list[int] = field(default_factory=list)  # by group: leading records that it did not compute
     sighted: list[int] = field(default_factory=list)  # by group: leading records in which it was counted
@@ -143,7 +137,8 @@ class SchedulerHalf:
         self._heard: dict[int, dict[str, Fact]] = {}  # by rank
         self._to_tell: dict[str, Fact] = {}  # to the workers, with the next step
         self._broken = False
-        self._guard = Guard(self._break)
+        self.counters = Counters()
+        self._guard, self._request_guard = Guard(self._break), RequestGuard(self.counters)
         self._requests: dict[str, _RequestState] = {}
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
@@ -153,7 +148,6 @@ class SchedulerHalf:
         self._events: list[KVCacheEvent] = []
         self._whole_state = WholeState(self._groups)
         self._asked = False  # for the whole state, in the step that is ending
-        self.counters = Counters()
         self._params = ParamsReader()
         self._sightings = Sightings() if config.store_after_requests > 1 else None
         self._block_pool: BlockPool | None = None
@@ -173,17 +167,19 @@ class SchedulerHalf:
     # What the engine asks.
 
     def seen(self, request: Request) -> None:
-        """A request has arrived: start its existence batch."""
-        self._guard.run(lambda: self._seen(request), None)
+        """A request has arrived: start its lookup."""
+        self._run_for(request, "lookup", lambda: self._seen(request), None)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens that the pool adds to ``local_tokens``, load is asynchronous); None: ask again later."""
-        return self._guard.run(lambda: self._matched_tokens(request, local_tokens), NO_OFFER)
+        return self._run_for(request, "offer", lambda: self._matched_tokens(request, local_tokens), NO_OFFER)
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine has allocated blocks; load into them if it took the offer."""
         no_blocks: list[BlockRef] = []
-        blocks = self._guard.run(lambda: self._blocks_to_load(request, tables, external_tokens), no_blocks)
+        blocks = self._run_for(
+            request, "load", lambda: self._blocks_to_load(request, tables, external_tokens), no_blocks
+        )
         if external_tokens:
             # A plan without blocks is reported as failed by the workers, which is what ends the engine's wait.
             state = self._state(request)
@@ -222,21 +218,18 @@ class SchedulerHalf:
         if self._namespace is None:
             return self._later(state, now) if self._may_wait(state, now) else NO_OFFER
         lookup = state.lookup
-        if lookup is None or (lookup.present is not None and now - lookup.started > FRESH_S):
+        if lookup is None or lookup.is_stale(now):
             lookup = self._ask(state)
         if lookup is None:
             return NO_OFFER
+        if not lookup.ended(now):
+            return self._later(state, now)
         if lookup.present is None:
-            if not lookup.transfer.done():
-                if now - lookup.started <= self._config.budget_s + LOOKUP_GRACE_S:
-                    return self._later(state, now)
-                self._lookup_failed(state, "timeout")
-                return NO_OFFER
-            if not self._answered(state, lookup):
-                return NO_OFFER
+            self._lookup_failed(state, lookup.failure)
+            return NO_OFFER
+        self._answered()
         if state.waiting_since is not None:
             state.waited_s, state.waiting_since = now - state.waiting_since, None
-        assert lookup.present is not None
         hit = longest_hit(
             self._groups,
             lookup.present,
@@ -258,7 +251,8 @@ class SchedulerHalf:
         self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> list[BlockRef]:
         state = self._state(request)
-        state.lookup = self._dropped(state.lookup)
+        if state.lookup is not None:
+            state.lookup.used = True
         state.handed = None
         offered, state.offered = state.offered, None
         if external_tokens == 0 or offered is None:
@@ -279,7 +273,8 @@ class SchedulerHalf:
             if (state := self._requests.get(request_id)) is not None and state.params.store:
                 scheduled.append((state, computed_tokens))
         for state, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
-            self._plan_stores(state, output, computed_tokens, step)
+            plan = functools.partial(self._plan_stores, state, output, computed_tokens, step)
+            self._run_for(state.request, "store", plan, None)
         if self._write_back and output.total_num_scheduled_tokens:
             self._plan_write_back(step)
         if step.stores:
@@ -289,7 +284,8 @@ class SchedulerHalf:
         """A request has ended, or was aborted: nothing of it stays."""
         state = self._requests.pop(request.request_id, None)
         if state is not None:
-            self._dropped(state.lookup)
+            if state.lookup is not None:
+                state.lookup.cancel()
             if state.loading:
                 self._cancelled.append(request.request_id)
 
@@ -345,13 +341,15 @@ class SchedulerHalf:
     def forget(self) -> None:
         """Drop every answer about what the pool holds."""
         for state in self._requests.values():
-            state.lookup = self._dropped(state.lookup)
-            state.offered = None
+            if state.lookup is not None:
+                state.lookup.cancel()
+            state.lookup = state.offered = None
 
     def close(self) -> None:
         """Cancel what is in flight."""
         for state in self._requests.values():
-            self._dropped(state.lookup)
+            if state.lookup is not None:
+                state.lookup.cancel()
         self._requests.clear()
 
     # The cost gate.
@@ -379,7 +377,7 @@ class SchedulerHalf:
                 self._gate.computed(tokens, now - max(planned_at, self._reported_at))
         self._reported_at = now
 
-    # Existence.
+    # Lookups.
 
     def _state(self, request: Request) -> _RequestState:
         state = self._requests.get(request.request_id)
@@ -406,54 +404,35 @@ class SchedulerHalf:
             state.waiting_since = now
         return None, False
 
-    def _ask(self, state: _RequestState) -> _Lookup | None:
-        """Start the existence batch of a request; None when there is no pool to ask."""
+    def _ask(self, state: _RequestState) -> RequestLookup | None:
+        """Start the lookup of a request; None when there is no pool to ask."""
         if self._namespace is None:
             return None
-        state.lookup = self._dropped(state.lookup)
-        state.admitted = False
-        keys: list[str] = []
-        blocks = []
-        max_tokens = self._max_tokens(state.request)
-        for index, group in enumerate(self._groups):
-            hashes = compat.record_hashes(state.request, self._hash_block_tokens, group)
-            hashes = hashes[: max_tokens // group.record_tokens]
-            blocks.append(len(hashes))
-            for rank in group.key_ranks(self._ranks):
-                keys += self._namespace.keys(hashes, index, rank)
+        if state.lookup is not None:
+            state.lookup.cancel()
+        state.lookup, state.admitted = None, False
+        hashes = [
+            compat.record_hashes(state.request, self._hash_block_tokens, group) for group in self._groups
+        ]
+        asked = groups_to_ask(self._groups, hashes, self._ranks)
+        budget_s = self._config.budget_s
         try:
-            transfer = self._store.submit_contains(keys, timeout_s=self._config.budget_s)
+            lookup = self._store.submit_lookup(self._namespace, asked, timeout_s=budget_s)
         except StoreUnavailable:
             self._lookup_failed(state, "store_unavailable")
             return None
-        state.lookup = _Lookup(transfer, blocks, time.monotonic())
+        state.lookup = RequestLookup(lookup, time.monotonic(), budget_s)
         self.counters.add(metrics.LOOKUP_REQUESTS)
-        self.counters.add(metrics.LOOKUP_BLOCKS, len(keys))
+        self.counters.add(metrics.LOOKUP_BLOCKS, sum(group.records * group.ranks for group in asked))
         return state.lookup
 
-    def _answered(self, state: _RequestState, lookup: _Lookup) -> bool:
-        """Read the answer of an existence batch that has ended."""
-        try:
-            answers = lookup.transfer.wait()
-        except StoreUnavailable:
-            self._lookup_failed(state, "store_unavailable")
-            return False
+    def _answered(self) -> None:
         if self._said_away:
             self._said_away = False
             logger.info("kvpool: the pool answers again")
-        lookup.present = []
-        start = 0
-        for group, count in zip(self._groups, lookup.blocks, strict=True):
-            ranks = []
-            for _ in group.key_ranks(self._ranks):
-                ranks.append(answers[start : start + count])
-                start += count
-            lookup.present.append([all(parts) for parts in zip(*ranks, strict=True)])
-        return True
 
     def _lookup_failed(self, state: _RequestState, cause: str) -> None:
         state.refused = True
-        state.lookup = self._dropped(state.lookup)
         self.counters.add(metrics.LOOKUP_FAILURES, 1, cause)
         now = time.monotonic()
         if not self._said_away and now - self._warned_at >= WARN_EVERY_S:
@@ -463,10 +442,13 @@ class SchedulerHalf:
                 cause,
             )
 
-    @staticmethod
-    def _dropped(lookup: _Lookup | None) -> None:
-        if lookup is not None:
-            lookup.transfer.cancel()
+    def _run_for(self, request: Request, where: str, call: Callable[[], _T], instead: _T) -> _T:
+        """The result of ``call``, or ``instead`` when it raises: then this request goes on without the pool."""
+        result, well = self._request_guard.run(where, call, instead)
+        if not well:
+            state = self._requests.setdefault(request.request_id, _RequestState(request, WITHOUT_POOL))
+            state.params, state.refused = WITHOUT_POOL, True
+        return result
 
     # Stores.
 

@@ -49,7 +49,7 @@ from kvpool.stores.facts import announce_facts
 from kvpool.transfer.engine import PART_NBYTES, STORE_TIMEOUT_S
 from kvpool.vllm import compat
 from kvpool.vllm.guard import Guard, refuse
-from kvpool.vllm.scheduler import LOOKUP_GRACE_S
+from kvpool.vllm.lookups import LOOKUP_GRACE_S
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec

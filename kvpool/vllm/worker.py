@@ -30,7 +30,7 @@ from kvpool.stores.facts import announce_facts
 from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import Block
 from kvpool.vllm.announcement import Announcement
-from kvpool.vllm.guard import Guard
+from kvpool.vllm.guard import Guard, RequestGuard
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 
 logger = init_logger("vllm.kvpool")
@@ -61,8 +61,8 @@ class WorkerHalf:
         self._storing: dict[int, bool] = {}  # tags under way: whether they have landed
         self._started: dict[str, float] = {}  # loads under way: since when
         self._polled_at = 0.0
-        self._guard = Guard(self._break)
         self.counters = Counters()
+        self._guard, self._request_guard = Guard(self._break), RequestGuard(self.counters)
 
     @property
     def slots_in_use(self) -> int:
@@ -192,7 +192,8 @@ class WorkerHalf:
             self._failed.add(plan.request_id)
             if self._engine is None or self._namespace is None or not plan.blocks:
                 continue
-            blocks = self._blocks(plan.blocks)
+            if not (blocks := self._named("load", plan.blocks)):
+                continue
             self._promised[plan.request_id] = {
                 block.key: (ref.block_hash, ref.group) for block, ref in zip(blocks, plan.blocks, strict=True)
             }
@@ -229,9 +230,12 @@ class WorkerHalf:
             else:
                 self._count(self._report.landed, [tag])
                 self._count(self._report.stored, [tag])
-        if own:
+        if blocks := self._named("store", list(own.values())):
             self._storing |= dict.fromkeys(own, False)
-            self._guard.run(functools.partial(self._send, self._blocks(list(own.values())), list(own)), None)
+            self._guard.run(functools.partial(self._send, blocks, list(own)), None)
+        else:
+            self._count(self._report.landed, list(own))
+            self._count(self._report.dropped, list(own))
 
     def _send(self, blocks: list[Block], tags: list[int]) -> None:
         assert self._engine is not None
@@ -293,6 +297,11 @@ class WorkerHalf:
         if self._store is not None:
             self._store.close()
         self._engine = self._store = None
+
+    def _named(self, where: str, refs: Sequence[BlockRef]) -> list[Block]:
+        """The blocks with their keys; none where one of them cannot have a key."""
+        nothing: list[Block] = []
+        return self._request_guard.run(where, lambda: self._blocks(refs), nothing)[0]
 
     def _blocks(self, refs: Sequence[BlockRef]) -> list[Block]:
         assert self._namespace is not None

@@ -15,13 +15,15 @@ import random
 import select
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy
 import pytest
 
 from kvpool.errors import ConfigError, KVPoolError, StoreClosed, StoreUnavailable
 from kvpool.keys import Namespace
-from kvpool.stores.store import MAX_DOCUMENT_NBYTES, Store
+from kvpool.stores import LookupGroup, Store
+from kvpool.stores.store import MAX_BATCH_KEYS, MAX_DOCUMENT_NBYTES
 from tests.conftest import eventually
 
 MIB = 1 << 20
@@ -31,7 +33,16 @@ OpenStore = Callable[[int], Store]
 
 
 def key(number: int) -> str:
-    return NAMESPACE.key(hashlib.sha256(b"%d" % number).digest(), number % 3, number % 2)
+    return NAMESPACE.key(hashed(number), number % 3, number % 2)
+
+
+def hashed(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def lookup_group(group: int, records: int, ranks: int = 1, *, windowed: bool = False) -> LookupGroup:
+    packed = b"".join(map(hashed, range(records)))
+    return LookupGroup(group, packed, 32, ranks, 16, windowed)
 
 
 def keys(count: int) -> list[str]:
@@ -330,6 +341,84 @@ class StoreConformance:
         assert store.get_many_into([key(64)], [target]) == [True]
         assert target == b"after"
 
+    # ------------------------------------------------------------------ lookups
+
+    def test_a_lookup_tells_of_records_that_are_there_with_all_parts(self, store: Store) -> None:
+        for group, rank, records in ((0, 0, [0, 1, 2, 4]), (0, 1, [0, 1, 3, 4]), (7, 0, [1, 2, 5])):
+            names = NAMESPACE.keys([hashed(record) for record in records], group, rank)
+            assert all(store.put_many(names, [b"x"] * len(names)))
+        both = lookup_group(0, 6, ranks=2)
+        (present,) = store.submit_lookup(NAMESPACE, [both]).wait()
+        assert present.find(0) == 2
+        assert store.submit_lookup(NAMESPACE, [lookup_group(0, 3)]).wait() == [bytes([1, 1, 1])]
+        windowed = lookup_group(7, 6, windowed=True)
+        assert store.submit_lookup(NAMESPACE, [windowed]).wait() == [bytes([0, 1, 1, 0, 0, 1])]
+        other, first = store.submit_lookup(NAMESPACE, [windowed, both]).wait(5)
+        assert (other[:2], first[:3]) == (bytes([0, 1]), bytes([1, 1, 0])), "in the order of the groups"
+        foreign = Namespace("tenant-2", dict(NAMESPACE.facts))
+        assert store.submit_lookup(foreign, [both]).wait() == [bytes(6)]
+
+    def test_a_lookup_of_nothing(self, store: Store) -> None:
+        nothing = LookupGroup(0, b"", 8, 2, 16)
+        assert store.submit_lookup(NAMESPACE, []).wait() == []
+        assert store.submit_lookup(NAMESPACE, [nothing]).wait() == [b""]
+        store.put_many(NAMESPACE.keys([hashed(0)], 1, 0), [b"x"])
+        assert store.submit_lookup(NAMESPACE, [nothing, lookup_group(1, 1)]).wait() == [b"", b"\1"]
+        assert store.counters().get("queued", 0) == 0
+
+    def test_a_lookup_may_be_longer_than_a_batch_and_asks_for_what_may_be_of_use(self, store: Store) -> None:
+        names = [NAMESPACE.key(hashed(record), 0, rank) for record in range(40) for rank in range(8)]
+        assert all(store.put_many(names, [b"x"] * len(names)))
+        long = lookup_group(0, MAX_BATCH_KEYS // 8 + 1000, ranks=8)
+        before = store.counters()
+        lookup = store.submit_lookup(NAMESPACE, [long], timeout_s=60)
+        (present,) = lookup.wait()
+        assert lookup.done()
+        assert len(present) == long.records
+        assert present.find(0) == 40
+        after = store.counters()
+        assert after["contains_hits"] - before["contains_hits"] == 40 * 8
+        asked = sum(after[name] - before[name] for name in ("contains_hits", "contains_misses"))
+        assert asked < MAX_BATCH_KEYS // 2, "what is missing ends it, not the prompt's end"
+        assert after.get("queued", 0) == 0
+
+    def test_a_long_lookup_may_be_dropped_at_any_time(self, store: Store) -> None:
+        windowed = lookup_group(0, 20_000, ranks=2, windowed=True)
+        lookup = store.submit_lookup(NAMESPACE, [windowed], timeout_s=60)
+        lookup.cancel()
+        lookup.cancel()
+        assert eventually(lookup.done)
+        try:
+            assert lookup.wait() == [bytes(20_000)]
+        except StoreUnavailable as error:
+            assert "cancelled" in str(error)  # noqa: PT017
+        store.submit_lookup(NAMESPACE, [windowed], timeout_s=60)
+        assert store.submit_lookup(NAMESPACE, [windowed], timeout_s=60).wait() == [bytes(20_000)]
+
+    @pytest.mark.parametrize(
+        ("bad", "words"),
+        [
+            ({"hashes": bytes(9)}, "9 bytes are no hashes"),
+            ({"hashes": bytearray(16)}, "packed hashes are bytes"),
+            ({"hash_nbytes": 7}, "hash_nbytes"),
+            ({"hash_nbytes": 128, "hashes": bytes(256)}, "hash_nbytes"),
+            ({"group": 65536}, "group"),
+            ({"group": "0"}, "group"),
+            ({"ranks": 0}, "ranks"),
+            ({"ranks": True}, "ranks"),
+            ({"ranks": 65537}, "ranks"),
+            ({"record_tokens": 0}, "record_tokens"),
+            ({"record_tokens": 1 << 70}, "record_tokens"),
+        ],
+    )
+    def test_a_bad_lookup_is_refused(self, store: Store, bad: dict[str, Any], words: str) -> None:
+        before = work_done(store)
+        with pytest.raises(ConfigError, match=words):
+            store.submit_lookup(NAMESPACE, [LookupGroup(0, bytes(16), 8, 1, 16)._replace(**bad)])
+        with pytest.raises(ConfigError, match="timeout_s"):
+            store.submit_lookup(NAMESPACE, [], timeout_s=0)
+        assert work_done(store) == before
+
     # ------------------------------------------------------------------ room
 
     def test_a_value_larger_than_the_store_has_no_room(self, open_one: OpenStore) -> None:
@@ -474,6 +563,7 @@ class StoreConformance:
             lambda: store.submit_put([key(1)], [b"x"]),
             lambda: store.submit_get([key(1)], [bytearray(1)]),
             lambda: store.submit_contains([key(1)]),
+            lambda: store.submit_lookup(NAMESPACE, [lookup_group(0, 2)]),
             lambda: store.announce("k", b"x", lease_s=1),
             lambda: store.withdraw("k"),
             lambda: store.announcements(""),

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from kvpool import _native, metrics
+from kvpool.errors import ConfigError
 from kvpool.keys import Namespace
 from kvpool.metrics import Counters
-from kvpool.stores import Store, open_store
+from kvpool.stores import Store, Transfer, open_store
 from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import ABANDON_AFTER_S, Block, Finished
 from tests.conftest import eventually
@@ -297,6 +298,39 @@ def test_a_slow_load_ends_at_its_cap_however_much_progress_it_makes() -> None:
     assert eventually(one_more_block, within_s=5)
     assert ended == [False]
     store.close()
+
+
+def refuse(*_: object, **__: object) -> Transfer:
+    raise ConfigError("planted")
+
+
+@pytest.mark.parametrize("call", ["submit_contains", "submit_put"])
+def test_a_batch_of_stores_that_is_refused_costs_those_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    engine = engine_on(store, layers())
+    with monkeypatch.context() as broken:
+        broken.setattr(store, call, refuse)
+        engine.store(blocks(range(2)), tags=[0, 1, 2, 3])
+        assert sorted(run(engine).stored) == [(tag, False) for tag in range(4)]
+    assert engine.slots_in_use == 0
+    engine.store(blocks(range(2)), tags=[4, 5, 6, 7])
+    assert sorted(run(engine).stored) == [(tag, True) for tag in range(4, 8)]
+
+
+def test_a_batch_of_a_load_that_is_refused_costs_that_load_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(store, layers())
+    engine.store(blocks(range(2)), tags=[0, 1, 2, 3])
+    run(engine)
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "submit_get", refuse)
+        engine.load("refused", blocks(range(2)), timeout_s=5, max_s=5)
+        assert [(load.job, load.ok) for load in run(engine).loads] == [("refused", False)]
+    assert engine.slots_in_use == 0
+    engine.load("again", blocks(range(2)), timeout_s=5, max_s=5)
+    assert [(load.job, load.ok) for load in run(engine).loads] == [("again", True)]
 
 
 def test_cancel_ends_a_load_and_returns_its_slots() -> None:

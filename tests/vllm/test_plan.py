@@ -62,7 +62,11 @@ def test_longest_hit_is_what_attention_needs(
     expected = max((n for n in candidates if n > local_tokens and usable(n)), default=local_tokens)
     assert (
         longest_hit(
-            groups, present, local_tokens=local_tokens, max_tokens=max_tokens, align_tokens=align_tokens
+            groups,
+            [bytes(blocks) for blocks in present],
+            local_tokens=local_tokens,
+            max_tokens=max_tokens,
+            align_tokens=align_tokens,
         )
         == expected
     )
@@ -119,7 +123,7 @@ def test_a_record_is_held_when_all_of_its_blocks_are() -> None:
 
 
 def test_a_hole_ends_full_attention_and_not_a_window_beyond_it() -> None:
-    present = [True] * 4 + [False] + [True] * 11
+    present = bytes([1] * 4 + [0] + [1] * 11)
     full, window = Group(16), Group(16, 40)
     sizes = {"local_tokens": 0, "max_tokens": 256, "align_tokens": 16}
     assert longest_hit([full], [present], **sizes) == 64

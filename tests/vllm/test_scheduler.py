@@ -20,12 +20,14 @@ from vllm.v1.request import Request
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
-from kvpool.errors import StoreUnavailable
+from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.keys import Namespace
 from kvpool.stores import Store, Transfer, open_store
 from kvpool.stores.memory import MemoryStore
+from kvpool.stores.store import MAX_BATCH_KEYS
+from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from kvpool.vllm.plan import BlockRef, Group, PoolWorkerMetadata
-from kvpool.vllm.scheduler import LOOKUP_GRACE_S, SchedulerHalf
+from kvpool.vllm.scheduler import SchedulerHalf
 from tests.conftest import eventually
 from tests.transfer.test_engine import StallingStore
 
@@ -291,7 +293,7 @@ def test_a_pool_that_is_away_is_told_once_and_again_when_it_is_back(
 
     for _ in range(3):  # the third time within a minute, so nothing is said any more
         with monkeypatch.context() as away:
-            away.setattr(store, "submit_contains", refuse)
+            away.setattr(store, "submit_lookup", refuse)
             for name in "abc":
                 assert scheduler.matched_tokens(request(name), 0) == (0, False)
                 scheduler.finished(request(name))
@@ -564,19 +566,201 @@ def test_an_offer_that_the_engine_did_not_take_loads_nothing(store: Store) -> No
     assert scheduler.plan(SchedulerOutput.make_empty()).loads == []
 
 
-def test_a_fault_of_ours_ends_the_pool_and_not_the_engine(
+# No request ends the pool for the others.
+
+
+def faults(scheduler: SchedulerHalf, where: str) -> float:
+    return scheduler.counters.take().get(f"{metrics.REQUEST_FAULTS.name}/{where}", 0)
+
+
+def works(scheduler: SchedulerHalf, store: Store) -> None:
+    """The pool is on: a request is offered what is there, and stores what is not."""
+    good = request("good")
+    put(store, good.block_hashes[:2])
+    assert answer(scheduler, good) >= 32
+    scheduler.allocated(good, TABLE, 0)
+    assert ids(scheduler.plan(output(good, 100, TABLE)).stores) == TABLE[0][:6]
+    scheduler.finished(good)
+
+
+def planted(*_: object, **__: object) -> Any:
+    raise ZeroDivisionError("planted")
+
+
+@pytest.mark.parametrize(
+    "hashes", [[b"short"] * 6, [b"x" * 65] * 6, [b"x" * 16] + [b"x" * 31] * 5, [None] * 6, 5]
+)
+def test_a_request_with_hashes_that_nobody_can_spell_goes_without_the_pool(store: Store, hashes: Any) -> None:
+    scheduler, bad = half(store), request("bad")
+    bad.block_hashes = hashes
+    scheduler.seen(bad)
+    assert faults(scheduler, "lookup") == 1
+    assert scheduler.matched_tokens(bad, 0) == (0, False)
+    scheduler.allocated(bad, TABLE, 0)
+    assert scheduler.plan(output(bad, 100, TABLE)).stores == []
+    scheduler.finished(bad)
+    works(scheduler, store)
+
+
+@pytest.mark.parametrize(
+    "call", ["compat.adapter_changed_in_place", "compat.record_hashes", "scheduler.groups_to_ask"]
+)
+def test_a_fault_while_a_request_is_looked_up_costs_that_request_the_pool(
+    store: Store, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    scheduler, bad = half(store), request("bad")
+    put(store, bad.block_hashes)
+    with monkeypatch.context() as broken:
+        broken.setattr(f"kvpool.vllm.{call}", planted)
+        scheduler.seen(bad)
+    assert faults(scheduler, "lookup") == 1
+    assert scheduler.matched_tokens(bad, 0) == (0, False)
+    assert scheduler.plan(output(bad, 100, TABLE)).stores == []
+    works(scheduler, store)
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("planted"), StoreUnavailable("queue full"), RuntimeError("planted")]
+)
+def test_a_lookup_that_the_store_refuses_costs_one_request_its_hit(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object, **__: object) -> Any:
+        raise error
+
+    scheduler, bad = half(store), request("bad")
+    put(store, bad.block_hashes)
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "submit_lookup", refuse)
+        scheduler.seen(bad)
+    assert scheduler.matched_tokens(bad, 0) == (0, False)
+    assert scheduler.counters.take().keys() & {
+        f"{metrics.REQUEST_FAULTS.name}/lookup",
+        f"{metrics.LOOKUP_FAILURES.name}/store_unavailable",
+    }
+    scheduler.finished(bad)
+    works(scheduler, store)
+
+
+def test_a_fault_in_an_offer_costs_that_request_the_pool(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler, asked, other = half(store), request("a"), request("b")
-    put(store, asked.block_hashes)
-    assert answer(scheduler, asked) == 96
+    scheduler, bad = half(store), request("bad")
+    put(store, bad.block_hashes)
+    with monkeypatch.context() as broken:
+        broken.setattr("kvpool.vllm.scheduler.longest_hit", planted)
+        assert answer(scheduler, bad) == 0
+    assert faults(scheduler, "offer") == 1
+    assert scheduler.matched_tokens(bad, 0) == (0, False)
+    scheduler.finished(bad)
+    works(scheduler, store)
 
-    def broken(*arguments: object) -> list[bytes]:
-        raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("kvpool.vllm.compat.record_hashes", broken)
-    scheduler.allocated(asked, TABLE, 96)
+def test_a_fault_in_planning_a_load_fails_that_load_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, bad = half(store), request("bad")
+    put(store, bad.block_hashes)
+    assert answer(scheduler, bad) == 96
+    with monkeypatch.context() as broken:
+        broken.setattr("kvpool.vllm.compat.record_hashes", planted)
+        scheduler.allocated(bad, TABLE, 96)
+    assert faults(scheduler, "load") == 1
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
     assert load.blocks == [], "the engine waits for this load: it has to be told that it failed"
-    assert scheduler.matched_tokens(other, 0) == (0, False)
-    assert scheduler.plan(output(other, 100, TABLE)).stores == []
+    scheduler.update(None, finished_loads=["bad"], failed_loads=["bad"])
+    assert scheduler.matched_tokens(bad, 0) == (0, False)
+    scheduler.finished(bad)
+    works(scheduler, store)
+
+
+def test_a_load_without_tables_fails_alone(store: Store) -> None:
+    scheduler, bad = half(store), request("bad")
+    put(store, bad.block_hashes)
+    assert answer(scheduler, bad) == 96
+    scheduler.allocated(bad, (), 96)
+    (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
+    assert load.blocks == []
+    scheduler.finished(bad)
+    works(scheduler, store)
+
+
+def test_a_fault_in_planning_stores_costs_that_request_its_stores(store: Store) -> None:
+    scheduler, bad, other = half(store), request("bad"), request("other")
+    for one in (bad, other):
+        scheduler.seen(one)
+        scheduler.allocated(one, TABLE, 0)
+    no_such_block = ([7, 8, 9999, 10, 11, 12, 13],)
+    assert ids(scheduler.plan(output(bad, 100, no_such_block)).stores) == [7, 8]
+    assert faults(scheduler, "store") == 1
+    assert ids(scheduler.plan(output(other, 100, TABLE)).stores) == TABLE[0][:6]
+    for one in (bad, other):
+        scheduler.finished(one)
+    works(scheduler, store)
+
+
+def test_no_number_of_faulty_requests_ends_the_pool(store: Store) -> None:
+    scheduler = half(store)
+    for number in range(200):
+        bad = request(f"bad-{number}", tokens=17)
+        bad.block_hashes = [b"short"]
+        scheduler.seen(bad)
+        assert scheduler.matched_tokens(bad, 0) == (0, False)
+        scheduler.finished(bad)
+    assert faults(scheduler, "lookup") == 200
+    works(scheduler, store)
+
+
+def test_a_fault_in_what_the_workers_report_ends_the_pool_and_not_the_engine(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, asked = half(store), request("a")
+    put(store, asked.block_hashes)
+    monkeypatch.setattr(scheduler, "_hear", planted)
+    scheduler.update(PoolWorkerMetadata(stored={1: 1}), (), ())
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+    assert scheduler.plan(output(asked, 100, TABLE)).stores == []
+
+
+# Long requests.
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 3000])
+def test_a_request_of_more_keys_than_a_batch_has_is_looked_up_and_offered(store: Store, more: int) -> None:
+    ranks = 8
+    asked = request("long", tokens=17)
+    hashes = [number.to_bytes(32, "big") for number in range(MAX_BATCH_KEYS // ranks + more)]
+    asked.block_hashes = hashes
+    asked._all_token_ids = [0] * (BLOCK_TOKENS * len(hashes) + 1)
+    scheduler = half(store, ranks=ranks)
+    put(store, hashes[:5], ranks=ranks)
+    scheduler.seen(asked)
+    assert answer(scheduler, asked) == 80
+    assert scheduler.counters.take()[metrics.LOOKUP_BLOCKS.name] == MAX_BATCH_KEYS + more * ranks
+    scheduler.finished(asked)
+    other = request("other")
+    put(store, other.block_hashes, ranks=ranks)
+    assert answer(scheduler, other) == 96
+
+
+# Lookups and admission.
+
+
+def test_the_answer_of_a_lookup_stays_when_its_request_was_admitted_before_it_came(
+    stalling: StallingStore,
+) -> None:
+    scheduler, asked = half(stalling), request("a")
+    scheduler.seen(asked)
+    scheduler.allocated(asked, TABLE, 0)
+    ((batch, _),) = stalling.batches
+    lookup = scheduler._requests["a"].lookup
+    assert lookup is not None
+    assert not batch.cancelled
+    assert not lookup.ended(time.monotonic())
+    batch.ended = True
+    assert lookup.ended(time.monotonic())
+    assert lookup.present == [bytes([1] * 6)]
+    assert scheduler.matched_tokens(asked, 0) == (None, False), "preempted: the pool is asked afresh"
+    assert len(stalling.batches) == 2
+    scheduler.finished(asked)
+    assert [batch.cancelled for batch, _ in stalling.batches] == [True, True]

@@ -368,6 +368,26 @@ def test_a_pool_that_cannot_be_opened_is_reported_and_its_loads_fail(
     worker.close()
 
 
+def test_a_record_that_has_no_key_costs_its_load_and_its_step_of_stores_and_not_the_pool(
+    worker: WorkerHalf, cache: torch.Tensor
+) -> None:
+    worker.take_report()
+    nameless = [BlockRef(b"short", 0, (5,))]
+    worker.start_stores(PoolMetadata(stores=nameless, tags=[9]))
+    report = worker.take_report()
+    assert report is not None
+    assert (report.landed, report.dropped, report.broken) == ({9: 1}, {9: 1}, {})
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    stored(worker, 10)
+    worker.start_loads(
+        PoolMetadata(loads=[LoadPlan("bad", nameless, 1.0), LoadPlan("good", refs((1, 8)), 1.0)])
+    )
+    assert finish(worker, 2) == ({"bad", "good"}, {"bad"})
+    assert torch.equal(cache[8], cache[3])
+    counted = worker.counters.take()
+    assert [counted[f"{metrics.REQUEST_FAULTS.name}/{where}"] for where in ("store", "load")] == [1, 1]
+
+
 def test_a_fault_of_ours_fails_the_loads_under_way_and_switches_the_pool_off(
     worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

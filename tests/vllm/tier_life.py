@@ -47,7 +47,7 @@ from kvpool.keys import parse_key
 from kvpool.stores.file import FileStore
 from kvpool.transfer.engine import STORE_TIMEOUT_S
 from kvpool.vllm import KVPoolTier
-from kvpool.vllm.scheduler import LOOKUP_GRACE_S
+from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from tests.vllm.lifecycle import BUDGET_S, LONG_S, MAX_LOAD_S, STEP_S, World
 from tests.vllm.secondary_tier import spec
 

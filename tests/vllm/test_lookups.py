@@ -1,0 +1,86 @@
+"""The lookup of one request: what it asks, when it has ended, when its answer is too old."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.stores import Lookup
+from kvpool.vllm.lookups import FRESH_S, LOOKUP_GRACE_S, RequestLookup, groups_to_ask
+from kvpool.vllm.plan import Group
+
+pytestmark = [pytest.mark.vllm]
+
+
+class Scripted(Lookup):
+    """Ends when the test says so, with an answer or a fault."""
+
+    def __init__(self) -> None:
+        self.answer: list[bytes] | StoreUnavailable | None = None
+        self.cancelled = 0
+
+    def done(self) -> bool:
+        return self.answer is not None
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def wait(self, timeout_s: float | None = None) -> list[bytes]:
+        if isinstance(self.answer, StoreUnavailable):
+            raise self.answer
+        assert self.answer is not None
+        return self.answer
+
+
+def test_each_group_is_asked_for_with_its_hashes_and_as_many_ranks_as_hold_parts_of_it() -> None:
+    hashes = [bytes([number]) * 32 for number in range(6)]
+    groups = [Group(16), Group(16, window=40, blocks_per_record=2), Group(16, latent=True, copies=4)]
+    full, window, latent = groups_to_ask(groups, [hashes, hashes[1::2], hashes], ranks=8)
+    assert (full.group, full.ranks, full.record_tokens, full.windowed) == (0, 8, 16, False)
+    assert (window.group, window.ranks, window.record_tokens, window.windowed) == (1, 8, 32, True)
+    assert (latent.group, latent.ranks, latent.record_tokens, latent.windowed) == (2, 2, 16, False)
+    assert (full.hashes, window.hashes) == (b"".join(hashes), b"".join(hashes[1::2]))
+    assert [group.records for group in (full, window, latent)] == [6, 3, 6]
+    (nothing,) = groups_to_ask([Group(16)], [[]], ranks=1)
+    assert nothing.records == 0
+    nothing.check()
+
+
+def test_hashes_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ConfigError, match="different lengths"):
+        groups_to_ask([Group(16)], [[bytes(32), bytes(16)]], ranks=1)
+
+
+def test_an_answer_is_taken_in_once_and_is_fresh_for_a_while() -> None:
+    scripted = Scripted()
+    lookup = RequestLookup(scripted, started_s=100.0, timeout_s=0.5)
+    assert not lookup.ended(100.1)
+    assert not lookup.is_stale(100.1 + 2 * FRESH_S), "what is under way is not asked again"
+    scripted.answer = [b"\1\0"]
+    assert lookup.ended(100.2)
+    scripted.answer = StoreUnavailable("asked twice")
+    assert lookup.ended(200.0)
+    assert (lookup.present, lookup.failure) == ([b"\1\0"], "")
+    assert not lookup.is_stale(100.0 + FRESH_S)
+    assert lookup.is_stale(100.1 + FRESH_S)
+    lookup.used = True
+    assert lookup.is_stale(100.3)
+
+
+def test_a_fault_is_a_failure() -> None:
+    scripted = Scripted()
+    lookup = RequestLookup(scripted, 100.0, 0.5)
+    scripted.answer = StoreUnavailable("planted")
+    assert lookup.ended(100.1)
+    assert (lookup.present, lookup.failure) == (None, "store_unavailable")
+
+
+def test_a_lookup_that_does_not_even_stop_is_given_up() -> None:
+    scripted = Scripted()
+    lookup = RequestLookup(scripted, 100.0, 0.5)
+    assert not lookup.ended(100.5 + LOOKUP_GRACE_S)
+    assert lookup.ended(100.51 + LOOKUP_GRACE_S)
+    assert (lookup.present, lookup.failure, scripted.cancelled) == (None, "timeout", 1)
+    scripted.answer = [b"\1"]
+    assert lookup.ended(101.0)
+    assert lookup.present is None, "it has been given up"
