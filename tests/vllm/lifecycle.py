@@ -116,7 +116,12 @@ class World:
         self.reachable = True
         # Simulated time stands for the real one where kvpool looks at it, and this pool for the one that is configured.
         self._patch = pytest.MonkeyPatch()
-        for module in ("kvpool.vllm.scheduler", "kvpool.transfer.engine", "kvpool.stores.transfer"):
+        for module in (
+            "kvpool.vllm.scheduler",
+            "kvpool.vllm.store_planner",
+            "kvpool.transfer.engine",
+            "kvpool.stores.transfer",
+        ):
             self._patch.setattr(f"{module}.time", self.clock)
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
             self._patch.setattr(f"{module}.open_store", self._open_store)
@@ -224,7 +229,7 @@ class _Batch:
             if self.operation == _native.GET:
                 found = world.records.get_many_into(self.keys, self.views)
             else:
-                found = world.records.contains_many(self.keys)
+                found = world.records.touch_many(self.keys)
             self.answer = bytes(_native.OK if ok else _native.MISS for ok in found)
 
     def _check_source(self) -> None:
@@ -369,6 +374,7 @@ class ScriptedEngine:
         assert isinstance(self.connector, KVPoolConnector)
         assert self.connector._scheduler is not None
         self.planner = self.connector._scheduler
+        self.stores = self.planner._store_planner
         self._watch_offers()
         self.ranks = [self._rank(index, index == without_pool) for index in range(self.shape.ranks)]
         self.aggregator = KVOutputAggregator(self.shape.ranks)
@@ -519,7 +525,7 @@ class ScriptedEngine:
             one not in scheduler.running and any(scheduler.kv_cache_manager.get_block_ids(name))
             for name, one in scheduler.requests.items()
         )
-        assert self.queue or not any(pending.landing for pending in self.planner._pending.values()), (
+        assert self.queue or not any(pending.landing for pending in self.stores._pending.values()), (
             "a block is held"
         )
         scheduler.reset_prefix_cache(running and not busy, connector)
@@ -828,7 +834,9 @@ class ScriptedEngine:
         self.check()
         assert not self.scheduler.requests
         assert not self.planner._requests
-        assert not self.planner._pending
+        assert not self.stores._pending
+        assert not self.stores._held
+        assert not self.stores._late
         assert not self.planner._new_loads
         assert not self.aggregator._recv_remaining_count
         assert not self.aggregator._failed_recving_pending

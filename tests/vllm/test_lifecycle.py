@@ -413,11 +413,14 @@ def test_a_latent_block_is_announced_once_and_only_if_the_first_rank_has_stored_
     first, *others = [rank.store for rank in one.ranks]
     for store, its_mood in ((first, mood), *((other, "refusing") for other in others if mood == "good")):
         assert store is not None
-        store.be(its_mood, 60)
+        store.be(its_mood, 600)
     generated(one, "a")
     at_rest(one)
     assert len(told) == len(set(told)) == len(world.put)
     assert bool(told) == (mood == "good")
+    for store in (first, *others):
+        assert store is not None
+        store.be("good", 0)
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -466,7 +469,7 @@ def test_a_rank_that_its_own_host_configures_wrongly_costs_its_engine_the_pool_a
     second.planner._loads = False  # so that its first step stores, before it has heard of any rank
     assert generated(second, "computed") == 0
     assert second.planner._broken
-    assert second.planner._next_tag, "nothing was to be stored"
+    assert second.stores._next_tag, "nothing was to be stored"
 
 
 @pytest.mark.parametrize("mood", ["refusing", "faulting", "stuck"])
