@@ -135,7 +135,9 @@ class StorePlanner:
             -(-STEPS_AHEAD * step_tokens // group.block_tokens) for group in self._groups
         )
         self._next_tag = 0
-        self._active_at = 0.0  # when something new was wanted, or has come into the pool
+        self._active_at = (
+            0.0  # when a step that computes stored something, or something has come into the pool
+        )
         self._events: list[BlockStored] = []
 
     def bind(self, block_pool: BlockPool) -> None:
@@ -165,6 +167,8 @@ class StorePlanner:
             self._plan_request(step, output, request, priority, computed_tokens)
         if self._write_back and output.total_num_scheduled_tokens:
             self._plan_write_back(step)
+        if step.stores and output.total_num_scheduled_tokens:
+            self._active_at = time.monotonic()
 
     def update(self, report: PoolWorkerMetadata) -> None:
         """Take in what the workers report of a step."""
@@ -386,7 +390,6 @@ class StorePlanner:
             priority,
             compat.stored_event(request, index, group, record, hashes) if self._events_wanted else None,
         )
-        self._active_at = time.monotonic()
         if self._config.store_policy == "write_back":
             self._keep_for_later(wanted)
         else:
