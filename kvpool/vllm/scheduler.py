@@ -188,6 +188,8 @@ class SchedulerHalf:
         state = self._state(request)
         state.offered = None
         max_tokens = self._max_tokens(request)
+        if local_tokens and self._only_stores(state) and state.lookup is None:
+            self._ask(state)  # what the engine has may be missing from the pool
         if not self._may_load(state) or state.refused or local_tokens >= max_tokens:
             return NO_OFFER
         now = time.monotonic()
@@ -370,6 +372,9 @@ class SchedulerHalf:
 
     def _may_load(self, state: _RequestState) -> bool:
         return self._loads and not self._broken and state.params.load
+
+    def _only_stores(self, state: _RequestState) -> bool:
+        return self._stores and not self._loads and not self._broken and state.params.store
 
     def _max_tokens(self, request: Request) -> int:
         """The longest prefix that may be taken: at least one token is left to compute."""

@@ -393,6 +393,7 @@ class ScriptedEngine:
         assert isinstance(self.connector, KVPoolConnector)
         assert self.connector._scheduler is not None
         self.planner = self.connector._scheduler
+        self.planner.stats = dict  # type: ignore[method-assign]  # what is counted is for ``counters``
         self.stores = self.planner._store_planner
         self._watch_offers()
         self.ranks = [self._rank(index, index == without_pool) for index in range(self.shape.ranks)]

@@ -209,7 +209,7 @@ class EngineLife(Life):
 
     @rule(at=ENGINES, really=RARELY)
     def sleeps_and_wakes(self, at: int, really: bool) -> None:
-        if really:
+        if really and not self.shape.late:  # on an accelerator it is refused
             self.engines[at].sleep()
 
     @rule(at=ENGINES, seconds=st.sampled_from((0.1, 15.0)))
