@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.vllm import lifecycle
+from kvpool.stores.memory import MemoryStore
+from kvpool.vllm.store_planner import StorePlanner
 from tests.vllm.lifecycle import ScriptedEngine, Shape, World
-from tests.vllm.test_lifecycle import configured, held_in_order
+from tests.vllm.test_lifecycle import configured
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 __all__ = ["configured"]
@@ -22,13 +23,6 @@ COMMON = [index * 5 % 43 for index in range(28)]  # 7 blocks that all prompts be
 OWN_TOKENS = 16  # 4 blocks of a session
 RECORD_NBYTES = 64 + 64  # of these engines, with its header
 POOL_RECORDS = 30  # of the 103 that all sessions have
-
-
-@pytest.fixture
-def small_world() -> Iterator[World]:
-    world = World(3, POOL_RECORDS * RECORD_NBYTES)
-    yield world
-    world.close()
 
 
 def rates(world: World, configured: Callable[[Shape], Any]) -> tuple[float, float]:
@@ -68,16 +62,44 @@ def _listen(engine: ScriptedEngine, admitted: dict[str, tuple[int, int]]) -> Non
     connector.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
 
 
-def test_a_small_pool_keeps_what_many_ask_for(
-    small_world: World, configured: Callable[[Shape], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before lookups touched and what was missed was stored: 0.66 and 0.20."""
-    monkeypatch.setattr(lifecycle, "DEVICE_BLOCKS", 26)
-    spared, from_pool = rates(small_world, configured)
-    print(f"spared {spared:.3f}, from the pool {from_pool:.3f}")
-    new = ScriptedEngine(small_world, configured(Shape(slots=24)), Shape(slots=24))
+def prefix_loaded(world: World, configured: Callable[[Shape], Any]) -> int:
+    """How many tokens of the common prefix an engine gets that has just started."""
+    new = ScriptedEngine(world, configured(Shape(slots=24)), Shape(slots=24))
+    admitted: dict[str, tuple[int, int]] = {}
+    _listen(new, admitted)
     new.add("first", [*COMMON, 1, 2], 1)
     new.drain()
-    assert new.loads == 1
-    assert held_in_order(new, COMMON) == len(COMMON) // lifecycle.BLOCK_TOKENS
     new.shut_down()
+    return admitted["first"][1]
+
+
+def measured(configured: Callable[[Shape], Any]) -> tuple[float, float, int]:
+    world = World(3, POOL_RECORDS * RECORD_NBYTES)
+    try:
+        return *rates(world, configured), prefix_loaded(world, configured)
+    finally:
+        world.close()
+
+
+def test_a_small_pool_keeps_what_many_ask_for(
+    configured: Callable[[Shape], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spared, from_pool, prefix_tokens = measured(configured)
+    with monkeypatch.context() as without:
+        without.setattr(MemoryStore, "touch_many", MemoryStore.contains_many)
+        without.setattr(StorePlanner, "admitted", _admitted_unread)
+        before = measured(configured)
+    print(
+        f"spared, from the pool, tokens of the prefix: {spared:.3f} {from_pool:.3f} {prefix_tokens}; before {before}"
+    )
+    assert prefix_tokens == len(COMMON)
+    assert spared > before[0]
+    assert from_pool > before[1]
+
+
+_admitted = StorePlanner.admitted
+
+
+def _admitted_unread(planner: StorePlanner, request_id: str, told: Any) -> None:
+    """Store what is computed, and nothing of what is held."""
+    _admitted(planner, request_id, None)

@@ -169,7 +169,9 @@ def test_write_back_keeps_what_is_held_and_missing_until_it_is_evicted(store: St
     engine.pool.free_blocks(reversed(engine.blocks))
     other = request("other", tokens=4)
     stored = hashes(engine.scheduler.plan(output(other, 4, ([],))))
-    assert stored == asked.block_hashes[:1:-1], "a prompt is evicted from its end, and two steps take four blocks"
+    assert stored == asked.block_hashes[:1:-1], (
+        "a prompt is evicted from its end, and two steps take four blocks"
+    )
 
 
 def test_a_lookup_touches_what_it_finds(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
