@@ -48,7 +48,9 @@ MAX_LATE = 256  # lookups that are waited for, for what is held; of more, the ol
 MAX_VISITS = 4096  # of what waits, in one step
 STEPS_AHEAD = 2  # write-back looks at the blocks that so many full steps could use
 KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that stores end and are announced
-PAUSE_S = 0.05  # after workers have dropped something, until what waits is tried again; doubles while all is dropped
+PAUSE_S = (
+    0.05  # after workers have dropped something, until what waits is tried; doubles while nothing is kept
+)
 MAX_PAUSE_S = 5.0
 MAX_HELD_S = 1.0  # how long the engine waits for blocks of ours before it preempts after all; a copy takes milliseconds
 
@@ -189,12 +191,14 @@ class StorePlanner:
                         dropped.append((tag, pending.wanted))
         for _, wanted in sorted(dropped, key=lambda each: each[0], reverse=True):
             self._wait_first(wanted)
+        now = time.monotonic()
         if kept:
-            self._active_at = time.monotonic()
-            self._pause_s, self._paused_until = PAUSE_S, 0.0
-        elif dropped:
-            self._paused_until = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self._active_at = now
+            self._pause_s, self._paused_until = PAUSE_S, min(self._paused_until, now + PAUSE_S)
+        if dropped:
+            self._paused_until = now + self._pause_s
+            if not kept:
+                self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def take_events(self) -> list[BlockStored]:
         """What has come into the pool since the last call."""
