@@ -31,6 +31,9 @@ REQUEST_FAULTS = Metric(
     "where",
 )
 OFFERED_TOKENS = Metric("kvpool_offered_tokens_total", "Prompt tokens offered to the engine from the pool.")
+OFFER_MISMATCHES = Metric(
+    "kvpool_offer_mismatches_total", "Times that the engine took another number of tokens than was offered."
+)
 LOADED_BLOCKS = Metric(
     "kvpool_loaded_blocks_total", "Blocks loaded from the pool into the engine's KV cache."
 )
@@ -68,6 +71,7 @@ ALL: tuple[Metric, ...] = (
     LOOKUP_BLOCKS,
     REQUEST_FAULTS,
     OFFERED_TOKENS,
+    OFFER_MISMATCHES,
     LOADED_BLOCKS,
     LOADED_BYTES,
     LOAD_SECONDS,

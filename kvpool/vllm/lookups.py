@@ -29,7 +29,6 @@ class RequestLookup:
         self._gives_up_s = started_s + timeout_s + LOOKUP_GRACE_S
         self.present: list[bytes] | None = None
         self.failure = ""
-        self.used = False  # its request was admitted: before the next offer the pool is asked afresh
 
     def ended(self, now_s: float) -> bool:
         """Whether there is an answer, or none to come. Never blocks."""
@@ -46,7 +45,7 @@ class RequestLookup:
 
     def is_stale(self, now_s: float) -> bool:
         """Whether the pool is to be asked again before anything is offered."""
-        return self.used or (self.present is not None and now_s - self._started_s > FRESH_S)
+        return self.present is not None and now_s - self._started_s > FRESH_S
 
     def cancel(self) -> None:
         """Nobody waits for it any more. Never blocks."""
