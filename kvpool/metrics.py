@@ -37,6 +37,11 @@ STORED_BYTES = Metric("kvpool_stored_bytes_total", "Bytes written to the pool.")
 STORE_SKIPPED_BLOCKS = Metric(
     "kvpool_store_skipped_blocks_total", "Blocks that were not written to the pool, by cause.", "cause"
 )
+EPOCHS = Metric(
+    "kvpool_epochs_total",
+    "Times that the engine left its namespace for one of its own, since its weights may have changed, by cause.",
+    "cause",
+)
 REFUSED_KEYS = Metric(
     "kvpool_refused_keys_total",
     "Keys that were faults at once, because the pool's server is known to be away.",
@@ -69,6 +74,7 @@ ALL: tuple[Metric, ...] = (
     STORED_BLOCKS,
     STORED_BYTES,
     STORE_SKIPPED_BLOCKS,
+    EPOCHS,
     REFUSED_KEYS,
     GATE_DECISIONS,
     GATE_PREFILL_TOKENS,

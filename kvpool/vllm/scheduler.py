@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -50,7 +51,7 @@ from kvpool.vllm.plan import (
 )
 from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader, RequestParams
 from kvpool.vllm.sightings import Sightings
-from kvpool.vllm.stages import facts_of_engine
+from kvpool.vllm.stages import facts_of_engine, facts_of_epoch
 from kvpool.vllm.whole_state import WholeState
 
 logger = init_logger("vllm.kvpool")
@@ -59,6 +60,10 @@ FRESH_S = 10.0  # an answer of the existence check that is older is asked again 
 MIN_LOAD_S = 0.05  # what a load is given even when the existence check has used up the budget
 LOOKUP_GRACE_S = 0.25  # how long after its own deadline an existence batch may still be stopping
 MAX_PENDING_STORES = 1 << 16  # blocks; more are not sent to the workers
+_CAUSES = {
+    "reset": "the caches were reset, perhaps for other weights",
+    "reload": "the weights were loaded anew",
+}
 NO_OFFER: tuple[int | None, bool] = (0, False)
 STEPS_AHEAD = 2  # write-back looks at the blocks that so many full steps could use
 WARN_EVERY_S = 60.0  # a pool that comes and goes is not told more often
@@ -141,7 +146,13 @@ class SchedulerHalf:
         self._loads, self._stores, self._events_wanted = loads, stores, events
         self._namespace: Namespace | None = None  # from the workers' first step
         self._heard: dict[int, dict[str, Fact]] = {}  # by rank
+        self._facts: dict[str, Fact] = {}  # of all ranks together
         self._to_tell: dict[str, Fact] = {}  # to the workers, with the next step
+        self._epoch = ""  # of the weights; empty: those that the engine started with
+        self._epoch_to_tell = ""
+        self._steps_planned = 0
+        self._computed_since = 0  # the first step with tokens since the last reset; 0: there was none
+        self._awaits_reset = False  # its cache holds blocks of other weights
         self._broken = False
         self._guard = Guard(self._break)
         self._requests: dict[str, _RequestState] = {}
@@ -194,16 +205,21 @@ class SchedulerHalf:
 
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
         """The step's loads and stores, each handed over once."""
+        self._steps_planned += 1
         step = PoolMetadata(
             loads=self._new_loads,
             cancelled=self._cancelled,
             idle=not output.total_num_scheduled_tokens,
             facts=self._to_tell,
+            number=self._steps_planned,
+            epoch=self._epoch_to_tell,
         )
-        self._new_loads, self._cancelled, self._to_tell = [], [], {}
+        self._new_loads, self._cancelled, self._to_tell, self._epoch_to_tell = [], [], {}, ""
+        if output.total_num_scheduled_tokens and not self._computed_since:
+            self._computed_since = self._steps_planned
         if self._gate is not None:
             step.timed = self._guard.run(lambda: self._step_begins(output), 0)
-        if self._stores and not self._broken:
+        if self._stores and not self._broken and not self._awaits_reset:
             self._guard.run(lambda: self._plan_all_stores(output, step), None)
         return step
 
@@ -318,6 +334,8 @@ class SchedulerHalf:
         for reason in report.broken.values():
             self._break(reason)
         self._hear(report)
+        if report.reloaded:
+            self._weights_reloaded(report.reloaded)
         for counts, ok in ((report.stored, True), (report.dropped, False)):
             for tag, ranks in counts.items():
                 self._settle(tag, ranks, ok)
@@ -341,6 +359,28 @@ class SchedulerHalf:
     def wants_steps(self) -> bool:
         """Whether an engine without requests should go on stepping, to hear of the stores in flight."""
         return bool(self._pending) and time.monotonic() - self._last_store < KEEP_STEPPING_S
+
+    def reset(self) -> None:
+        """The engine's caches are reset, perhaps because its weights have changed, or will before it goes on."""
+        self.forget()
+        self._guard.run(self._reset, None)
+
+    def _reset(self) -> None:
+        if self._config.weights_never_change:
+            logger.info(
+                "kvpool: the caches were reset; the pool is used as before, for weights_never_change is set"
+            )
+            return
+        # vLLM leaves its own cache as it is, and answers False to the caller, while somebody holds blocks of it.
+        self._awaits_reset = self._block_pool is not None and compat.holds_blocks(self._block_pool)
+        if not self._awaits_reset:
+            self._computed_since = 0
+        self._begin_epoch("reset")
+        if self._awaits_reset:
+            logger.warning(
+                "kvpool: the engine holds blocks of before the reset: it goes without the pool until it is "
+                "reset again, and answers True"
+            )
 
     def forget(self) -> None:
         """Drop every answer about what the pool holds."""
@@ -391,7 +431,7 @@ class SchedulerHalf:
         return state
 
     def _may_load(self, state: _RequestState) -> bool:
-        return self._loads and not self._broken and state.params.load
+        return self._loads and not self._broken and not self._awaits_reset and state.params.load
 
     def _max_tokens(self, request: Request) -> int:
         """The longest prefix that may be taken: at least one token is left to compute."""
@@ -597,9 +637,46 @@ class SchedulerHalf:
             if facts is None:
                 self._break("its ranks lay out their blocks differently")
                 return
-            self._namespace = Namespace(self._config.tenant, facts)
+            self._facts = facts
+            self._namespace = Namespace(self._config.tenant, facts_of_epoch(facts, self._epoch))
             if self._stages > 1:
                 self._to_tell = facts  # a rank knows those of its own stage only
+
+    # Weights that change.
+
+    def _begin_epoch(self, cause: str) -> None:
+        """Go on in a namespace that no other engine has and this one never had, from the next step on.
+
+        What was planned before goes to the pool under the earlier one, and is not told of any more: of the pool's
+        blocks an index believes that they are in the namespace which this engine has now.
+        """
+        self._epoch = self._epoch_to_tell = secrets.token_hex(8)
+        self.counters.add(metrics.EPOCHS, 1, cause)
+        self._write_back.clear()
+        for pending in self._pending.values():
+            pending.event = None
+        if self._facts:
+            self._namespace = Namespace(self._config.tenant, facts_of_epoch(self._facts, self._epoch))
+        logger.warning(
+            "kvpool: %s: until this engine restarts it goes on in a namespace of its own, %s, and shares with no "
+            "other one; where its weights never change in place, set weights_never_change to true",
+            _CAUSES[cause],
+            self._namespace.hex[:8] if self._namespace else "not known yet",
+        )
+
+    def _weights_reloaded(self, step: int) -> None:
+        """The workers had other weights in ``step`` than in the one before, and move nothing until an epoch begins."""
+        self.forget()
+        if not self._computed_since or self._computed_since >= step:
+            self._begin_epoch("reload")
+        elif not self._awaits_reset:
+            self._awaits_reset = True
+            self._write_back.clear()
+            self.counters.add(metrics.EPOCHS, 1, "reload")
+            logger.error(
+                "kvpool: the weights of this engine were loaded anew while its cache holds blocks of the earlier ones: "
+                "it goes without the pool until its caches are reset (reset_prefix_cache with reset_connector=True)"
+            )
 
     def _break(self, reason: str) -> None:
         if not self._broken:

@@ -5,11 +5,17 @@ so once for every tag, whatever becomes of the store. What is the same on every 
 others say at once that they have done with it. After start-up nothing here raises into the engine: a fault of ours
 switches the pool off for this rank, every load that was promised is reported as failed, and the engine recomputes.
 
-Threads: the worker's model thread only; with pipeline stages a second one announces the engine and sets ``_announcer``.
+When the weights may have changed (``PoolMetadata.epoch``) this rank goes on in another namespace, from that step on.
+What it has stored by then goes to the earlier one; loads under way are ended and reported as failed. A rank that
+notices other weights by itself moves nothing until it is told so.
+
+Threads: the worker's model thread only; what is announced inside a step is announced by a second one, which sets
+``_announcer`` and ``_announced``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -23,7 +29,7 @@ from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError
 from kvpool.index.registry import Announcer
-from kvpool.keys import Fact, Namespace
+from kvpool.keys import EPOCH_FACT, Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, open_store
 from kvpool.stores.facts import announce_facts
@@ -32,6 +38,7 @@ from kvpool.transfer.engine import Block
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.guard import Guard
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.stages import facts_of_epoch
 
 logger = init_logger("vllm.kvpool")
 
@@ -49,10 +56,17 @@ class WorkerHalf:
         self._config, self._groups, self._rank, self._stages = config, list(groups), rank, stages
         self._store: Store | None = None
         self._engine: TransferEngine | None = None
-        self._namespace: Namespace | None = None  # until then nothing is stored or loaded
+        self._namespace: Namespace | None = None  # without one nothing is stored or loaded
+        self._facts: dict[str, Fact] = {}  # of all stages
+        self._epoch = ""
+        self._awaits_epoch = False  # for the weights are not those of the last one
+        self._weights_mark: Callable[[], object] = lambda: None
+        self._seen_mark: object = None  # by the last step
+        self._outdated: set[str] = set()  # loads under way of an earlier epoch
         self._describe: Callable[[str], Announcement] | None = None
         self._announcing: threading.Thread | None = None
         self._announcer: Announcer | None = None
+        self._announced: Namespace | None = None  # whose facts are in the pool
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
         self._promised: dict[str, dict[str, tuple[bytes, int]]] = {}  # loads under way: key to (hash, group)
@@ -73,10 +87,12 @@ class WorkerHalf:
         layers: Sequence[Sequence[torch.Tensor]],
         facts: dict[str, Fact],
         describe: Callable[[str], Announcement] | None = None,
+        weights_mark: Callable[[], object] = lambda: None,
     ) -> None:
         """Take the KV cache of this rank, by group and layer, and open the pool.
 
-        ``describe``: what the engine says of itself to indexes, given its namespace; None: nothing.
+        ``describe``: what the engine says of itself to indexes, given its namespace; None: nothing. ``weights_mark``:
+        its answer is another one when other weights were loaded.
         Blocking, for at most the store's own deadline. A pool that cannot be opened is reported to the scheduler.
         """
         try:
@@ -97,36 +113,75 @@ class WorkerHalf:
             return
         self._report.facts[self._rank] = facts
         self._describe = describe
+        if not self._config.weights_never_change:
+            self._weights_mark = weights_mark
+            self._seen_mark = weights_mark()
         if self._stages == 1:
-            self._namespace = namespace
+            self._facts, self._namespace = facts, namespace
             if self._rank == 0:
-                self._announce()
+                self._announce(namespace)
 
     def refuse(self, reason: str) -> None:
         """Do without a pool, for ``reason``; the scheduler hears of it."""
         self._break(reason)
 
-    def _join(self, facts: dict[str, Fact]) -> None:
-        """Take the facts of all stages. What is said of them in the pool must not hold up the step."""
+    def _look_at_weights(self, step: PoolMetadata) -> None:
+        """Leave the namespace if the weights are other ones than in the last step, unless the step itself says so."""
+        mark, seen = self._weights_mark(), self._seen_mark
+        self._seen_mark = mark
+        if mark != seen and not step.epoch:
+            self._awaits_epoch = True
+            self._leave()
+            self._report.reloaded = step.number
+
+    def _leave(self) -> None:
+        """Move nothing any more: what is under way into this engine's memory is not of its weights."""
+        self._namespace = None
+        for request_id in self._promised:
+            self._outdated.add(request_id)
+            if self._engine is not None:
+                self._engine.cancel(request_id)
+
+    def _join(self, step: PoolMetadata) -> None:
+        """Take the facts of all stages, or another epoch. What the pool is told of them must not hold up the step."""
         if self._engine is None:
             return
-        self._namespace = Namespace(self._config.tenant, facts)
+        self._leave()
+        self._facts, self._epoch = step.facts or self._facts, step.epoch or self._epoch
+        self._awaits_epoch &= not step.epoch
+        if not self._facts or self._awaits_epoch:
+            return
+        self._namespace = Namespace(self._config.tenant, facts_of_epoch(self._facts, self._epoch))
         if self._rank == 0:
-            self._announcing = threading.Thread(target=self._announce, name="kvpool-announcing", daemon=True)
+            self._announcing = threading.Thread(
+                target=self._announce_after,
+                args=(self._announcing, self._namespace),
+                name="kvpool-announcing",
+                daemon=True,
+            )
             self._announcing.start()
 
-    def _announce(self) -> None:
-        """Tell others of this engine."""
-        self._announce_facts()
-        if self._describe is not None:
-            self._announce_worker(self._describe)
+    def _announce_after(self, earlier: threading.Thread | None, namespace: Namespace) -> None:
+        if earlier is not None:
+            earlier.join()
+        if namespace is self._namespace:  # else another one follows
+            self._announce(namespace)
 
-    def _announce_facts(self) -> None:
+    def _announce(self, namespace: Namespace) -> None:
+        """Tell others of this engine."""
+        self._announce_facts(namespace)
+        if self._announcer is not None:
+            self._announcer.enter(namespace.hex)
+        elif self._describe is not None:
+            self._announce_worker(self._describe, namespace)
+
+    def _announce_facts(self, namespace: Namespace) -> None:
         """Leave a readable record of the facts, and say on which ones this worker differs from earlier ones."""
         assert self._store is not None
-        assert self._namespace is not None
+        self._withdraw_epoch()
+        self._announced = namespace
         try:
-            differences = announce_facts(self._store, self._namespace, str(self._namespace.facts["model"]))
+            differences = announce_facts(self._store, namespace, str(namespace.facts["model"]))
         except KVPoolError as error:
             logger.warning("kvpool could not announce its namespace: %s", error)
             return
@@ -134,19 +189,24 @@ class WorkerHalf:
             logger.warning("kvpool: %s", sentence)
         logger.info(
             "kvpool: namespace %s, tenant %s, store %s, budget %g s, staging %d slots",
-            self._namespace.hex,
+            namespace.hex,
             self._config.tenant,
             self._store,
             self._config.budget_s,
             engine.staging.slots if (engine := self._engine) else 0,
         )
 
-    def _announce_worker(self, describe: Callable[[str], Announcement]) -> None:
+    def _withdraw_epoch(self) -> None:
+        """Nobody else will ever use a namespace that this engine had for itself: its facts need not be kept."""
+        if self._announced is not None and EPOCH_FACT in self._announced.facts and self._store is not None:
+            with contextlib.suppress(KVPoolError):
+                self._store.withdraw(self._announced.facts_key)
+
+    def _announce_worker(self, describe: Callable[[str], Announcement], namespace: Namespace) -> None:
         """Tell indexes of this worker from now on. What keeps it from that costs a line in the log, no more."""
         assert self._store is not None
-        assert self._namespace is not None
         try:
-            announced = describe(self._namespace.hex)
+            announced = describe(namespace.hex)
             for problem in announced.problems:
                 logger.log(logging.INFO if announced.events_off else logging.WARNING, "kvpool: %s", problem)
             worker = announced.worker
@@ -175,8 +235,9 @@ class WorkerHalf:
             return
         self._submitted = step
         self._report.timed = step.timed
-        if step.facts:
-            self._guard.run(lambda: self._join(step.facts), None)
+        self._guard.run(lambda: self._look_at_weights(step), None)
+        if step.facts or step.epoch:
+            self._guard.run(lambda: self._join(step), None)
         for plan in step.loads:
             self._failed.add(plan.request_id)
             if self._engine is None or self._namespace is None or not plan.blocks:
@@ -242,9 +303,12 @@ class WorkerHalf:
                     if (started := self._started.pop(job, None)) is not None:
                         # No more than it is known to have taken: it may have ended early in a long step.
                         self._report.load_s[job] = max(0.0, seen_at - started)
-                    if not ok:
-                        failed.add(job)
                     keys = self._promised.pop(job, {})
+                    if not ok or job in self._outdated:
+                        failed.add(job)
+                    if job in self._outdated:
+                        self._outdated.discard(job)
+                        continue
                     self._report.missing.update(keys[key] for key in missing if key in keys)
                 self._count(self._report.landed, finished.landed)
                 self._storing |= dict.fromkeys(finished.landed, True)
@@ -275,6 +339,7 @@ class WorkerHalf:
         if self._announcer is not None:
             self._announcer.close()
             self._announcer = None
+        self._withdraw_epoch()
         if self._engine is not None:
             self._engine.drain(DRAIN_S)
             self._engine.close()
@@ -300,6 +365,7 @@ class WorkerHalf:
         self._report.broken[self._rank] = reason
         self._failed |= self._promised.keys()
         self._promised.clear()
+        self._outdated.clear()
         self._started.clear()
         engine, self._engine = self._engine, None
         if engine is not None:
