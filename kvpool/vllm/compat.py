@@ -473,6 +473,13 @@ def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Seq
     return hashes if step == 1 else hashes[step - 1 :: step]
 
 
+def adapter_settings(config: VllmConfig) -> str:
+    """A fingerprint of what, beside its files, decides how an adapter's weights are made; empty: there are none."""
+    lora = config.lora_config
+    names = ("target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format")
+    return "" if lora is None else _digest({name: getattr(lora, name, None) for name in names})
+
+
 def adapter_changed_in_place(request: Request) -> bool:
     """Whether the request's adapter was loaded over an earlier one of the same name and path, so of the same hashes."""
     return bool(getattr(request.lora_request, "load_inplace", False))

@@ -91,6 +91,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     loads=self._kv_transfer_config.is_kv_consumer,
                     stores=self._kv_transfer_config.is_kv_producer,
                     events=bool(events and events.enable_kv_cache_events),
+                    adapter_settings=compat.adapter_settings(vllm_config),
                 )
             else:
                 self._config = config

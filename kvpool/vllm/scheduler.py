@@ -35,6 +35,7 @@ from kvpool.keys import Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, Transfer
 from kvpool.vllm import compat
+from kvpool.vllm.adapters import AdapterCheck, Adapters, pool_hash
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import Guard
 from kvpool.vllm.plan import (
@@ -85,6 +86,7 @@ class _Lookup:
 class _RequestState:
     request: Request
     params: RequestParams
+    adapter: AdapterCheck | None = None
     lookup: _Lookup | None = None
     waiting_since: float | None = None  # when the engine was first told to ask again later
     waited_s: float = 0.0
@@ -98,12 +100,30 @@ class _RequestState:
     held: list[int] = field(default_factory=list)  # by group: leading records that it did not compute
     sighted: list[int] = field(default_factory=list)  # by group: leading records in which it was counted
 
+    @property
+    def checked(self) -> bool:
+        """Whether it is known of which adapter it is, or that this cannot be known."""
+        return self.adapter is None or self.adapter.done
+
+    @property
+    def identified(self) -> bool:
+        """Whether it is known under which hashes its blocks are in the pool."""
+        return self.adapter is None or self.adapter.tag is not None
+
+    def pool_hash(self, block_hash: bytes) -> bytes:
+        """The hash in the key of one of its blocks."""
+        if self.adapter is None:
+            return block_hash
+        assert self.adapter.tag is not None
+        return pool_hash(block_hash, self.adapter.tag)
+
 
 @dataclass
 class _WriteBack:
     """A block that is stored when the engine is about to evict it, if it still holds what ``block`` says."""
 
     block: BlockRef
+    key: bytes  # under which the engine's own cache has it
     priority: int
     event: BlockStored | None
 
@@ -138,6 +158,7 @@ class SchedulerHalf:
         loads: bool,
         stores: bool,
         events: bool,
+        adapter_settings: str = "",
     ) -> None:
         self._config, self._store, self._groups = config, store, list(groups)
         self._ranks, self._stages, self._hash_block_tokens = ranks, stages, hash_block_tokens
@@ -166,6 +187,7 @@ class SchedulerHalf:
         self._asked = False  # for the whole state, in the step that is ending
         self.counters = Counters()
         self._params = ParamsReader()
+        self._adapters = Adapters(adapter_settings)
         self._sightings = Sightings() if config.store_after_requests > 1 else None
         self._block_pool: BlockPool | None = None
         self._write_back: dict[int, _WriteBack] = {}  # by block id, of which the engine has so many
@@ -235,7 +257,7 @@ class SchedulerHalf:
         if not self._may_load(state) or state.refused or local_tokens >= max_tokens:
             return NO_OFFER
         now = time.monotonic()
-        if self._namespace is None:
+        if self._namespace is None or not state.checked:
             return self._later(state, now) if self._may_wait(state, now) else NO_OFFER
         lookup = state.lookup
         if lookup is None or (lookup.present is not None and now - lookup.started > FRESH_S):
@@ -286,7 +308,7 @@ class SchedulerHalf:
             for i in records_to_load(group, local_tokens, local_tokens + external_tokens):
                 ids = blocks_lacking(group, tables[index], i, local_tokens)
                 if any(ids):
-                    blocks.append(BlockRef(hashes[i], index, ids))
+                    blocks.append(BlockRef(state.pool_hash(hashes[i]), index, ids))
         return blocks
 
     def _plan_all_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
@@ -306,6 +328,8 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._dropped(state.lookup)
+            if state.adapter is not None and not (state.checked and state.identified):
+                self.counters.add(metrics.ADAPTER_REQUESTS, 1, state.adapter.cause)
             if state.loading:
                 self._cancelled.append(request.request_id)
 
@@ -393,6 +417,7 @@ class SchedulerHalf:
         for state in self._requests.values():
             self._dropped(state.lookup)
         self._requests.clear()
+        self._adapters.close()
 
     # The cost gate.
 
@@ -428,10 +453,14 @@ class SchedulerHalf:
             if compat.adapter_changed_in_place(request):
                 params = WITHOUT_POOL
             state = self._requests[request.request_id] = _RequestState(request, params)
+            if request.lora_request is not None and (params.load or params.store):
+                state.adapter = self._adapters.check(request.lora_request)
         return state
 
     def _may_load(self, state: _RequestState) -> bool:
-        return self._loads and not self._broken and not self._awaits_reset and state.params.load
+        if not self._loads or self._broken or self._awaits_reset or not state.params.load:
+            return False
+        return state.identified or not state.checked
 
     def _max_tokens(self, request: Request) -> int:
         """The longest prefix that may be taken: at least one token is left to compute."""
@@ -448,7 +477,8 @@ class SchedulerHalf:
 
     def _ask(self, state: _RequestState) -> _Lookup | None:
         """Start the existence batch of a request; None when there is no pool to ask."""
-        if self._namespace is None:
+        tag = state.adapter.tag if state.adapter is not None else b""  # which another thread may take away
+        if self._namespace is None or tag is None:
             return None
         state.lookup = self._dropped(state.lookup)
         state.admitted = False
@@ -458,6 +488,8 @@ class SchedulerHalf:
         for index, group in enumerate(self._groups):
             hashes = compat.record_hashes(state.request, self._hash_block_tokens, group)
             hashes = hashes[: max_tokens // group.record_tokens]
+            if tag:
+                hashes = [pool_hash(one, tag) for one in hashes]
             blocks.append(len(hashes))
             for rank in group.key_ranks(self._ranks):
                 keys += self._namespace.keys(hashes, index, rank)
@@ -521,6 +553,8 @@ class SchedulerHalf:
             state.held = [before // group.record_tokens for group in self._groups]
             # What it did not compute is in the pool, or was stored by who did: unless it had been seen too rarely.
             state.handed = [0] * len(self._groups) if self._sightings else list(state.held)
+        if not state.checked or not state.identified:
+            return
         tables: tuple[list[int], ...] | None = None
         for index, group in enumerate(self._groups):
             if computed_tokens // group.record_tokens <= state.handed[index]:
@@ -534,12 +568,13 @@ class SchedulerHalf:
             wanted = self._wanted(state, index, hashes, new)
             for i in wanted:
                 if (ids := blocks_held(group, tables[index], i)) is not None:
-                    block = BlockRef(hashes[i], index, ids)
+                    block = BlockRef(state.pool_hash(hashes[i]), index, ids)
                     event = (
                         compat.stored_event(request, index, group, i, hashes) if self._events_wanted else None
                     )
                     if self._config.store_policy == "write_back":
-                        self._keep_for_later(_WriteBack(block, state.params.priority, event))
+                        key = compat.cache_key(hashes[i], index)
+                        self._keep_for_later(_WriteBack(block, key, state.params.priority, event))
                     else:
                         self._plan_store(step, block, event)
 
@@ -580,7 +615,7 @@ class SchedulerHalf:
         for block_id, key in compat.next_evicted(self._block_pool, self._blocks_ahead):
             if (kept := self._write_back.pop(block_id, None)) is None:
                 continue
-            if key == compat.cache_key(kept.block.block_hash, kept.block.group):
+            if key == kept.key:
                 due.append(kept)
             else:
                 self.counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")

@@ -49,11 +49,6 @@ SHAPES += [
     for overlapping in (False, True)
     for slots in (4, 24)
 ]
-SHAPES = [
-    dataclasses.replace(shape, weights_never_change=constant)
-    for shape in SHAPES
-    for constant in (False, True)
-]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 
 WAYS_TO_LOAD_WEIGHTS = (
@@ -106,11 +101,13 @@ class EngineLife(Life):
     configured: Configured
 
     @initialize(
-        shape=st.sampled_from(SHAPES), seed=st.integers(0, 1 << 16), capacity=st.sampled_from(CAPACITIES)
+        shape=st.sampled_from(SHAPES),
+        seed=st.integers(0, 1 << 16),
+        capacity=st.sampled_from(CAPACITIES),
     )
     def start(self, shape: Shape, seed: int, capacity: int) -> None:
         self.world = World(seed, capacity)
-        self.shape = shape
+        self.shape = dataclasses.replace(shape, weights_never_change=seed % 4 > 0)
         self.names = 0
         self.engines = [self._engine() for _ in range(2)]
 
@@ -719,7 +716,7 @@ def test_a_short_life_the_same_each_time(configured: Configured) -> None:
     counts = live(of(configured), examples=40, steps=40, again=True)
     print(counts)
     assert counts["loads"] > counts["loads_failed"] > 0, counts
-    assert counts["begun_inside"] > 0, counts
+    assert counts["kvpool_epochs_total/reset"] > 0, counts
 
 
 @pytest.mark.soak
