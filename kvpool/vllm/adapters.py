@@ -15,6 +15,7 @@ and ``_reading``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -170,8 +171,15 @@ def pool_hash(block_hash: bytes, tag: bytes) -> bytes:
 
     Its last 8 bytes are the engine's own, so that an index finds the block by what it knows of the engine's events.
     """
-    mixed = hashlib.sha256(tag + block_hash).digest() * 2
-    return mixed[: len(block_hash) - _HASH64_NBYTES] + block_hash[-_HASH64_NBYTES:]
+    width = len(block_hash)
+    return (int.from_bytes(block_hash, "big") ^ _mask(tag, width)).to_bytes(width, "big")
+
+
+@functools.lru_cache(maxsize=MAX_ADAPTERS)
+def _mask(tag: bytes, width: int) -> int:
+    """What is not to be the engine's own of a hash is as random as the hash itself."""
+    spread = hashlib.sha256(tag).digest() * 2
+    return int.from_bytes(spread[: width - _HASH64_NBYTES] + bytes(_HASH64_NBYTES), "big")
 
 
 def _seen(path: Path) -> object:

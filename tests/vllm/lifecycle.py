@@ -268,6 +268,8 @@ class TroubledStore(BlockStore):
         due_s = now_s + draw.choice((0.0, 0.001, 0.02))
         if self.mood == "slow":
             due_s = min(deadline_s, now_s + draw.random() * 2 * timeout_s)
+        elif self.mood == "late":
+            due_s = now_s + timeout_s / 2
         elif self.mood == "stuck":
             due_s = deadline_s + draw.random() * 3
         batch = _Batch(self, operation, list(keys), list(views or ()), self.mood, due_s, deadline_s)

@@ -408,7 +408,7 @@ def test_a_load_under_way_when_the_caches_are_reset_is_computed(
     generated(first, "stored")
     for rank in second.ranks:
         assert rank.store is not None
-        rank.store.be("slow", 5.0)
+        rank.store.be("late", 5.0)
     second.add("loading", PROMPT, 3)
     while not second.ranks[0].loading:
         second.step()
@@ -434,7 +434,7 @@ def test_what_is_stored_while_the_caches_are_reset_goes_where_it_belongs(
     one.weights = one.world.newest_weights = 1
     assert one.planner._pending
     assert one.ranks[0].store.under_way()
-    generated(one, "new weights", [7, *PROMPT])
+    generated(one, "new weights", [8, *PROMPT])
     at_rest(one)
     after = one.planner._namespace
     assert before is not None
