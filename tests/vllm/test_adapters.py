@@ -89,6 +89,7 @@ def test_an_adapter_that_changes_under_an_engine_has_no_tag_again_in_its_life(
     check = one.check(Lora(path))
     assert eventually(lambda: check.done)
     assert (check.tag, check.cause) == (None, "changed")
+    assert checked(one, Lora(path)).tag is None
     write(path, 1)
     assert checked(one, Lora(path)).tag is None
     assert checked(engine(), Lora(path)).tag == tag
