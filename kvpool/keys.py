@@ -29,6 +29,7 @@ BlockHash = NewType("BlockHash", bytes)
 Fact = str | int | bool
 
 KEY_PREFIX = "kvpool:"  # what every key starts with
+EPOCH_FACT = "epoch"  # of one engine alone, whose weights may be others than those it started with
 FINGERPRINT_NBYTES = 16
 MIN_HASH_NBYTES = 8
 MAX_HASH_NBYTES = 64

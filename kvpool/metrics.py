@@ -45,6 +45,16 @@ STORED_BYTES = Metric("kvpool_stored_bytes_total", "Bytes written to the pool.")
 STORE_SKIPPED_BLOCKS = Metric(
     "kvpool_store_skipped_blocks_total", "Blocks that were not written to the pool, by cause.", "cause"
 )
+ADAPTER_REQUESTS = Metric(
+    "kvpool_adapter_requests_without_pool_total",
+    "Requests that went without the pool, for it is not known of which adapter they are, by cause.",
+    "cause",
+)
+EPOCHS = Metric(
+    "kvpool_epochs_total",
+    "Times that the engine left its namespace for one of its own, since its weights may have changed, by cause.",
+    "cause",
+)
 REFUSED_KEYS = Metric(
     "kvpool_refused_keys_total",
     "Keys that were faults at once, because the pool's server is known to be away.",
@@ -79,6 +89,8 @@ ALL: tuple[Metric, ...] = (
     STORED_BLOCKS,
     STORED_BYTES,
     STORE_SKIPPED_BLOCKS,
+    ADAPTER_REQUESTS,
+    EPOCHS,
     REFUSED_KEYS,
     GATE_DECISIONS,
     GATE_PREFILL_TOKENS,

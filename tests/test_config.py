@@ -35,6 +35,7 @@ def test_defaults() -> None:
         "store_after_requests": 1,
         "blocks_per_record": 1,
         "store_decode": True,
+        "weights_never_change": False,
         "cost_gate": True,
     }
 
@@ -45,6 +46,7 @@ def test_every_field_from_the_dict() -> None:
         "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
         "store_policy": "write_through", "store_after_requests": 2, "blocks_per_record": 4, "store_decode": False,
+        "weights_never_change": True,
         "cost_gate": False,
     }  # fmt: skip
     config = load(given)
@@ -63,6 +65,7 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_ADVERTISE_HOST": "10.0.0.7", "KVPOOL_HTTP_PORT": "8001", "KVPOOL_WORKER": "w",
             "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
             "KVPOOL_STORE_AFTER_REQUESTS": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
+            "KVPOOL_WEIGHTS_NEVER_CHANGE": "true",
             "KVPOOL_BLOCKS_PER_RECORD": "1",
             "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
         },
@@ -72,6 +75,7 @@ def test_every_field_from_the_environment() -> None:
         "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
         "store_policy": "write_back", "store_after_requests": 2, "blocks_per_record": 1, "store_decode": False,
+        "weights_never_change": True,
         "cost_gate": False,
     }  # fmt: skip
     assert {f"KVPOOL_{name.upper()}" for name in PoolConfig.model_fields} <= {
@@ -79,6 +83,7 @@ def test_every_field_from_the_environment() -> None:
         "KVPOOL_STAGING_NBYTES", "KVPOOL_MAX_STORE_NBYTES_PER_S", "KVPOOL_THREADS", "KVPOOL_ADVERTISE_HOST",
         "KVPOOL_HTTP_PORT", "KVPOOL_WORKER", "KVPOOL_LEASE_S", "KVPOOL_STORE_POLICY",
         "KVPOOL_STORE_AFTER_REQUESTS", "KVPOOL_STORE_DECODE", "KVPOOL_COST_GATE", "KVPOOL_BLOCKS_PER_RECORD",
+        "KVPOOL_WEIGHTS_NEVER_CHANGE",
     }  # fmt: skip
 
 

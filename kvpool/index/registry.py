@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.errors import KVPoolError
 from kvpool.index.worker import Worker
@@ -59,7 +59,8 @@ class Announcer:
     ) -> None:
         self._key, self._record = pack_worker(worker, lease_s)
         self._store, self._worker, self._lease_s, self._say = store, worker, lease_s, say
-        self._closing = threading.Event()
+        self._closing = False
+        self._woken = threading.Event()
         self._asked = False  # its thread writes
         # The fields below: its thread only.
         self._kept = False  # the record was written at least once
@@ -73,19 +74,32 @@ class Announcer:
         """Whether an index asks for all that this rank holds, as was last read. Any thread."""
         return self._asked
 
+    def enter(self, namespace: str) -> None:
+        """From now on the worker's blocks in the pool are those of another namespace. Any thread; does not block.
+
+        ``namespace``: 32 hex digits.
+        """
+        self._worker = replace(self._worker, namespace=namespace)
+        _, self._record = pack_worker(self._worker, self._lease_s)
+        self._woken.set()
+
     def close(self) -> None:
         """Withdraw the record and end the thread; again does nothing.
 
         Blocking, for at most ``CLOSE_S`` seconds: where the pool does not answer, the lease ends the record.
         """
-        self._closing.set()
+        self._closing = True
+        self._woken.set()
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        while not self._closing:
+            self._woken.clear()
+            if self._closing:
+                break
             failed = not self._try(self._renew, "cannot be announced, and no index sees it")
             wait_s = min(self._lease_s / RENEWALS, READ_S)
-            self._closing.wait(min(RETRY_S, wait_s) if failed else wait_s)
+            self._woken.wait(min(RETRY_S, wait_s) if failed else wait_s)
         if self._kept and not self._away:
             self._try(self._withdraw, "is not withdrawn, and announced until its lease ends")
 

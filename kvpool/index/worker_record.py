@@ -96,8 +96,9 @@ def unpack_worker(key: str, record: bytes) -> Announced | None:
 def merge_ranks(announced: Iterable[Announced]) -> tuple[dict[str, Worker], list[str]]:
     """The workers that some ranks make up, by id; and a sentence for each rank that cannot be one of its worker's.
 
-    Ranks of one tenant and name are one worker if all but publisher and incarnation is the same; the lowest rank
-    decides. The worker is another incarnation whenever a rank is, comes or goes.
+    Ranks of one tenant and name are one worker if all but publisher, incarnation and namespace is the same; the lowest
+    rank decides. The worker is another incarnation whenever a rank is, comes or goes. Ranks whose caches were reset
+    have a namespace each: then nothing can be said of what the worker finds in the pool.
     """
     ranks: dict[str, list[Worker]] = {}
     for one in announced:
@@ -110,6 +111,7 @@ def merge_ranks(announced: Iterable[Announced]) -> tuple[dict[str, Worker], list
         workers[worker_id] = replace(
             parts[0],
             publishers=tuple(part.publishers[0] for part in alike),
+            namespace=parts[0].namespace if len({part.namespace for part in alike}) == 1 else "",
             incarnation=_incarnation([part.incarnation for part in alike]),
         )
         problems += [
@@ -123,7 +125,7 @@ def merge_ranks(announced: Iterable[Announced]) -> tuple[dict[str, Worker], list
 
 
 def _common(worker: Worker) -> Mapping[str, object]:
-    texts = {name: getattr(worker, name) for name in _TEXTS if name != "incarnation"}
+    texts = {name: getattr(worker, name) for name in _TEXTS if name not in ("incarnation", "namespace")}
     return {"block_tokens": worker.block_tokens, **texts}
 
 

@@ -7,7 +7,15 @@ from typing import Any
 import msgpack
 
 from kvpool.errors import ConfigError
-from kvpool.keys import MAX_FACTS, Fact, Namespace, differing_facts, parse_facts_key, tenant_prefix
+from kvpool.keys import (
+    EPOCH_FACT,
+    MAX_FACTS,
+    Fact,
+    Namespace,
+    differing_facts,
+    parse_facts_key,
+    tenant_prefix,
+)
 from kvpool.stores.store import Store
 
 LEASE_S = 30 * 86400.0
@@ -18,7 +26,8 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
     """Keep the namespace's facts in the pool for 30 days, and name what keeps others from sharing with it.
 
     Returns one sentence for every other namespace of the same tenant and model, in the order of their
-    fingerprints: which facts differ, and how. ``model``: as the fact ``"model"`` of the others says.
+    fingerprints: which facts differ, and how; none where one of the two is an engine's own (``EPOCH_FACT``).
+    ``model``: as the fact ``"model"`` of the others says.
     Blocking, for a few small reads and one write. Errors: ``StoreUnavailable``; ``ConfigError`` when the
     facts together are larger than an announcement may be. Records that cannot be read are passed over.
     """
@@ -28,7 +37,7 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
         f'namespace {other.hex[:8]} of model "{model}" holds blocks that this worker cannot share: '
         + describe_differences(namespace, other)
         for other in announced_namespaces(store, namespace.tenant).get(model, ())
-        if other != namespace
+        if other != namespace and EPOCH_FACT not in {*other.facts, *namespace.facts}
     ]
 
 

@@ -6,9 +6,10 @@ Supported: vLLM 0.30 to 0.32. Differences between versions are told by feature, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -91,6 +92,11 @@ def refuse_unsupported(config: VllmConfig) -> None:
     ):
         if size != 1:
             raise EngineRefused(f"{name} {size} is not supported yet; set it to 1")
+    if getattr(config, "weight_transfer_config", None) is not None:
+        raise EngineRefused(
+            "--weight-transfer-config lets a trainer change the weights while requests run, so blocks of old and new "
+            "weights would be taken for each other; remove it, or remove --kv-transfer-config"
+        )
     if config.speculative_config is not None:
         _refuse_speculation(str(config.speculative_config.method))
     if config.model_config.is_encoder_decoder:
@@ -426,6 +432,24 @@ def _kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
     return ",".join(sorted(packings))
 
 
+def weights_mark(config: VllmConfig) -> Callable[[], object]:
+    """A function whose answer changes when vLLM loads weights anew into the living model (``reload_weights``).
+
+    vLLM then sets the scales of every attention layer again, in place, which torch counts; nothing else does. Who
+    writes into parameters by other means is not noticed. Takes a microsecond and asks nothing of the device.
+    """
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
+    for layer in layers.values():
+        if isinstance(getattr(layer, "_k_scale", None), torch.Tensor):
+            return functools.partial(_times_written, layer)
+    return lambda: None
+
+
+def _times_written(layer: Any) -> object:
+    scale: torch.Tensor = layer._k_scale
+    return None if scale.is_inference() else (id(scale), scale._version)
+
+
 def scheduled_tokens(output: SchedulerOutput) -> list[tuple[str, int]]:
     """(request, tokens computed when the step is over, drafts among them) for every request of the step."""
     cached = output.scheduled_cached_reqs
@@ -457,6 +481,13 @@ def block_keys(
     first = record * group.blocks_per_record
     ends = [(block + 1) * step - 1 for block in range(first, first + group.blocks_per_record)]
     return [cache_key(request.block_hashes[end], group_index) for end in ends]
+
+
+def adapter_settings(config: VllmConfig) -> str:
+    """A fingerprint of what, beside its files, decides how an adapter's weights are made; empty: there are none."""
+    lora = config.lora_config
+    names = ("target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format")
+    return "" if lora is None else _digest({name: getattr(lora, name, None) for name in names})
 
 
 def adapter_changed_in_place(request: Request) -> bool:
@@ -504,6 +535,11 @@ def cached_blocks(block_pool: Any) -> Mapping[bytes, Any] | None:
     """
     blocks: Mapping[bytes, Any] | None = getattr(block_pool.cached_block_hash_to_block, "_cache", None)
     return blocks if isinstance(blocks, dict) else None
+
+
+def holds_blocks(block_pool: Any) -> bool:
+    """Whether anybody holds a block of the engine's memory, but for the null block, which is always held."""
+    return bool(block_pool.num_gpu_blocks - block_pool.get_num_free_blocks() > 1)
 
 
 def next_evicted(block_pool: Any, count: int) -> list[tuple[int, bytes | None]]:

@@ -92,6 +92,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     loads=self._kv_transfer_config.is_kv_consumer,
                     stores=self._kv_transfer_config.is_kv_producer,
                     events=bool(events and events.enable_kv_cache_events),
+                    adapter_settings=compat.adapter_settings(vllm_config),
                 )
             else:
                 self._config = config
@@ -126,7 +127,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.refuse(str(error))
             return
         self._worker.register(
-            layers, facts, functools.partial(describe, self._vllm_config, cache, self._config)
+            layers,
+            facts,
+            functools.partial(describe, self._vllm_config, cache, self._config),
+            compat.weights_mark(self._vllm_config),
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -220,15 +224,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._planner().wants_steps()
 
     def reset_cache(self) -> None:
-        """Drop what is known of the pool, which stays as it is: a shared pool is not one engine's to empty.
+        """Drop what is known of the pool, and leave its namespace unless the settings say that weights never change.
 
-        The answer is that of a connector with nothing to reset. After a False, vLLM ends a call to sleep, or to pause,
-        with an error.
+        The pool stays as it is: it is not one engine's to empty. The answer is that of a connector with nothing to
+        reset: after a False, vLLM ends a call to sleep, or to pause, with an error.
         """
-        self._planner().forget()
-        logger.warning(
-            "kvpool: the pool is shared and was not emptied; change model_id or tenant to start afresh"
-        )
+        self._planner().reset()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

@@ -5,9 +5,11 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
 
 - ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
   "first_token_s", "finished_s"}``, both since the request was added; with ``"transfer_params"``, the request's
-  ``kv_transfer_params``, and with ``"cache_salt"`` its salt;
+  ``kv_transfer_params``, with ``"cache_salt"`` its salt, and with ``"adapter": [name, number, path]`` a LoRA adapter;
 - ``{"do": "abort", "tokens": [...], "once_read": PATH}``: the request is aborted as soon as that record of a file
   pool has been read, which is when its load is under way;
+- ``{"do": "call", "method": "sleep", "arguments": [1], "more": {}}``: calls a method of ``vllm.LLM``; ``{"answer"}``,
+  null for what JSON cannot say;
 - ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels; ``name/value`` where one of ours
   has a label;
 - ``{"do": "stop"}``: shuts the engine down and exits.
@@ -19,6 +21,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,9 @@ def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
         return _metrics()
     if command["do"] == "abort":
         return _abort(engine, command["tokens"], Path(command["once_read"]))
+    if command["do"] == "call":
+        answer = getattr(engine, command["method"])(*command["arguments"], **command["more"])
+        return {"answer": answer if isinstance(answer, (bool, int, str)) else None}
     return _generate(engine, command)
 
 
@@ -92,8 +98,10 @@ def _add(
     max_tokens: int,
     transfer_params: Any = None,
     cache_salt: str | None = None,
+    adapter: Sequence[Any] | None = None,
 ) -> str:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     name = f"request-{time.monotonic_ns()}"
     extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}
@@ -101,7 +109,8 @@ def _add(
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
     )
     salted = {} if cache_salt is None else {"cache_salt": cache_salt}
-    engine.llm_engine.add_request(name, {"prompt_token_ids": tokens, **salted}, sampling)
+    lora = LoRARequest(*adapter) if adapter else None
+    engine.llm_engine.add_request(name, {"prompt_token_ids": tokens, **salted}, sampling, lora_request=lora)
     return name
 
 

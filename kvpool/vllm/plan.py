@@ -83,6 +83,8 @@ class PoolMetadata(KVConnectorMetadata):
     idle: bool = False  # no forward runs in this step
     timed: int = 0  # number of a step whose end the scheduler wants to hear of; 0: it does not
     facts: dict[str, Fact] = field(default_factory=dict)  # of several pipeline stages together, once
+    number: int = 0  # of the step, counted from 1
+    epoch: str = ""  # from this step on, its own stores and loads included; empty: as before
 
 
 @dataclass
@@ -96,6 +98,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that have stored what is theirs
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
+    reloaded: int = 0  # the first step with other weights than the one before; 0: they are as they were
     asked: bool = False  # an index asks for all that the engine's own cache holds
     timed: int = 0  # the number of the step, if it had one
     load_s: dict[str, float] = field(default_factory=dict)  # by request: how long its load took at least
@@ -110,6 +113,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             _summed(self.stored, other.stored),
             _summed(self.dropped, other.dropped),
             self.missing | other.missing,
+            max(self.reloaded, other.reloaded),
             self.asked or other.asked,
             max(self.timed, other.timed),
             {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,7 @@ from kvpool.keys import Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store
 from kvpool.vllm import compat
+from kvpool.vllm.adapters import AdapterCheck, Adapters, pool_hash, pool_hashes
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import Guard, RequestGuard
 from kvpool.vllm.lookups import RequestLookup, groups_to_ask
@@ -48,13 +50,17 @@ from kvpool.vllm.plan import (
     records_to_load,
 )
 from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader, RequestParams
-from kvpool.vllm.stages import facts_of_engine
+from kvpool.vllm.stages import facts_of_engine, facts_of_epoch
 from kvpool.vllm.store_planner import StorePlanner
 from kvpool.vllm.whole_state import WholeState
 
 logger = init_logger("vllm.kvpool")
 
 MIN_LOAD_S = 0.05  # what a load is given even when the lookup has used up the budget
+_CAUSES = {
+    "reset": "the caches were reset, perhaps for other weights",
+    "reload": "the weights were loaded anew",
+}
 NO_OFFER: tuple[int | None, bool] = (0, False)
 WARN_EVERY_S = 60.0  # a pool that comes and goes is not told more often
 STEPS_IN_FLIGHT = 4  # whose time is taken; of more, the oldest will not be reported any more
@@ -66,6 +72,7 @@ _T = TypeVar("_T")
 class _RequestState:
     request: Request
     params: RequestParams
+    adapter: AdapterCheck | None = None
     lookup: RequestLookup | None = None  # the latest one
     waiting_since: float | None = None  # when the engine was first told to ask again later
     waited_s: float = 0.0
@@ -75,6 +82,24 @@ class _RequestState:
     load_tokens: int = 0  # of the load under way
     load_s: float = 0.0
     refused: bool = False  # a load failed, its lookup did, or it does not pay: not offered again
+
+    @property
+    def checked(self) -> bool:
+        """Whether it is known of which adapter it is, or that this cannot be known."""
+        return self.adapter is None or self.adapter.done
+
+    @property
+    def identified(self) -> bool:
+        """Whether it is known under which hashes its blocks are in the pool."""
+        return self.adapter is None or self.adapter.tag is not None
+
+    @property
+    def pool_hash(self) -> Callable[[bytes], bytes] | None:
+        """Makes the hash in a key of that of one of its blocks. None: it is not known how."""
+        if self.adapter is None:
+            return bytes
+        tag = self.adapter.tag if self.adapter.done else None  # which another thread may take away
+        return None if tag is None else functools.partial(pool_hash, tag=tag)
 
 
 class SchedulerHalf:
@@ -98,6 +123,7 @@ class SchedulerHalf:
         loads: bool,
         stores: bool,
         events: bool,
+        adapter_settings: str = "",
     ) -> None:
         self._config, self._store, self._groups = config, store, list(groups)
         self._ranks, self._stages, self._hash_block_tokens = ranks, stages, hash_block_tokens
@@ -106,7 +132,13 @@ class SchedulerHalf:
         self._loads, self._stores, self._events_wanted = loads, stores, events
         self._namespace: Namespace | None = None  # from the workers' first step
         self._heard: dict[int, dict[str, Fact]] = {}  # by rank
+        self._facts: dict[str, Fact] = {}  # of all ranks together
         self._to_tell: dict[str, Fact] = {}  # to the workers, with the next step
+        self._epoch = ""  # of the weights; empty: those that the engine started with
+        self._epoch_to_tell = ""
+        self._steps_planned = 0
+        self._computed_since = 0  # the first step with tokens since the last reset; 0: there was none
+        self._awaits_reset = False  # its cache holds blocks of other weights
         self._broken = False
         self.counters = Counters()
         self._guard, self._request_guard = Guard(self._break), RequestGuard(self.counters)
@@ -117,6 +149,7 @@ class SchedulerHalf:
         self._whole_state = WholeState(self._groups)
         self._asked = False  # for the whole state, in the step that is ending
         self._params = ParamsReader()
+        self._adapters = Adapters(adapter_settings)
         self._store_planner = StorePlanner(
             config,
             self._groups,
@@ -161,16 +194,21 @@ class SchedulerHalf:
 
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
         """The step's loads and stores, each handed over once."""
+        self._steps_planned += 1
         step = PoolMetadata(
             loads=self._new_loads,
             cancelled=self._cancelled,
             idle=not output.total_num_scheduled_tokens,
             facts=self._to_tell,
+            number=self._steps_planned,
+            epoch=self._epoch_to_tell,
         )
-        self._new_loads, self._cancelled, self._to_tell = [], [], {}
+        self._new_loads, self._cancelled, self._to_tell, self._epoch_to_tell = [], [], {}, ""
+        if output.total_num_scheduled_tokens and not self._computed_since:
+            self._computed_since = self._steps_planned
         if self._gate is not None:
             step.timed = self._guard.run(lambda: self._step_begins(output), 0)
-        if self._stores and not self._broken:
+        if self._stores and not self._broken and not self._awaits_reset:
             self._guard.run(lambda: self._plan_stores(output, step), None)
         return step
 
@@ -188,7 +226,7 @@ class SchedulerHalf:
         if not self._may_load(state) or state.refused or local_tokens >= max_tokens:
             return NO_OFFER
         now = time.monotonic()
-        if self._namespace is None:
+        if self._namespace is None or not state.checked:
             return self._later(state, now) if self._may_wait(state, now) else NO_OFFER
         lookup = state.lookup
         if lookup is None or lookup.is_stale(now):
@@ -240,12 +278,14 @@ class SchedulerHalf:
             return []
         blocks: list[BlockRef] = []
         local_tokens, _ = offered
+        if (in_pool := state.pool_hash) is None:
+            return []
         for index, group in enumerate(self._groups):
             hashes = compat.record_hashes(request, self._hash_block_tokens, group)
             for i in records_to_load(group, local_tokens, local_tokens + external_tokens):
                 ids = blocks_lacking(group, tables[index], i, local_tokens)
                 if any(ids):
-                    blocks.append(BlockRef(hashes[i], index, ids))
+                    blocks.append(BlockRef(in_pool(hashes[i]), index, ids))
         return blocks
 
     def _plan_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
@@ -256,7 +296,13 @@ class SchedulerHalf:
         self._store_planner.begin(step)
         for state, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
             plan = functools.partial(
-                self._store_planner.plan, step, output, state.request, state.params.priority, computed_tokens
+                self._store_planner.plan,
+                step,
+                output,
+                state.request,
+                state.params.priority,
+                computed_tokens,
+                state.pool_hash,
             )
             self._run_for(state.request, "store", plan, None)
         self._store_planner.end(step, output)
@@ -268,6 +314,8 @@ class SchedulerHalf:
         if state is not None:
             if state.lookup is not None:
                 state.lookup.cancel()
+            if state.adapter is not None and not (state.checked and state.identified):
+                self.counters.add(metrics.ADAPTER_REQUESTS, 1, state.adapter.cause)
             if state.loading:
                 self._cancelled.append(request.request_id)
 
@@ -291,11 +339,13 @@ class SchedulerHalf:
                 state.refused |= request_id in failed
         if report is None:
             return
-        self._store_planner.update(report)
         self._asked |= report.asked
         for reason in report.broken.values():
             self._break(reason)
         self._hear(report)
+        if report.reloaded:
+            self._weights_reloaded(report.reloaded)
+        self._store_planner.update(report)
         if self._events_wanted:
             self._events += [compat.removed_event(*block) for block in sorted(report.missing)]
 
@@ -321,6 +371,28 @@ class SchedulerHalf:
         """Whether an engine that has no block left should wait a step for those that are copied to staging."""
         return self._guard.run(self._store_planner.frees_blocks, False)
 
+    def reset(self) -> None:
+        """The engine's caches are reset, perhaps because its weights have changed, or will before it goes on."""
+        self.forget()
+        self._guard.run(self._reset, None)
+
+    def _reset(self) -> None:
+        if self._config.weights_never_change:
+            logger.info(
+                "kvpool: the caches were reset; the pool is used as before, for weights_never_change is set"
+            )
+            return
+        # vLLM leaves its own cache as it is, and answers False to the caller, while somebody holds blocks of it.
+        self._awaits_reset = self._block_pool is not None and compat.holds_blocks(self._block_pool)
+        if not self._awaits_reset:
+            self._computed_since = 0
+        self._begin_epoch("reset")
+        if self._awaits_reset:
+            logger.warning(
+                "kvpool: the engine holds blocks of before the reset: it goes without the pool until it is "
+                "reset again, and answers True"
+            )
+
     def forget(self) -> None:
         """Drop every answer about what the pool holds."""
         self._store_planner.forget()
@@ -335,6 +407,7 @@ class SchedulerHalf:
             if state.lookup is not None:
                 state.lookup.cancel()
         self._requests.clear()
+        self._adapters.close()
 
     # The cost gate.
 
@@ -370,10 +443,14 @@ class SchedulerHalf:
             if compat.adapter_changed_in_place(request):
                 params = WITHOUT_POOL
             state = self._requests[request.request_id] = _RequestState(request, params)
+            if request.lora_request is not None and (params.load or params.store):
+                state.adapter = self._adapters.check(request.lora_request)
         return state
 
     def _may_load(self, state: _RequestState) -> bool:
-        return self._loads and not self._broken and state.params.load
+        if not self._loads or self._broken or self._awaits_reset or not state.params.load:
+            return False
+        return state.identified or not state.checked
 
     def _only_stores(self, state: _RequestState) -> bool:
         return self._stores and not self._loads and not self._broken and state.params.store
@@ -393,7 +470,8 @@ class SchedulerHalf:
 
     def _ask(self, state: _RequestState) -> RequestLookup | None:
         """Start the lookup of a request; None when there is no pool to ask."""
-        if self._namespace is None:
+        tag = state.adapter.tag if state.adapter is not None else b""  # which another thread may take away
+        if self._namespace is None or tag is None:
             return None
         if state.lookup is not None:
             state.lookup.cancel()
@@ -402,6 +480,8 @@ class SchedulerHalf:
             compat.record_hashes(state.request, self._hash_block_tokens, group) for group in self._groups
         ]
         asked = groups_to_ask(self._groups, hashes, self._ranks)
+        if tag:
+            asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
         budget_s = self._config.budget_s
         try:
             lookup = self._store.submit_lookup(self._namespace, asked, timeout_s=budget_s)
@@ -457,9 +537,44 @@ class SchedulerHalf:
             if facts is None:
                 self._break("its ranks lay out their blocks differently")
                 return
-            self._namespace = Namespace(self._config.tenant, facts)
+            self._facts = facts
+            self._namespace = Namespace(self._config.tenant, facts_of_epoch(facts, self._epoch))
             if self._stages > 1:
                 self._to_tell = facts  # a rank knows those of its own stage only
+
+    # Weights that change.
+
+    def _begin_epoch(self, cause: str) -> None:
+        """Go on in a namespace that no other engine has and this one never had, from the next step on.
+
+        What was planned before goes to the pool under the earlier one, and is not told of any more: of the pool's
+        blocks an index believes that they are in the namespace which this engine has now.
+        """
+        self._epoch = self._epoch_to_tell = secrets.token_hex(8)
+        self.counters.add(metrics.EPOCHS, 1, cause)
+        self._store_planner.leave()
+        if self._facts:
+            self._namespace = Namespace(self._config.tenant, facts_of_epoch(self._facts, self._epoch))
+        logger.warning(
+            "kvpool: %s: until this engine restarts it goes on in a namespace of its own, %s, and shares with no "
+            "other one; where its weights never change in place, set weights_never_change to true",
+            _CAUSES[cause],
+            self._namespace.hex[:8] if self._namespace else "not known yet",
+        )
+
+    def _weights_reloaded(self, step: int) -> None:
+        """The workers had other weights in ``step`` than in the one before, and move nothing until an epoch begins."""
+        self.forget()
+        if not self._computed_since or self._computed_since >= step:
+            self._begin_epoch("reload")
+        elif not self._awaits_reset:
+            self._awaits_reset = True
+            self._store_planner.leave()
+            self.counters.add(metrics.EPOCHS, 1, "reload")
+            logger.error(
+                "kvpool: the weights of this engine were loaded anew while its cache holds blocks of the earlier ones: "
+                "it goes without the pool until its caches are reset (reset_prefix_cache with reset_connector=True)"
+            )
 
     def _break(self, reason: str) -> None:
         if not self._broken:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvpool.keys import Fact, differing_facts
+from kvpool.keys import EPOCH_FACT, Fact, differing_facts
+
+
+def facts_of_epoch(facts: Mapping[str, Fact], epoch: str) -> dict[str, Fact]:
+    """The facts of an engine whose weights are those of ``epoch``; empty: those that it started with."""
+    return {**facts, EPOCH_FACT: epoch} if epoch else dict(facts)
 
 
 def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], stages: int) -> dict[str, Fact] | None:

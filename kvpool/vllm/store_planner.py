@@ -54,6 +54,8 @@ PAUSE_S = (
 MAX_PAUSE_S = 5.0
 MAX_HELD_S = 1.0  # how long the engine waits for blocks of ours before it preempts after all; a copy takes milliseconds
 
+PoolHash = Callable[[bytes], bytes]
+"""Makes the hash in a key of that of a request's block: of one with an adapter they differ (``adapters``)."""
 Told = Callable[[], Sequence[Sequence[int]] | None]
 """What the pool has said to a lookup, by group and record; empty: it will not say; None: not yet."""
 
@@ -66,6 +68,7 @@ class _Wanted(NamedTuple):
     contents: tuple[bytes | None, ...]  # by block: the engine's own key of what is in it now
     priority: int
     event: BlockStored | None
+    cache_key: bytes = b""  # with write-back: under which the engine's own cache has it
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -91,6 +94,7 @@ class _Late:
     priority: int
     told: Told
     tables: list[list[int]]  # by group, of what it held
+    pool_hash: PoolHash
 
 
 @dataclass
@@ -99,6 +103,7 @@ class _Pending:
     ranks: int  # that have not said yet whether it is in the pool
     landing: int  # ranks for which the blocks are held, as they may still read them
     ok: bool = True
+    left: bool = False  # it goes to a namespace that the engine has left
 
 
 class StorePlanner:
@@ -186,7 +191,7 @@ class StorePlanner:
                 if pending.ranks <= 0:
                     self._end(tag, pending)
                     kept |= pending.ok
-                    if not pending.ok:
+                    if not pending.ok and not pending.left:
                         dropped.append((tag, pending.wanted))
         for _, wanted in sorted(dropped, key=lambda each: each[0], reverse=True):
             self._wait_first(wanted)
@@ -233,6 +238,14 @@ class StorePlanner:
         self._waiting.clear()
         self._given_up.clear()
 
+    def leave(self) -> None:
+        """The engine goes on in another namespace. What is under way goes to this one, and is not told of, nor tried again."""
+        self.forget()
+        self._write_back.clear()
+        for pending in self._pending.values():
+            pending.left = True
+        self._under_way.clear()  # of the namespace that it is in now
+
     # What a request computes, and what it held.
 
     def plan(
@@ -242,8 +255,12 @@ class StorePlanner:
         request: Request,
         priority: int,
         computed_tokens: int,
+        pool_hash: PoolHash | None = bytes,
     ) -> None:
-        """Add the stores of one request, of whose tokens so many are computed when the step is over."""
+        """Add the stores of one request, of whose tokens so many are computed when the step is over.
+
+        ``pool_hash``: None: it is not known under which hashes they go.
+        """
         progress = self._progress.setdefault(request.request_id, _Progress())
         before = computed_tokens - output.num_scheduled_tokens[request.request_id]
         if not self._config.store_decode:
@@ -251,7 +268,10 @@ class StorePlanner:
         begins = progress.handed is None
         if progress.handed is None:
             progress.held = [before // group.record_tokens for group in self._groups]
-            progress.handed = self._begin(request, progress)
+            progress.handed = self._begin(request, progress, pool_hash)
+        if pool_hash is None:
+            progress.present, progress.told = (), None
+            return
         tables: tuple[list[int], ...] | None = None
         for index, group in enumerate(self._groups):
             if computed_tokens // group.record_tokens <= progress.handed[index]:
@@ -263,26 +283,25 @@ class StorePlanner:
             if tables is None:
                 break
             for i in self._wanted_of(progress, index, hashes, new):
-                if i >= progress.held[index] or (hashes[i], index) not in self._under_way:
-                    self._want(step, request, priority, index, hashes, i, tables[index])
+                if i >= progress.held[index] or (pool_hash(hashes[i]), index) not in self._under_way:
+                    self._want(step, request, priority, index, hashes, i, tables[index], pool_hash)
         if begins:
             progress.present = ()
             if progress.told is not None and any(progress.held):
-                self._listen(
-                    request, priority, progress, tables or compat.block_tables(output, request.request_id)
-                )
+                tables = tables or compat.block_tables(output, request.request_id)
+                self._listen(request, priority, progress, tables, pool_hash)
             progress.told = None
 
-    def _begin(self, request: Request, progress: _Progress) -> list[int]:
+    def _begin(self, request: Request, progress: _Progress, pool_hash: PoolHash | None) -> list[int]:
         """By group, the first record to look at: the pool may lack what is held, or it may have come too rarely."""
         told = progress.told() if progress.told is not None else None
         if told is not None:
             progress.present, progress.told = told, None
-        if progress.present and self._given_up:
+        if progress.present and self._given_up and pool_hash is not None:
             for index, group in enumerate(self._groups):
                 hashes = compat.record_hashes(request, self._hash_block_tokens, group)
                 for block_hash in compress(hashes, progress.present[index]):
-                    self._given_up.pop((block_hash, index), None)
+                    self._given_up.pop((pool_hash(block_hash), index), None)
         if self._sightings is not None:
             return [0] * len(self._groups)
         if not progress.present:
@@ -320,7 +339,12 @@ class StorePlanner:
         return wanted
 
     def _listen(
-        self, request: Request, priority: int, progress: _Progress, tables: Sequence[Sequence[int]] | None
+        self,
+        request: Request,
+        priority: int,
+        progress: _Progress,
+        tables: Sequence[Sequence[int]] | None,
+        pool_hash: PoolHash,
     ) -> None:
         """Store what is held and missing when the pool has said what that is; the request does not wait for it."""
         if tables is None or progress.told is None:
@@ -329,7 +353,7 @@ class StorePlanner:
             list(table[: records * group.blocks_per_record])
             for group, table, records in zip(self._groups, tables, progress.held, strict=True)
         ]
-        self._late.append(_Late(request, priority, progress.told, held))
+        self._late.append(_Late(request, priority, progress.told, held, pool_hash))
         if len(self._late) > MAX_LATE:
             self._late.popleft()
         self._active_at = time.monotonic()
@@ -355,7 +379,7 @@ class StorePlanner:
         hashes = compat.record_hashes(request, self._hash_block_tokens, group)
         for i in range(first, min(stop, len(present))):
             ids = blocks_held(group, table, i)
-            if present[i] or ids is None or (hashes[i], index) in self._under_way:
+            if present[i] or ids is None or (late.pool_hash(hashes[i]), index) in self._under_way:
                 continue
             if self._sightings is not None and (
                 self._sightings.count(hashes[i], index) < self._config.store_after_requests
@@ -366,7 +390,7 @@ class StorePlanner:
             if all(
                 self._block_pool.blocks[one].block_hash == key for one, key in zip(ids, keys, strict=True)
             ):
-                self._want(step, request, late.priority, index, hashes, i, table)
+                self._want(step, request, late.priority, index, hashes, i, table, late.pool_hash)
 
     def _want(
         self,
@@ -377,6 +401,7 @@ class StorePlanner:
         hashes: Sequence[bytes],
         record: int,
         table: Sequence[int],
+        pool_hash: PoolHash,
     ) -> None:
         """A record is to be in the pool: now, or when it is evicted."""
         assert self._block_pool is not None, "vLLM binds its block pool before the first step"
@@ -385,17 +410,17 @@ class StorePlanner:
         ids = blocks_held(group, table, record)
         if ids is None:
             if in_order:
-                self._remember_given_up((hashes[record], index))
+                self._remember_given_up((pool_hash(hashes[record]), index))
             return
         wanted = _Wanted(
-            BlockRef(hashes[record], index, ids),
-            (hashes[record - 1], index) if in_order and record else None,
+            BlockRef(pool_hash(hashes[record]), index, ids),
+            (pool_hash(hashes[record - 1]), index) if in_order and record else None,
             tuple(self._block_pool.blocks[block_id].block_hash for block_id in ids),
             priority,
             compat.stored_event(request, index, group, record, hashes) if self._events_wanted else None,
         )
         if self._config.store_policy == "write_back":
-            self._keep_for_later(wanted)
+            self._keep_for_later(wanted._replace(cache_key=compat.cache_key(hashes[record], index)))
         else:
             self._offer(step, wanted)
 
@@ -503,6 +528,8 @@ class StorePlanner:
     def _end(self, tag: int, pending: _Pending) -> None:
         """Every rank has said what became of a record."""
         del self._pending[tag]
+        if pending.left:
+            return
         key = pending.wanted.key
         self._under_way[key] -= 1
         if not self._under_way[key]:
@@ -526,7 +553,7 @@ class StorePlanner:
         for block_id, key in compat.next_evicted(self._block_pool, self._blocks_ahead):
             if (wanted := self._write_back.pop(block_id, None)) is None:
                 continue
-            if key == compat.cache_key(*wanted.key):
+            if key == wanted.cache_key:
                 due.append(wanted._replace(contents=(key,)))
             else:
                 self._counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")

@@ -5,11 +5,16 @@ so once for every tag, whatever becomes of the store. What is the same on every 
 others say at once that they have done with it. After start-up nothing here raises into the engine: a fault of ours
 switches the pool off for this rank, every load that was promised is reported as failed, and the engine recomputes.
 
-Threads: the worker's model thread only; a second one announces the engine and sets ``_announcer``.
+When the weights may have changed (``PoolMetadata.epoch``) this rank goes on in another namespace, from that step on.
+What it has stored by then goes to the earlier one; loads under way are ended and reported as failed. A rank that
+notices other weights by itself moves nothing until it is told so.
+
+Threads: the worker's model thread only; a second one announces the engine, and sets ``_announcer`` and ``_announced``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -23,7 +28,7 @@ from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError
 from kvpool.index.registry import Announcer
-from kvpool.keys import Fact, Namespace
+from kvpool.keys import EPOCH_FACT, Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.stores import Store, open_store
 from kvpool.stores.facts import announce_facts
@@ -33,6 +38,7 @@ from kvpool.transfer.staging import default_nbytes
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.guard import Guard, RequestGuard
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.stages import facts_of_epoch
 
 logger = init_logger("vllm.kvpool")
 
@@ -54,11 +60,18 @@ class WorkerHalf:
         self._step_tokens = step_tokens
         self._store: Store | None = None
         self._engine: TransferEngine | None = None
-        self._namespace: Namespace | None = None  # until then nothing is stored or loaded
+        self._namespace: Namespace | None = None  # without one nothing is stored or loaded
+        self._facts: dict[str, Fact] = {}  # of all stages
+        self._epoch = ""
+        self._awaits_epoch = False  # for the weights are not those of the last one
+        self._weights_mark: Callable[[], object] = lambda: None
+        self._seen_mark: object = None  # by the last step
+        self._outdated: set[str] = set()  # loads under way of an earlier epoch
         self._describe: Callable[[str], Announcement] | None = None
         self._announcing: threading.Thread | None = None
         self._closed = False
         self._announcer: Announcer | None = None
+        self._announced: Namespace | None = None  # whose facts are in the pool
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
         self._promised: dict[str, dict[str, tuple[bytes, int]]] = {}  # loads under way: key to (hash, group)
@@ -79,10 +92,12 @@ class WorkerHalf:
         layers: Sequence[Sequence[torch.Tensor]],
         facts: dict[str, Fact],
         describe: Callable[[str], Announcement] | None = None,
+        weights_mark: Callable[[], object] = lambda: None,
     ) -> None:
         """Take the KV cache of this rank, by group and layer, and open the pool.
 
-        ``describe``: what the engine says of itself to indexes, given its namespace; None: nothing.
+        ``describe``: what the engine says of itself to indexes, given its namespace; None: nothing. ``weights_mark``:
+        its answer is another one when other weights were loaded.
         Blocking, for at most the store's own deadline. A pool that cannot be opened is reported to the scheduler.
         """
         try:
@@ -109,9 +124,12 @@ class WorkerHalf:
         self._report.facts[self._rank] = facts
         self._report.store_slots = self._engine.store_slots
         self._describe = describe
+        if not self._config.weights_never_change:
+            self._weights_mark = weights_mark
+            self._seen_mark = weights_mark()
         if self._stages == 1:
-            self._namespace = namespace
-            self._begin_announcing()
+            self._facts, self._namespace = facts, namespace
+            self._begin_announcing(namespace)
 
     def _staging_nbytes(self, copiers: Sequence[BlockCopier]) -> int:
         step_records = sum(-(-self._step_tokens // group.record_tokens) for group in self._groups)
@@ -122,35 +140,69 @@ class WorkerHalf:
         """Do without a pool, for ``reason``; the scheduler hears of it."""
         self._break(reason)
 
-    def _join(self, facts: dict[str, Fact]) -> None:
-        """Take the facts of all stages."""
+    def _look_at_weights(self, step: PoolMetadata) -> None:
+        """Leave the namespace if the weights are other ones than in the last step, unless the step itself says so."""
+        mark, seen = self._weights_mark(), self._seen_mark
+        self._seen_mark = mark
+        if mark != seen and not step.epoch:
+            self._awaits_epoch = True
+            self._leave()
+            self._report.reloaded = step.number
+
+    def _leave(self) -> None:
+        """Move nothing any more: what is under way into this engine's memory is not of its weights."""
+        self._namespace = None
+        for request_id in self._promised:
+            self._outdated.add(request_id)
+            if self._engine is not None:
+                self._engine.cancel(request_id)
+
+    def _join(self, step: PoolMetadata) -> None:
+        """Take the facts of all stages, or another epoch."""
         if self._engine is None:
             return
-        self._namespace = Namespace(self._config.tenant, facts)
-        self._begin_announcing()
+        self._leave()
+        self._facts, self._epoch = step.facts or self._facts, step.epoch or self._epoch
+        self._awaits_epoch &= not step.epoch
+        if not self._facts or self._awaits_epoch:
+            return
+        self._namespace = Namespace(self._config.tenant, facts_of_epoch(self._facts, self._epoch))
+        self._begin_announcing(self._namespace)
 
-    def _begin_announcing(self) -> None:
+    def _begin_announcing(self, namespace: Namespace) -> None:
         """Tell others of this engine, in a thread: a slow pool must not hold up its start, nor a step."""
         if self._rank == 0:
-            self._announcing = threading.Thread(target=self._announce, name="kvpool-announcing", daemon=True)
+            self._announcing = threading.Thread(
+                target=self._announce_after,
+                args=(self._announcing, namespace),
+                name="kvpool-announcing",
+                daemon=True,
+            )
             self._announcing.start()
 
-    def _announce(self) -> None:
-        """Tell others of this engine."""
+    def _announce_after(self, earlier: threading.Thread | None, namespace: Namespace) -> None:
+        if earlier is not None:
+            earlier.join()
         store = self._store
-        if store is None:  # closed before this began
-            return
-        self._announce_facts(store)
-        if self._describe is not None:
-            self._announce_worker(store, self._describe)
-            if self._closed and self._announcer is not None:  # it took longer than close() waits
-                self._announcer.close()
+        if store is not None and namespace is self._namespace:  # else it is closed, or another one follows
+            self._announce(store, namespace)
 
-    def _announce_facts(self, store: Store) -> None:
+    def _announce(self, store: Store, namespace: Namespace) -> None:
+        """Tell others of this engine."""
+        self._announce_facts(store, namespace)
+        if self._announcer is not None:
+            self._announcer.enter(namespace.hex)
+        elif self._describe is not None:
+            self._announce_worker(store, self._describe, namespace)
+        if self._closed and self._announcer is not None:  # it took longer than close() waits
+            self._announcer.close()
+
+    def _announce_facts(self, store: Store, namespace: Namespace) -> None:
         """Leave a readable record of the facts, and say on which ones this worker differs from earlier ones."""
-        assert self._namespace is not None
+        self._withdraw_epoch(store)
+        self._announced = namespace
         try:
-            differences = announce_facts(store, self._namespace, str(self._namespace.facts["model"]))
+            differences = announce_facts(store, namespace, str(namespace.facts["model"]))
         except KVPoolError as error:
             logger.warning("kvpool could not announce its namespace: %s", error)
             return
@@ -159,7 +211,7 @@ class WorkerHalf:
         staging = engine.staging if (engine := self._engine) else None
         logger.info(
             "kvpool: namespace %s, tenant %s, store %s, budget %g s, staging %d MiB (%d slots, %s)",
-            self._namespace.hex,
+            namespace.hex,
             self._config.tenant,
             store,
             self._config.budget_s,
@@ -168,11 +220,18 @@ class WorkerHalf:
             "as set" if self._config.staging_nbytes else f"for steps of {self._step_tokens} tokens",
         )
 
-    def _announce_worker(self, store: Store, describe: Callable[[str], Announcement]) -> None:
+    def _withdraw_epoch(self, store: Store) -> None:
+        """Nobody else will ever use a namespace that this engine had for itself: its facts need not be kept."""
+        if self._announced is not None and EPOCH_FACT in self._announced.facts:
+            with contextlib.suppress(KVPoolError):
+                store.withdraw(self._announced.facts_key)
+
+    def _announce_worker(
+        self, store: Store, describe: Callable[[str], Announcement], namespace: Namespace
+    ) -> None:
         """Tell indexes of this worker from now on. What keeps it from that costs a line in the log, no more."""
-        assert self._namespace is not None
         try:
-            announced = describe(self._namespace.hex)
+            announced = describe(namespace.hex)
             for problem in announced.problems:
                 logger.log(logging.INFO if announced.events_off else logging.WARNING, "kvpool: %s", problem)
             worker = announced.worker
@@ -201,8 +260,9 @@ class WorkerHalf:
             return
         self._submitted = step
         self._report.timed = step.timed
-        if step.facts:
-            self._guard.run(lambda: self._join(step.facts), None)
+        self._guard.run(lambda: self._look_at_weights(step), None)
+        if step.facts or step.epoch:
+            self._guard.run(lambda: self._join(step), None)
         for plan in step.loads:
             self._failed.add(plan.request_id)
             if self._engine is None or self._namespace is None or not plan.blocks:
@@ -272,9 +332,12 @@ class WorkerHalf:
                     if (started := self._started.pop(job, None)) is not None:
                         # No more than it is known to have taken: it may have ended early in a long step.
                         self._report.load_s[job] = max(0.0, seen_at - started)
-                    if not ok:
-                        failed.add(job)
                     keys = self._promised.pop(job, {})
+                    if not ok or job in self._outdated:
+                        failed.add(job)
+                    if job in self._outdated:
+                        self._outdated.discard(job)
+                        continue
                     self._report.missing.update(keys[key] for key in missing if key in keys)
                 self._count(self._report.landed, finished.landed)
                 self._storing |= dict.fromkeys(finished.landed, True)
@@ -306,6 +369,8 @@ class WorkerHalf:
         if self._announcer is not None:
             self._announcer.close()
             self._announcer = None
+        if self._store is not None:
+            self._withdraw_epoch(self._store)
         if self._engine is not None:
             self._engine.drain(DRAIN_S)
             self._engine.close()
@@ -336,6 +401,7 @@ class WorkerHalf:
         self._report.broken[self._rank] = reason
         self._failed |= self._promised.keys()
         self._promised.clear()
+        self._outdated.clear()
         self._started.clear()
         engine, self._engine = self._engine, None
         if engine is not None:

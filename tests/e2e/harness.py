@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import threading
 import zlib
@@ -10,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvpool import BlockHasher
 from kvpool._native import RECORD_HEADER_NBYTES, pack_header
@@ -41,6 +44,29 @@ def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:
     }
 
 
+def write_adapter(folder: Path, model: Path, seed: int, *, times: float = 1.0) -> Path:
+    """A LoRA adapter of rank 8 for the attention of a small Llama; its weights are ``seed``'s, so many ``times``."""
+    config = json.loads((model / "config.json").read_text())
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or width // heads
+    outputs = {"q_proj": heads * head, "v_proj": config["num_key_value_heads"] * head}
+    draw = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for module, rows in outputs.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = draw.standard_normal((8, width), np.float32) * times
+            tensors[f"{name}.lora_B.weight"] = draw.standard_normal((rows, 8), np.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(outputs), "bias": "none",
+        "base_model_name_or_path": str(model),
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
+
+
 def prompt(seed: int, tokens: int) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(FIRST_WORD, VOCABULARY) for _ in range(tokens)]
@@ -69,11 +95,30 @@ def passing(name: str, folder: Path, options: dict[str, Any], **environment: str
         kill_all_but_trackers(engine.process_id)
 
 
-def ask(engine: EngineProcess, tokens: list[int], salt: str | None = None) -> dict[str, Any]:
-    """What the engine says to a prompt with this ``cache_salt``, and where it had the prompt from."""
+def ask(
+    engine: EngineProcess,
+    tokens: list[int],
+    salt: str | None = None,
+    adapter: tuple[str, int, str] | None = None,
+) -> dict[str, Any]:
+    """What the engine says to a prompt with this ``cache_salt``, and where it had the prompt from.
+
+    ``adapter``: name, number and path.
+    """
     return engine.ask(
-        {"do": "generate", "tokens": tokens, "max_tokens": GENERATED_TOKENS, "cache_salt": salt}
+        {
+            "do": "generate",
+            "tokens": tokens,
+            "max_tokens": GENERATED_TOKENS,
+            "cache_salt": salt,
+            "adapter": adapter,
+        }
     )
+
+
+def call(engine: EngineProcess, method: str, *arguments: Any, **more: Any) -> Any:
+    """Call a method of the engine's ``vllm.LLM``."""
+    return engine.ask({"do": "call", "method": method, "arguments": arguments, "more": more})["answer"]
 
 
 def records(pool: Path, tokens: list[int], block_tokens: int = BLOCK_TOKENS) -> list[Path]:

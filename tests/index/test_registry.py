@@ -621,3 +621,28 @@ def test_closing_does_not_wait_for_a_pool_that_hangs(server: Server, monkeypatch
             closer.join()
         finally:
             server.go_on()
+
+
+def test_an_announcer_tells_at_once_that_its_worker_entered_another_namespace(store: Store) -> None:
+    """It is the same start of the worker: what its own memory holds is as it was."""
+    announcer = Announcer(store, worker(), lease_s=600.0)
+    try:
+        watched = Watched()
+        with watching(store, watched):
+            assert eventually(lambda: watched.sees("10.0.0.7:5557"))
+            announcer.enter("cd" * 16)
+            wanted = worker(namespace="cd" * 16)
+            assert eventually(lambda: watched.workers.get(wanted.id) == wanted, within_s=3)
+            assert set(watched.starts) == {"one"}
+    finally:
+        announcer.close()
+
+
+def test_ranks_that_are_each_in_a_namespace_of_their_own_are_one_worker_without_one() -> None:
+    ranks = [Announced(worker(incarnation=f"i{rank}", dp_rank=rank), 10.0) for rank in (0, 1)]
+    alone = Announced(worker(incarnation="i1", dp_rank=1, namespace="cd" * 16), 10.0)
+    (before,), (after,) = (merge_ranks(some)[0].values() for some in (ranks, [ranks[0], alone]))
+    assert (before.namespace, after.namespace) == ("ab" * 16, "")
+    assert after.publishers == before.publishers
+    assert after.incarnation == before.incarnation
+    assert merge_ranks([ranks[0], alone])[1] == []

@@ -1,9 +1,9 @@
 """Engines whose model is a script, everything else of them real: vLLM's scheduler and its block pool, both halves of
 the connector, one worker half a rank; and a store that is slow, wrong or gone when it is told to.
 
-What the model "computes" for a token is a number that depends on every token before it, so bytes of another block,
-rank, layer or request are noticed where they are read. Time is simulated and nothing runs beside the caller: a run is
-the same each time, and minutes of a pool that is away take milliseconds.
+What the model "computes" for a token is a number that depends on its weights and on every token before it, so bytes of
+other weights, another block, rank, layer or request are noticed where they are read. Time is simulated and nothing runs
+beside the caller: a run is the same each time, and minutes of a pool that is away take milliseconds.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class Clock:
 class Text:
     """A prompt and what the model says to it; for each token the number that its KV consists of."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int], weights: int) -> None:
         self.tokens: list[int] = []
+        self.weights = weights
         self.values = np.zeros(MAX_TOKENS + MAX_DRAFTS + 1, np.int64)
         for token in prompt:
             self._append(token)
@@ -92,7 +93,7 @@ class Text:
 
     def _append(self, token: int) -> None:
         at = len(self.tokens)
-        self.values[at] = _value(int(self.values[at - 1]) if at else 1, token)
+        self.values[at] = _value(int(self.values[at - 1]) if at else 1 + self.weights, token)
         self.tokens.append(token)
 
     def grow(self, tokens: int) -> None:
@@ -114,8 +115,10 @@ class World:
         self.clock = Clock()
         self.random = random.Random(seed)
         self.records = MemoryStore(capacity_nbytes)
-        self.values: dict[bytes, np.ndarray] = {}
         self.parents: dict[bytes, bytes | None] = {}  # by a record's hash: that of the one before it
+        self.values: dict[tuple[int, bytes], np.ndarray] = {}  # by weights and hash
+        self.weights: dict[bytes, int] = {}  # of which the blocks in a namespace are, by its fingerprint
+        self.newest_weights = 0
         self.batches: list[_Batch] = []
         self.put: set[str] = set()
         self.reachable = True
@@ -131,7 +134,7 @@ class World:
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
             self._patch.setattr(f"{module}.open_store", self._open_store)
         # Nothing runs beside the caller.
-        self._patch.setattr("kvpool.vllm.worker.WorkerHalf._announce", lambda worker: None)
+        self._patch.setattr("kvpool.vllm.worker.WorkerHalf._announce", lambda worker, namespace: None)
 
     def _open_store(self, url: str, *, threads: int) -> TroubledStore:
         if not self.reachable:
@@ -148,17 +151,15 @@ class World:
             first.end()
         self.clock.now_s = until_s
 
-    def payload(self, block_hash: bytes, group: int, rank: int) -> bytes:
-        """What has to be in the record under a hash: block by block, layer by layer."""
+    def payload_of(self, key: str) -> bytes:
+        """What has to be in the record under a key: block by block, layer by layer."""
+        _, fingerprint, block_hash, group, rank = parse_key(key)
+        values = self.values[self.weights[fingerprint], block_hash]
         return b"".join(
             (block + salt(group, layer, rank)).tobytes()
-            for block in self.values[block_hash].reshape(-1, BLOCK_TOKENS)
+            for block in values.reshape(-1, BLOCK_TOKENS)
             for layer in range(LAYERS)
         )
-
-    def payload_of(self, key: str) -> bytes:
-        _, _, block_hash, group, rank = parse_key(key)
-        return self.payload(block_hash, group, rank)
 
     def lose(self, part: float) -> None:
         """Somebody empties the pool, or a part of it."""
@@ -277,6 +278,8 @@ class TroubledStore(BlockStore):
         due_s = now_s + draw.choice((0.0, 0.001, 0.02))
         if self.mood == "slow":
             due_s = min(deadline_s, now_s + draw.random() * 2 * timeout_s)
+        elif self.mood == "late":
+            due_s = now_s + timeout_s / 2
         elif self.mood == "stuck":
             due_s = deadline_s + draw.random() * 3
         batch = _Batch(self, operation, list(keys), list(views or ()), self.mood, due_s, deadline_s)
@@ -354,6 +357,7 @@ class Shape:
     drafts: int = 0  # tokens that are guessed ahead in each step, some of them wrong
     stages: int = 1  # of a pipeline, each with LAYERS layers of its own
     late: bool = False  # copies end in a later step
+    weights_never_change: bool = False  # as the setting
 
     @property
     def stage_ranks(self) -> int:
@@ -377,6 +381,8 @@ class ScriptedEngine:
         self, world: World, config: VllmConfig, shape: Shape, without_pool: int | None = None
     ) -> None:
         self.world, self.shape, self.config = world, shape, config
+        self.weights = 0
+        self.reloads = 0  # that vLLM has made itself
         self._start(without_pool)
 
     def _start(self, without_pool: int | None) -> None:
@@ -452,6 +458,7 @@ class ScriptedEngine:
                 update={"staging_nbytes": self.shape.slots * slot_nbytes}
             )
             rank = Rank(index, tensors, numbers, connector, device=device)
+            patch.setattr("kvpool.vllm.compat.weights_mark", lambda config: lambda: self.reloads)
             self.world.reachable = not without_pool
             connector.register_kv_caches(tensors)
             self.world.reachable = True
@@ -460,7 +467,7 @@ class ScriptedEngine:
     # What the engine core does.
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
-        self.texts[name] = Text(prompt)
+        self.texts[name] = Text(prompt, self.weights)
         self.scheduler.add_request(
             Request(
                 name,
@@ -573,6 +580,20 @@ class ScriptedEngine:
                 cache.fill_(-1)
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
+    def load_weights(self, *, seen: bool, reset_before: bool = False, connector: bool = True) -> None:
+        """Other weights in place of those that were there, while nothing is to be done; and a reset before or after.
+
+        ``seen``: by ``reload_weights`` of vLLM. ``connector``: the reset after them is one of the connector, too.
+        """
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.drain()
+        if reset_before:
+            assert self.scheduler.reset_prefix_cache(False, True)
+        self.world.newest_weights += 1
+        self.weights, self.reloads = self.world.newest_weights, self.reloads + seen
+        if not reset_before:
+            assert self.scheduler.reset_prefix_cache(False, connector)
+
     def pause(self, seconds: float) -> None:
         """Level 0 with the requests kept: no step for a while."""
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -642,6 +663,7 @@ class ScriptedEngine:
             connector.start_load_kv(None)  # type: ignore[arg-type]
             if self.world.random.random() < 0.1:
                 connector.start_load_kv(None)  # type: ignore[arg-type]
+            self._check_namespace(rank)
             connector.wait_for_save()
             if rank.device is not None and not rank.device.halted and self.world.random.random() < 0.5:
                 rank.device.go_on()
@@ -771,7 +793,7 @@ class ScriptedEngine:
             if end % record_tokens:
                 continue
             values = text.values[end - record_tokens : end].copy()
-            known = self.world.values.setdefault(request.block_hashes[index], values)
+            known = self.world.values.setdefault((text.weights, request.block_hashes[index]), values)
             assert (known == values).all()
             before = index - self.shape.blocks_per_record
             self.world.parents[request.block_hashes[index]] = (
@@ -827,12 +849,19 @@ class ScriptedEngine:
     def _check_event(self, event: BlockStored) -> None:
         (told,) = event.block_hashes
         assert isinstance(told, int)
-        (block_hash,) = (one for one in self.world.values if int.from_bytes(one[-8:], "big") == told)
+        (block_hash,) = {one for _, one in self.world.values if int.from_bytes(one[-8:], "big") == told}
         assert self.planner._namespace is not None
         group = event.group_idx or 0
         for part in range(self.shape.parts(group)):
             (key,) = self.planner._namespace.keys([block_hash], group, part)
             assert key in self.world.put, "a block is announced that is not on every rank"
+
+    def _check_namespace(self, rank: Rank) -> None:
+        """What a rank moves in this step is of one kind of weights, as is all else in its namespace."""
+        assert rank.connector._worker is not None
+        if (namespace := rank.connector._worker._namespace) is not None:
+            weights = self.world.weights.setdefault(namespace.fingerprint, self.weights)
+            assert weights == self.weights, "blocks of other weights are in this namespace"
 
     def _check_loaded(self, rank: Rank, name: str, *, ok: bool) -> None:
         """A load is reported when it is over: nothing writes any more, and its bytes are those of its hashes."""
@@ -940,4 +969,5 @@ def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
     assert config.kv_transfer_config is not None
     settings = config.kv_transfer_config.kv_connector_extra_config
     settings["blocks_per_record"] = shape.blocks_per_record
+    settings["weights_never_change"] = shape.weights_never_change
     return config

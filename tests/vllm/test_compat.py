@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.config import MultiModalConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -404,3 +405,27 @@ def test_groups_of_other_layers_have_another_namespace(engine_config: Any) -> No
 
     assert named("a", "b").hex == named("a", "b").hex
     assert named("a", "b").hex != named("b", "a").hex
+
+
+def test_weights_that_a_trainer_sends_are_refused_by_name(engine_config: Any) -> None:
+    config = engine_config(weight_transfer_config={"backend": "ipc"})
+    with pytest.raises(EngineRefused, match=r"--weight-transfer-config lets a trainer change the weights"):
+        compat.refuse_unsupported(config)
+
+
+def test_the_mark_of_the_weights_changes_when_vllm_loads_them_anew_and_not_else(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Attention.__new__(Attention)
+    torch.nn.Module.__init__(layer)
+    set_default_quant_scales(layer, register_buffer=True)
+    monkeypatch.setattr(
+        compat, "get_layers_from_vllm_config", lambda config, kind: {"no scale": None, "a": layer}
+    )
+    mark = compat.weights_mark(engine_config())
+    first = mark()
+    assert mark() == first
+    set_default_quant_scales(layer)  # as process_weights_after_loading does it
+    assert mark() != first
+    monkeypatch.setattr(compat, "get_layers_from_vllm_config", lambda config, kind: {})
+    assert compat.weights_mark(engine_config())() is None

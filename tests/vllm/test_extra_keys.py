@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from kvpool import BlockHasher
 from kvpool.stores import Store, open_store
 from kvpool.vllm.plan import PoolWorkerMetadata
+from tests.conftest import eventually
 from tests.vllm.test_scheduler import BLOCK_TOKENS, NAMESPACE, TABLE, answer, half, output
 
 pytestmark = [pytest.mark.vllm]
@@ -27,21 +28,26 @@ TOKENS = list(range(100))
 BLOCKS = len(TOKENS) // BLOCK_TOKENS
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "adapter": {"lora": ("adapter", "/one")},
-    "adapter at another path": {"lora": ("adapter", "/other")},
-    "other adapter": {"lora": ("other", "/one")},
+    "adapter": {"lora": ("adapter", "one")},
+    "adapter at another path": {"lora": ("adapter", "other")},
+    "other adapter": {"lora": ("other", "one")},
     "salt": {"cache_salt": "tenant"},
     "other salt": {"cache_salt": "tenant 2"},
     "image": {"multimodal": [("one", 40, 30)]},
     "other image": {"multimodal": [("other", 40, 30)]},
     "image elsewhere": {"multimodal": [("one", 41, 30)]},
     "two images": {"multimodal": [("one", 40, 30), ("other", 75, 10)]},
-    "everything": {"lora": ("adapter", "/one"), "cache_salt": "tenant", "multimodal": [("one", 40, 30)]},
+    "everything": {"lora": ("adapter", "one"), "cache_salt": "tenant", "multimodal": [("one", 40, 30)]},
 }
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.chdir(tmp_path)
+    for adapter in ("one", "other"):
+        (tmp_path / adapter).mkdir()
+        (tmp_path / adapter / "adapter_config.json").write_text("{}")
+        (tmp_path / adapter / "adapter_model.bin").write_bytes(adapter.encode())
     with open_store(f"file://{tmp_path}/pool") as store:
         yield store
 
@@ -73,6 +79,7 @@ def computed(asked: Request, store: Store) -> list[BlockStored]:
     """Let a request be computed and stored; what is announced of it."""
     scheduler = half(store)
     scheduler.seen(asked)
+    assert eventually(lambda: scheduler._requests[asked.request_id].checked)
     scheduler.allocated(asked, TABLE, 0)
     step = scheduler.plan(output(asked, len(TOKENS), TABLE))
     keys = NAMESPACE.keys([block.block_hash for block in step.stores], 0, 0)
@@ -117,7 +124,7 @@ def test_events_of_the_pool_say_what_the_engines_own_say(store: Store, name: str
 
 def test_an_adapter_that_was_changed_in_place_goes_without_the_pool(store: Store) -> None:
     """Its hashes are those of the one before."""
-    adapter = {"lora": ("adapter", "/one")}
+    adapter = {"lora": ("adapter", "one")}
     computed(request("before", **adapter), store)
     assert answer(half(store), request("same", **adapter)) == BLOCK_TOKENS * BLOCKS
     scheduler, changed = half(store), request("changed", load_inplace=True, **adapter)

@@ -16,7 +16,7 @@ from kvpool.config import PoolConfig
 from kvpool.index import registry
 from kvpool.index.worker import Publisher, Worker
 from kvpool.index.worker_record import unpack_worker
-from kvpool.keys import Namespace, request_key
+from kvpool.keys import EPOCH_FACT, Fact, Namespace, request_key
 from kvpool.stores import open_store, server_announcements
 from kvpool.transfer.engine import Finished
 from kvpool.vllm.announcement import Announcement
@@ -471,3 +471,75 @@ def test_a_pool_that_says_nothing_of_announcements_does_not_hold_up_the_start(
         worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
         stored(worker, 10)
         worker.close()
+def test_in_another_epoch_a_worker_moves_what_is_of_it_alone_and_says_so(
+    tmp_path: Path, cache: torch.Tensor
+) -> None:
+    url = f"file://{tmp_path}/pool"
+    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0)
+    worker.register([[cache]], FACTS, described)
+    before = Namespace("default", FACTS)
+
+    def announced_namespace() -> str:
+        key = "kvpool:default:worker:0:w"
+        found = unpack_worker(key, store.announcements(key).get(key, b""))
+        return found.worker.namespace if found is not None else ""
+
+    with open_store(url) as store:
+        assert eventually(lambda: announced_namespace() == before.hex)
+        step = PoolMetadata(stores=refs((1, 3)), tags=[1])
+        worker.start_loads(step)
+        worker.start_stores(step)
+        stored(worker, 1)
+        after: list[Namespace] = []
+        for epoch in ("one", "two"):
+            after.append(Namespace("default", {**FACTS, EPOCH_FACT: epoch}))
+            step = PoolMetadata(
+                epoch=epoch, loads=[LoadPlan(epoch, refs((1, 5)), 1.0)], stores=refs((2, 3)), tags=[2]
+            )
+            worker.start_loads(step)
+            worker.start_stores(step)
+            assert finish(worker, 1) == ({epoch}, {epoch}), "what was stored before is not there"
+            stored(worker, 2)
+            assert eventually(lambda: announced_namespace() == after[-1].hex)
+        of_first = [before.key(hashed(number), 0, 0) for number in (1, 2)]
+        assert store.contains_many(of_first) == [True, False]
+        assert store.contains_many([one.key(hashed(2), 0, 0) for one in after]) == [True, True]
+        assert before.facts_key in store.announcements("kvpool:default:")
+        assert eventually(lambda: after[0].facts_key not in store.announcements("kvpool:default:"))
+        assert after[1].facts_key in store.announcements("kvpool:default:")
+        worker.close()
+        assert set(store.announcements("kvpool:default:")) == {before.facts_key}
+
+
+def test_a_worker_that_finds_other_weights_moves_nothing_until_an_epoch_begins(
+    tmp_path: Path, cache: torch.Tensor
+) -> None:
+    weights = ["first"]
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=0)
+    worker.register([[cache]], FACTS, None, lambda: weights[0])
+    worker.take_report()
+
+    def step(number: int, epoch: str = "", facts: dict[str, Fact] | None = None) -> PoolWorkerMetadata:
+        one = PoolMetadata(
+            number=number, epoch=epoch, facts=facts or {}, stores=refs((number, 3)), tags=[number]
+        )
+        worker.start_loads(one)
+        worker.start_stores(one)
+        while worker._storing:
+            worker.poll(idle=True)
+        report = worker.take_report()
+        assert report is not None
+        return report
+
+    assert (step(1).stored, step(2).reloaded) == ({1: 1}, 0)
+    weights[0] = "second"
+    report = step(3)
+    assert (report.reloaded, report.landed, report.stored, report.dropped) == (3, {3: 1}, {}, {3: 1})
+    # Also not when it hears of other stages meanwhile.
+    report = step(4, facts=FACTS)
+    assert (report.reloaded, report.stored, report.dropped) == (0, {}, {4: 1})
+    assert step(5, epoch="one").stored == {5: 1}
+    weights[0] = "third"
+    report = step(6, epoch="two")
+    assert (report.reloaded, report.stored) == (0, {6: 1}), "the scheduler knows it already"
+    worker.close()

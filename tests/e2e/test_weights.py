@@ -1,0 +1,137 @@
+"""Weights that change in a living engine, and adapters that change between two: outputs are those without a pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvpool.cli.engine_process import EngineProcess
+from tests.e2e.harness import (
+    ask,
+    call,
+    engine_options,
+    namespaces,
+    passing,
+    prompt,
+    started,
+    write_adapter,
+    write_model,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+PROMPT = prompt(1, 700)
+OTHER_PROMPT = prompt(2, 700)
+BLOCKS = 5  # of 128 tokens
+ADAPTED = {"enable_lora": True, "max_lora_rank": 8}
+
+
+def reset(engine: EngineProcess, *, connector: bool) -> None:
+    """``reset_prefix_cache``, again while stores under way hold blocks."""
+    for _ in range(20):
+        if call(engine, "reset_prefix_cache", reset_connector=connector):
+            return
+        engine.generate(prompt(9, 20), 2)
+    raise AssertionError("the caches are not reset")
+
+
+def load_weights(engine: EngineProcess, model: Path) -> None:
+    call(engine, "collective_rpc", "reload_weights", kwargs={"weights_path": str(model)})
+
+
+def test_weights_that_were_loaded_into_a_living_engine_meet_no_blocks_of_others(tmp_path: Path) -> None:
+    """Engine ``b`` gets other weights in place, in several ways, while ``a`` keeps its own."""
+    old, new = (
+        write_model(tmp_path / name, kind="llama", width=256, layers=2, seed=seed)
+        for name, seed in (("old", 1), ("new", 2))
+    )
+    pool = f"file://{tmp_path}/pool"
+    without = {"kv_transfer_config": None}
+    with passing("plain", tmp_path, engine_options(old, pool, **without)) as plain:
+        of_old = ask(plain, PROMPT)["tokens"], ask(plain, OTHER_PROMPT)["tokens"]
+        load_weights(plain, new)
+        reset(plain, connector=False)
+        of_new = ask(plain, PROMPT)["tokens"], ask(plain, OTHER_PROMPT)["tokens"]
+    assert of_old[0] != of_new[0]
+    assert of_old[1] != of_new[1]
+    with (
+        passing("a", tmp_path, engine_options(old, pool)) as a,
+        passing("b", tmp_path, engine_options(old, pool)) as b,
+    ):
+        ask(a, PROMPT)
+        loaded = ask(b, PROMPT)
+        assert (loaded["pool_tokens"], loaded["tokens"]) == (BLOCKS * 128, of_old[0])
+        shared = namespaces(tmp_path / "pool")
+        assert len(shared) == 1
+        load_weights(b, new)
+        # Nobody has reset its caches: nothing of either weights goes to the pool, or comes from it.
+        in_between = ask(b, prompt(3, 700))
+        assert in_between["pool_tokens"] == 0
+        reset(b, connector=True)
+        computed = ask(b, PROMPT)
+        assert (computed["pool_tokens"], computed["tokens"]) == (0, of_new[0])
+        ask(b, OTHER_PROMPT)
+        engines = ask(a, OTHER_PROMPT)
+        assert (engines["pool_tokens"], engines["tokens"]) == (0, of_old[1])
+        reset(b, connector=False)
+        again = ask(b, PROMPT)
+        assert (again["pool_tokens"], again["tokens"]) == (BLOCKS * 128, of_new[0]), "it has them for itself"
+        assert len(namespaces(tmp_path / "pool") - shared) == 1
+        # A pause before, and no reset behind: what a level-2 sleep and RL loops do.
+        call(b, "sleep", 2)
+        load_weights(b, old)
+        call(b, "wake_up")
+        back = ask(b, PROMPT)
+        assert (back["pool_tokens"], back["tokens"]) == (0, of_old[0])
+        metrics = b.ask({"do": "metrics"})
+        assert metrics["kvpool_epochs_total/reset"] >= 2
+        assert metrics["kvpool_epochs_total/reload"] >= 2
+
+
+def test_weights_that_never_change_are_shared_through_resets_and_sleeps(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", kind="llama", width=256, layers=2)
+    options = engine_options(model, f"file://{tmp_path}/pool", settings={"weights_never_change": True})
+    with passing("a", tmp_path, options) as a:
+        first = ask(a, PROMPT)
+        for _ in range(2):
+            reset(a, connector=True)
+            call(a, "sleep", 1)
+            call(a, "wake_up")
+            again = ask(a, PROMPT)
+            assert (again["pool_tokens"], again["tokens"]) == (BLOCKS * 128, first["tokens"])
+        assert len(namespaces(tmp_path / "pool")) == 1
+
+
+def test_an_adapter_that_was_rewritten_under_its_path_is_another_one(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", kind="llama", width=256, layers=2)
+    path, pool = tmp_path / "adapter", f"file://{tmp_path}/pool"
+    adapter = ("adapter", 1, str(path))
+    options = engine_options(model, pool, **ADAPTED)
+    write_adapter(path, model, 1)
+    with started("a", tmp_path, options) as a:
+        plain, first = ask(a, PROMPT), ask(a, PROMPT, adapter=adapter)
+        assert first["tokens"] != plain["tokens"]
+        reset(a, connector=True)  # the engine is alone with what follows
+        write_adapter(path, model, 2)
+        changed = ask(a, OTHER_PROMPT, adapter=adapter)
+        assert changed["pool_tokens"] == 0
+        reset(a, connector=False)
+        assert ask(a, OTHER_PROMPT, adapter=adapter)["pool_tokens"] == 0, (
+            "its files are not those that it has loaded"
+        )
+    write_adapter(path, model, 1)
+    with passing("b", tmp_path, options) as b:
+        same = ask(b, PROMPT, adapter=adapter)
+        assert (same["pool_tokens"], same["tokens"]) == (BLOCKS * 128, first["tokens"])
+    write_adapter(path, model, 2)
+    with passing("c", tmp_path, options) as c:
+        other = ask(c, PROMPT, adapter=adapter)
+        assert other["pool_tokens"] == 0
+        reset(c, connector=False)
+        its_own = ask(c, PROMPT, adapter=adapter)
+        assert (its_own["pool_tokens"], its_own["tokens"]) == (BLOCKS * 128, other["tokens"])
+    with passing(
+        "plain", tmp_path, engine_options(model, pool, kv_transfer_config=None, **ADAPTED)
+    ) as engine:
+        assert ask(engine, PROMPT, adapter=adapter)["tokens"] == other["tokens"] != first["tokens"]

@@ -1,0 +1,224 @@
+"""LoRA adapters are told apart by their files, whatever they are called and wherever they lie."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kvpool.checkpoint import CheckpointDigest
+from kvpool.stores import Store, open_store
+from kvpool.vllm import adapters
+from kvpool.vllm.adapters import AdapterCheck, Adapters, pool_hash
+from tests.conftest import eventually
+from tests.vllm.test_extra_keys import BLOCKS, computed, request
+from tests.vllm.test_scheduler import BLOCK_TOKENS, NAMESPACE, TABLE, answer, half, output
+
+pytestmark = [pytest.mark.vllm]
+
+HASHES = [bytes([number]) * 32 for number in range(4)]
+
+
+def write(folder: Path, weights: float) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    save_file({"lora_A": np.full((8, 64), weights, np.float32)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+class Lora:
+    """What is looked at of vLLM's ``LoRARequest``."""
+
+    def __init__(self, path: Path | str, name: str = "adapter", form: bool = False) -> None:
+        self.lora_name, self.lora_path, self.is_3d_lora_weight = name, str(path), form
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Adapters]]:
+    started: list[Adapters] = []
+
+    def start(*arguments: object) -> Adapters:
+        started.append(Adapters(*arguments))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def checked(engine: Adapters, lora: Lora) -> AdapterCheck:
+    check = engine.check(lora)
+    assert eventually(lambda: check.done)
+    return check
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"file://{tmp_path}/pool") as store:
+        yield store
+
+
+def test_equal_files_are_one_adapter_and_others_are_not(
+    engine: Callable[..., Adapters], tmp_path: Path
+) -> None:
+    here, there, other = (write(tmp_path / name, weights) for name, weights in (("a", 1), ("b", 1), ("c", 2)))
+    tag = checked(engine(), Lora(here)).tag
+    assert tag is not None
+    assert len(tag) == 16
+    assert checked(engine(), Lora(there)).tag == tag
+    assert checked(engine(), Lora(other)).tag not in (tag, None)
+    assert checked(engine(), Lora(here, form=True)).tag not in (tag, None), (
+        "its tensors are read in another way"
+    )
+    assert checked(engine("other target_modules"), Lora(here)).tag not in (tag, None)
+
+
+def test_an_adapter_that_changes_under_an_engine_has_no_tag_again_in_its_life(
+    engine: Callable[..., Adapters], tmp_path: Path
+) -> None:
+    """The engine may hold blocks of both under one hash."""
+    path, one = write(tmp_path / "a", 1), engine()
+    tag = checked(one, Lora(path)).tag
+    write(path, 2)
+    check = one.check(Lora(path))
+    assert eventually(lambda: check.done)
+    assert (check.tag, check.cause) == (None, "changed")
+    assert checked(one, Lora(path)).tag is None
+    write(path, 1)
+    assert checked(one, Lora(path)).tag is None
+    assert checked(engine(), Lora(path)).tag == tag
+
+
+def test_files_that_were_written_again_with_the_same_bytes_are_the_same_adapter(
+    engine: Callable[..., Adapters], tmp_path: Path
+) -> None:
+    path, one = write(tmp_path / "a", 1), engine()
+    tag = checked(one, Lora(path)).tag
+    shutil.rmtree(path)
+    write(path, 1)
+    (path / "README.md").write_text("new")
+    assert checked(one, Lora(path)).tag == tag
+
+
+def test_files_are_read_once(
+    engine: Callable[..., Adapters], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    digest = adapters.checkpoint_digest
+
+    def reads(path: Path, **more: float) -> CheckpointDigest:
+        read.append(path)
+        return digest(path, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(adapters, "checkpoint_digest", reads)
+    one, path = engine(), write(tmp_path / "a", 1)
+    tags = {checked(one, Lora(path)).tag for _ in range(5)}
+    assert len(tags) == len(read) == 1
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "secret", "a name on a hub"])
+def test_files_that_cannot_be_read_keep_requests_from_the_pool_and_are_tried_again(
+    engine: Callable[..., Adapters], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = [0.0]
+    path: Path = tmp_path / "a"
+    if damage == "empty":
+        path.mkdir()
+    elif damage == "secret":
+        if os.geteuid() == 0:
+            pytest.skip("root reads everything")
+        write(path, 1)
+        (path / "adapter_model.safetensors").chmod(0)
+    one = engine("", lambda: now_s[0])
+    lora = Lora("organisation/adapter" if damage == "a name on a hub" else path)
+    check = checked(one, lora)
+    assert (check.tag, check.cause) == (None, "unreadable")
+    shutil.rmtree(path, ignore_errors=True)
+    write(path, 1)
+    assert checked(one, lora).tag is None
+    now_s[0] += adapters.RETRY_S
+    assert (checked(one, lora).tag is not None) == (damage != "a name on a hub")
+
+
+def test_a_disk_that_hangs_costs_its_requests_the_pool_and_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(adapters, "_seen", lambda path: hangs.wait(60))
+    monkeypatch.setattr(adapters, "MAX_WAITING", 4)
+    one = Adapters()
+    try:
+        checks = [one.check(Lora(write(tmp_path / "a", 1))) for _ in range(8)]
+        refused = [check for check in checks if check.done]
+        assert len(refused) >= 3, "what waits has a limit"
+        assert {(check.tag, check.cause) for check in checks} == {(None, "late")}
+        one.close()
+    finally:
+        hangs.set()
+    assert eventually(lambda: not one._reading)
+
+
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_hashes_of_different_adapters_meet_in_their_last_eight_bytes_alone(width: int) -> None:
+    plain = [block_hash[:16] * (width // 16) for block_hash in HASHES]
+    of_one, of_other = ([pool_hash(one, tag * 16) for one in plain] for tag in (b"a", b"b"))
+    assert len({*plain, *of_one, *of_other}) == 3 * len(plain)
+    for one, other, block_hash in zip(of_one, of_other, plain, strict=True):
+        assert len(one) == len(other) == width
+        assert one[-8:] == other[-8:] == block_hash[-8:]
+        assert one[:-8] != other[:-8]
+
+
+def test_an_adapter_that_was_rewritten_between_two_engines_is_another_one(
+    store: Store, tmp_path: Path
+) -> None:
+    lora = {"lora": ("adapter", str(write(tmp_path / "a", 1)))}
+    told = computed(request("stored", **lora), store)  # type: ignore[arg-type]
+    assert answer(half(store), request("same", **lora)) == BLOCK_TOKENS * BLOCKS  # type: ignore[arg-type]
+    write(tmp_path / "a", 2)
+    assert answer(half(store), request("rewritten", **lora)) == 0  # type: ignore[arg-type]
+    assert len(told) == BLOCKS
+
+
+def test_a_request_of_an_adapter_that_is_not_known_is_computed_and_counted(
+    store: Store, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a", 1)
+    lora = {"lora": ("adapter", str(path))}
+    computed(request("stored", **lora), store)  # type: ignore[arg-type]
+    scheduler = half(store)
+    shutil.rmtree(path)
+    asked = request("asked", **lora)  # type: ignore[arg-type]
+    scheduler.seen(asked)
+    assert answer(scheduler, asked) == 0
+    assert scheduler.plan(output(asked, 96, TABLE)).stores == []
+    scheduler.finished(asked)
+    assert scheduler.stats()["kvpool_adapter_requests_without_pool_total/unreadable"] == 1
+    scheduler.close()
+
+
+def test_blocks_that_are_computed_before_the_adapter_is_known_are_stored_when_it_is(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = threading.Event()
+    seen = adapters._seen
+    monkeypatch.setattr(adapters, "_seen", lambda path: (known.wait(30), seen(path))[1])
+    scheduler = half(store)
+    asked = request("asked", lora=("adapter", str(write(tmp_path / "a", 1))))
+    scheduler.seen(asked)
+    scheduler.allocated(asked, TABLE, 0)
+    assert scheduler.plan(output(asked, 48, TABLE)).stores == []
+    known.set()
+    assert eventually(lambda: scheduler._requests["asked"].checked)
+    asked.num_computed_tokens = 48
+    stored = scheduler.plan(output(asked, 48, TABLE)).stores
+    assert [block.block_ids for block in stored] == [(block,) for block in TABLE[0][:6]]
+    assert not {block.block_hash for block in stored} & set(asked.block_hashes)
+    assert NAMESPACE.keys([block.block_hash for block in stored], 0, 0)
+    scheduler.close()
