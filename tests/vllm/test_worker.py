@@ -464,7 +464,7 @@ def test_a_pool_that_says_nothing_of_announcements_does_not_hold_up_the_start(
                 peer.drip(b"$60000\r\n" + b"x" * 60000, 0.3)
 
         server.misbehave(trickles)
-        worker = WorkerHalf(PoolConfig(pool=server.url), GROUPS, rank=0)
+        worker = WorkerHalf(PoolConfig(pool=server.url), GROUPS, rank=0, step_tokens=2048)
         started = time.monotonic()
         worker.register([[cache]], FACTS, described)
         assert time.monotonic() - started < 1.5
@@ -475,7 +475,7 @@ def test_in_another_epoch_a_worker_moves_what_is_of_it_alone_and_says_so(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0)
+    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048)
     worker.register([[cache]], FACTS, described)
     before = Namespace("default", FACTS)
 
@@ -515,7 +515,7 @@ def test_a_worker_that_finds_other_weights_moves_nothing_until_an_epoch_begins(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
     weights = ["first"]
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=0)
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=0, step_tokens=2048)
     worker.register([[cache]], FACTS, None, lambda: weights[0])
     worker.take_report()
 
