@@ -154,9 +154,10 @@ class PoolConfig(_Settings):
         max_length=1024,
         description="names the model where nodes mount it under different paths",
     )
-    staging_nbytes: Nbytes = Field(
-        256 << 20, ge=1 << 20, le=1 << 40, description="memory between device and store; accepts 256MiB"
-    )
+    staging_nbytes: Nbytes | None = Field(
+        None, ge=1 << 20, le=1 << 40,
+        description="memory between device and store, such as 512MiB; unset: two steps and a third more, up to 2 GiB",
+    )  # fmt: skip
     max_store_nbytes_per_s: Nbytes = Field(
         0, ge=0, le=1 << 50, description="cap on what this worker writes to the pool; 0: none; accepts 500MB"
     )
@@ -277,7 +278,7 @@ def _from_text(text: str, annotation: Any) -> str | int | float:
     """The number or truth that a variable spells, where its field is one; the field judges any other text."""
     if annotation is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
-    if annotation in (int, int | None) and _WHOLE_NUMBER.fullmatch(text):
+    if annotation in (int, int | None, Nbytes | None) and _WHOLE_NUMBER.fullmatch(text):
         return int(text)
     if annotation is float:
         try:

@@ -26,6 +26,9 @@ LOOKUP_FAILURES = Metric(
 )
 LOOKUP_BLOCKS = Metric("kvpool_lookup_blocks_total", "Keys whose existence was asked.")
 OFFERED_TOKENS = Metric("kvpool_offered_tokens_total", "Prompt tokens offered to the engine from the pool.")
+OFFER_MISMATCHES = Metric(
+    "kvpool_offer_mismatches_total", "Times that the engine took another number of tokens than was offered."
+)
 LOADED_BLOCKS = Metric(
     "kvpool_loaded_blocks_total", "Blocks loaded from the pool into the engine's KV cache."
 )
@@ -62,6 +65,7 @@ ALL: tuple[Metric, ...] = (
     LOOKUP_FAILURES,
     LOOKUP_BLOCKS,
     OFFERED_TOKENS,
+    OFFER_MISMATCHES,
     LOADED_BLOCKS,
     LOADED_BYTES,
     LOAD_SECONDS,

@@ -24,7 +24,7 @@ def test_defaults() -> None:
         "model_id": None,
         "budget_s": 0.5,
         "max_load_s": 10.0,
-        "staging_nbytes": 256 << 20,
+        "staging_nbytes": None,
         "max_store_nbytes_per_s": 0,
         "threads": None,
         "advertise_host": None,

@@ -29,11 +29,10 @@ from kvpool.metrics import Counters
 from kvpool.stores import Store, Transfer
 from kvpool.transfer.device import BlockCopier
 from kvpool.transfer.lane import Device, Event, Lane, device_of
-from kvpool.transfer.staging import Staging
+from kvpool.transfer.staging import LOAD_RESERVE, Staging
 
 PART_NBYTES = 4 << 20  # a part is at least one block; more would delay its scatter, fewer cost more calls
 STORE_TIMEOUT_S = 5.0  # nothing waits for a store, so its deadline only bounds how long slots are held
-LOAD_RESERVE = 0.25  # the share of slots that stores leave to loads
 ABANDON_AFTER_S = 0.25  # how long after its own deadline a batch may still be stopping
 COPY_PAUSE_S = 5e-5  # between two looks at a copy that is waited for: one of a part takes 0.1 ms at 40 GB/s
 
@@ -177,6 +176,11 @@ class TransferEngine:
         return bool(self._jobs or self._parts)
 
     @property
+    def store_slots(self) -> int:
+        """How many records stores have in staging at most."""
+        return self.staging.slots - self._reserve
+
+    @property
     def slots_in_use(self) -> int:
         """Staging slots that are not free, those of abandoned transfers included."""
         return self.staging.slots - self.staging.free
@@ -231,11 +235,13 @@ class TransferEngine:
         self._go_before_engine(self._gathers)
 
     def poll(self, wait_s: float = 0.0) -> Finished:
-        """Advance everything; waits up to ``wait_s`` only if a load is in flight and nothing has ended."""
+        """Advance everything; waits up to ``wait_s`` only for a load or a copy in flight, and if nothing has ended."""
         self._advance()
-        if wait_s > 0 and not self._finished.loads and self._jobs and self._parts:
-            self._parts[0].settle(wait_s)
-            self._advance()
+        if wait_s > 0 and not self._finished.loads and not self._finished.landed:
+            awaited = [part for part in self._parts if part.stage.copies or part.job is not None]
+            if awaited:
+                awaited[0].settle(wait_s)
+                self._advance()
         finished, self._finished = self._finished, Finished([], [], [])
         return finished
 
@@ -380,7 +386,8 @@ class TransferEngine:
 
     def _ask(self, part: _Part) -> None:
         self._finished.landed.extend(part.tags)
-        part.transfer = self._store.submit_contains(
+        # What is there is in use: the store keeps it the longer for it.
+        part.transfer = self._store.submit_touch(
             [block.key for block in part.blocks], timeout_s=STORE_TIMEOUT_S
         )
         part.stage, part.deadline, part.copy = _Stage.ASK, time.monotonic() + STORE_TIMEOUT_S, None

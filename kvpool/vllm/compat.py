@@ -449,6 +449,16 @@ def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Seq
     return hashes if step == 1 else hashes[step - 1 :: step]
 
 
+def block_keys(
+    request: Request, hash_block_tokens: int, group_index: int, group: Group, record: int
+) -> list[bytes]:
+    """The keys of ``cached_blocks`` for the blocks of a record, in order."""
+    step = group.block_tokens // hash_block_tokens
+    first = record * group.blocks_per_record
+    ends = [(block + 1) * step - 1 for block in range(first, first + group.blocks_per_record)]
+    return [cache_key(request.block_hashes[end], group_index) for end in ends]
+
+
 def adapter_changed_in_place(request: Request) -> bool:
     """Whether the request's adapter was loaded over an earlier one of the same name and path, so of the same hashes."""
     return bool(getattr(request.lora_request, "load_inplace", False))

@@ -66,6 +66,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._config: PoolConfig | None = None
         parallel = vllm_config.parallel_config
         stages, stage_ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
             compat.refuse_unsupported(vllm_config)
@@ -87,20 +88,22 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     stages=stages,
                     align_tokens=align_tokens,
                     hash_block_tokens=hash_block_tokens,
-                    step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                    step_tokens=step_tokens,
                     loads=self._kv_transfer_config.is_kv_consumer,
                     stores=self._kv_transfer_config.is_kv_producer,
                     events=bool(events and events.enable_kv_cache_events),
                 )
             else:
                 self._config = config
-                self._worker = WorkerHalf(config, groups, rank=_rank(stage_ranks), stages=stages)
+                self._worker = WorkerHalf(
+                    config, groups, rank=_rank(stage_ranks), step_tokens=step_tokens, stages=stages
+                )
         except (ConfigError, StoreUnavailable) as error:
             if role is KVConnectorRole.SCHEDULER:
                 refuse(error)
             # The workers are made first and cannot end an engine in one line: the scheduler says it for both. Where
             # only this rank's host is at fault, the engine goes on without the pool.
-            self._worker = WorkerHalf(_NEVER_OPENED, (), rank=_rank(stage_ranks))
+            self._worker = WorkerHalf(_NEVER_OPENED, (), rank=_rank(stage_ranks), step_tokens=step_tokens)
             self._worker.refuse(str(error))
 
     @property
@@ -146,6 +149,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return KVConnectorTransferResults()
         idle = self.has_connector_metadata() and self._step().idle
+        if idle:
+            self._worker.start_stores(
+                self._step()
+            )  # some versions of vLLM save nothing where nothing is computed
         ended, failed = self._worker.poll(idle)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
@@ -205,6 +212,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._planner().take_events()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._planner().frees_blocks()
 
     def has_pending_push_work(self) -> bool:
         return self._planner().wants_steps()

@@ -73,7 +73,7 @@ class LoadPlan(NamedTuple):
 class PoolMetadata(KVConnectorMetadata):
     """Scheduler to workers, once a step. ``tags`` name the records of ``stores``, one to one.
 
-    Where not all can be stored, the last are lost.
+    Where a rank cannot store all, it drops the last.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
@@ -92,6 +92,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by rank, once, in its first step
     broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
     landed: dict[int, int] = field(default_factory=dict)  # tag: ranks that do not read its blocks any more
+    store_slots: int = 0  # records that the staging of each rank takes at a time, once, in its first step
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that have stored what is theirs
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
@@ -105,6 +106,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             self.facts | other.facts,
             self.broken | other.broken,
             _summed(self.landed, other.landed),
+            min(self.store_slots or other.store_slots, other.store_slots or self.store_slots),
             _summed(self.stored, other.stored),
             _summed(self.dropped, other.dropped),
             self.missing | other.missing,
@@ -153,6 +155,14 @@ def blocks_held(group: Group, table: Sequence[int], record: int) -> tuple[int, .
     start = record * group.blocks_per_record
     ids = tuple(table[start : start + group.blocks_per_record])
     return ids if len(ids) == group.blocks_per_record and all(ids) else None
+
+
+def first_missing(present: Sequence[bool], count: int) -> int:
+    """The first of ``count`` leading records that is not there; ``count`` if all are of which something is said."""
+    try:
+        return present.index(False, 0, count)
+    except ValueError:
+        return count
 
 
 def longest_hit(

@@ -4,10 +4,7 @@ A request's way: its existence batch starts when it is first seen; once answered
 offered, unless the cost gate expects that computing it is faster; when the engine has allocated blocks, the load goes
 to the workers; a load that fails is remembered, so that it is not offered to this request again.
 
-A record's way to the pool: when a step fills the last of its blocks, it is wanted if the request allows it and the
-settings do (prompts only, the number of requests that have had it). What is wanted goes to the workers at once, or with
-``write_back`` when it is among the blocks that the engine will use next; it is copied in that step, before a later one
-can write over it.
+What is stored, and when, is ``store_planner``'s.
 
 Threads: the engine's scheduler thread only.
 """
@@ -15,13 +12,14 @@ Threads: the engine's scheduler thread only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,15 +40,13 @@ from kvpool.vllm.plan import (
     LoadPlan,
     PoolMetadata,
     PoolWorkerMetadata,
-    blocks_held,
     blocks_lacking,
     longest_hit,
     records_to_load,
-    records_to_store,
 )
 from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader, RequestParams
-from kvpool.vllm.sightings import Sightings
 from kvpool.vllm.stages import facts_of_engine
+from kvpool.vllm.store_planner import StorePlanner
 from kvpool.vllm.whole_state import WholeState
 
 logger = init_logger("vllm.kvpool")
@@ -58,12 +54,9 @@ logger = init_logger("vllm.kvpool")
 FRESH_S = 10.0  # an answer of the existence check that is older is asked again before it is offered
 MIN_LOAD_S = 0.05  # what a load is given even when the existence check has used up the budget
 LOOKUP_GRACE_S = 0.25  # how long after its own deadline an existence batch may still be stopping
-MAX_PENDING_STORES = 1 << 16  # blocks; more are not sent to the workers
 NO_OFFER: tuple[int | None, bool] = (0, False)
-STEPS_AHEAD = 2  # write-back looks at the blocks that so many full steps could use
 WARN_EVERY_S = 60.0  # a pool that comes and goes is not told more often
 STEPS_IN_FLIGHT = 4  # whose time is taken; of more, the oldest will not be reported any more
-KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that stores end and are announced
 
 
 @dataclass
@@ -89,27 +82,6 @@ class _RequestState:
     load_tokens: int = 0  # of the load under way
     load_s: float = 0.0
     refused: bool = False  # a load failed, its existence check did, or it does not pay: not offered again
-    handed: list[int] | None = None  # by group: leading records that need not be stored
-    held: list[int] = field(default_factory=list)  # by group: leading records that it did not compute
-    sighted: list[int] = field(default_factory=list)  # by group: leading records in which it was counted
-
-
-@dataclass
-class _WriteBack:
-    """A block that is stored when the engine is about to evict it, if it still holds what ``block`` says."""
-
-    block: BlockRef
-    priority: int
-    event: BlockStored | None
-
-
-@dataclass
-class _PendingStore:
-    ranks: int  # that have not said yet whether it is in the pool
-    landing: int  # ranks for which the blocks are held, as they may still read them
-    block_ids: tuple[int, ...]
-    ok: bool
-    event: BlockStored | None
 
 
 class SchedulerHalf:
@@ -147,19 +119,19 @@ class SchedulerHalf:
         self._requests: dict[str, _RequestState] = {}
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
-        self._pending: dict[int, _PendingStore] = {}
-        self._next_tag = 0
-        self._last_store = 0.0
         self._events: list[KVCacheEvent] = []
         self._whole_state = WholeState(self._groups)
         self._asked = False  # for the whole state, in the step that is ending
         self.counters = Counters()
         self._params = ParamsReader()
-        self._sightings = Sightings() if config.store_after_requests > 1 else None
-        self._block_pool: BlockPool | None = None
-        self._write_back: dict[int, _WriteBack] = {}  # by block id, of which the engine has so many
-        self._blocks_ahead = sum(
-            -(-STEPS_AHEAD * step_tokens // group.block_tokens) for group in self._groups
+        self._store_planner = StorePlanner(
+            config,
+            self._groups,
+            ranks=ranks,
+            step_tokens=step_tokens,
+            hash_block_tokens=hash_block_tokens,
+            events=events,
+            counters=self.counters,
         )
         self._gate = CostGate(self.counters) if config.cost_gate and loads else None
         self._steps: deque[tuple[int, float, int]] = deque(
@@ -204,7 +176,7 @@ class SchedulerHalf:
         if self._gate is not None:
             step.timed = self._guard.run(lambda: self._step_begins(output), 0)
         if self._stores and not self._broken:
-            self._guard.run(lambda: self._plan_all_stores(output, step), None)
+            self._guard.run(lambda: self._plan_stores(output, step), None)
         return step
 
     def _seen(self, request: Request) -> None:
@@ -216,6 +188,8 @@ class SchedulerHalf:
         state = self._state(request)
         state.offered = None
         max_tokens = self._max_tokens(request)
+        if local_tokens and self._only_stores(state) and state.lookup is None:
+            self._ask(state)  # what the engine has may be missing from the pool
         if not self._may_load(state) or state.refused or local_tokens >= max_tokens:
             return NO_OFFER
         now = time.monotonic()
@@ -258,10 +232,18 @@ class SchedulerHalf:
         self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> list[BlockRef]:
         state = self._state(request)
-        state.lookup = self._dropped(state.lookup)
-        state.handed = None
+        lookup, state.lookup = state.lookup, None
+        if lookup is not None and not (self._stores and state.params.store):
+            lookup = self._dropped(lookup)
+        self._store_planner.admitted(
+            request.request_id, None if lookup is None else functools.partial(self._told, state, lookup)
+        )
         offered, state.offered = state.offered, None
-        if external_tokens == 0 or offered is None:
+        if external_tokens == 0:
+            return []
+        if offered is None or external_tokens != offered[1] - offered[0]:
+            # Whatever the engine counts on then, it is not what was looked up.
+            self.counters.add(metrics.OFFER_MISMATCHES)
             return []
         blocks: list[BlockRef] = []
         local_tokens, _ = offered
@@ -273,21 +255,17 @@ class SchedulerHalf:
                     blocks.append(BlockRef(hashes[i], index, ids))
         return blocks
 
-    def _plan_all_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
+    def _plan_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
         scheduled = []
         for request_id, computed_tokens in compat.scheduled_tokens(output):
             if (state := self._requests.get(request_id)) is not None and state.params.store:
-                scheduled.append((state, computed_tokens))
-        for state, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
-            self._plan_stores(state, output, computed_tokens, step)
-        if self._write_back and output.total_num_scheduled_tokens:
-            self._plan_write_back(step)
-        if step.stores:
-            self._last_store = time.monotonic()
+                scheduled.append((state.request, state.params.priority, computed_tokens))
+        self._store_planner.plan(step, output, scheduled)
 
     def finished(self, request: Request) -> None:
         """A request has ended, or was aborted: nothing of it stays."""
         state = self._requests.pop(request.request_id, None)
+        self._store_planner.finished(request.request_id)
         if state is not None:
             self._dropped(state.lookup)
             if state.loading:
@@ -313,25 +291,22 @@ class SchedulerHalf:
                 state.refused |= request_id in failed
         if report is None:
             return
-        self._let_go(report.landed)
+        self._store_planner.update(report)
         self._asked |= report.asked
         for reason in report.broken.values():
             self._break(reason)
         self._hear(report)
-        for counts, ok in ((report.stored, True), (report.dropped, False)):
-            for tag, ranks in counts.items():
-                self._settle(tag, ranks, ok)
         if self._events_wanted:
             self._events += [compat.removed_event(*block) for block in sorted(report.missing)]
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """The engine's own cache. Of it we only hold blocks, by their reference count, while workers copy them."""
         self._whole_state.bind(block_pool)
-        self._block_pool = block_pool
+        self._store_planner.bind(block_pool)
 
     def take_events(self) -> list[KVCacheEvent]:
         """What became true of the pool since the last call; and, when an index asks, all that the engine holds."""
-        events, self._events = self._events, []
+        events, self._events = [*self._store_planner.take_events(), *self._events], []
         asked, self._asked = self._asked, False
         if asked and self._events_wanted:
             nothing: list[KVCacheEvent] = []
@@ -339,11 +314,16 @@ class SchedulerHalf:
         return events
 
     def wants_steps(self) -> bool:
-        """Whether an engine without requests should go on stepping, to hear of the stores in flight."""
-        return bool(self._pending) and time.monotonic() - self._last_store < KEEP_STEPPING_S
+        """Whether an engine without requests should go on stepping, to hear of its stores."""
+        return self._store_planner.wants_steps()
+
+    def frees_blocks(self) -> bool:
+        """Whether an engine that has no block left should wait a step for those that are copied to staging."""
+        return self._guard.run(self._store_planner.frees_blocks, False)
 
     def forget(self) -> None:
         """Drop every answer about what the pool holds."""
+        self._store_planner.forget()
         for state in self._requests.values():
             state.lookup = self._dropped(state.lookup)
             state.offered = None
@@ -393,6 +373,9 @@ class SchedulerHalf:
     def _may_load(self, state: _RequestState) -> bool:
         return self._loads and not self._broken and state.params.load
 
+    def _only_stores(self, state: _RequestState) -> bool:
+        return self._stores and not self._loads and not self._broken and state.params.store
+
     def _max_tokens(self, request: Request) -> int:
         """The longest prefix that may be taken: at least one token is left to compute."""
         return int((request.num_tokens - 1) // self._align_tokens * self._align_tokens)
@@ -422,7 +405,7 @@ class SchedulerHalf:
             for rank in group.key_ranks(self._ranks):
                 keys += self._namespace.keys(hashes, index, rank)
         try:
-            transfer = self._store.submit_contains(keys, timeout_s=self._config.budget_s)
+            transfer = self._store.submit_touch(keys, timeout_s=self._config.budget_s)
         except StoreUnavailable:
             self._lookup_failed(state, "store_unavailable")
             return None
@@ -451,6 +434,18 @@ class SchedulerHalf:
             lookup.present.append([all(parts) for parts in zip(*ranks, strict=True)])
         return True
 
+    def _told(self, state: _RequestState, lookup: _Lookup) -> Sequence[Sequence[bool]] | None:
+        """What the pool has said to a lookup, for the store planner: nothing waits for it."""
+        if lookup.present is None:
+            if lookup.transfer.done():
+                self._answered(state, lookup)
+            elif time.monotonic() - lookup.started <= self._config.budget_s + LOOKUP_GRACE_S:
+                return None
+            else:
+                self._dropped(lookup)
+                self._lookup_failed(state, "timeout")
+        return lookup.present or ()
+
     def _lookup_failed(self, state: _RequestState, cause: str) -> None:
         state.refused = True
         state.lookup = self._dropped(state.lookup)
@@ -467,125 +462,6 @@ class SchedulerHalf:
     def _dropped(lookup: _Lookup | None) -> None:
         if lookup is not None:
             lookup.transfer.cancel()
-
-    # Stores.
-
-    def _plan_stores(
-        self, state: _RequestState, output: SchedulerOutput, computed_tokens: int, step: PoolMetadata
-    ) -> None:
-        request = state.request
-        before = computed_tokens - output.num_scheduled_tokens[request.request_id]
-        if not self._config.store_decode:
-            computed_tokens = min(computed_tokens, request.num_prompt_tokens)
-        if state.handed is None:
-            state.held = [before // group.record_tokens for group in self._groups]
-            # What it did not compute is in the pool, or was stored by who did: unless it had been seen too rarely.
-            state.handed = [0] * len(self._groups) if self._sightings else list(state.held)
-        tables: tuple[list[int], ...] | None = None
-        for index, group in enumerate(self._groups):
-            if computed_tokens // group.record_tokens <= state.handed[index]:
-                continue
-            hashes = compat.record_hashes(request, self._hash_block_tokens, group)
-            new = records_to_store(group.record_tokens, state.handed[index], computed_tokens, len(hashes))
-            state.handed[index] = new.stop
-            tables = compat.block_tables(output, request.request_id) if tables is None else tables
-            if tables is None:
-                return
-            wanted = self._wanted(state, index, hashes, new)
-            for i in wanted:
-                if (ids := blocks_held(group, tables[index], i)) is not None:
-                    block = BlockRef(hashes[i], index, ids)
-                    event = (
-                        compat.stored_event(request, index, group, i, hashes) if self._events_wanted else None
-                    )
-                    if self._config.store_policy == "write_back":
-                        self._keep_for_later(_WriteBack(block, state.params.priority, event))
-                    else:
-                        self._plan_store(step, block, event)
-
-    def _wanted(
-        self, state: _RequestState, group: int, hashes: Sequence[bytes], blocks: range
-    ) -> Iterable[int]:
-        """Those of a request's records that enough requests have had; counts this one in, once for each."""
-        if self._sightings is None:
-            return blocks
-        assert blocks.step == 1
-        if not state.sighted:
-            state.sighted = [0] * len(self._groups)
-        first = state.sighted[group]  # beyond 0 already, when the request was preempted
-        state.sighted[group] = max(first, blocks.stop)
-        enough = self._config.store_after_requests
-        wanted = []
-        for i in blocks:
-            if i >= first:
-                count = self._sightings.add(hashes[i], group)
-            else:
-                count = self._sightings.count(hashes[i], group)
-            # A block that the engine had already is stored by the request that makes it enough, and no later one.
-            if (count >= enough) if i >= state.held[group] else (count == enough and i >= first):
-                wanted.append(i)
-        return wanted
-
-    def _keep_for_later(self, kept: _WriteBack) -> None:
-        (block_id,) = kept.block.block_ids  # as the settings have it
-        earlier = self._write_back.pop(block_id, None)
-        if earlier is not None and earlier.block != kept.block:
-            self.counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")
-        self._write_back[block_id] = kept
-
-    def _plan_write_back(self, step: PoolMetadata) -> None:
-        """Store what the engine may evict in its next steps: those blocks stay as they are until this one is over."""
-        assert self._block_pool is not None, "vLLM binds it before the first step"
-        due = []
-        for block_id, key in compat.next_evicted(self._block_pool, self._blocks_ahead):
-            if (kept := self._write_back.pop(block_id, None)) is None:
-                continue
-            if key == compat.cache_key(kept.block.block_hash, kept.block.group):
-                due.append(kept)
-            else:
-                self.counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")
-        for kept in sorted(due, key=lambda each: each.priority):
-            self._plan_store(step, kept.block, kept.event)
-
-    def _plan_store(self, step: PoolMetadata, block: BlockRef, event: BlockStored | None) -> None:
-        if len(self._pending) >= MAX_PENDING_STORES:
-            self.counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "queue_full")
-            return
-        tag, self._next_tag = self._next_tag, self._next_tag + 1
-        landing = 0
-        if self._config.store_policy == "write_through":
-            # Held until every rank has copied it: the engine may free it in this very step, when its request ends, is
-            # preempted, or its window has gone on. With write-back the workers copy before they compute again.
-            assert self._block_pool is not None, "vLLM binds its block pool before the first step"
-            self._block_pool.touch([self._block_pool.blocks[block_id] for block_id in block.block_ids])
-            landing = self._ranks
-        self._pending[tag] = _PendingStore(self._ranks, landing, block.block_ids, True, event)
-        step.stores.append(block)
-        step.tags.append(tag)
-
-    def _let_go(self, landed: dict[int, int]) -> None:
-        """Give blocks back to the engine that no rank reads any more."""
-        free: list[int] = []
-        for tag in sorted(landed):
-            if (pending := self._pending.get(tag)) is not None and pending.landing:
-                pending.landing -= landed[tag]
-                if pending.landing == 0:
-                    free += pending.block_ids
-        if free:
-            assert self._block_pool is not None
-            # As the engine itself does it: the end of a prompt is evicted before its beginning.
-            self._block_pool.free_blocks(self._block_pool.blocks[block_id] for block_id in reversed(free))
-
-    def _settle(self, tag: int, ranks: int, ok: bool) -> None:
-        pending = self._pending.get(tag)
-        if pending is None:
-            return
-        pending.ranks -= ranks
-        pending.ok &= ok
-        if pending.ranks <= 0:
-            del self._pending[tag]
-            if pending.ok and pending.event is not None:
-                self._events.append(pending.event)
 
     # Workers.
 
@@ -604,6 +480,7 @@ class SchedulerHalf:
     def _break(self, reason: str) -> None:
         if not self._broken:
             self._broken = True
+            self._store_planner.forget()
             logger.error("kvpool is off for this engine, which goes on without it: %s", reason)
 
     def stats(self) -> dict[str, float]:

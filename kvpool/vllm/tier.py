@@ -203,7 +203,7 @@ class KVPoolTier(SecondaryTierManager):
         self.counters.add(metrics.LOOKUP_BLOCKS, len(questions))
         names = self._names(questions)
         try:
-            transfer = self._store.submit_contains(names, timeout_s=self._config.budget_s)
+            transfer = self._store.submit_touch(names, timeout_s=self._config.budget_s)
         except StoreUnavailable:
             self._unanswered(questions)
         else:
@@ -304,7 +304,7 @@ class KVPoolTier(SecondaryTierManager):
             if job.is_load:
                 transfer = self._store.submit_get(names, rows, timeout_s=self._config.budget_s)
             elif asking:
-                transfer = self._store.submit_contains(names, timeout_s=STORE_TIMEOUT_S)
+                transfer = self._store.submit_touch(names, timeout_s=STORE_TIMEOUT_S)
             else:
                 transfer = self._store.submit_put(names, rows, timeout_s=STORE_TIMEOUT_S)
         except StoreUnavailable:

@@ -29,6 +29,7 @@ from kvpool.stores import Store, open_store
 from kvpool.stores.facts import announce_facts
 from kvpool.transfer import BlockCopier, TransferEngine
 from kvpool.transfer.engine import Block
+from kvpool.transfer.staging import default_nbytes
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.guard import Guard
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
@@ -43,10 +44,14 @@ class WorkerHalf:
     """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``.
 
     Of an engine of several ``stages``, ``facts`` are those of its own stage, and those of all come with a step.
+    ``step_tokens``: most that the engine computes in a step.
     """
 
-    def __init__(self, config: PoolConfig, groups: Sequence[Group], *, rank: int, stages: int = 1) -> None:
+    def __init__(
+        self, config: PoolConfig, groups: Sequence[Group], *, rank: int, step_tokens: int, stages: int = 1
+    ) -> None:
         self._config, self._groups, self._rank, self._stages = config, list(groups), rank, stages
+        self._step_tokens = step_tokens
         self._store: Store | None = None
         self._engine: TransferEngine | None = None
         self._namespace: Namespace | None = None  # until then nothing is stored or loaded
@@ -82,13 +87,14 @@ class WorkerHalf:
         try:
             namespace = Namespace(self._config.tenant, facts)
             self._store = open_store(self._config.pool, threads=self._config.threads)
+            copiers = [
+                BlockCopier(views, group.blocks_per_record)
+                for group, views in zip(self._groups, layers, strict=True)
+            ]
             self._engine = TransferEngine(
                 self._store,
-                [
-                    BlockCopier(views, group.blocks_per_record)
-                    for group, views in zip(self._groups, layers, strict=True)
-                ],
-                staging_nbytes=self._config.staging_nbytes,
+                copiers,
+                staging_nbytes=self._staging_nbytes(copiers),
                 max_store_nbytes_per_s=self._config.max_store_nbytes_per_s,
                 counters=self.counters,
             )
@@ -96,11 +102,17 @@ class WorkerHalf:
             self._break(str(error))
             return
         self._report.facts[self._rank] = facts
+        self._report.store_slots = self._engine.store_slots
         self._describe = describe
         if self._stages == 1:
             self._namespace = namespace
             if self._rank == 0:
                 self._announce()
+
+    def _staging_nbytes(self, copiers: Sequence[BlockCopier]) -> int:
+        step_records = sum(-(-self._step_tokens // group.record_tokens) for group in self._groups)
+        slot_nbytes = max(copier.payload_nbytes for copier in copiers)
+        return self._config.staging_nbytes or default_nbytes(step_records, slot_nbytes)
 
     def refuse(self, reason: str) -> None:
         """Do without a pool, for ``reason``; the scheduler hears of it."""
@@ -132,13 +144,16 @@ class WorkerHalf:
             return
         for sentence in differences:
             logger.warning("kvpool: %s", sentence)
+        staging = engine.staging if (engine := self._engine) else None
         logger.info(
-            "kvpool: namespace %s, tenant %s, store %s, budget %g s, staging %d slots",
+            "kvpool: namespace %s, tenant %s, store %s, budget %g s, staging %d MiB (%d slots, %s)",
             self._namespace.hex,
             self._config.tenant,
             self._store,
             self._config.budget_s,
-            engine.staging.slots if (engine := self._engine) else 0,
+            (staging.tensor.nbytes if staging else 0) >> 20,
+            staging.slots if staging else 0,
+            "as set" if self._config.staging_nbytes else f"for steps of {self._step_tokens} tokens",
         )
 
     def _announce_worker(self, describe: Callable[[str], Announcement]) -> None:

@@ -77,10 +77,10 @@ def test_a_stopped_server_costs_a_recompute_and_the_budget(pair: Pair) -> None:
     assert answer["first_token_s"] < pair.cold["stopped"]["first_token_s"] + BUDGET_S + MARGIN_S
 
 
-def exists_calls(pair: Pair) -> int:
+def touch_calls(pair: Pair) -> int:
     """How many keys the server was asked for."""
     stats: dict[str, Any] = pair.server.client.info("commandstats")
-    return int(stats.get("cmdstat_exists", {}).get("calls", 0))
+    return int(stats.get("cmdstat_touch", {}).get("calls", 0))
 
 
 def test_a_server_that_stops_during_a_load_costs_a_recompute_and_the_budget(pair: Pair) -> None:
@@ -89,11 +89,11 @@ def test_a_server_that_stops_during_a_load_costs_a_recompute_and_the_budget(pair
     failed = "kvpool_load_requests_total/store_unavailable"
     before = pair.second.ask({"do": "metrics"}).get(failed, 0)
     os.kill(worker, signal.SIGSTOP)
-    asked = exists_calls(pair)
+    asked = touch_calls(pair)
     try:
         pair.second.send({"do": "generate", "tokens": PROMPTS["loading"], "max_tokens": 1})
         # The core asks the server by itself, and then waits for its worker without using the processor.
-        assert eventually(lambda: exists_calls(pair) > asked, within_s=30)
+        assert eventually(lambda: touch_calls(pair) > asked, within_s=30)
         assert eventually(lambda: quiet(core) and quiet(core), within_s=30)
         pair.server.stop()
     finally:

@@ -170,7 +170,7 @@ class Misbehaving:
             return b"*%d\r\n" % (len(rest) - 1) + b"".join(bulk(kept.get(field)) for field in rest[1:])
         if name == b"UNLINK":
             return b":%d\r\n" % (self._hashes.pop(rest[0], None) is not None)
-        if name in (b"EXISTS", b"PEXPIRE"):
+        if name in (b"EXISTS", b"TOUCH", b"PEXPIRE"):
             return b":%d\r\n" % (rest[0] in self._hashes)
         return b"-ERR unknown command\r\n"
 

@@ -50,6 +50,7 @@ from kvpool.transfer import BlockCopier
 from kvpool.vllm.connector import KVPoolConnector
 from kvpool.vllm.plan import PoolMetadata
 from tests.transfer.block_store import BlockStore
+from tests.transfer.slow_device import SlowDevice
 
 BLOCK_TOKENS = 4
 WINDOW = 9  # tokens; blocks outside of it go back to the engine while the request runs
@@ -74,6 +75,9 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
 
 
 class Text:
@@ -111,12 +115,18 @@ class World:
         self.random = random.Random(seed)
         self.records = MemoryStore(capacity_nbytes)
         self.values: dict[bytes, np.ndarray] = {}
+        self.parents: dict[bytes, bytes | None] = {}  # by a record's hash: that of the one before it
         self.batches: list[_Batch] = []
         self.put: set[str] = set()
         self.reachable = True
         # Simulated time stands for the real one where kvpool looks at it, and this pool for the one that is configured.
         self._patch = pytest.MonkeyPatch()
-        for module in ("kvpool.vllm.scheduler", "kvpool.transfer.engine", "kvpool.stores.transfer"):
+        for module in (
+            "kvpool.vllm.scheduler",
+            "kvpool.vllm.store_planner",
+            "kvpool.transfer.engine",
+            "kvpool.stores.transfer",
+        ):
             self._patch.setattr(f"{module}.time", self.clock)
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
             self._patch.setattr(f"{module}.open_store", self._open_store)
@@ -224,7 +234,7 @@ class _Batch:
             if self.operation == _native.GET:
                 found = world.records.get_many_into(self.keys, self.views)
             else:
-                found = world.records.contains_many(self.keys)
+                found = world.records.touch_many(self.keys)
             self.answer = bytes(_native.OK if ok else _native.MISS for ok in found)
 
     def _check_source(self) -> None:
@@ -287,6 +297,18 @@ class TroubledStore(BlockStore):
 # ---------------------------------------------------------------------- the engine
 
 
+class LateDevice(SlowDevice):
+    """A device whose copies end in some later step; the engine's stream is the caller."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 16)
+        self.halted = False
+
+    def follow(self, event: Any) -> None:
+        """What is computed from here on comes after all copies."""
+        self.go_on()
+
+
 @dataclass
 class Rank:
     """One worker: its KV cache and its half of the connector."""
@@ -297,6 +319,7 @@ class Rank:
     connector: KVPoolConnector
     loading: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # request: (group, block)
     fault: str = ""  # what is to go wrong once: "gather" or "scatter"
+    device: LateDevice | None = None
 
     @property
     def store(self) -> TroubledStore | None:
@@ -330,6 +353,7 @@ class Shape:
     latent: bool = False  # the first group is MLA, of which every rank holds the same bytes
     drafts: int = 0  # tokens that are guessed ahead in each step, some of them wrong
     stages: int = 1  # of a pipeline, each with LAYERS layers of its own
+    late: bool = False  # copies end in a later step
 
     @property
     def stage_ranks(self) -> int:
@@ -369,6 +393,8 @@ class ScriptedEngine:
         assert isinstance(self.connector, KVPoolConnector)
         assert self.connector._scheduler is not None
         self.planner = self.connector._scheduler
+        self.planner.stats = dict  # type: ignore[method-assign]  # what is counted is for ``counters``
+        self.stores = self.planner._store_planner
         self._watch_offers()
         self.ranks = [self._rank(index, index == without_pool) for index in range(self.shape.ranks)]
         self.aggregator = KVOutputAggregator(self.shape.ranks)
@@ -379,6 +405,9 @@ class ScriptedEngine:
         self.steps = 0
         self.loads = self.loads_failed = self.hits = self.begun_inside = self.starved = 0
         self.accepted = self.rejected = 0
+        self.tags: dict[int, tuple[bytes, int]] = {}  # hash and group of what was to be stored
+        self.dropped: set[tuple[bytes, int]] = set()  # of it, what a rank has dropped
+        self.stored_again = 0
         self._hashed: dict[str, int] = {}
 
     def _rank(self, index: int, without_pool: bool) -> Rank:
@@ -412,6 +441,9 @@ class ScriptedEngine:
                 "kvpool.vllm.connector.get_tp_group", lambda: SimpleNamespace(rank_in_group=of_stage)
             )
             patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
+            device = LateDevice() if self.shape.late else None
+            if device is not None:
+                patch.setattr("kvpool.transfer.engine.device_of", lambda _: device)
             connector = KVPoolConnector(self.config, KVConnectorRole.WORKER, cache)
             worker = connector._worker
             assert worker is not None
@@ -419,7 +451,7 @@ class ScriptedEngine:
             worker._config = worker._config.model_copy(
                 update={"staging_nbytes": self.shape.slots * slot_nbytes}
             )
-            rank = Rank(index, tensors, numbers, connector)
+            rank = Rank(index, tensors, numbers, connector, device=device)
             self.world.reachable = not without_pool
             connector.register_kv_caches(tensors)
             self.world.reachable = True
@@ -451,7 +483,9 @@ class ScriptedEngine:
         if len(self.queue) < most and self.scheduler.has_requests():
             for request in self.scheduler.requests.values():
                 self._learn(request)
-            self.queue.appendleft([self.scheduler.schedule(), None])
+            planned = self.scheduler.schedule()
+            self._check_stores(planned)
+            self.queue.appendleft([planned, None])
 
     def execute(self) -> None:
         """The workers take the oldest step that they have not taken yet."""
@@ -468,6 +502,8 @@ class ScriptedEngine:
             self.failed |= heard.failed_recving or set()
             self.loads += len(heard.finished_recving or ())
             self.loads_failed += len(heard.failed_recving or ())
+            if (report := heard.kv_connector_worker_meta) is not None:
+                self.dropped.update(self.tags[tag] for tag in report.dropped)
             self.scheduler.update_from_output(planned, output)
             if self.shape.drafts and not self.shape.overlapping:  # else the workers keep them to themselves
                 names = [name for name in planned.num_scheduled_tokens if name in self.running]
@@ -519,10 +555,11 @@ class ScriptedEngine:
             one not in scheduler.running and any(scheduler.kv_cache_manager.get_block_ids(name))
             for name, one in scheduler.requests.items()
         )
-        assert self.queue or not any(pending.landing for pending in self.planner._pending.values()), (
-            "a block is held"
-        )
-        scheduler.reset_prefix_cache(running and not busy, connector)
+        held = any(pending.landing for pending in self.stores._pending.values())
+        assert self.queue or not held or self.shape.late, "a block is held"
+        scheduler.reset_prefix_cache(running and not busy and not held, connector)
+        if connector:
+            self.dropped.clear()
 
     def sleep(self) -> None:
         """Level 1 with the requests aborted, as ``EngineCore.sleep`` does it; and waking up with empty memory."""
@@ -606,6 +643,8 @@ class ScriptedEngine:
             if self.world.random.random() < 0.1:
                 connector.start_load_kv(None)  # type: ignore[arg-type]
             connector.wait_for_save()
+            if rank.device is not None and not rank.device.halted and self.world.random.random() < 0.5:
+                rank.device.go_on()
             ended = connector.get_transfer_results(planned.finished_req_ids)
             output = KVConnectorOutput()
             output.finished_sending = ended.finished_sending
@@ -734,7 +773,34 @@ class ScriptedEngine:
             values = text.values[end - record_tokens : end].copy()
             known = self.world.values.setdefault(request.block_hashes[index], values)
             assert (known == values).all()
+            before = index - self.shape.blocks_per_record
+            self.world.parents[request.block_hashes[index]] = (
+                request.block_hashes[before] if before >= 0 else None
+            )
         self._hashed[name] = len(request.block_hashes)
+
+    def _check_stores(self, planned: SchedulerOutput) -> None:
+        """With full attention nothing is stored behind what this engine has dropped, unless that is there by now."""
+        step = planned.kv_connector_metadata
+        assert isinstance(step, PoolMetadata)
+        for block, tag in zip(step.stores, step.tags, strict=True):
+            self.tags[tag] = (block.block_hash, block.group)
+            self.stored_again += self.in_pool(block.block_hash, block.group) and not self.in_pool(
+                block.block_hash, block.group, now=True
+            )
+            parent = self.world.parents[block.block_hash]
+            if self._windowed(block.group) or parent is None or (parent, block.group) not in self.dropped:
+                continue
+            on_its_way = (parent, block.group) in self.stores._under_way
+            assert on_its_way or self.in_pool(parent, block.group), "a record is stored behind a gap"
+
+    def in_pool(self, block_hash: bytes, group: int, *, now: bool = False) -> bool:
+        """Whether every part of a record is in the pool, or was at some time."""
+        if self.planner._namespace is None:
+            return False
+        parts = range(self.shape.parts(group))
+        keys = [key for part in parts for key in self.planner._namespace.keys([block_hash], group, part)]
+        return all(self.world.records.contains_many(keys)) if now else self.world.put >= set(keys)
 
     def _watch_offers(self) -> None:
         assert self.connector is not None
@@ -828,7 +894,9 @@ class ScriptedEngine:
         self.check()
         assert not self.scheduler.requests
         assert not self.planner._requests
-        assert not self.planner._pending
+        assert not self.stores._pending
+        assert not self.stores._held
+        assert not self.stores._late
         assert not self.planner._new_loads
         assert not self.aggregator._recv_remaining_count
         assert not self.aggregator._failed_recving_pending

@@ -24,6 +24,7 @@ from tests.vllm.lifecycle import (
     LONG_S,
     MAX_LOAD_S,
     MOODS,
+    LateDevice,
     ScriptedEngine,
     Shape,
     World,
@@ -47,6 +48,14 @@ SHAPES += [
     for ranks, latent in ((2, False), (4, True))
     for overlapping in (False, True)
     for slots in (4, 24)
+]
+SHAPES += [
+    Shape(ranks, overlapping, windowed, slots, blocks_per_record, late=True)
+    for ranks in (1, 2)
+    for overlapping in (False, True)
+    for windowed in (False, True)
+    for slots in (4, 24)
+    for blocks_per_record in (1, 2)
 ]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 
@@ -200,7 +209,7 @@ class EngineLife(Life):
 
     @rule(at=ENGINES, really=RARELY)
     def sleeps_and_wakes(self, at: int, really: bool) -> None:
-        if really:
+        if really and not self.shape.late:  # on an accelerator it is refused
             self.engines[at].sleep()
 
     @rule(at=ENGINES, seconds=st.sampled_from((0.1, 15.0)))
@@ -210,7 +219,7 @@ class EngineLife(Life):
     @rule(at=ENGINES, really=RARELY, rank=st.integers(0, 1), where=st.sampled_from(("gather", "scatter")))
     def one_rank_will_stumble(self, at: int, really: bool, rank: int, where: str) -> None:
         ranks = self.engines[at].ranks
-        if really:
+        if really and not self.shape.late:  # there it would stumble when it is launched
             ranks[rank % len(ranks)].fault = where
 
     @rule(at=ENGINES, really=RARELY, without_pool=st.sampled_from((None, None, None, 0, 1)))
@@ -230,16 +239,34 @@ class EngineLife(Life):
             for engine in self.engines:
                 at_rest(engine)
                 self._count(engine)
+            self._lose_all_and_ask_again(self.engines[0])
+            for engine in self.engines:
                 engine.shut_down()
         finally:
             self.world.close()
+
+    def _lose_all_and_ask_again(self, engine: ScriptedEngine) -> None:
+        """Whatever of a prompt the engine has in its own cache: the pool has all of it afterwards."""
+        prompt = [index * 7 % 40 for index in range(28)]
+        if engine.planner._broken or engine.planner._namespace is None:
+            return
+        self.world.put.clear()
+        self.world.lose(1.0)
+        engine.add("asked again", prompt, 1)
+        engine.drain()
+        at_rest(engine)
+        step = self.shape.blocks_per_record
+        hashes = BlockHasher(BLOCK_TOKENS).hashes(prompt)[step - 1 :: step]
+        missing = [i for i, block_hash in enumerate(hashes) if not engine.in_pool(block_hash, 0)]
+        assert not missing or engine.planner._broken, f"{missing} of {len(hashes)} records were not stored"
+        self.add("asked_again")
 
     def _clients(self, at: int) -> list[Any]:
         engine = self.engines[at]
         return [engine.connector._store] + [rank.store for rank in engine.ranks if rank.store is not None]
 
     def _count(self, engine: ScriptedEngine) -> None:
-        for name in ("steps", "loads", "loads_failed", "hits", "begun_inside", "starved"):
+        for name in ("steps", "loads", "loads_failed", "hits", "begun_inside", "starved", "stored_again"):
             self.add(name, getattr(engine, name))
         for sample, amount in engine.counters().items():
             self.add(sample, amount)
@@ -413,11 +440,14 @@ def test_a_latent_block_is_announced_once_and_only_if_the_first_rank_has_stored_
     first, *others = [rank.store for rank in one.ranks]
     for store, its_mood in ((first, mood), *((other, "refusing") for other in others if mood == "good")):
         assert store is not None
-        store.be(its_mood, 60)
+        store.be(its_mood, 600)
     generated(one, "a")
     at_rest(one)
     assert len(told) == len(set(told)) == len(world.put)
     assert bool(told) == (mood == "good")
+    for store in (first, *others):
+        assert store is not None
+        store.be("good", 0)
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -466,7 +496,7 @@ def test_a_rank_that_its_own_host_configures_wrongly_costs_its_engine_the_pool_a
     second.planner._loads = False  # so that its first step stores, before it has heard of any rank
     assert generated(second, "computed") == 0
     assert second.planner._broken
-    assert second.planner._next_tag, "nothing was to be stored"
+    assert second.stores._next_tag, "nothing was to be stored"
 
 
 @pytest.mark.parametrize("mood", ["refusing", "faulting", "stuck"])
@@ -503,14 +533,149 @@ def test_two_engines_that_store_a_block_at_once_store_the_same(
     assert generated(engine(), "loaded") == 1
 
 
-def test_what_finds_no_room_is_dropped_and_counted(engine: Callable[..., ScriptedEngine]) -> None:
-    narrow, wide = engine(Shape(slots=2)), engine()
-    generated(narrow, "staging full")
-    assert narrow.counters()["kvpool_store_skipped_blocks_total/staging_full"] > 0
-    assert wide.ranks[0].store is not None
-    wide.ranks[0].store.be("full", 60)
-    generated(wide, "pool full", [9, *PROMPT])
-    assert wide.counters()["kvpool_store_skipped_blocks_total/pool_full"] > 0
+LONG_PROMPT = [index * 3 % 47 for index in range(58)]  # three steps, the first of them of six blocks
+
+
+def held_in_order(engine: ScriptedEngine, prompt: list[int]) -> int:
+    """How many leading blocks of a prompt the pool has, or soon will have; there are none behind a gap."""
+    hashes = BlockHasher(BLOCK_TOKENS).hashes(prompt)
+    there = [engine.in_pool(one, 0) or (one, 0) in engine.stores._under_way for one in hashes]
+    assert there == sorted(there, reverse=True), f"stored behind a gap: {there}"
+    return sum(there)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_what_staging_does_not_take_waits_and_nothing_is_stored_behind_it(
+    engine: Callable[..., ScriptedEngine], overlapping: bool, late: bool
+) -> None:
+    """Six blocks a step, and room for three at a time."""
+    one = engine(Shape(slots=4, overlapping=overlapping, late=late))
+    one.add("a", LONG_PROMPT, 1)
+    while one.queue or one.scheduler.has_requests():
+        one.step()
+        held_in_order(one, LONG_PROMPT)
+    assert held_in_order(one, LONG_PROMPT) == len(LONG_PROMPT) // BLOCK_TOKENS
+    assert "kvpool_store_skipped_blocks_total/staging_full" not in one.counters()
+
+
+@pytest.mark.parametrize("mood", ["full", "faulting", "stuck", "refusing"])
+def test_what_the_pool_did_not_take_is_stored_when_it_does(
+    engine: Callable[..., ScriptedEngine], mood: str
+) -> None:
+    one = engine()
+    assert one.ranks[0].store is not None
+    one.ranks[0].store.be(mood, 0.2)
+    generated(one, "a", LONG_PROMPT, 1)
+    at_rest(one)
+    dropped = [name for name in one.counters() if "skipped" in name]
+    assert dropped, "nothing was dropped at first"
+    assert held_in_order(one, LONG_PROMPT) == len(LONG_PROMPT) // BLOCK_TOKENS
+
+
+def test_what_waits_is_given_up_when_the_engine_needs_its_blocks(
+    engine: Callable[..., ScriptedEngine],
+) -> None:
+    one = engine()
+    assert one.ranks[0].store is not None
+    one.ranks[0].store.be("refusing", 600)
+    generated(one, "a", LONG_PROMPT, 1)
+    for number in range(3):
+        generated(one, f"other{number}", [number, *LONG_PROMPT], 1)
+    one.ranks[0].store.be("good", 0)
+    at_rest(one)
+    assert one.counters()["kvpool_store_skipped_blocks_total/evicted"] > 0
+    held_in_order(one, LONG_PROMPT)
+
+
+def test_an_idle_engine_does_not_step_on_for_a_pool_that_is_away(
+    engine: Callable[..., ScriptedEngine],
+) -> None:
+    one = engine()
+    assert one.ranks[0].store is not None
+    one.ranks[0].store.be("refusing", 600)
+    one.add("a", LONG_PROMPT, 1)
+    started_s = one.world.clock.now_s
+    one.drain()
+    assert one.stores._waiting
+    assert one.world.clock.now_s - started_s < 6
+    one.ranks[0].store.be("good", 0)
+
+
+def test_an_engine_out_of_blocks_waits_for_those_that_are_copied_and_preempts_nobody(
+    engine: Callable[..., ScriptedEngine],
+) -> None:
+    one = engine(Shape(slots=24, late=True))
+    (rank,) = one.ranks
+    assert rank.device is not None
+    started(one, rank.device)
+    for _ in range(60):  # 0.6 s
+        one.step()
+    stuck = [one.scheduler.requests[name].num_tokens for name in ("b", "c")]
+    one.step()
+    assert [one.scheduler.requests[name].num_tokens for name in ("b", "c")] == stuck, "nothing to wait for"
+    assert one.connector is not None
+    assert one.connector.has_pending_block_frees()
+    rank.device.halted = False
+    preempted = set()
+    while one.live():
+        one.step()
+        preempted |= {name for name, request in one.scheduler.requests.items() if request.num_preemptions}
+    assert not preempted
+
+
+def test_an_engine_out_of_blocks_does_not_wait_for_ever(engine: Callable[..., ScriptedEngine]) -> None:
+    one = engine(Shape(slots=24, late=True))
+    (rank,) = one.ranks
+    assert rank.device is not None
+    started(one, rank.device)
+    preempted = set()
+    for _ in range(200):  # 2 s, twice as long as it waits
+        one.step()
+        preempted |= {name for name, request in one.scheduler.requests.items() if request.num_preemptions}
+    assert preempted
+    rank.device.halted = False
+
+
+def started(one: ScriptedEngine, device: LateDevice) -> None:
+    """A request is over, its 7 blocks are still copied; two others run that will fill all 25 of the engine."""
+    device.halted = True
+    one.add("a", PROMPT[:28], 1)
+    while one.live():
+        one.step()
+    one.add("b", [40, *PROMPT[:27]], 36)
+    one.add("c", [41, *PROMPT[:15]], 20)
+
+
+def test_what_the_engine_holds_and_the_pool_has_lost_is_stored_again(
+    world: World, engine: Callable[..., ScriptedEngine]
+) -> None:
+    one, other = engine(), engine()
+    generated(one, "a", LONG_PROMPT, 1)
+    world.lose(1.0)
+    world.put.clear()
+    assert generated(one, "again", LONG_PROMPT, 1) == 0
+    assert held_in_order(one, LONG_PROMPT) == len(LONG_PROMPT) // BLOCK_TOKENS
+    assert generated(other, "loads", LONG_PROMPT, 1) == 1
+    world.put.clear()
+    generated(other, "has it", LONG_PROMPT, 1)
+    assert not world.put, "what is in the pool is not stored again"
+
+
+def test_a_request_that_needs_no_load_does_not_wait_for_its_lookup_but_uses_it(
+    world: World, engine: Callable[..., ScriptedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine()
+    generated(one, "a", LONG_PROMPT, 1)
+    world.lose(1.0)
+    world.put.clear()
+    monkeypatch.setattr(world.random, "choice", lambda delays: delays[-1])  # 20 ms, two steps
+    one.add("again", LONG_PROMPT, 1)
+    one.step()
+    assert not one.live(), "it is over before the answer"
+    assert not world.put
+    one.drain()
+    assert held_in_order(one, LONG_PROMPT) == len(LONG_PROMPT) // BLOCK_TOKENS
 
 
 def test_preempted_requests_say_the_same_and_are_loaded_anew(engine: Callable[..., ScriptedEngine]) -> None:
@@ -566,6 +731,8 @@ def test_a_short_life_the_same_each_time(configured: Configured) -> None:
     print(counts)
     assert counts["loads"] > counts["loads_failed"] > 0, counts
     assert counts["begun_inside"] > 0, counts
+    assert counts["stored_again"] > 0, counts
+    assert counts["asked_again"] > 0, counts
 
 
 @pytest.mark.soak

@@ -291,7 +291,7 @@ def test_a_pool_that_is_away_is_told_once_and_again_when_it_is_back(
 
     for _ in range(3):  # the third time within a minute, so nothing is said any more
         with monkeypatch.context() as away:
-            away.setattr(store, "submit_contains", refuse)
+            away.setattr(store, "submit_touch", refuse)
             for name in "abc":
                 assert scheduler.matched_tokens(request(name), 0) == (0, False)
                 scheduler.finished(request(name))
@@ -320,7 +320,7 @@ def test_of_two_stages_the_facts_of_both_make_the_namespace_and_are_told_once(st
 
 
 def test_full_blocks_are_stored_once_and_announced_when_every_rank_has_them(store: Store) -> None:
-    scheduler, asked = half(store, ranks=2), request("a")
+    scheduler, asked = half(store, ranks=2, groups=[Group(BLOCK_TOKENS, window=64)]), request("a")
     scheduler.seen(asked)
     scheduler.allocated(asked, TABLE, 0)
     first = scheduler.plan(output(asked, 40, ([7, 0, 9, 10, 11, 12, 13],)))
@@ -439,7 +439,10 @@ def test_a_record_is_stored_when_its_last_block_is_full_and_announced_as_one(sto
 
 
 def test_a_record_of_which_the_engine_has_given_up_a_block_is_not_stored(store: Store) -> None:
-    scheduler, asked = half(store, blocks_per_record=4), request("a", tokens=200)
+    scheduler, asked = (
+        half(store, blocks_per_record=4, groups=[Group(BLOCK_TOKENS, window=100)]),
+        request("a", tokens=200),
+    )
     scheduler.seen(asked)
     scheduler.allocated(asked, LONG_TABLE, 0)
     windowed = ([*range(11, 15), 0, *range(16, 24)],)
@@ -449,6 +452,7 @@ def test_a_record_of_which_the_engine_has_given_up_a_block_is_not_stored(store: 
 def test_a_record_that_begins_with_what_the_engine_had_is_stored_whole(store: Store) -> None:
     """Whoever computed its beginning had too few tokens to fill it."""
     scheduler, asked = half(store, blocks_per_record=4), request("a", tokens=200)
+    put(store, asked.block_hashes[3:4])
     scheduler.seen(asked)
     scheduler.allocated(asked, LONG_TABLE, 0)
     asked.num_computed_tokens = 112

@@ -45,7 +45,7 @@ def cache() -> torch.Tensor:
 
 @pytest.fixture
 def worker(tmp_path: Path, cache: torch.Tensor) -> Iterator[WorkerHalf]:
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=RANK)
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=RANK, step_tokens=2048)
     worker.register([[cache]], FACTS)
     yield worker
     worker.close()
@@ -63,7 +63,7 @@ def test_the_first_rank_announces_the_worker_until_it_is_closed(
     tmp_path: Path, cache: torch.Tensor, rank: int
 ) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=rank)
+    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=rank, step_tokens=2048)
     worker.register([[cache]], FACTS, described)
     with open_store(url) as store:
         if rank == 0:
@@ -83,7 +83,7 @@ def test_a_request_of_an_index_is_reported_while_it_stands(
 ) -> None:
     monkeypatch.setattr(registry, "READ_S", 0.05)
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0)
+    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048)
     worker.register([[cache]], FACTS, described)
     reports: list[PoolWorkerMetadata | None] = [worker.take_report()]
     request = request_key("kvpool:default:worker:0:w")
@@ -109,7 +109,7 @@ def test_a_worker_that_cannot_be_announced_works_all_the_same(tmp_path: Path, ca
     def describe(namespace: str) -> Announcement:
         raise ZeroDivisionError("planted")
 
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=0)
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=0, step_tokens=2048)
     worker.register([[cache]], FACTS, describe)
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
@@ -159,7 +159,7 @@ def test_first_report_names_the_facts_of_this_rank(worker: WorkerHalf) -> None:
 
 def test_keys_that_are_refused_while_the_pool_is_away_are_counted(cache: torch.Tensor) -> None:
     with misbehaving() as server:
-        worker = WorkerHalf(PoolConfig(pool=server.url), GROUPS, rank=RANK)
+        worker = WorkerHalf(PoolConfig(pool=server.url), GROUPS, rank=RANK, step_tokens=2048)
         worker.register([[cache]], FACTS)
         worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
         stored(worker, 10)
@@ -200,7 +200,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
     url, other = f"file://{tmp_path}/pool", cache.clone()
     groups = [Group(16, latent=True, copies=2), Group(16)]
     step = [BlockRef(hashed(1), 0, (3,)), BlockRef(hashed(2), 1, (3,)), BlockRef(hashed(3), 0, (4,))]
-    ranks = [WorkerHalf(PoolConfig(pool=url), groups, rank=rank) for rank in (0, 1)]
+    ranks = [WorkerHalf(PoolConfig(pool=url), groups, rank=rank, step_tokens=2048) for rank in (0, 1)]
     for rank, layers in zip(ranks, (cache, other), strict=True):
         rank.register([[layers[:, :2]], [layers[:, 2:]]], FACTS)
         rank.take_report()
@@ -233,7 +233,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
 
 def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tensor, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, stages=2)
+    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048, stages=2)
     worker.register([[cache]], FACTS, described)
     report = worker.take_report()
     assert report is not None
@@ -268,7 +268,9 @@ def test_a_rank_without_a_pool_has_stored_nothing_of_what_is_the_same_on_every_r
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/file"), [Group(16, latent=True)], rank=0)
+    worker = WorkerHalf(
+        PoolConfig(pool=f"file://{tmp_path}/file"), [Group(16, latent=True)], rank=0, step_tokens=2048
+    )
     worker.register([[cache]], FACTS)
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     report = worker.take_report()
@@ -279,7 +281,10 @@ def test_a_rank_without_a_pool_has_stored_nothing_of_what_is_the_same_on_every_r
 
 def test_a_record_of_several_blocks_goes_and_comes_back_in_part(cache: torch.Tensor, tmp_path: Path) -> None:
     worker = WorkerHalf(
-        PoolConfig(pool=f"file://{tmp_path}/pool"), [Group(16, blocks_per_record=3)], rank=RANK
+        PoolConfig(pool=f"file://{tmp_path}/pool"),
+        [Group(16, blocks_per_record=3)],
+        rank=RANK,
+        step_tokens=2048,
     )
     worker.register([[cache]], FACTS)
     worker.start_stores(PoolMetadata(stores=[BlockRef(hashed(1), 0, (3, 1, 2))], tags=[10]))
@@ -353,7 +358,7 @@ def test_a_pool_that_cannot_be_opened_is_reported_and_its_loads_fail(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/file"), GROUPS, rank=RANK)
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/file"), GROUPS, rank=RANK, step_tokens=2048)
     worker.register([[cache]], FACTS)
     report = worker.take_report()
     assert report is not None
