@@ -127,6 +127,8 @@ def open_resp_engine(
     ttl_s: float,
     connections: int,
     tls: tuple[str, str, str] | None,
+    client: str,
+    version: str,
 ) -> Engine: ...
 
 class BareServer:
@@ -176,6 +178,8 @@ def open_routed_resp_engine(
     ttl_s: float,
     connections: int,
     tls: tuple[str, str, str] | None,
+    client: str,
+    version: str,
 ) -> tuple[Engine, Topology]: ...
 
 class MalformedEvents(ValueError):

@@ -31,6 +31,7 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/resp_connection.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_dial.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_parser.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/resp_replies.cpp
   ${CMAKE_CURRENT_LIST_DIR}/resp_request.cpp
   ${CMAKE_CURRENT_LIST_DIR}/socket.cpp
   ${CMAKE_CURRENT_LIST_DIR}/spans.cpp

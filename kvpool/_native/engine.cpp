@@ -155,9 +155,10 @@ struct Core {
   }
 
   // Under the lock.
-  std::optional<Item> take() {
+  std::optional<Item> take(bool puts_too = true) {
     for (auto& queue : queues) {
-      if (&queue == &queues.back()) {
+      if (&queue == &queues[queue_of(Op::kPut)]) {
+        if (!puts_too) break;
         if (auto item = take_bereft()) return item;
       }
       while (!queue.empty()) {
@@ -337,6 +338,12 @@ std::optional<Item> Source::try_next() {
   const Core::Lock lock(core_.mutex);
   if (core_.closing.load()) return std::nullopt;
   return core_.take();
+}
+
+std::optional<Item> Source::try_next_read() {
+  const Core::Lock lock(core_.mutex);
+  if (core_.closing.load()) return std::nullopt;
+  return core_.take(false);
 }
 
 bool Source::closing() const { return core_.closing.load(); }

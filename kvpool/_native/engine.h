@@ -124,6 +124,8 @@ class Source {
   std::optional<Item> next();
   // Never blocks: for a lane that has items in flight and room for more.
   std::optional<Item> try_next();
+  // The same, but no put.
+  std::optional<Item> try_next_read();
   bool closing() const;
 
  private:

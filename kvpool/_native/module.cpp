@@ -341,8 +341,9 @@ TlsFiles to_tls_files(const PyTlsFiles& files) {
 }
 
 RespSettings resp_settings(const std::string& user, const std::string& password, int database, double ttl_s,
-                           unsigned connections, const std::optional<PyTlsFiles>& tls) {
-  for (const std::string* text : {&user, &password}) {
+                           unsigned connections, const std::optional<PyTlsFiles>& tls,
+                           const std::string& client, const std::string& version) {
+  for (const std::string* text : {&user, &password, &client, &version}) {
     if (text->find('\0') != std::string::npos) throw std::invalid_argument("no setting may hold a zero byte");
   }
   if (password.empty() && !user.empty()) throw std::invalid_argument("a user needs a password");
@@ -354,6 +355,8 @@ RespSettings resp_settings(const std::string& user, const std::string& password,
   settings.user = user;
   settings.password = password;
   settings.database = static_cast<unsigned>(database);
+  settings.client = client;
+  settings.version = version;
   settings.ttl = std::chrono::milliseconds(static_cast<std::int64_t>(ttl_s * 1e3));
   if (tls) settings.tls = without_gil([&] { return std::make_shared<TlsContext>(to_tls_files(*tls)); });
   return settings;
@@ -361,8 +364,9 @@ RespSettings resp_settings(const std::string& user, const std::string& password,
 
 PyEngine open_resp_engine(const std::string& host, int port, const std::string& unix_path,
                           const std::string& user, const std::string& password, int database, double ttl_s,
-                          unsigned connections, const std::optional<PyTlsFiles>& tls) {
-  RespSettings settings = resp_settings(user, password, database, ttl_s, connections, tls);
+                          unsigned connections, const std::optional<PyTlsFiles>& tls,
+                          const std::string& client, const std::string& version) {
+  RespSettings settings = resp_settings(user, password, database, ttl_s, connections, tls, client, version);
   if (unix_path.empty() == host.empty()) throw std::invalid_argument("give a host or a unix_path");
   for (const std::string* text : {&host, &unix_path}) {
     if (text->find('\0') != std::string::npos) throw std::invalid_argument("no setting may hold a zero byte");
@@ -439,9 +443,10 @@ class PyTopology {
 };
 
 nb::tuple open_routed_resp_engine(const std::string& user, const std::string& password, int database,
-                                  double ttl_s, unsigned connections, const std::optional<PyTlsFiles>& tls) {
-  auto topology =
-      std::make_shared<Topology>(resp_settings(user, password, database, ttl_s, connections, tls));
+                                  double ttl_s, unsigned connections, const std::optional<PyTlsFiles>& tls,
+                                  const std::string& client, const std::string& version) {
+  auto topology = std::make_shared<Topology>(
+      resp_settings(user, password, database, ttl_s, connections, tls, client, version));
   try {
     PyEngine engine(without_gil(
         [&] { return std::make_unique<Engine>(std::make_unique<RespBackend>(topology), connections); }));
@@ -784,7 +789,7 @@ NB_MODULE(_native, m) {
   nb::exception<RespError>(m, "RespError");
   nb::exception<TlsError>(m, "TlsError");
   m.def("open_resp_engine", &open_resp_engine, "host"_a, "port"_a, "unix_path"_a, "user"_a, "password"_a,
-        "database"_a, "ttl_s"_a, "connections"_a, "tls"_a.none());
+        "database"_a, "ttl_s"_a, "connections"_a, "tls"_a.none(), "client"_a, "version"_a);
 
   auto bare_server = nb::class_<BareServer>(m, "BareServer");
   bare_server.def(
@@ -810,5 +815,5 @@ NB_MODULE(_native, m) {
       .def("close", &PyTopology::close)
       .def("closed", &PyTopology::closed);
   m.def("open_routed_resp_engine", &open_routed_resp_engine, "user"_a, "password"_a, "database"_a, "ttl_s"_a,
-        "connections"_a, "tls"_a.none());
+        "connections"_a, "tls"_a.none(), "client"_a, "version"_a);
 }

@@ -24,6 +24,8 @@ constexpr std::size_t kMaxStrangers = 16;
 }  // namespace
 
 class RespLane : public Lane {
+  using Role = RespConnection::Role;
+
  public:
   RespLane(RespBackend& backend, unsigned index)
       : topology_(*backend.topology_),
@@ -61,9 +63,7 @@ class RespLane : public Lane {
       [[maybe_unused]] const int ignored = eventfd_read(woken_fd_.get(), &count);
       // Who closes wakes once, and this may have been that: nothing would end the next wait.
       if (source.closing()) return;
-      more_ = true;
-      // Who closes wakes once, and this may have been that: nothing would end the next wait.
-      if (source.closing()) return;
+      more_reads_ = more_puts_ = true;
     }
     follow_topology(now);
     for (const auto& connection : connections_) {
@@ -82,8 +82,8 @@ class RespLane : public Lane {
     if (!moved) wait();
   }
 
-  // One connection to each node of the map, at the node's place in it; behind them those that have not ended
-  // what they began, and those that only a redirect named.
+  // Two connections to each node of the map, for reads at twice the node's place in it and for puts behind that; then
+  // those that have not ended what they began, and those that only a redirect named.
   void follow_topology(Clock::time_point now) {
     const std::uint64_t version = topology_.version();
     if (version == version_) return;
@@ -91,10 +91,12 @@ class RespLane : public Lane {
     map_ = topology_.map();
     auto before = std::exchange(connections_, {});
     for (const auto& node : map_->nodes) {
-      const auto kept = std::find_if(before.begin(), before.end(), [&](const auto& connection) {
-        return connection && &connection->node() == node.get();
-      });
-      connections_.push_back(kept != before.end() ? std::move(*kept) : connect(node));
+      for (const Role role : {Role::kReads, Role::kWrites}) {
+        const auto kept = std::find_if(before.begin(), before.end(), [&](const auto& connection) {
+          return connection && &connection->node() == node.get() && connection->role() == role;
+        });
+        connections_.push_back(kept != before.end() ? std::move(*kept) : connect(node, role));
+      }
     }
     std::vector<std::deque<Item>> waiting;
     for (auto& connection : before) {
@@ -107,15 +109,16 @@ class RespLane : public Lane {
     }
   }
 
-  std::unique_ptr<RespConnection> connect(std::shared_ptr<RespNode> node) {
-    return std::make_unique<RespConnection>(std::move(node), topology_, counts_, scratch_, random_());
+  std::unique_ptr<RespConnection> connect(std::shared_ptr<RespNode> node, Role role) {
+    return std::make_unique<RespConnection>(std::move(node), role, topology_, counts_, uses_, scratch_,
+                                            random_());
   }
 
   // While there is room somewhere; or nobody is there, and each item is to learn that.
-  bool takes(Clock::time_point now) const {
+  bool takes(Role role, Clock::time_point now) const {
     bool room = false;
     bool refuse = true;
-    for (std::size_t i = 0; i < map_->nodes.size(); ++i) {
+    for (std::size_t i = place(0, role); i < 2 * map_->nodes.size(); i += 2) {
       if (connections_[i]->is_clogged(now)) return false;
       room = room || connections_[i]->has_room();
       refuse = refuse && connections_[i]->refuses();
@@ -123,11 +126,17 @@ class RespLane : public Lane {
     return room || refuse;
   }
 
+  static std::size_t place(std::size_t node, Role role) { return 2 * node + (role == Role::kWrites ? 1 : 0); }
+
+  // Reads before puts, and no put while reads have to wait; reads do not wait for puts.
   void fill(Source& source, Clock::time_point now) {
-    while (more_ && takes(now)) {
-      auto item = source.try_next();
+    while ((more_reads_ || more_puts_) && takes(Role::kReads, now)) {
+      const bool puts_too = more_puts_ && takes(Role::kWrites, now);
+      if (!puts_too && !more_reads_) return;
+      auto item = puts_too ? source.try_next() : source.try_next_read();
       if (!item) {
-        more_ = false;
+        more_reads_ = false;
+        more_puts_ = more_puts_ && !puts_too;
         return;
       }
       route(std::move(*item), now);
@@ -137,7 +146,8 @@ class RespLane : public Lane {
   void route(Item&& item, Clock::time_point now) {
     follow_topology(now);  // the map that was there when the item came, or a later one
     const std::size_t owner = map_->owner_of(item.key().text);
-    if (owner != SlotMap::kNobody) return connections_[owner]->push(std::move(item));
+    const Role role = item.op() == Op::kPut ? Role::kWrites : Role::kReads;
+    if (owner != SlotMap::kNobody) return connections_[place(owner, role)]->push(std::move(item));
     topology_.doubt();
     item.finish(Status::kFault, "no node serves slot " + std::to_string(slot_of(item.key().text)));
   }
@@ -149,13 +159,16 @@ class RespLane : public Lane {
       return RespConnection::end_redirected(std::move(redirect),
                                             name + ": a server sent us there, and it is not known yet");
     }
-    auto found = std::find_if(connections_.begin(), connections_.end(),
-                              [&](const auto& connection) { return &connection->node() == node.get(); });
+    const bool is_put = redirect.request->kind == RespRequest::Kind::kPut;
+    const Role role = is_put ? Role::kWrites : Role::kReads;
+    auto found = std::find_if(connections_.begin(), connections_.end(), [&](const auto& connection) {
+      return &connection->node() == node.get() && connection->role() == role;
+    });
     if (found == connections_.end()) {
-      if (connections_.size() >= map_->nodes.size() + kMaxStrangers) {
+      if (connections_.size() >= 2 * (map_->nodes.size() + kMaxStrangers)) {
         return RespConnection::end_redirected(std::move(redirect), name + ": one server too many to follow");
       }
-      connections_.push_back(connect(node));
+      connections_.push_back(connect(node, role));
       found = connections_.end() - 1;
     }
     (*found)->push_redirected(std::move(redirect.request));
@@ -197,7 +210,9 @@ class RespLane : public Lane {
 
   const Descriptor woken_fd_;
   std::atomic<bool> woken_{true};
-  bool more_ = true;  // there may be items that nobody has taken
+  bool more_reads_ = true;  // there may be items that nobody has taken
+  bool more_puts_ = true;
+  RespUses uses_;
   std::vector<std::byte> scratch_;
   std::vector<std::unique_ptr<RespConnection>> connections_;
   std::vector<pollfd> polled_;

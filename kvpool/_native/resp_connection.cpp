@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <system_error>
 #include <utility>
@@ -13,14 +12,11 @@ namespace {
 
 using namespace std::chrono_literals;
 using Kind = RespRequest::Kind;
-using Stage = RespRequest::Stage;
-using Sink = RespRequest::Sink;
 
 // A server makes every pipelined reply before it writes: unbounded pipelines halve its speed (1.5 against 3.2
 // GB/s of 2 MiB GETs, Redis 7.0.15). Bytes that have arrived no longer count, so the next request is on its
 // way when a large reply ends.
 constexpr std::size_t kWindowNbytes = 1 << 20;
-constexpr std::size_t kRequestNbytes = 128;  // what a request counts on top of its payload
 constexpr std::size_t kMaxRequests = 4096;
 // What may wait for the window of one server; beyond it the lane waits, and so do all its servers: each takes
 // its items in their order, and the lanes share them evenly.
@@ -29,16 +25,11 @@ constexpr std::size_t kWaitingNbytes = 8 << 20;
 // do, each until its deadline: the server may only be slow.
 constexpr auto kQuiet = 250ms;
 constexpr std::size_t kMaxWaiting = 65536;
-// A key's slot moves from one server to one other; more hops mean that the servers do not agree.
-constexpr unsigned kMaxHops = 5;
 constexpr std::size_t kMaxParts = 64;  // of one sendmsg
-// Smaller values are received with the replies around them and copied: that costs less than a system call.
-constexpr std::size_t kDirectNbytes = 4096;
-// A value of a wrong length is read to its end and thrown away up to here; beyond it, dialling anew is
-// cheaper.
-constexpr std::uint64_t kMaxDrainNbytes = 64 << 20;
-// For a reply that nobody waits for any more, and for the deletion of a damaged record.
-constexpr auto kPatience = 5s;
+// An item whose time has run out casts no doubt on a connection on which something moved so lately.
+constexpr auto kLeastSilence = 50ms;
+// Until then a reply that nobody waits for any more has to have come, however much moves.
+constexpr auto kLongestDrain = 60s;
 constexpr auto kFirstBackoff = 10ms;
 // A pause and an attempt together stay below a second: so soon is a server that came back used again.
 constexpr auto kMaxBackoff = 400ms;
@@ -46,26 +37,8 @@ constexpr auto kConnectPatience = 500ms;
 // For a first attempt to dial again; then requests do not wait for it any more.
 constexpr auto kDialGrace = 250ms;
 
-constexpr const char* kUnexpected = "its reply does not fit what it was asked";
-
-std::string_view first_word(std::string_view words) { return words.substr(0, words.find(' ')); }
-
-// Errors of one command, after which the connection goes on as before.
-bool understood(std::string_view word) {
-  constexpr std::string_view kWords[] = {"OOM",        "WRONGTYPE",   "NOPERM",   "NOAUTH",     "LOADING",
-                                         "BUSY",       "MISCONF",     "READONLY", "MOVED",      "ASK",
-                                         "NOREPLICAS", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "CROSSSLOT"};
-  return std::find(std::begin(kWords), std::end(kWords), word) != std::end(kWords);
-}
-
-std::size_t digits(std::uint64_t value) {
-  std::size_t count = 1;
-  for (; value >= 10; value /= 10) ++count;
-  return count;
-}
-
-// "$123\r\n"
-std::size_t bulk_line_nbytes(std::uint64_t value) { return 1 + digits(value) + 2; }
+// What is sent for the rest of a put that was given up.
+constexpr std::array<std::byte, kChunkNbytes> kZeros{};
 
 std::size_t cost_of(const Item& item) {
   const bool moves_bytes = item.op() == Op::kPut || item.op() == Op::kGet;
@@ -74,11 +47,14 @@ std::size_t cost_of(const Item& item) {
 
 }  // namespace
 
-RespConnection::RespConnection(std::shared_ptr<RespNode> node, Topology& topology, RespCounts& counts,
-                               std::span<std::byte> scratch, unsigned seed)
+RespConnection::RespConnection(std::shared_ptr<RespNode> node, Role role, Topology& topology,
+                               RespCounts& counts, RespUses& uses, std::span<std::byte> scratch,
+                               unsigned seed)
     : node_(std::move(node)),
+      role_(role),
       topology_(topology),
       counts_(counts),
+      uses_(uses),
       settings_(node_->settings),
       addresses_(node_->addresses()),
       scratch_(scratch),
@@ -89,7 +65,7 @@ RespConnection::~RespConnection() { hang_up(); }
 bool RespConnection::awaiting() const { return !requests_.empty() && requests_.front()->on_the_wire(); }
 
 bool RespConnection::is_quiet(Clock::time_point now) const {
-  return (!socket_ || !requests_.empty()) && now - heard_at_ >= kQuiet;
+  return (!socket_ || !requests_.empty()) && now - moved_at_ >= kQuiet;
 }
 
 bool RespConnection::is_clogged(Clock::time_point now) const {
@@ -97,16 +73,18 @@ bool RespConnection::is_clogged(Clock::time_point now) const {
 }
 
 bool RespConnection::has_room() const {
-  return up_ && in_flight_nbytes_ < kWindowNbytes && requests_.size() < kMaxRequests;
+  return (up_ || !is_wanted_) && in_flight_nbytes_ < kWindowNbytes && requests_.size() < kMaxRequests;
 }
 
 bool RespConnection::move(Clock::time_point now) {
   if (!socket_) return false;
   begin_waiting();
-  bool moved = send_some();
-  if (socket_ && (readable_ || awaiting() || socket_.has_pending())) moved |= receive_some();
-  if (moved) heard_at_ = now;
-  return moved;
+  const bool was_full = is_full_;
+  const bool sent = send_some();
+  const bool got = socket_ && (readable_ || awaiting() || socket_.has_pending()) ? receive_some() : false;
+  // What a socket takes that has room proves nothing of the other side.
+  if (got || (sent && was_full)) moved_at_ = now;
+  return sent || got;
 }
 
 pollfd RespConnection::polled() const {
@@ -121,7 +99,7 @@ pollfd RespConnection::polled() const {
 Clock::time_point RespConnection::wake_at() const {
   auto until = next_deadline_;
   if (waiting_nbytes_ >= kWaitingNbytes && !is_quiet(Clock::now()))
-    until = std::min(until, heard_at_ + kQuiet);
+    until = std::min(until, moved_at_ + kQuiet);
   if (socket_) return until;
   if (!dial_) return std::min(until, next_dial_);
   if (!failing_) until = std::min(until, dialled_at_ + kDialGrace);
@@ -135,7 +113,7 @@ void RespConnection::came(short events) {
 // ---- connection
 
 void RespConnection::keep_up(Clock::time_point now) {
-  if (!socket_) dial(now);
+  if (!socket_ && is_wanted_) dial(now);
   if (socket_ && seen_doubts_ != node_->doubts.load()) look_after_doubt(now);
 }
 
@@ -149,7 +127,7 @@ void RespConnection::dial(Clock::time_point now) {
     }
     seen_doubts_ = node_->doubts.load();
     dialled_at_ = now;
-    dial_.emplace(settings_, addresses_, now, kConnectPatience);
+    dial_.emplace(settings_, addresses_, role_ == Role::kReads ? "reads" : "writes", now, kConnectPatience);
   }
   switch (dial_->step(now)) {
     case Dial::State::kUnderWay:
@@ -161,7 +139,10 @@ void RespConnection::dial(Clock::time_point now) {
       parser_.reset();
       readable_ = false;
       failing_ = false;
-      heard_at_ = now;
+      touches_ = true;  // its rights may have changed
+      renews_ = true;
+      is_full_ = false;
+      moved_at_ = now;
       count_up(true);
       counts_.connections.fetch_add(1, std::memory_order_relaxed);
       return;
@@ -264,6 +245,7 @@ void RespConnection::lose(Cause cause, std::string_view why) {
     if (!request->on_the_wire()) {
       requests_.push_back(std::move(request));
     } else if (request->kind == Kind::kCleanup) {
+      // A damaged record still has to go.
       end_item(*request, Status::kMiss, {});
       again(std::move(request));
     } else if (request->item && cause == Cause::kOurselves && request->kind != Kind::kDelete &&
@@ -295,6 +277,7 @@ void RespConnection::again(std::unique_ptr<Request> request) {
   fresh->head = std::move(request->head);
   fresh->body = request->body;
   fresh->end_made = request->kind != Kind::kPut;
+  fresh->answerable[0] = request->answerable[0];
   fresh->into = request->into;
   fresh->into_tail = request->into_tail;
   fresh->asking = request->asking;
@@ -324,6 +307,7 @@ void RespConnection::end_item(Request& request, Status status, std::string words
 // ---- requests
 
 void RespConnection::push(Item&& taken) {
+  is_wanted_ = true;
   if (refuses()) {
     counts_.refused.fetch_add(1, std::memory_order_relaxed);
     return taken.finish(Status::kFault, last_error_);
@@ -366,7 +350,7 @@ void RespConnection::begin(Item&& taken) {
       request->kind = Kind::kDelete;
       break;
     case Op::kTouch:
-      request->kind = Kind::kTouch;
+      request->kind = touches_ ? Kind::kTouch : Kind::kContains;
       break;
   }
   request->deadline = taken.deadline();
@@ -376,6 +360,7 @@ void RespConnection::begin(Item&& taken) {
 }
 
 void RespConnection::push_redirected(std::unique_ptr<Request> request) {
+  is_wanted_ = true;
   if (refuses()) return end_item(*request, Status::kFault, last_error_);
   add(std::move(request));
 }
@@ -387,7 +372,7 @@ void RespConnection::end_redirected(Redirect&& redirect, std::string words) {
 void RespConnection::add(std::unique_ptr<Request> request) {
   request->cost_left = kRequestNbytes + request->body.size() + request->into.size();
   in_flight_nbytes_ += request->cost_left;
-  if (requests_.empty()) heard_at_ = Clock::now();
+  if (requests_.empty()) moved_at_ = Clock::now();
   next_deadline_ = std::min(next_deadline_, request->deadline);
   requests_.push_back(std::move(request));
 }
@@ -411,36 +396,44 @@ void RespConnection::count_window() {
   for (const Item& item : waiting_) next_deadline_ = std::min(next_deadline_, item.deadline());
 }
 
+// While something moves, a server is slow and not silent, whatever becomes of one item's time.
+bool RespConnection::is_silent(const Request& request, Clock::time_point now) const {
+  const Clock::duration own = now - request.began;
+  return now - moved_at_ >= std::max<Clock::duration>(own / 2, kLeastSilence);
+}
+
+// Its buffer is let go of; what comes for it goes nowhere. False: the connection has to end for that.
+bool RespConnection::let_go(Request& request, Status status, Clock::time_point now) {
+  if (request.kind == Kind::kPut && !request.is_sent() && !request.give_up_sending()) return false;
+  const Clock::duration own = now - request.began;
+  if (status == Status::kTimedOut) request.patience = std::max<Clock::duration>(own / 2, kQuiet);
+  request.deadline = now + request.patience;
+  request.lost_at = now + kLongestDrain;
+  end_item(request, status, {});
+  return true;
+}
+
 void RespConnection::give_up_stopped(Clock::time_point now) {
   bool silent = false;
   bool torn = false;
   next_deadline_ = Clock::time_point::max();
   for (auto& request : requests_) {
-    if (request->item) {
-      const auto stopped = request->item->stopped();
-      if (stopped && !request->on_the_wire()) {
-        end_item(*request, *stopped, {});
-        if (request->kind != Kind::kCleanup) {
-          pay(*request, request->cost_left);
-          request.reset();
-          continue;
-        }
-      } else if (stopped == Status::kTimedOut) {
-        silent = true;
-      } else if (stopped && request->kind == Kind::kPut && !request->is_sent()) {
-        torn = true;
-      } else if (stopped) {
-        end_item(*request, *stopped, {});
-        request->deadline = std::min(request->deadline, now + kPatience);
-      }
-    } else if (now >= request->deadline) {
-      if (request->on_the_wire()) {
-        silent = true;
-      } else {
+    const auto stopped = request->item ? request->item->stopped() : std::nullopt;
+    const bool is_over = !request->item && now >= request->deadline;
+    if (!request->on_the_wire() && (stopped || is_over)) {
+      if (stopped) end_item(*request, *stopped, {});
+      if (is_over || request->kind != Kind::kCleanup) {
         pay(*request, request->cost_left);
         request.reset();
         continue;
       }
+    } else if (stopped == Status::kTimedOut && is_silent(*request, now)) {
+      silent = true;
+    } else if (stopped) {
+      torn |= !let_go(*request, *stopped, now);
+    } else if (is_over) {
+      silent |= now - moved_at_ >= request->patience || now >= request->lost_at;
+      request->deadline = moved_at_ + request->patience;
     }
     next_deadline_ = std::min(next_deadline_, request->deadline);
   }
@@ -471,10 +464,11 @@ bool RespConnection::send_some() {
   std::size_t count = 0;
   std::size_t nbytes = 0;
   for (std::size_t i = first_unsent_; i < requests_.size(); ++i) {
-    if (count + 3 > kMaxParts || nbytes >= kChunkNbytes) break;
+    if (count + 4 > kMaxParts || nbytes >= kChunkNbytes) break;
     if (!gather(*requests_[i], parts, count, nbytes)) break;
   }
   const Stream::Result result = socket_.send({parts, count});
+  is_full_ = result.state == Stream::State::kBlocked || result.nbytes < nbytes;
   if (result.state == Stream::State::kBlocked) return false;
   if (result.state != Stream::State::kMoved) {
     const std::string why = socket_.error();
@@ -503,9 +497,10 @@ bool RespConnection::gather(Request& request, iovec* parts, std::size_t& count, 
   if (request.kind != Kind::kPut) return true;
   at -= request.head.size();
   if (at < request.body.size()) {
-    hash_up_to(request, std::min(request.body.size(), at + kChunkNbytes));
-    add_part(request.body.data() + at, request.hashed - at);
-    if (request.hashed < request.body.size()) return false;
+    const std::size_t until = std::min(request.body.size(), at + kChunkNbytes);
+    if (request.item) hash_up_to(request, until);
+    add_part(request.item ? request.body.data() + at : kZeros.data(), until - at);
+    if (until < request.body.size()) return false;
     at = request.body.size();
   }
   if (!request.end_made) make_end(request);
@@ -525,6 +520,7 @@ void RespConnection::hash_up_to(Request& request, std::size_t until) {
 }
 
 void RespConnection::make_end(Request& request) const {
+  if (!request.item) return request.make_end(std::nullopt, request.key_text, settings_.ttl);
   const Item& item = *request.item;
   const std::span<const std::byte> tail = item.buffer().subspan(request.body.size());
   hash_up_to(request, request.body.size());  // also when there is no body
@@ -534,10 +530,7 @@ void RespConnection::make_end(Request& request) const {
   std::string h(kRecordHeaderNbytes + tail.size(), '\0');
   std::memcpy(h.data(), &header, sizeof header);
   if (!tail.empty()) std::memcpy(h.data() + sizeof header, tail.data(), tail.size());
-  request.end = "\r\n$1\r\nh\r\n$" + std::to_string(h.size()) + "\r\n" + h + "\r\n";
-  if (request.asking) request.end += kAsking;
-  append_command(request.end, {"PEXPIRE", item.key().text, std::to_string(settings_.ttl.count())});
-  request.end_made = true;
+  request.make_end(h, item.key().text, settings_.ttl);
 }
 
 void RespConnection::advance(std::size_t nbytes) {
@@ -551,347 +544,6 @@ void RespConnection::advance(std::size_t nbytes) {
     if (!request.is_sent()) return;
     ++first_unsent_;
   }
-}
-
-// ---- receiving
-
-bool RespConnection::receive_some() {
-  readable_ = false;
-  iovec parts[2];
-  std::size_t count = 0;
-  std::size_t direct = 0;
-  Request* front = requests_.empty() ? nullptr : requests_.front().get();
-  if (front != nullptr && parser_.bulk_left() != 0 && front->sink == Sink::kBody && front->item) {
-    direct = static_cast<std::size_t>(std::min<std::uint64_t>(parser_.bulk_left(), kChunkNbytes));
-    parts[count++] = {front->into.data() + front->body_got, direct};
-  }
-  if (direct == parser_.bulk_left() || direct == 0) {
-    parts[count++] = {scratch_.data(), wanted_nbytes(direct != 0)};
-  }
-  const Stream::Result result = socket_.receive({parts, count});
-  if (result.state != Stream::State::kMoved) {
-    if (result.state != Stream::State::kBlocked) lose(Cause::kServer, std::string(socket_.error()));
-    return false;
-  }
-  if (!up_) {
-    seen_doubts_ = node_->doubts.load();
-    count_up(true);
-  }
-  const std::size_t got = result.nbytes;
-  const std::size_t straight = std::min(got, direct);
-  if (straight != 0) body_came(*front, straight);
-  std::string why = understand({scratch_.data(), got - straight});
-  if (!why.empty()) lose(Cause::kServer, why);
-  return true;
-}
-
-// How much of what comes may go through the scratch buffer: up to where the next large payload should
-// begin.
-std::size_t RespConnection::wanted_nbytes(bool in_body) const {
-  if (requests_.empty()) return 1;  // nothing is due: one byte is proof enough
-  const Request& front = *requests_.front();
-  if (front.kind == Kind::kGet && (!front.item || front.damage != Damage::kNone)) return scratch_.size();
-  std::size_t wanted = in_body ? 2 : 0;
-  for (std::size_t i = in_body ? 1 : 0; i < requests_.size() && wanted < scratch_.size(); ++i) {
-    const Request& request = *requests_[i];
-    if (request.asking) wanted += request.kind == Kind::kPut ? 10 : 5;
-    if (request.kind != Kind::kGet) {
-      wanted += request.kind == Kind::kPut ? 8 : 4;
-      continue;
-    }
-    const std::size_t h_nbytes = kRecordHeaderNbytes + request.into_tail.size();
-    wanted += 4 + bulk_line_nbytes(h_nbytes) + h_nbytes + 2 + bulk_line_nbytes(request.into.size());
-    if (request.into.size() >= kDirectNbytes) break;
-    wanted += request.into.size() + 2;
-  }
-  return std::clamp<std::size_t>(wanted, 1, scratch_.size());
-}
-
-// Returns why the connection is in doubt; empty when it is not.
-std::string RespConnection::understand(std::span<const std::byte> input) {
-  while (!input.empty()) {
-    if (requests_.empty() || !requests_.front()->on_the_wire()) return "it sent more than it was asked for";
-    Request& front = *requests_.front();
-    if (parser_.bulk_left() != 0) {
-      const auto piece =
-          input.first(static_cast<std::size_t>(std::min<std::uint64_t>(input.size(), parser_.bulk_left())));
-      bulk_came(front, piece);
-      input = input.subspan(piece.size());
-      continue;
-    }
-    const auto token = parser_.next(input);
-    if (!token) break;
-    std::string why = token_came(front, *token);
-    if (!why.empty()) return why;
-  }
-  return {};
-}
-
-void RespConnection::bulk_came(Request& request, std::span<const std::byte> piece) {
-  switch (request.item ? request.sink : Sink::kNowhere) {
-    case Sink::kHeader: {
-      const std::size_t kept = std::min(piece.size(), request.h.size() - request.h_got);
-      if (kept != 0) std::memcpy(request.h.data() + request.h_got, piece.data(), kept);
-      request.h_got += kept;
-      break;
-    }
-    case Sink::kBody:
-      std::memcpy(request.into.data() + request.body_got, piece.data(), piece.size());
-      body_came(request, piece.size());
-      return;
-    case Sink::kNowhere:
-      break;
-  }
-  parser_.take(piece.size());
-}
-
-// `nbytes` more of b are in their place.
-void RespConnection::body_came(Request& request, std::size_t nbytes) {
-  request.checksum->update(request.into.subspan(request.body_got, nbytes));
-  request.body_got += nbytes;
-  parser_.take(nbytes);
-  pay(request, std::min(nbytes, request.cost_left - kRequestNbytes));
-}
-
-std::string RespConnection::token_came(Request& request, const RespToken& token) {
-  if (token.kind == RespKind::kBad) return "its reply is no RESP2, or too large";
-  if (request.asking && !request.asked) {
-    // Where it is refused the command is, too.
-    if (token.kind != RespKind::kSimple && token.kind != RespKind::kError) return kUnexpected;
-    request.asked = true;
-    return {};
-  }
-  if (token.kind == RespKind::kError) return error_came(request, token.text);
-  // A reply to what is still being sent can only be an error.
-  if (!request.is_sent()) return "it replied before it was asked";
-  switch (request.kind) {
-    case Kind::kPut:
-      return put_reply_came(request, token);
-    case Kind::kGet:
-      return get_token_came(request, token);
-    case Kind::kContains:
-    case Kind::kDelete:
-    case Kind::kTouch:
-    case Kind::kCleanup:
-      if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
-      end_front(token.value == 1 && request.kind != Kind::kCleanup ? Status::kOk : Status::kMiss, {});
-      return {};
-  }
-  return kUnexpected;
-}
-
-std::string RespConnection::error_came(Request& request, std::string_view text) {
-  const std::string_view word = first_word(text);
-  const std::string words = settings_.endpoint.name() + ": " + settings_.shown(text);
-  if (!request.is_sent() || !understood(word) || request.stage == Stage::kHeader ||
-      request.stage == Stage::kBody) {
-    end_item(request, Status::kFault, words);
-    return "it answered: " + settings_.shown(text);
-  }
-  if (!topology_.is_fixed() && (word == "MOVED" || word == "ASK") && note_redirect(request, text)) {
-    if (request.kind == Kind::kPut) {
-      end_put_reply(request);
-    } else {
-      redirect_front();
-    }
-    return {};
-  }
-  if (word == "READONLY" || word == "CLUSTERDOWN" || word == "MASTERDOWN" || word == "MOVED")
-    topology_.doubt();
-  if (request.kind == Kind::kGet && word == "WRONGTYPE") {
-    request.damage = Damage::kMagic;
-    end_get(request);
-    return {};
-  }
-  const Status status = request.kind == Kind::kPut && word == "OOM" ? Status::kNoRoom : Status::kFault;
-  if (request.kind != Kind::kPut) {
-    end_front(request.kind == Kind::kCleanup ? Status::kMiss : status,
-              request.kind == Kind::kCleanup ? std::string() : words);
-    return {};
-  }
-  if (request.outcome == Status::kOk) {
-    request.outcome = status;
-    request.words = status == Status::kFault ? words : std::string();
-  }
-  end_put_reply(request);
-  return {};
-}
-
-std::string RespConnection::put_reply_came(Request& request, const RespToken& token) {
-  if (token.kind != RespKind::kInteger) return kUnexpected;
-  if (request.expires) {
-    // The server kept it, and evicted it before the next command.
-    if (token.value == 0 && request.outcome == Status::kOk) request.outcome = Status::kNoRoom;
-    if (token.value < 0 || token.value > 1) return kUnexpected;
-  } else if (token.value < 0 || token.value > 2) {
-    return kUnexpected;
-  }
-  end_put_reply(request);
-  return {};
-}
-
-void RespConnection::end_put_reply(Request& request) {
-  request.asked = false;
-  if (!std::exchange(request.expires, true)) return;
-  if (request.moved_port != 0) return redirect_front();
-  end_front(request.outcome, std::move(request.words));
-}
-
-std::string RespConnection::get_token_came(Request& request, const RespToken& token) {
-  switch (request.stage) {
-    case Stage::kStart:
-      if (token.kind != RespKind::kArray || token.value != 2) return kUnexpected;
-      request.stage = Stage::kHeader;
-      return {};
-    case Stage::kHeader:
-      if (token.kind == RespKind::kBulk) {
-        request.h_nbytes = static_cast<std::uint64_t>(token.value);
-        if (request.h_nbytes > kMaxDrainNbytes) return too_large(request);
-        request.sink = Sink::kHeader;
-        return {};
-      }
-      if (token.kind == RespKind::kNil) {
-        request.h_is_nil = true;
-      } else if (token.kind != RespKind::kBulkEnd) {
-        return kUnexpected;
-      } else {
-        check_h(request);
-      }
-      request.sink = Sink::kNowhere;
-      request.stage = Stage::kBody;
-      return {};
-    case Stage::kBody:
-      if (token.kind == RespKind::kBulk) return body_begins(request, static_cast<std::uint64_t>(token.value));
-      if (token.kind == RespKind::kNil) {
-        if (request.h_is_nil) {
-          end_front(Status::kMiss, {});
-          return {};
-        }
-        if (request.damage == Damage::kNone) request.damage = Damage::kLength;
-      } else if (token.kind != RespKind::kBulkEnd) {
-        return kUnexpected;
-      }
-      end_get(request);
-      return {};
-  }
-  return kUnexpected;
-}
-
-// All of h is there: is it the header of what was asked for?
-void RespConnection::check_h(Request& request) {
-  if (!request.item) return;
-  if (request.h_nbytes < kRecordHeaderNbytes) {
-    request.damage = Damage::kTruncated;
-    return;
-  }
-  RecordHeader header;
-  std::memcpy(&header, request.h.data(), sizeof header);
-  const Item& item = *request.item;
-  request.damage = check_header(header, item.key(), item.buffer().size());
-  if (request.damage == Damage::kNone && request.h_nbytes != kRecordHeaderNbytes + request.into_tail.size()) {
-    request.damage = Damage::kLength;
-  }
-  if (request.damage == Damage::kNone) request.checksum.emplace(header);
-}
-
-std::string RespConnection::body_begins(Request& request, std::uint64_t nbytes) {
-  if (request.h_is_nil) request.damage = Damage::kTruncated;
-  if (request.damage == Damage::kNone && nbytes != request.into.size()) request.damage = Damage::kLength;
-  const bool good = request.item && request.damage == Damage::kNone;
-  request.sink = good ? Sink::kBody : Sink::kNowhere;
-  return good || nbytes <= kMaxDrainNbytes ? std::string() : too_large(request);
-}
-
-std::string RespConnection::too_large(Request& request) {
-  if (request.damage == Damage::kNone) request.damage = Damage::kLength;
-  if (request.item) clean_up(request);
-  return "a record that is too large to be read to its end";
-}
-
-// The whole reply to a get has come.
-void RespConnection::end_get(Request& request) {
-  if (!request.item) return end_front(Status::kMiss, {});  // nobody waits for it
-  if (request.damage == Damage::kNone) {
-    RecordHeader header;
-    std::memcpy(&header, request.h.data(), sizeof header);
-    if (!request.into_tail.empty()) {
-      std::memcpy(request.into_tail.data(), request.h.data() + sizeof header, request.into_tail.size());
-      request.checksum->update(request.into_tail);
-    }
-    if (request.checksum->digest() == header.checksum) return end_front(Status::kOk, {});
-    request.damage = Damage::kChecksum;
-  }
-  clean_up(request);
-  end_front(Status::kMiss, {});
-}
-
-// Counts a damaged record and has it deleted. Its item is a miss once that is done, so that whoever sees
-// the miss does not find the record again. A good one that is written just now goes with it: a miss more,
-// never a wrong byte.
-void RespConnection::clean_up(Request& damaged) {
-  counts_.damaged[static_cast<std::size_t>(damaged.damage)].fetch_add(1, std::memory_order_relaxed);
-  auto request = std::make_unique<Request>();
-  request->kind = Kind::kCleanup;
-  request->item.emplace(std::move(*damaged.item));
-  damaged.item.reset();
-  request->deadline = Clock::now() + kPatience;
-  request->asking = damaged.asking;
-  request->compose();
-  add(std::move(request));
-}
-
-void RespConnection::end_front(Status status, std::string words) {
-  Request& front = *requests_.front();
-  attempts_ = 0;  // this connection is good for something
-  if (front.item) {
-    front.item->finish(status, std::move(words));
-    front.item.reset();
-  }
-  pay(front, front.cost_left);
-  requests_.pop_front();
-  --first_unsent_;
-}
-
-// "MOVED 3999 10.0.0.1:6381", or ASK: a host may be empty (the same one) or an IPv6 address. False: it makes no
-// sense, or the request was sent from server to server often enough.
-bool RespConnection::note_redirect(Request& request, std::string_view text) const {
-  const std::size_t space = text.rfind(' ');
-  const std::size_t colon = text.rfind(':');
-  if (colon == std::string_view::npos || colon < space) return false;
-  const std::string_view host = text.substr(space + 1, colon - space - 1);
-  unsigned port = 0;
-  const char* const end = text.data() + text.size();
-  const auto [at, error] = std::from_chars(text.data() + colon + 1, end, port);
-  if (error != std::errc() || at != end || port < 1 || port > 65535) return false;
-  if (!host.empty() && !is_host(host)) return false;
-  if (request.hops >= kMaxHops) return false;
-  // Both halves of a put say the same; where they differ, the one for good counts.
-  const bool asking = text.starts_with("ASK");
-  if (request.moved_port != 0 && asking) return true;
-  request.moved_host = host.empty() ? settings_.endpoint.host : std::string(host);
-  request.moved_port = port;
-  request.moved_asking = asking;
-  return true;
-}
-
-void RespConnection::redirect_front() {
-  attempts_ = 0;
-  std::unique_ptr<Request> front = std::move(requests_.front());
-  pay(*front, front->cost_left);
-  requests_.pop_front();
-  --first_unsent_;
-  (front->moved_asking ? counts_.asked : counts_.moved).fetch_add(1, std::memory_order_relaxed);
-  // A slot on its way from one server to another stays ours until it has arrived.
-  if (!front->moved_asking) topology_.doubt();
-  if (!front->item) return;  // nobody waits for it
-  auto fresh = std::make_unique<Request>();
-  fresh->kind = front->kind;
-  fresh->deadline = front->deadline;
-  fresh->item.emplace(std::move(*front->item));
-  fresh->asking = front->moved_asking;
-  fresh->hops = front->hops + 1;
-  fresh->compose();
-  redirected_.push_back({std::move(fresh), std::move(front->moved_host), front->moved_port});
 }
 
 }  // namespace kvpool

@@ -4,9 +4,13 @@
 //   h   the record's header, then the last min(128, n) bytes of the payload
 //   b   the payload bytes before those; an empty string when there are none
 //
-// PUT asks HSET key b ... h ..., then PEXPIRE. The header holds the checksum of the whole payload, so it has
-// to be sent last for a chunk to be hashed just before it is sent: hence b before h. The server sees both or
-// nothing. GET asks HMGET key h b: there the header comes first, and each chunk of b is hashed as it arrives.
+// PUT asks MULTI, HSET key b ... h ..., PEXPIRE, EXEC: no record without a time to live, wherever a connection is cut.
+// The header holds the checksum of the whole payload, so it has to be sent last for a chunk to be hashed just before
+// it is sent: hence b before h. GET asks HMGET key h b: there the header comes first, and each chunk of b is hashed as
+// it arrives.
+//
+// A lane has two connections to a server, one of which carries nothing but puts: on a slow link the socket of that one
+// holds megabytes which no load has to wait for.
 //
 // What does not fit into its window waits beside it, up to a bound, so that a server that is slow or silent does
 // not hold up the others of its lane.
@@ -35,6 +39,7 @@
 #include "resp_node.h"
 #include "resp_parser.h"
 #include "resp_request.h"
+#include "resp_uses.h"
 #include "stream.h"
 #include "topology.h"
 
@@ -46,6 +51,7 @@ inline constexpr std::size_t kScratchNbytes = 64 * 1024;
 class RespConnection {
  public:
   using Request = RespRequest;
+  enum class Role : std::uint8_t { kReads, kWrites };  // all but puts; puts, and not dialled before the first
   // A request that another server is to serve, in the words of this one.
   struct Redirect {
     std::unique_ptr<Request> request;
@@ -53,14 +59,15 @@ class RespConnection {
     unsigned port;
   };
 
-  // `scratch`: kScratchNbytes, of the lane.
-  RespConnection(std::shared_ptr<RespNode> node, Topology& topology, RespCounts& counts,
-                 std::span<std::byte> scratch, unsigned seed);
+  // `scratch`: kScratchNbytes, of the lane, as are `uses`.
+  RespConnection(std::shared_ptr<RespNode> node, Role role, Topology& topology, RespCounts& counts,
+                 RespUses& uses, std::span<std::byte> scratch, unsigned seed);
   RespConnection(const RespConnection&) = delete;
   RespConnection& operator=(const RespConnection&) = delete;
   ~RespConnection();
 
   const RespNode& node() const { return *node_; }
+  Role role() const { return role_; }
   // Whether it takes more at once: it stands, is not in doubt, and its window is not full.
   bool has_room() const;
   // While no connection of this store to the server stands, waiting for one is not worth a request's time.
@@ -79,8 +86,8 @@ class RespConnection {
   bool move(Clock::time_point now);
   std::vector<Redirect> take_redirected() { return std::exchange(redirected_, {}); }
   std::deque<Item> take_waiting();
-  // Ends the items that were cancelled or whose time has run out. Their buffers are let go at once; the reply
-  // to one that was only cancelled is read to its end, so that the others on this connection do not suffer.
+  // Ends the items that were cancelled or whose time has run out. Their buffers are let go at once; while anything
+  // moves, their replies are read to their end, so that the others on this connection do not suffer.
   void give_up_stopped(Clock::time_point now);
   // Everything on it is a fault.
   void end_all(std::string_view why);
@@ -98,11 +105,12 @@ class RespConnection {
   enum class Cause : std::uint8_t {
     kServer,    // it closed, or what it says cannot be understood
     kSilence,   // no reply before the deadline
-    kOurselves  // a put was cancelled in the middle: the server is fine
+    kOurselves  // a large put was cancelled in the middle: the server is fine
   };
 
   bool awaiting() const;
   bool is_quiet(Clock::time_point now) const;
+  bool is_silent(const Request& request, Clock::time_point now) const;
 
   void dial(Clock::time_point now);
   void look_after_doubt(Clock::time_point now);
@@ -117,6 +125,7 @@ class RespConnection {
   void begin(Item&& taken);
   void begin_waiting();
   void add(std::unique_ptr<Request> request);
+  bool let_go(Request& request, Status status, Clock::time_point now);
   void pay(Request& request, std::size_t nbytes);
   void count_window();
 
@@ -133,8 +142,11 @@ class RespConnection {
   void body_came(Request& request, std::size_t nbytes);
   std::string token_came(Request& request, const RespToken& token);
   std::string error_came(Request& request, std::string_view text);
-  std::string put_reply_came(Request& request, const RespToken& token);
-  void end_put_reply(Request& request);
+  bool note_refusal(Request& request, std::string_view word, std::string_view text);
+  void ask_without_touch(Request& refused);
+  std::string age_came(Request& request, const RespToken& token);
+  std::string put_token_came(Request& request, const RespToken& token);
+  void put_error_came(Request& request, std::string_view text);
   std::string get_token_came(Request& request, const RespToken& token);
   static void check_h(Request& request);
   std::string body_begins(Request& request, std::uint64_t nbytes);
@@ -142,12 +154,15 @@ class RespConnection {
   void end_get(Request& request);
   void clean_up(Request& damaged);
   void end_front(Status status, std::string words);
+  std::unique_ptr<Request> look_at(const Item& used);
   bool note_redirect(Request& request, std::string_view text) const;
   void redirect_front();
 
   const std::shared_ptr<RespNode> node_;
+  const Role role_;
   Topology& topology_;
   RespCounts& counts_;
+  RespUses& uses_;
   const RespSettings& settings_;
   std::vector<SocketAddress> addresses_;  // of the dial under way, or of the last one
   const std::span<std::byte> scratch_;
@@ -155,11 +170,15 @@ class RespConnection {
   std::optional<Dial> dial_;  // at most one of dial_ and socket_
   Stream socket_;
   RespParser parser_;
-  bool readable_ = false;          // poll() said so
-  bool up_ = false;                // connected, and not in doubt
-  std::uint64_t seen_doubts_ = 0;  // of all connections to this server, when this one last was not
-  bool failing_ = false;           // not connected, and the last attempt failed: items are faults at once
-  unsigned attempts_ = 0;          // failures since the last good reply
+  bool is_wanted_ = role_ == Role::kReads;  // it is dialled
+  bool readable_ = false;                   // poll() said so
+  bool is_full_ = false;                    // the socket did not take all that it was given
+  bool touches_ = true;                     // this user may TOUCH, as far as is known
+  bool renews_ = true;                      // and ask for times to live, and change them
+  bool up_ = false;                         // connected, and not in doubt
+  std::uint64_t seen_doubts_ = 0;           // of all connections to this server, when this one last was not
+  bool failing_ = false;   // not connected, and the last attempt failed: items are faults at once
+  unsigned attempts_ = 0;  // failures since the last good reply
   Clock::time_point next_dial_{};
   Clock::time_point dialled_at_{};  // when dial_ began
   std::string last_error_;
@@ -171,7 +190,8 @@ class RespConnection {
   std::deque<Item> waiting_;                       // for room
   std::size_t waiting_nbytes_ = 0;
   std::vector<Redirect> redirected_;
-  Clock::time_point heard_at_ = Clock::now();  // when something last moved, or began to be awaited
+  // When something last came, or was taken by a socket that had been full, or began to be awaited.
+  Clock::time_point moved_at_ = Clock::now();
   Clock::time_point next_deadline_ = Clock::time_point::max();
 };
 

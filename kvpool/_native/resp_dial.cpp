@@ -40,8 +40,8 @@ void append_command(std::string& to, std::initializer_list<std::string_view> wor
   }
 }
 
-Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, Clock::time_point now,
-           Clock::duration connect_within)
+Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, std::string_view role,
+           Clock::time_point now, Clock::duration connect_within)
     : settings_(settings),
       addresses_(addresses),
       deadline_(now + kDialPatience),
@@ -58,6 +58,15 @@ Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addre
   if (settings.database != 0) {
     asked_.emplace_back("SELECT");
     append_command(greeting_, {"SELECT", std::to_string(settings.database)});
+  }
+  if (!settings.client.empty()) {
+    const auto tell = [&](std::initializer_list<std::string_view> words) {
+      asked_.emplace_back("CLIENT");
+      append_command(greeting_, words);
+    };
+    tell({"CLIENT", "SETNAME", "kvpool:" + std::string(role) + ":" + settings.client});
+    tell({"CLIENT", "SETINFO", "LIB-NAME", "kvpool"});
+    if (!settings.version.empty()) tell({"CLIENT", "SETINFO", "LIB-VER", settings.version});
   }
   // A server that is stopped accepts connections all the same: only an answer proves that somebody is there.
   asked_.emplace_back("PING");
@@ -148,8 +157,8 @@ Dial::State Dial::greet() {
     while (const auto token = parser_.next(input)) {
       const std::string& command = asked_[answered_];
       if (token->kind == RespKind::kError) {
-        // A user who may not ask PING is answered all the same.
-        const bool alive = command == "PING" && token->text.starts_with("NOPERM");
+        // A user who may not ask PING is answered all the same; names are for operators, and old servers lack some.
+        const bool alive = command == "CLIENT" || (command == "PING" && token->text.starts_with("NOPERM"));
         if (!alive) return fail(0, command + ": " + settings_.shown(token->text));
       } else if (token->kind != RespKind::kSimple) {
         return fail(EPROTO, "no Redis or Valkey server: it answers " + command + " with something else");
@@ -160,7 +169,7 @@ Dial::State Dial::greet() {
 }
 
 void probe(const RespSettings& settings, const std::vector<SocketAddress>& addresses) {
-  Dial dial(settings, addresses, Clock::now());
+  Dial dial(settings, addresses, "probe", Clock::now());
   for (;;) {
     switch (dial.step(Clock::now())) {
       case Dial::State::kReady:

@@ -1,4 +1,4 @@
-// One attempt to reach a server: connect, TLS, AUTH, SELECT, PING. A connection that has answered all of them is
+// One attempt to reach a server: connect, TLS, AUTH, SELECT, a name, PING. A connection that has answered all of them is
 // handed over with nothing left unread on it.
 #pragma once
 
@@ -27,6 +27,8 @@ struct RespSettings {
   std::shared_ptr<const TlsContext> tls;  // none: in plain
   unsigned database = 0;
   std::chrono::milliseconds ttl{86'400'000};
+  std::string client;   // whom connections are named after, for CLIENT LIST; empty: they have no names
+  std::string version;  // of this library, for the same; empty: not told
 
   // What may be shown of text from a server: one short printable line, without the password.
   std::string shown(std::string_view words) const;
@@ -48,8 +50,9 @@ class Dial {
   enum class State : std::uint8_t { kUnderWay, kReady, kFailed };
 
   // Gives up at `now` + 2 s, and on an address that takes no connection after its share of `connect_within`.
-  Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, Clock::time_point now,
-       Clock::duration connect_within = kDialPatience);
+  // `role`: what the connection is for, in its name.
+  Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, std::string_view role,
+       Clock::time_point now, Clock::duration connect_within = kDialPatience);
 
   // Goes on as far as it can. Never blocks.
   State step(Clock::time_point now);

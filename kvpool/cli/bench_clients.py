@@ -29,7 +29,7 @@ from kvpool.cli import bench_peer
 from kvpool.errors import ConfigError
 from kvpool.keys import Namespace
 from kvpool.stores import Store, open_store
-from kvpool.stores.server_announcements import connect
+from kvpool.stores.server_connection import connect
 from kvpool.stores.url import DEFAULT_THREADS, SERVER_SCHEMES, StoreURL
 
 OWN, BARE, BARE_AGAIN, LMCACHE = "kvpool", "bare loop", "bare again", "lmcache"
@@ -314,7 +314,7 @@ def _plain_keys(prefix: str, count: int) -> list[str]:
 
 
 def _unlink(url: StoreURL, prefix: str, count: int) -> None:
-    with connect(url, timeout_s=TIMEOUT_S) as server:
+    with connect(url, timeout_s=TIMEOUT_S, role="bench") as server:
         keys = iter(_plain_keys(prefix, count))
         while some := list(itertools.islice(keys, 1000)):
             server.unlink(*some)

@@ -26,7 +26,7 @@ from kvpool.cli.bench_clients import BARE, OWN, TIMEOUT_S, Client, StoreClient, 
 from kvpool.cli.bench_report import Report, Row, draw, show
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores import StoreURL, open_store
-from kvpool.stores.server_announcements import connect
+from kvpool.stores.server_connection import connect
 from kvpool.stores.url import SERVER_SCHEMES
 from kvpool.wording import format_nbytes, redact
 
@@ -159,7 +159,7 @@ def _memory_of(url: StoreURL, wanted_nbytes: int) -> Iterator[Callable[[str], in
     if url.scheme not in SERVER_SCHEMES or url.nodes:
         yield None
         return
-    with connect(url, timeout_s=TIMEOUT_S) as server:
+    with connect(url, timeout_s=TIMEOUT_S, role="bench") as server:
         memory = _answer(lambda: server.info("memory"), "+info")
         room_nbytes = memory["maxmemory"] - memory["used_memory"]
         needed_nbytes = ROOM * max(wanted_nbytes, max(VALUE_NBYTES))

@@ -14,7 +14,7 @@ from kvpool.cli.server_rules import RULES, Info, Rule
 from kvpool.errors import KVPoolError
 from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import server_name
-from kvpool.stores.server_announcements import connect
+from kvpool.stores.server_connection import connect
 from kvpool.stores.server_notices import ADVICE, refusal
 from kvpool.stores.url import StoreURL
 
@@ -43,7 +43,7 @@ def _server_findings(url: StoreURL, pool: StoreURL) -> list[Finding]:
     import redis
 
     try:
-        with connect(url, timeout_s=TIMEOUT_S) as server:
+        with connect(url, timeout_s=TIMEOUT_S, role="doctor") as server:
             found = list(_findings(server, in_cluster=pool.scheme == "valkey+cluster"))
         return found + list(_notices(url))
     except redis.RedisError as error:

@@ -15,12 +15,13 @@ from kvpool.wording import MAX_NBYTES
 __all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store", "visit_store"]
 
 
-def open_store(url: str | StoreURL, *, threads: int | None = None) -> Store:
+def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: str = "") -> Store:
     """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379``, ``valkey+unix:///socket`` or
     ``memory://``.
 
     ``threads``: threads that move bytes, 1 to 64, each with a connection of its own to a server; None: what the
     URL says, or 2. They are native ones unless the URL of a server names another client: ``?client=redis``.
+    ``opened_by``: whom connections to a server are named after, in ``CLIENT LIST``; empty: this host and process.
     Blocking: a file store makes its directory and reads what is there; a server is asked once whether it is
     there, for a few seconds at most. Close the store, or use ``with``.
     Errors: ``ConfigError`` for a URL that is wrong, ``StoreUnavailable`` for a store that cannot be reached;
@@ -34,7 +35,7 @@ def open_store(url: str | StoreURL, *, threads: int | None = None) -> Store:
 
         return MemoryStore(parsed.capacity_nbytes)
     if parsed.scheme in SERVER_SCHEMES:
-        return _open_server(parsed if threads is None else replace(parsed, threads=threads))
+        return _open_server(replace(parsed, threads=threads or parsed.threads, opened_by=opened_by))
     assert parsed.scheme == "file", parsed.scheme
     from kvpool.stores.file import FileStore
 

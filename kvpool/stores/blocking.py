@@ -1,9 +1,9 @@
 """A store on a server through a client whose calls block: a few threads make the calls, a batch is cut into windows.
 
 A window is some consecutive keys of one batch, the last of which brings it to 1 MiB of values or beyond. A thread
-takes the next one of the oldest batch, makes the one or two calls that it needs, and puts down the results. So a
-batch runs on all connections, and what is under way is bounded in bytes. A batch that is cancelled or late loses at
-once what no thread has taken, and the rest when the calls return, after ``MAX_CALL_S`` at the latest.
+takes the next one of the oldest batch, puts after all others, makes the one or two calls that it needs, and puts down
+the results. So a batch runs on all connections, and what is under way is bounded in bytes. A batch that is cancelled or
+late loses at once what no thread has taken, and the rest when the calls return, after ``MAX_CALL_S`` at the latest.
 
 When a link falls silent or cannot be dialled, the breaker opens: every key is a fault at once, in the thread that
 submits it. One of the store's threads dials again in pauses; when the server answers it, the breaker closes.
@@ -30,7 +30,6 @@ from kvpool.errors import ConfigError, StoreClosed, StoreUnavailable
 from kvpool.keys import parse_key
 from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import ServerStore, server_name
-from kvpool.stores.server_announcements import ServerAnnouncements
 from kvpool.stores.store import DEFAULT_TIMEOUT_S
 from kvpool.stores.tls import advice
 from kvpool.stores.url import StoreURL
@@ -47,6 +46,8 @@ PROBE_S = 0.5
 # Under TLS a dial enters the interpreter dozens of times, and where that is busy each may take its switch interval.
 TLS_PROBE_S = DIAL_S
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
+LOOKS = 8  # at a key in use, in each time to live
+MAX_LOOKED = 1 << 17  # keys that a thread remembers having looked at
 # The last bytes of a payload stand beside the header, which keeps both fields inside the allocator's size classes.
 TAIL_NBYTES = 128
 
@@ -69,7 +70,7 @@ _COUNTED = {
     (_native.DELETE, _native.OK): "deletes",
     (_native.DELETE, _native.MISS): "delete_misses",
 }
-_VERBS = {_native.CONTAINS: b"EXISTS", _native.TOUCH: b"TOUCH", _native.DELETE: b"UNLINK"}
+_VERBS = {_native.CONTAINS: b"EXISTS", _native.DELETE: b"UNLINK"}
 _COUNTED_ALWAYS = {
     _native.NO_ROOM: "no_room",
     _native.FAULT: "faults",
@@ -194,9 +195,7 @@ class BlockingStore(ServerStore):
         if url.tls is not None:
             # It reads what the server says before it hangs up, and tells what to change; redis-py and GLIDE do not.
             ValkeyStore(replace(url, threads=1)).close()
-        self._url = url
-        self._primaries = Primaries(url, self._name)
-        self._announced = ServerAnnouncements(lambda: url, self._name)
+        self._set_up(url, Primaries(url, self._name))
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._queue: deque[_Batch] = deque()
@@ -286,7 +285,8 @@ class BlockingStore(ServerStore):
                             return _Probe()
                     self._changed.wait(pause_s)
                     continue
-                batch = self._queue[0]
+                # Nobody waits for a put; a request waits for the others.
+                batch = next((one for one in self._queue if one.operation != _native.PUT), self._queue[0])
                 if time.monotonic() >= batch.deadline_s:
                     self._drop_rest(batch, _native.TIMED_OUT)
                     continue
@@ -295,7 +295,7 @@ class BlockingStore(ServerStore):
                 batch.windows += 1
                 self._counters["queued"] -= end - start
                 if end == len(batch.keys):
-                    self._queue.popleft()
+                    self._queue.remove(batch)
                 return _Window(batch, start, end)
 
     def _put_down(self, batch: _Batch, start: int, statuses: Sequence[int], fault: str | None) -> None:
@@ -401,6 +401,7 @@ class BlockingStore(ServerStore):
             os.getpid() == self._pid
         ):  # in a forked child there are no threads, and the lock may be held for ever
             self._end_threads()
+        self._close_kept()
         os.close(self._event_fd)
 
     def _end_threads(self) -> None:
@@ -436,6 +437,12 @@ class _Lane:
         self._store, self._link = store, link
         self._ttl_ms = b"%d" % (store._url.ttl_s * 1000)
         self._is_up = False
+        self._touches = True  # this user may TOUCH, as far as is known
+        self._renews = True  # and ask for times to live
+        self._looked: dict[
+            bytes, int
+        ] = {}  # keys in use: the span in which their time to live was last looked at
+        self._in_use: list[bytes] = []  # those that are to be looked at next
         self._doubts = 0  # of the store, when this link was last found to work
 
     def open(self) -> None:
@@ -454,6 +461,7 @@ class _Lane:
                         self._dial(self._store.probe_s)
                 else:
                     self._store._put_down(work.batch, work.start, *self._outcome(*work))
+                    self._renew()
                 del work  # an idle thread holds no batch
         finally:
             self._down()
@@ -468,9 +476,9 @@ class _Lane:
                 return self._put(batch, keys, views)
             if batch.operation == _native.GET:
                 return self._get(batch, keys, views)
-            verb = _VERBS[batch.operation]
-            replies = self._exchange(batch, [(verb, key) for key in keys])
-            return _statuses([reply if isinstance(reply, Refusal) else _yes(reply) for reply in replies])
+            if batch.operation == _native.TOUCH:
+                return self._touch(batch, keys)
+            return self._ask(batch, _VERBS[batch.operation], keys)
         except LinkFault as error:
             self._fail()
             if isinstance(error, LinkSilent):
@@ -489,6 +497,46 @@ class _Lane:
 
     # ------------------------------------------------------------------ what a window asks
 
+    def _ask(self, batch: _Batch, verb: bytes, keys: Sequence[bytes]) -> tuple[Sequence[int], str | None]:
+        replies = self._exchange(batch, [(verb, key) for key in keys])
+        return _statuses([reply if isinstance(reply, Refusal) else _yes(reply) for reply in replies])
+
+    def _touch(self, batch: _Batch, keys: Sequence[bytes]) -> tuple[Sequence[int], str | None]:
+        statuses, fault = self._ask(batch, b"TOUCH" if self._touches else b"EXISTS", keys)
+        if fault is not None and self._touches and _is_command_refused(fault):
+            self._touches = False  # whether they are there can be asked all the same
+            statuses, fault = self._ask(batch, b"EXISTS", keys)
+        self._use([key for key, status in zip(keys, statuses, strict=True) if status == _native.OK])
+        return statuses, fault
+
+    def _use(self, keys: Sequence[bytes], *, begins: bool = False) -> None:
+        """These were used. ``begins``: and put, so that their time to live begins now."""
+        span_s = max(self._store._url.ttl_s / LOOKS, 1e-3)
+        span = int(time.monotonic() / span_s)
+        due = [key for key in keys if self._looked.get(key) != span]
+        if len(self._looked) + len(due) > MAX_LOOKED:
+            self._looked.clear()
+        self._looked.update(dict.fromkeys(due, span))
+        if self._renews and not begins:
+            self._in_use += due
+
+    def _renew(self) -> None:
+        """Look at the keys in use, and let the time to live of those begin anew that have little of it left."""
+        keys, self._in_use = self._in_use, []
+        if not keys or not self._is_up:
+            return
+        ttl_ms = self._store._url.ttl_s * 1000
+        try:
+            left = self._link.exchange([(b"PTTL", key) for key in keys], MAX_CALL_S)
+            if any(isinstance(reply, Refusal) for reply in left):
+                self._renews = False
+                return
+            old = [key for key, ms in zip(keys, left, strict=True) if -1 <= ms <= ttl_ms - ttl_ms // 4]
+            if old:
+                self._link.exchange([(b"PEXPIRE", key, self._ttl_ms) for key in old], MAX_CALL_S)
+        except Exception:  # a link in doubt, or whatever a client may think of
+            self._fail()
+
     def _put(
         self, batch: _Batch, keys: Sequence[bytes], views: Sequence[memoryview]
     ) -> tuple[Sequence[int], str | None]:
@@ -496,10 +544,15 @@ class _Lane:
         for key, view in zip(keys, views, strict=True):
             header = _native.pack_header(key.decode("ascii"), view)
             split = max(0, view.nbytes - TAIL_NBYTES)
+            # Together, so that no record is without a time to live, wherever the connection is cut.
+            commands.append((b"MULTI",))
             commands.append((b"HSET", key, b"b", view[:split], b"h", header + bytes(view[split:])))
             commands.append((b"PEXPIRE", key, self._ttl_ms))
+            commands.append((b"EXEC",))
         replies = self._exchange(batch, commands)
-        return _statuses([_kept(*replies[place : place + 2]) for place in range(0, len(replies), 2)])
+        outcomes = [_kept(replies[place : place + 4]) for place in range(0, len(replies), 4)]
+        self._use([key for key, kept in zip(keys, outcomes, strict=True) if kept == _native.OK], begins=True)
+        return _statuses(outcomes)
 
     def _get(
         self, batch: _Batch, keys: Sequence[bytes], views: Sequence[memoryview]
@@ -516,6 +569,8 @@ class _Lane:
                 continue
             damage = _read(key.decode("ascii"), reply, view)
             outcomes.append(_native.OK if damage == "" else _native.MISS)
+            if damage == "":
+                self._use([key])
             if damage:
                 damaged.append(key)
                 self._store.count("damaged")
@@ -556,6 +611,8 @@ class _Lane:
         if not self._is_up:
             self._store.count("connections")
             self._store.count("up_connections")
+        if not self._is_up:
+            self._touches = self._renews = True  # its rights may have changed
         self._is_up, self._doubts = True, doubts
 
     def _fail(self) -> None:
@@ -594,14 +651,20 @@ def _yes(reply: Any) -> int:
     return _native.OK if reply else _native.MISS
 
 
-def _kept(written: Any, expires: Any) -> int | Refusal:
-    """What the answers to HSET and PEXPIRE mean for one key."""
-    for reply in (written, expires):
+def _kept(replies: Sequence[Any]) -> int | Refusal:
+    """What the answers to MULTI, HSET, PEXPIRE and EXEC mean for one key; the first error says why."""
+    done = replies[-1] if isinstance(replies[-1], list) else []
+    for reply in (*replies, *done):
         if isinstance(reply, Refusal):
             return _native.NO_ROOM if reply.startswith("OOM") else reply
-    if written not in (0, 1, 2) or expires not in (0, 1):
+    if len(done) != 2 or done[0] not in (0, 1, 2) or done[1] not in (0, 1):
         raise LinkFault("its reply does not fit what it was asked")
-    return _native.OK if expires else _native.NO_ROOM  # evicted before the second command
+    return _native.OK if done[1] else _native.NO_ROOM
+
+
+def _is_command_refused(words: str) -> bool:
+    """Whether an error is about a command and not about a key: no right to it, or no such command."""
+    return words.startswith(("NOPERM", "ERR")) and "command" in words
 
 
 def _read(key: str, reply: Any, view: memoryview) -> str | None:

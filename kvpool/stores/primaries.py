@@ -6,19 +6,21 @@ name has to call itself one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.stores.server_announcements import connect
+from kvpool.stores.server_connection import connect, within
 from kvpool.stores.url import StoreURL
 
 if TYPE_CHECKING:
     import redis
 
 TIMEOUT_S = 1.0  # of each connection, request and reply
+FIND_S = 8.0  # of asking them all
 LAST_SLOT = 16383
 MAX_NODES = 1000
 MAX_RANGES = LAST_SLOT + 1
@@ -51,7 +53,8 @@ class Primaries:
     def find(self) -> list[Primary]:
         """Ask one after the other until one of them answers sensibly.
 
-        Blocking, for a second or two for each that does not answer. Errors: ``StoreUnavailable`` when none does,
+        Blocking, for a second or two for each that does not answer, and ``FIND_S`` in all. Errors:
+        ``StoreUnavailable`` when none does,
         ``ConfigError`` when one refuses for good; each with the words of the first that failed.
         """
         import redis
@@ -63,10 +66,18 @@ class Primaries:
         start = self._asked % len(known)
         self._asked += 1
         failure: Exception | None = None
+        end_s = time.monotonic() + FIND_S
         for host, port in known[start:] + known[:start]:
+            left_s = end_s - time.monotonic()
+            if failure is not None and left_s <= 0:
+                break
             try:
-                primaries = self._slots(host, port) if is_cluster else [self._named(host, port)]
-            except (redis.RedisError, ConfigError, _Doubtful) as error:
+                with within(left_s):
+                    primaries = self._slots(host, port) if is_cluster else [self._named(host, port)]
+            except ConfigError as error:
+                failure = failure or error
+                continue
+            except Exception as error:  # whatever a client makes of what a server says
                 failure = failure or error
                 continue
             self._found = tuple((primary.host, primary.port) for primary in primaries)
@@ -138,7 +149,7 @@ class Primaries:
 
     @contextmanager
     def _asking(self, url: StoreURL) -> Iterator[redis.Redis]:
-        with connect(url, timeout_s=TIMEOUT_S) as server:
+        with connect(url, timeout_s=TIMEOUT_S, role="topology") as server:
             yield server
 
 

@@ -5,21 +5,37 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+import redis
+
 from kvpool.errors import StoreUnavailable
 from kvpool.stores.primaries import Primaries
-from kvpool.stores.server_announcements import TIMEOUT_S, ServerAnnouncements, connect
+from kvpool.stores.server_announcements import SLOT, ServerAnnouncements
+from kvpool.stores.server_connection import KeptServer, connect
 from kvpool.stores.server_notices import ServerNotices
 from kvpool.stores.server_scan import scan_keys, scan_server
 from kvpool.stores.store import Store, StoredBlock
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL
 
+RUN_ID_S = 2.0
+
 
 class ServerStore(Store):
-    """Leased documents on the server of ``url``, for which a subclass moves the values."""
+    """Leased documents on the server of ``_url``, for which a subclass moves the values."""
 
     _url: StoreURL
     _primaries: Primaries
+    _kept: KeptServer
     _announced: ServerAnnouncements
+
+    def _set_up(self, url: StoreURL, primaries: Primaries) -> None:
+        """All but the values; ``_close_kept`` gives it back."""
+        self._url, self._primaries = url, primaries
+        self._kept = KeptServer(lambda: primaries.url_of(SLOT), self._name, role="announcements")
+        in_cluster = url.scheme == "valkey+cluster"
+        self._announced = ServerAnnouncements(self._kept, self._name, in_cluster=in_cluster)
+
+    def _close_kept(self) -> None:
+        self._kept.close()
 
     def _announce(self, key: str, document: bytes, lease_s: float) -> None:
         self._announced.put(key, document, lease_s)
@@ -35,6 +51,9 @@ class ServerStore(Store):
 
     def _life(self) -> str:
         """What its servers call their present runs; empty where one may not be asked."""
+        if not self._url.nodes:
+            with self._kept.asked("cannot ask for its run_id", RUN_ID_S) as server:
+                return _run_id(server)
         runs = []
         for url in self._primaries.urls():
             runs.append(run_id(url, self._name))
@@ -60,15 +79,18 @@ class ServerStore(Store):
 
 def run_id(url: StoreURL, name: str) -> str:
     """What the server of ``url`` calls its present run; empty where it may not be asked."""
-    import redis
-
     try:
-        with connect(url, timeout_s=TIMEOUT_S) as server:
-            return str(server.info("server").get("run_id", ""))
+        with connect(url, timeout_s=RUN_ID_S, role="life") as server:
+            return _run_id(server)
+    except Exception as error:  # whatever a client makes of what a server says
+        raise StoreUnavailable(f"{name}: cannot ask for its run_id: {error}") from error
+
+
+def _run_id(server: redis.Redis) -> str:
+    try:
+        return str(server.info("server").get("run_id", ""))
     except redis.exceptions.ResponseError:  # also without the permission
         return ""
-    except redis.RedisError as error:
-        raise StoreUnavailable(f"{name}: cannot ask for its run_id: {error}") from error
 
 
 def server_name(url: StoreURL) -> str:

@@ -17,35 +17,36 @@ Keys of another form share one index.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpool.errors import StoreUnavailable
 from kvpool.keys import tenant_of
+from kvpool.stores.server_connection import KeptServer
 from kvpool.stores.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S, SCAN_KEYS
-from kvpool.stores.url import StoreURL
 
 if TYPE_CHECKING:
     import redis
 
-TIMEOUT_S = 2.0  # of each connection, request and reply
+WRITE_S = 4.0  # a whole call that writes, with the connection that it may need
+READ_S = 10.0  # one that reads, or takes away, what there is
 MAX_TENANTS = 4096
 READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
 INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
+LIST_LEASE_MS = 86_400_000  # of a tenant in the list: who is alive announces again long before
 
 SLOT = 1209  # of every key that ends in {announced}
 
 
 class ServerAnnouncements:
-    """The leased documents of a pool. Any thread may call any method; nothing is kept between calls.
+    """The leased documents of a pool. Any thread may call any method.
 
-    ``server``: where they lie, asked for in each call: in a cluster the node of ``SLOT``. ``name``: of the store.
+    ``server``: where they lie: in a cluster the node of ``SLOT``. ``name``: of the store.
 
-    Blocking: each call makes a connection, for a few requests. Errors: ``StoreUnavailable``.
+    Blocking: each call for at most ``WRITE_S`` or ``READ_S``, whatever the server does. Errors: ``StoreUnavailable``.
     """
 
-    def __init__(self, server: Callable[[], StoreURL], name: str, *, in_cluster: bool = False) -> None:
-        self._where, self._name = server, name
+    def __init__(self, server: KeptServer, name: str, *, in_cluster: bool = False) -> None:
+        self._server, self._name = server, name
         self._word = "{announced}" if in_cluster else "announced"
         self._list = f"kvpool:::{self._word}"  # of the tenants
 
@@ -54,7 +55,7 @@ class ServerAnnouncements:
         lease_ms = max(1, int(lease_s * 1e3))
         tenant = tenant_of(key)
         index = self._index(tenant)
-        with self._server("cannot keep an announcement") as server:
+        with self._server.asked("cannot keep an announcement", WRITE_S) as server:
             now_ms = _now_ms(server)
             if server.zscore(index, key) is None and server.zcard(index) >= MAX_ANNOUNCEMENTS:
                 server.zremrangebyscore(index, "-inf", now_ms)
@@ -73,7 +74,7 @@ class ServerAnnouncements:
     def remove(self, key: str) -> bool:
         """End what is under ``key``; whether its lease still ran."""
         action = "cannot withdraw an announcement"
-        with self._server(action) as server, server.pipeline(transaction=True) as together:
+        with self._server.asked(action, WRITE_S) as server, server.pipeline(transaction=True) as together:
             together.unlink(f"{key}:{self._word}")
             together.zrem(self._index(tenant_of(key)), key)
             documents, entries = together.execute()
@@ -82,7 +83,7 @@ class ServerAnnouncements:
     def all(self, prefix: str) -> dict[str, bytes]:
         """Documents under keys with ``prefix`` whose lease still runs; those that ran out leave the index."""
         documents: dict[str, bytes] = {}
-        with self._server("cannot read announcements") as server:
+        with self._server.asked("cannot read announcements", READ_S) as server:
             for tenant in self._tenants(server, prefix):
                 index = self._index(tenant)
                 # Atomic, and by the lease that stands now: one that was renewed just before stays.
@@ -102,7 +103,7 @@ class ServerAnnouncements:
         A prefix that names no tenant walks the server's keys for the tenants that are in no list.
         """
         removed = 0
-        with self._server("cannot take announcements back") as server:
+        with self._server.asked("cannot take announcements back", READ_S) as server:
             tenants = set(self._tenants(server, prefix))
             if not tenant_of(prefix):
                 tenants |= self._unlisted(server)
@@ -129,9 +130,9 @@ class ServerAnnouncements:
         import redis
 
         with contextlib.suppress(redis.exceptions.NoPermissionError):
-            server.zadd(self._list, {tenant: now_ms + INDEX_LEASE_MS})
+            server.zadd(self._list, {tenant: now_ms + LIST_LEASE_MS})
             server.zremrangebyrank(self._list, 0, -MAX_TENANTS - 1)
-            server.pexpire(self._list, INDEX_LEASE_MS)
+            server.pexpire(self._list, LIST_LEASE_MS)
 
     def _unregister(self, server: redis.Redis, tenant: str, index: str) -> None:
         """Take a tenant without announcements off the list, unless one is announced just now."""
@@ -155,41 +156,6 @@ class ServerAnnouncements:
         """The tenants that have an index, whether they are in the list or not."""
         found = server.scan_iter(match=self._index("*"), count=SCAN_KEYS)
         return {tenant_of(_text(name)) for name in found if name != self._list.encode()}
-
-    @contextlib.contextmanager
-    def _server(self, action: str) -> Iterator[redis.Redis]:
-        import redis  # a tenth of a second that only who announces has to wait for
-
-        try:
-            with connect(self._where(), timeout_s=TIMEOUT_S) as server:
-                yield server
-        except redis.RedisError as error:
-            raise StoreUnavailable(f"{self._name}: {action}: {error}") from error
-
-
-def connect(url: StoreURL, *, timeout_s: float) -> redis.Redis:
-    """A redis-py client for the server of ``url``: no retries, RESP2, ``timeout_s`` for each step. Close it."""
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-
-    settings: dict[str, Any] = {
-        "username": url.user or None,
-        "password": url.password or None,
-        "db": url.database,
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-        "retry": Retry(NoBackoff(), 0),
-        "protocol": 2,
-    }
-    if url.path:
-        return redis.Redis(unix_socket_path=url.path, **settings)
-    if url.tls is None:
-        return redis.Redis(host=url.host, port=url.port, **settings)
-    from kvpool.stores.redis_tls import TlsConnection
-
-    pool = redis.ConnectionPool(TlsConnection, host=url.host, port=url.port, tls=url.tls, **settings)
-    return redis.Redis.from_pool(pool)
 
 
 def _announced(server: redis.Redis, index: str, prefix: str) -> list[str]:

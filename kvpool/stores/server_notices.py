@@ -19,7 +19,7 @@ from kvpool.errors import KVPoolError
 from kvpool.keys import KEY_PREFIX, is_key
 from kvpool.stores.notices import Heard
 from kvpool.stores.primaries import Primaries
-from kvpool.stores.server_announcements import connect
+from kvpool.stores.server_connection import connect
 from kvpool.stores.url import StoreURL
 
 TIMEOUT_S = 2.0  # of the connection and each reply
@@ -145,7 +145,10 @@ class _Ear:
         import redis
 
         try:
-            with connect(self._url, timeout_s=TIMEOUT_S) as server, closing(_Tracking(server)) as tracking:
+            with (
+                connect(self._url, timeout_s=TIMEOUT_S, role="notices") as server,
+                closing(_Tracking(server)) as tracking,
+            ):
                 self.problem = ""
                 self._inbox.miss()  # whatever was before
                 while not (self._inbox.closed.is_set() or self._dismissed.is_set()):
@@ -179,6 +182,7 @@ class _Tracking:
     def read(self, inbox: _Inbox) -> None:
         """Wait a moment for a message, and hand it over."""
         if self._connection.can_read(timeout=POLL_S):
+            self._connection.extend()
             message: Any = self._connection.read_response()
             self._heard_s, self._pinged = time.monotonic(), False
             if not isinstance(message, list) or not message:
@@ -216,7 +220,7 @@ def refusal(url: StoreURL) -> str:
     import redis
 
     try:
-        with connect(url, timeout_s=TIMEOUT_S) as server:
+        with connect(url, timeout_s=TIMEOUT_S, role="doctor") as server:
             _Tracking(server).close()
     except redis.RedisError as error:
         return str(error)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import StoreUnavailable
 from kvpool.keys import is_key
-from kvpool.stores.server_announcements import connect
+from kvpool.stores.server_connection import connect
 from kvpool.stores.store import LOOK_KEYS, SCAN_KEYS, StoredBlock
 from kvpool.stores.url import StoreURL
 
@@ -43,7 +43,7 @@ def _looking(url: StoreURL, name: str) -> Iterator[redis.Redis]:
     import redis
 
     try:
-        with connect(url, timeout_s=TIMEOUT_S) as server:
+        with connect(url, timeout_s=TIMEOUT_S, role="scan") as server:
             yield server
     except redis.RedisError as error:
         raise StoreUnavailable(f"{name}: cannot look at its blocks: {error}") from error

@@ -71,7 +71,8 @@ class StoreURL:
     of its own to each server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``.
     ``nodes``: (host, port) of nodes of a cluster, or of the sentinels that know the servers of ``service``.
     ``password``, ``sentinel_password``: not in ``repr``. ``ttl_s``: how long a server keeps a value. ``client``:
-    of ``CLIENTS``, what moves the values to and from a server. ``tls``: how servers are spoken to under TLS; None:
+    of ``CLIENTS``, what moves the values to and from a server. ``opened_by``: whom connections are named after; not in
+    a URL. ``tls``: how servers are spoken to under TLS; None:
     in plain.
     """
 
@@ -91,6 +92,7 @@ class StoreURL:
     service: str = ""
     sentinel_user: str = ""
     sentinel_password: str = field(default="", repr=False)
+    opened_by: str = ""
 
     @classmethod
     def parse(cls, url: str) -> StoreURL:

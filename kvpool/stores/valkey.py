@@ -1,17 +1,16 @@
 """A store on Redis or Valkey servers that many hosts share: one, a cluster, or what sentinels watch.
 
-The native engine owns the connections over which values go; leased documents go over short connections of
-``ServerAnnouncements``.
+The native engine owns the connections over which values go; leased documents go over one that is kept besides.
 """
 
 from __future__ import annotations
 
-from kvpool import _native
+from kvpool import __version__, _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores.native import NativeStore
 from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import ServerStore, server_name
-from kvpool.stores.server_announcements import SLOT, ServerAnnouncements
+from kvpool.stores.server_connection import client_of
 from kvpool.stores.store import DEFAULT_TIMEOUT_S
 from kvpool.stores.tls import advice
 from kvpool.stores.topology_watch import TopologyWatch
@@ -40,16 +39,13 @@ class ValkeyStore(NativeStore, ServerStore):
         else:
             engine = _open_one(url, name)
         super().__init__(name, engine)
-        self._url = url
-        self._primaries = primaries
-        self._announced = ServerAnnouncements(
-            lambda: primaries.url_of(SLOT), name, in_cluster=url.scheme == "valkey+cluster"
-        )
+        self._set_up(url, primaries)
 
     def _close(self) -> None:
         try:
             super()._close()
         finally:
+            self._close_kept()
             if self._watch is not None:
                 self._watch.close()
 
@@ -57,7 +53,14 @@ class ValkeyStore(NativeStore, ServerStore):
 def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.Engine, TopologyWatch]:
     try:
         engine, topology = _native.open_routed_resp_engine(
-            url.user, url.password, url.database, url.ttl_s, url.threads, _files(url)
+            url.user,
+            url.password,
+            url.database,
+            url.ttl_s,
+            url.threads,
+            _files(url),
+            client_of(url),
+            __version__,
         )
     except _native.TlsError as error:
         raise ConfigError(f"{server_name(url)}: {error}") from error
@@ -80,6 +83,8 @@ def _open_one(url: StoreURL, name: str) -> _native.Engine:
             url.ttl_s,
             url.threads,
             _files(url),
+            client_of(url),
+            __version__,
         )
     except _native.TlsError as error:
         raise ConfigError(f"{name}: {error}") from error

@@ -118,21 +118,44 @@ void RespServer::serve(Peer& peer) {
       if (command[0] != "PING") commands_.push_back(command[0]);
     }
     if (hook_ && hook_(peer, command)) continue;
-    peer.write(answer(command));
+    peer.write(answer_within(peer, command));
   }
+}
+
+// As a server does it: MULTI, then what is queued, then EXEC.
+std::string RespServer::answer_within(Peer& peer, const Command& command) {
+  if (command[0] == "MULTI") {
+    peer.queued_.clear();
+    peer.in_transaction_ = true;
+    return "+OK\r\n";
+  }
+  if (command[0] == "EXEC") {
+    peer.in_transaction_ = false;
+    for (const Command& one : peer.queued_) {
+      if (one[0] == "PEXPIRE" && one.size() < 3) return "-EXECABORT Transaction discarded\r\n";
+    }
+    std::string reply = "*" + std::to_string(peer.queued_.size()) + "\r\n";
+    for (const Command& one : peer.queued_) reply += answer(one);
+    return reply;
+  }
+  if (!peer.in_transaction_) return answer(command);
+  peer.queued_.push_back(command);
+  if (command[0] == "PEXPIRE" && command.size() < 3) return "-ERR wrong number of arguments\r\n";
+  return "+QUEUED\r\n";
 }
 
 std::string RespServer::answer(const Command& command) {
   const std::lock_guard lock(mutex_);
   const std::string& name = command[0];
   if (name == "PING") return "+PONG\r\n";
-  if (name == "AUTH" || name == "SELECT") return "+OK\r\n";
+  if (name == "PTTL") return ":86400000\r\n";
+  if (name == "AUTH" || name == "SELECT" || name == "CLIENT") return "+OK\r\n";
   if (name == "HSET") {
     for (std::size_t i = 2; i + 1 < command.size(); i += 2) hashes_[command[1]][command[i]] = command[i + 1];
     return ":2\r\n";
   }
   const auto found = hashes_.find(command[1]);
-  if (name == "PEXPIRE" || name == "EXISTS") return found != hashes_.end() ? ":1\r\n" : ":0\r\n";
+  if (name == "PEXPIRE" || name == "EXISTS" || name == "TOUCH") return found != hashes_.end() ? ":1\r\n" : ":0\r\n";
   if (name == "UNLINK") return ":" + std::to_string(hashes_.erase(command[1])) + "\r\n";
   CHECK(name == "HMGET");
   std::string reply = "*" + std::to_string(command.size() - 2) + "\r\n";

@@ -31,6 +31,9 @@ class Peer {
   friend class RespServer;
   bool fill();
 
+  std::vector<Command> queued_;  // of a transaction
+  bool in_transaction_ = false;
+
   Descriptor fd_;
   const int number_;
   std::string buffer_;
@@ -56,6 +59,7 @@ class RespServer {
  private:
   void accept_all();
   void serve(Peer& peer);
+  std::string answer_within(Peer& peer, const Command& command);
   std::string answer(const Command& command);
 
   const Hook hook_;

@@ -32,6 +32,7 @@ class Peer:
     def __init__(self, connection: socket.socket, over: threading.Event) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self.queued: list[Sequence[bytes]] | None = None  # in a transaction: what it consists of so far
         self._over = over  # the harm that was done is over
 
     def send(self, data: bytes) -> None:
@@ -138,7 +139,7 @@ class Misbehaving:
         with contextlib.suppress(OSError, HungUp), connection, connection.makefile("rb") as asked:
             while line := asked.readline():
                 words = [asked.read(int(asked.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
-                harm, good = self._hear(words)
+                harm, good = self._hear(peer, words)
                 if harm is None:
                     peer.send(good)
                 else:
@@ -146,13 +147,26 @@ class Misbehaving:
         with self._lock:
             self._peers.discard(peer)
 
-    def _hear(self, words: Sequence[bytes]) -> tuple[Harm | None, bytes]:
+    def _hear(self, peer: Peer, words: Sequence[bytes]) -> tuple[Harm | None, bytes]:
         with self._lock:
             self._heard.append(words[0])
-            good = self._answer(words)
+            good = self._answer_within(peer, words)
             if self._harm is None or (words[0] in _GREETINGS and not self._harm[1]):
                 return None, good
             return self._harm[0], good
+
+    def _answer_within(self, peer: Peer, words: Sequence[bytes]) -> bytes:
+        """The answer to a command that may be one of a transaction."""
+        if words[0] == b"MULTI":
+            peer.queued = []
+            return b"+OK\r\n"
+        if words[0] == b"EXEC":
+            queued, peer.queued = peer.queued or [], None
+            return b"*%d\r\n" % len(queued) + b"".join(self._answer(one) for one in queued)
+        if peer.queued is not None:
+            peer.queued.append(words)
+            return b"+QUEUED\r\n"
+        return self._answer(words)
 
     def _answer(self, words: Sequence[bytes]) -> bytes:
         name, *rest = words
@@ -170,7 +184,9 @@ class Misbehaving:
             return b"*%d\r\n" % (len(rest) - 1) + b"".join(bulk(kept.get(field)) for field in rest[1:])
         if name == b"UNLINK":
             return b":%d\r\n" % (self._hashes.pop(rest[0], None) is not None)
-        if name in (b"EXISTS", b"PEXPIRE"):
+        if name == b"PTTL":
+            return b":86400000\r\n"
+        if name in (b"EXISTS", b"TOUCH", b"PEXPIRE"):
             return b":%d\r\n" % (rest[0] in self._hashes)
         return b"-ERR unknown command\r\n"
 

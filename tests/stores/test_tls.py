@@ -20,7 +20,7 @@ from kvpool import open_store
 from kvpool.cli.server_settings import server_findings
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores import Store, StoreURL
-from kvpool.stores.server_announcements import connect
+from kvpool.stores.server_connection import connect
 from kvpool.stores.tls import Tls
 from tests.conftest import eventually
 from tests.stores.certificates import Authority, Pair
