@@ -259,14 +259,16 @@ std::string RespConnection::put_token_came(Request& request, const RespToken& to
     put_error_came(request, token.text);
   } else if (reply == PutReply::kExec) {
     if (token.kind != RespKind::kArray || token.value != 2) return kUnexpected;
-  } else if (token.kind == RespKind::kInteger && token.value >= 0 && token.value <= 2) {
+  } else if (token.kind == RespKind::kInteger && token.value >= 0 &&
+             token.value <= (reply == PutReply::kPexpireDone ? 1 : 2)) {
     // In a transaction it would have been queued: one that may not begin any is answered at once.
     const bool is_done = reply == PutReply::kHsetDone || reply == PutReply::kPexpireDone;
     if (!is_done && request.outcome == Status::kOk) return kUnexpected;
     if (reply == PutReply::kPexpireDone && token.value == 0 && request.outcome == Status::kOk) {
       request.outcome = Status::kNoRoom;
     }
-  } else if (token.kind != RespKind::kSimple || place > static_cast<std::size_t>(PutReply::kPexpire)) {
+  } else if (place > static_cast<std::size_t>(PutReply::kPexpire) || token.kind != RespKind::kSimple ||
+             token.text != (reply == PutReply::kMulti ? "OK" : "QUEUED")) {
     return kUnexpected;
   }
   const bool is_last =

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -286,8 +287,7 @@ TEST(resp_what_cannot_be_understood_is_a_fault_and_another_connection) {
   for (const std::string reply :
        {"+OK\r\n", ":1\r\n", "$3\r\nabc\r\n", "*3\r\n", "*1\r\n", "*-1\r\n", "*2\r\n:1\r\n:2\r\n",
         "*2\r\n*2\r\n", "$-1\r\n", "garbage\r\n", "\r\n", "*2\r\n$-2\r\n", "*2\r\n$9999999999\r\n",
-        "-ERR unknown command\r\n", "-\r\n", "*2\r\n-ERR x\r\n", "*2\r\n$1\r\nabc",
-        "HTTP/1.1 400 Bad Request\r\n\r\n"}) {
+        "*2\r\n-ERR x\r\n", "*2\r\n$1\r\nabc", "HTTP/1.1 400 Bad Request\r\n\r\n"}) {
     std::atomic<bool> armed = true;
     RespServer server([&](Peer& peer, const Command& command) {
       if (command[0] != "HMGET" || !armed.exchange(false)) return false;
@@ -348,16 +348,27 @@ TEST(resp_error_replies) {
                 Status::kNoRoom, 0},
            Case{"HSET", "-NOPERM No permissions to access a key\r\n", Op::kPut, Status::kFault, 0},
            Case{"PEXPIRE", "-NOPERM no\r\n", Op::kPut, Status::kFault, 0},
-           Case{"PEXPIRE", ":0\r\n", Op::kPut, Status::kNoRoom, 0},
+           Case{"MULTI", "-NOPERM no\r\n", Op::kPut, Status::kFault, 0},
+           Case{"EXEC", "*2\r\n:2\r\n:0\r\n", Op::kPut, Status::kNoRoom, 0},
+           Case{"EXEC", "*2\r\n-ERR x\r\n:1\r\n", Op::kPut, Status::kFault, 0},
+           Case{"EXEC", "-NOPERM no\r\n", Op::kPut, Status::kFault, 0},
+           Case{"EXEC", "*1\r\n:2\r\n", Op::kPut, Status::kFault, 1},
+           Case{"EXEC", "*-1\r\n", Op::kPut, Status::kFault, 1},
+           Case{"EXEC", "*2\r\n:2\r\n:2\r\n", Op::kPut, Status::kFault, 1},
            Case{"HSET", "-WRONGTYPE x\r\n", Op::kPut, Status::kFault, 0},
            Case{"HSET", "-MOVED 1 127.0.0.1:1\r\n", Op::kPut, Status::kFault, 0},
-           Case{"HSET", "-ERR x\r\n", Op::kPut, Status::kFault, 1},
+           Case{"HSET", "-ERR unknown command 'HSET'\r\n", Op::kPut, Status::kFault, 0},
+           Case{"HSET", "-\r\n", Op::kPut, Status::kFault, 0},
            Case{"HSET", "+OK\r\n", Op::kPut, Status::kFault, 1},
            Case{"HSET", ":3\r\n", Op::kPut, Status::kFault, 1},
            Case{"HMGET", "-LOADING Redis is loading the dataset in memory\r\n", Op::kGet, Status::kFault, 0},
            Case{"HMGET", "-NOAUTH Authentication required.\r\n", Op::kGet, Status::kFault, 0},
            Case{"HMGET", "-WRONGTYPE x\r\n", Op::kGet, Status::kMiss, 0},
-           Case{"HMGET", "-WRONGPASS x\r\n", Op::kGet, Status::kFault, 1},
+           Case{"HMGET", "-WRONGPASS x\r\n", Op::kGet, Status::kFault, 0},
+           Case{"HMGET", "*2\r\n-ERR x\r\n", Op::kGet, Status::kFault, 1},
+           Case{"TOUCH", "-NOPERM User w has no permissions to run the 'touch' command\r\n", Op::kTouch,
+                Status::kMiss, 0},
+           Case{"TOUCH", "-NOPERM No permissions to access a key\r\n", Op::kTouch, Status::kFault, 0},
            Case{"EXISTS", "-NOPERM x\r\n", Op::kContains, Status::kFault, 0},
            Case{"EXISTS", ":2\r\n", Op::kContains, Status::kFault, 1},
            Case{"UNLINK", "$-1\r\n", Op::kDelete, Status::kFault, 1},
@@ -533,10 +544,130 @@ TEST(resp_a_put_cancelled_in_the_middle_leaves_nothing_torn) {
   large.clear();
   large.shrink_to_fit();
   gate.open();
-  // The one that waited on the same connection is asked again.
   CHECK(blocker->wait_until(Clock::now() + 10s));
   CHECK(blocker->results()[0] == Status::kMiss);
   CHECK(!server.has(make_key(0).text));
+}
+
+// What is left of it is sent as zeros, in a transaction that comes to nothing.
+TEST(resp_a_put_given_up_in_the_middle_keeps_its_connection) {
+  for (const bool cancelled : {true, false}) {
+    Gate gate;
+    std::atomic<bool> armed = true;
+    RespServer server([&](Peer&, const Command& command) {
+      if (command[0] == "MULTI" && armed.exchange(false)) gate.pass();
+      return false;
+    });
+    const auto engine = connect(server);
+    std::vector<Bytes> value(1, make_payload(7 << 20));
+    std::vector<Bytes> other(1, make_payload(1000));
+    const auto put = submit(*engine, Op::kPut, {make_key(0)}, &value, cancelled ? 60s : 1s);
+    const auto behind = submit(*engine, Op::kPut, {make_key(1)}, &other, 60s);
+    CHECK(eventually([&] { return gate.somebody_waits(); }));
+    if (cancelled) {
+      put->cancel();
+      CHECK(put->wait_until(Clock::now() + 10s));
+      value[0].assign(value[0].size(), std::byte{0xee});
+      gate.open();
+    } else {
+      // It moves until shortly before its time is over: the server is slow, and not silent.
+      CHECK(!put->wait_until(Clock::now() + 850ms));
+      gate.open();
+      CHECK(put->wait_until(Clock::now() + 10s));
+    }
+    CHECK(behind->wait_until(Clock::now() + 10s));
+    CHECK(behind->results()[0] == Status::kOk);
+    CHECK(!cancelled || put->results()[0] == Status::kCancelled);
+    CHECK(!cancelled || !server.has(make_key(0).text));
+    CHECK(counter(*engine, "disconnections") == 0);
+  }
+}
+
+TEST(resp_a_load_does_not_wait_for_a_put) {
+  Gate gate;
+  const Bytes value = make_payload(1000);
+  RespServer server([&](Peer&, const Command& command) {
+    if (command[0] == "MULTI") gate.pass();  // reads no further
+    return false;
+  });
+  const auto [h, b] = fields(make_key(0), value);
+  server.set(make_key(0).text, "h", h);
+  server.set(make_key(0).text, "b", b);
+  const auto engine = connect(server);
+  std::vector<Bytes> sources(8, make_payload(4 << 20));
+  std::vector<Key> written;
+  for (unsigned i = 1; i <= 8; ++i) written.push_back(make_key(i));
+  const auto puts = submit(*engine, Op::kPut, written, &sources, 60s);
+  CHECK(eventually([&] { return gate.somebody_waits(); }));
+  for (int round = 0; round < 20; ++round) {
+    Bytes target(1000);
+    CHECK(run_one(*engine, Op::kGet, make_key(0), &target, 5s) == Status::kOk && target == value);
+    CHECK(run_one(*engine, Op::kTouch, make_key(0), nullptr, 5s) == Status::kOk);
+  }
+  CHECK(!puts->done());
+  gate.open();
+  CHECK(puts->wait_until(Clock::now() + 30s));
+  for (const Status status : puts->results()) CHECK(status == Status::kOk);
+  CHECK(counter(*engine, "disconnections") == 0);
+}
+
+// A value that takes longer than its deadline costs itself and nobody else, as long as its bytes come.
+TEST(resp_a_slow_reply_is_no_silence) {
+  const Bytes value = make_payload(200'000);
+  std::atomic<bool> slow = true;
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (command[0] != "HMGET" || !slow.exchange(false)) return false;
+    const std::string reply = good_reply(make_key(0), value);
+    for (std::size_t at = 0; at < reply.size(); at += 2000) {
+      peer.write(std::string_view(reply).substr(at, 2000));
+      std::this_thread::sleep_for(10ms);  // the link is slow
+    }
+    return true;
+  });
+  const auto engine = connect(server);
+  std::vector<Bytes> first(1, Bytes(value.size()));
+  const auto late = submit(*engine, Op::kGet, {make_key(0)}, &first, 400ms);
+  const auto behind = submit(*engine, Op::kContains, make_keys(10), nullptr, 20s);
+  CHECK(late->wait_until(Clock::now() + 10s));
+  CHECK(late->results()[0] == Status::kTimedOut);
+  CHECK(behind->wait_until(Clock::now() + 20s));
+  for (const Status status : behind->results()) CHECK(status == Status::kMiss);
+  CHECK(counter(*engine, "disconnections") == 0);
+}
+
+// The time to live of a key in use is looked at once in a while, and begins anew when a quarter of it is over.
+TEST(resp_a_key_in_use_is_renewed_now_and_then) {
+  std::atomic<int> looks = 0;
+  std::atomic<int> renewals = 0;
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (command[0] == "PTTL") {
+      ++looks;
+      const bool is_old = command[1] == make_key(1).text || command[1] == make_key(2).text;
+      peer.write(is_old ? (command[1] == make_key(1).text ? ":64800000\r\n" : ":-1\r\n") : ":64800001\r\n");
+      return true;
+    }
+    renewals += command[0] == "PEXPIRE";
+    return false;
+  });
+  const Bytes value = make_payload(1000);
+  for (unsigned i = 0; i < 4; ++i) {
+    const auto [h, b] = fields(make_key(i), value);
+    server.set(make_key(i).text, "h", h);
+    server.set(make_key(i).text, "b", b);
+  }
+  const auto engine = connect(server);
+  for (int round = 0; round < 50; ++round) {
+    CHECK(run(*engine, Op::kContains, make_keys(4), nullptr) == std::vector<Status>(4, Status::kOk));
+  }
+  CHECK(looks == 0);  // to look is no use
+  for (int round = 0; round < 50; ++round) {
+    CHECK(run(*engine, Op::kTouch, make_keys(3), nullptr) == std::vector<Status>(3, Status::kOk));
+    Bytes target(1000);
+    CHECK(run_one(*engine, Op::kGet, make_key(3), &target) == Status::kOk);
+  }
+  CHECK(eventually([&] { return looks == 4 && renewals == 2; }));
+  CHECK(run_one(*engine, Op::kTouch, make_key(9), nullptr) == Status::kMiss);
+  CHECK(looks == 4);
 }
 
 // Good, slow and misbehaving by turns, while batches are cancelled at any point: the sanitizers see who touches a

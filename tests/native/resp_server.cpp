@@ -117,7 +117,10 @@ void RespServer::serve(Peer& peer) {
       const std::lock_guard lock(mutex_);
       if (command[0] != "PING") commands_.push_back(command[0]);
     }
-    if (hook_ && hook_(peer, command)) continue;
+    if (hook_ && hook_(peer, command)) {
+      peer.is_dirty_ = true;
+      continue;
+    }
     peer.write(answer_within(peer, command));
   }
 }
@@ -127,20 +130,22 @@ std::string RespServer::answer_within(Peer& peer, const Command& command) {
   if (command[0] == "MULTI") {
     peer.queued_.clear();
     peer.in_transaction_ = true;
+    peer.is_dirty_ = false;
     return "+OK\r\n";
   }
   if (command[0] == "EXEC") {
     peer.in_transaction_ = false;
-    for (const Command& one : peer.queued_) {
-      if (one[0] == "PEXPIRE" && one.size() < 3) return "-EXECABORT Transaction discarded\r\n";
-    }
+    if (peer.is_dirty_) return "-EXECABORT Transaction discarded because of previous errors.\r\n";
     std::string reply = "*" + std::to_string(peer.queued_.size()) + "\r\n";
     for (const Command& one : peer.queued_) reply += answer(one);
     return reply;
   }
   if (!peer.in_transaction_) return answer(command);
+  if (command[0] == "PEXPIRE" && command.size() < 3) {
+    peer.is_dirty_ = true;
+    return "-ERR wrong number of arguments\r\n";
+  }
   peer.queued_.push_back(command);
-  if (command[0] == "PEXPIRE" && command.size() < 3) return "-ERR wrong number of arguments\r\n";
   return "+QUEUED\r\n";
 }
 
@@ -155,7 +160,8 @@ std::string RespServer::answer(const Command& command) {
     return ":2\r\n";
   }
   const auto found = hashes_.find(command[1]);
-  if (name == "PEXPIRE" || name == "EXISTS" || name == "TOUCH") return found != hashes_.end() ? ":1\r\n" : ":0\r\n";
+  if (name == "PEXPIRE" || name == "EXISTS" || name == "TOUCH")
+    return found != hashes_.end() ? ":1\r\n" : ":0\r\n";
   if (name == "UNLINK") return ":" + std::to_string(hashes_.erase(command[1])) + "\r\n";
   CHECK(name == "HMGET");
   std::string reply = "*" + std::to_string(command.size() - 2) + "\r\n";

@@ -33,6 +33,7 @@ class Peer {
 
   std::vector<Command> queued_;  // of a transaction
   bool in_transaction_ = false;
+  bool is_dirty_ = false;  // one of its commands was no good, or a hook has answered it
 
   Descriptor fd_;
   const int number_;
