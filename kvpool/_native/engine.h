@@ -78,6 +78,7 @@ class Batch {
   const Op op_;
   const std::vector<Key> keys_;
   const std::vector<Buffer> buffers_;  // as many as keys for put and get, else none
+  const Clock::time_point submitted_ = Clock::now();
   const Clock::time_point deadline_;
   std::shared_ptr<Core> core_;
 
@@ -106,6 +107,8 @@ class Item {
   const Key& key() const { return batch_->keys_[index_]; }
   std::span<std::byte> buffer() const { return batch_->buffers_[index_]; }
   Clock::time_point deadline() const { return batch_->deadline_; }
+  // What its batch was given in all.
+  Clock::duration timeout() const { return batch_->deadline_ - batch_->submitted_; }
   // kCancelled or kTimedOut when the item is to be given up; asked between chunks.
   std::optional<Status> stopped() const;
   // Ends the item: its buffer must not be touched after this.

@@ -26,8 +26,6 @@ constexpr std::size_t kWaitingNbytes = 8 << 20;
 constexpr auto kQuiet = 250ms;
 constexpr std::size_t kMaxWaiting = 65536;
 constexpr std::size_t kMaxParts = 64;  // of one sendmsg
-// An item whose time has run out casts no doubt on a connection on which something moved so lately.
-constexpr auto kLeastSilence = 50ms;
 // Until then a reply that nobody waits for any more has to have come, however much moves.
 constexpr auto kLongestDrain = 60s;
 constexpr auto kFirstBackoff = 10ms;
@@ -396,17 +394,18 @@ void RespConnection::count_window() {
   for (const Item& item : waiting_) next_deadline_ = std::min(next_deadline_, item.deadline());
 }
 
-// While something moves, a server is slow and not silent, whatever becomes of one item's time.
+// While something moves, a server is slow and not silent, whatever becomes of one item's time: nothing has to have
+// moved for half of what the item was given.
 bool RespConnection::is_silent(const Request& request, Clock::time_point now) const {
-  const Clock::duration own = now - request.began;
-  return now - moved_at_ >= std::max<Clock::duration>(own / 2, kLeastSilence);
+  return now - moved_at_ >= request.item->timeout() / 2;
 }
 
 // Its buffer is let go of; what comes for it goes nowhere. False: the connection has to end for that.
 bool RespConnection::let_go(Request& request, Status status, Clock::time_point now) {
   if (request.kind == Kind::kPut && !request.is_sent() && !request.give_up_sending()) return false;
-  const Clock::duration own = now - request.began;
-  if (status == Status::kTimedOut) request.patience = std::max<Clock::duration>(own / 2, kQuiet);
+  if (status == Status::kTimedOut) {
+    request.patience = std::clamp<Clock::duration>(request.item->timeout() / 2, kQuiet, kRespPatience);
+  }
   request.deadline = now + request.patience;
   request.lost_at = now + kLongestDrain;
   end_item(request, status, {});

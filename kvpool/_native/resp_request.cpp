@@ -52,7 +52,7 @@ std::unique_ptr<RespRequest> RespRequest::about(Kind kind, std::string key, std:
   auto request = std::make_unique<RespRequest>();
   request->kind = kind;
   request->key_text = std::move(key);
-  request->deadline = request->began + kRespPatience;
+  request->deadline = Clock::now() + kRespPatience;
   if (kind == Kind::kAge) {
     append_command(request->head, {"PTTL", request->key_text});
   } else {

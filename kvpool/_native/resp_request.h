@@ -33,7 +33,6 @@ struct RespRequest {
   Kind kind;
   std::optional<Item> item;  // none once nobody waits for it, or for a cleanup
   Clock::time_point deadline;
-  Clock::time_point began = Clock::now();
   // Once nobody waits for its reply: how long nothing may move until the connection is in doubt, and when it is
   // given up however much moves.
   Clock::duration patience = kRespPatience;

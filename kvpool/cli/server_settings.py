@@ -16,6 +16,7 @@ from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import server_name
 from kvpool.stores.server_connection import connect
 from kvpool.stores.server_notices import ADVICE, refusal
+from kvpool.stores.server_rights import COSTS, refused_commands
 from kvpool.stores.url import StoreURL
 
 if TYPE_CHECKING:
@@ -45,13 +46,21 @@ def _server_findings(url: StoreURL, pool: StoreURL) -> list[Finding]:
     try:
         with connect(url, timeout_s=TIMEOUT_S, role="doctor") as server:
             found = list(_findings(server, in_cluster=pool.scheme == "valkey+cluster"))
-        return found + list(_notices(url))
+        return found + list(_rights(url)) + list(_notices(url))
     except redis.RedisError as error:
         return [
             note(
                 ABOUT, f"its settings cannot be read: {error}", "allow INFO to this user, or ask its operator"
             )
         ]
+
+
+def _rights(url: StoreURL) -> Iterator[Finding]:
+    for refused in refused_commands(url):
+        puts_or_loads = COSTS[refused.command].startswith("nothing")
+        yield (problem if puts_or_loads else note)(
+            ABOUT, refused.says, f"allow +{refused.command.lower()} to this user"
+        )
 
 
 def _notices(url: StoreURL) -> Iterator[Finding]:

@@ -5,14 +5,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvpool.stores.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.stores.transfer import Transfer
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL, check_threads
 from kvpool.wording import MAX_NBYTES
 
+if TYPE_CHECKING:
+    from kvpool.stores.server import ServerStore
+
 __all__ = ["DEFAULT_TIMEOUT_S", "Store", "StoreURL", "Transfer", "open_store", "visit_store"]
+
+logger = logging.getLogger("kvpool.stores")
 
 
 def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: str = "") -> Store:
@@ -35,14 +42,17 @@ def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: st
 
         return MemoryStore(parsed.capacity_nbytes)
     if parsed.scheme in SERVER_SCHEMES:
-        return _open_server(replace(parsed, threads=threads or parsed.threads, opened_by=opened_by))
+        store = _open_server(replace(parsed, threads=threads or parsed.threads, opened_by=opened_by))
+        for refused in store.refused_commands():
+            logger.warning("kvpool: %r: %s (kvpool doctor says what to change)", store, refused.says)
+        return store
     assert parsed.scheme == "file", parsed.scheme
     from kvpool.stores.file import FileStore
 
     return FileStore(parsed.path, parsed.capacity_nbytes, threads or parsed.threads)
 
 
-def _open_server(url: StoreURL) -> Store:
+def _open_server(url: StoreURL) -> ServerStore:
     if url.client == "redis":
         from kvpool.stores.redis import RedisStore
 
@@ -57,10 +67,15 @@ def _open_server(url: StoreURL) -> Store:
 
 
 def visit_store(url: str) -> Store:
-    """``open_store`` for who only looks: the capacity in ``url`` plays no part, so nothing is evicted at open."""
+    """``open_store`` for who only looks: the capacity in ``url`` plays no part, so nothing is evicted at open.
+
+    Of a server's user no rights are expected.
+    """
     parsed = StoreURL.parse(url)
-    if parsed.scheme != "file":
-        return open_store(url, threads=1)
+    if parsed.scheme in SERVER_SCHEMES:
+        return _open_server(replace(parsed, threads=1))
+    if parsed.scheme == "memory":
+        return open_store(parsed)
     from kvpool.stores.file import FileStore
 
     return FileStore(parsed.path, MAX_NBYTES, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from kvpool.stores.primaries import Primaries
 from kvpool.stores.server_announcements import SLOT, ServerAnnouncements
 from kvpool.stores.server_connection import KeptServer, connect
 from kvpool.stores.server_notices import ServerNotices
+from kvpool.stores.server_rights import Refused, refused_commands
 from kvpool.stores.server_scan import scan_keys, scan_server
 from kvpool.stores.store import Store, StoredBlock
 from kvpool.stores.url import SERVER_SCHEMES, StoreURL
@@ -36,6 +38,15 @@ class ServerStore(Store):
 
     def _close_kept(self) -> None:
         self._kept.close()
+
+    def refused_commands(self) -> list[Refused]:
+        """What its user may not ask a server of this store; nothing where that cannot be found out.
+
+        Blocking, for a few round trips.
+        """
+        with contextlib.suppress(Exception):  # whatever a client makes of what a server says
+            return refused_commands(self._primaries.url_of(SLOT))
+        return []
 
     def _announce(self, key: str, document: bytes, lease_s: float) -> None:
         self._announced.put(key, document, lease_s)

@@ -5,7 +5,7 @@ so once for every tag, whatever becomes of the store. What is the same on every 
 others say at once that they have done with it. After start-up nothing here raises into the engine: a fault of ours
 switches the pool off for this rank, every load that was promised is reported as failed, and the engine recomputes.
 
-Threads: the worker's model thread only; with pipeline stages a second one announces the engine and sets ``_announcer``.
+Threads: the worker's model thread only; a second one announces the engine and sets ``_announcer``.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class WorkerHalf:
         self._namespace: Namespace | None = None  # until then nothing is stored or loaded
         self._describe: Callable[[str], Announcement] | None = None
         self._announcing: threading.Thread | None = None
+        self._closed = False
         self._announcer: Announcer | None = None
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
@@ -81,7 +82,11 @@ class WorkerHalf:
         """
         try:
             namespace = Namespace(self._config.tenant, facts)
-            self._store = open_store(self._config.pool, threads=self._config.threads)
+            self._store = open_store(
+                self._config.pool,
+                threads=self._config.threads,
+                opened_by=self._config.worker or self._config.tenant,
+            )
             self._engine = TransferEngine(
                 self._store,
                 [
@@ -99,34 +104,41 @@ class WorkerHalf:
         self._describe = describe
         if self._stages == 1:
             self._namespace = namespace
-            if self._rank == 0:
-                self._announce()
+            self._begin_announcing()
 
     def refuse(self, reason: str) -> None:
         """Do without a pool, for ``reason``; the scheduler hears of it."""
         self._break(reason)
 
     def _join(self, facts: dict[str, Fact]) -> None:
-        """Take the facts of all stages. What is said of them in the pool must not hold up the step."""
+        """Take the facts of all stages."""
         if self._engine is None:
             return
         self._namespace = Namespace(self._config.tenant, facts)
+        self._begin_announcing()
+
+    def _begin_announcing(self) -> None:
+        """Tell others of this engine, in a thread: a slow pool must not hold up its start, nor a step."""
         if self._rank == 0:
             self._announcing = threading.Thread(target=self._announce, name="kvpool-announcing", daemon=True)
             self._announcing.start()
 
     def _announce(self) -> None:
         """Tell others of this engine."""
-        self._announce_facts()
+        store = self._store
+        if store is None:  # closed before this began
+            return
+        self._announce_facts(store)
         if self._describe is not None:
-            self._announce_worker(self._describe)
+            self._announce_worker(store, self._describe)
+            if self._closed and self._announcer is not None:  # it took longer than close() waits
+                self._announcer.close()
 
-    def _announce_facts(self) -> None:
+    def _announce_facts(self, store: Store) -> None:
         """Leave a readable record of the facts, and say on which ones this worker differs from earlier ones."""
-        assert self._store is not None
         assert self._namespace is not None
         try:
-            differences = announce_facts(self._store, self._namespace, str(self._namespace.facts["model"]))
+            differences = announce_facts(store, self._namespace, str(self._namespace.facts["model"]))
         except KVPoolError as error:
             logger.warning("kvpool could not announce its namespace: %s", error)
             return
@@ -136,14 +148,13 @@ class WorkerHalf:
             "kvpool: namespace %s, tenant %s, store %s, budget %g s, staging %d slots",
             self._namespace.hex,
             self._config.tenant,
-            self._store,
+            store,
             self._config.budget_s,
             engine.staging.slots if (engine := self._engine) else 0,
         )
 
-    def _announce_worker(self, describe: Callable[[str], Announcement]) -> None:
+    def _announce_worker(self, store: Store, describe: Callable[[str], Announcement]) -> None:
         """Tell indexes of this worker from now on. What keeps it from that costs a line in the log, no more."""
-        assert self._store is not None
         assert self._namespace is not None
         try:
             announced = describe(self._namespace.hex)
@@ -151,7 +162,7 @@ class WorkerHalf:
                 logger.log(logging.INFO if announced.events_off else logging.WARNING, "kvpool: %s", problem)
             worker = announced.worker
             self._announcer = Announcer(
-                self._store,
+                store,
                 worker,
                 lease_s=self._config.lease_s,
                 say=lambda text: logger.warning("kvpool: %s", text),
@@ -270,6 +281,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Let stores in flight end, within a few seconds, and release everything."""
+        self._closed = True
         if self._announcing is not None:
             self._announcing.join(DRAIN_S)
         if self._announcer is not None:

@@ -37,12 +37,15 @@ class Proxy:
     """Passes bytes between clients and the server on ``port`` of this machine, over one connection each.
 
     It counts the bytes that it passed each way, on all connections together. ``delay_s`` makes it slow: so long
-    does each piece of at most 64 KiB take.
+    does each piece of at most 64 KiB take. ``nbytes_per_s`` is what all connections together can carry each way, piece
+    by piece in turns, as over a thin link; None: what they like.
     One thread accepts; each connection has a thread each way. ``_lock`` guards ``_passed_nbytes``, ``_passed``,
-    ``_armed``, ``_harmed``, ``_connections``, ``_threads`` and ``_closing``; under it no socket is read or written.
+    ``_armed``, ``_harmed``, ``_connections``, ``_threads``, ``_free_s`` and ``_closing``; under it no socket is read or written.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, nbytes_per_s: float | None = None) -> None:
+        self._nbytes_per_s = nbytes_per_s
+        self._free_s = dict.fromkeys(Way, 0.0)  # when the link has carried all that it was given
         self._server = ("127.0.0.1", port)
         self._lock = threading.Lock()
         self._passed_nbytes = dict.fromkeys(Way, 0)
@@ -54,6 +57,8 @@ class Proxy:
         self._closing = False
         self.delay_s = 0.0
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if nbytes_per_s is not None:  # a link holds little; who sends waits
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * _PIECE_NBYTES)
         self.port: int = self._listener.getsockname()[1]
         self._acceptor = threading.Thread(target=self._accept)
         self._acceptor.start()
@@ -124,7 +129,7 @@ class Proxy:
         over = False
         with contextlib.suppress(OSError):
             while not over and (piece := source.recv(_PIECE_NBYTES)):
-                time.sleep(self.delay_s)
+                time.sleep(self.delay_s + self._transit_s(way, len(piece)))
                 due, over = self._due(connection, way, piece)
                 target.sendall(due)
         with self._lock:
@@ -134,6 +139,15 @@ class Proxy:
             if connection.carriers == 0:
                 self._connections.remove(connection)
                 connection.close()
+
+    def _transit_s(self, way: Way, nbytes: int) -> float:
+        """How long until the link has carried so many bytes more."""
+        if self._nbytes_per_s is None:
+            return 0.0
+        with self._lock:
+            now_s = time.monotonic()
+            self._free_s[way] = max(now_s, self._free_s[way]) + nbytes / self._nbytes_per_s
+            return self._free_s[way] - now_s
 
     def _due(self, connection: _Connection, way: Way, piece: bytes) -> tuple[bytes, bool]:
         """What of ``piece`` is still to be passed on, and whether the connection ends with that."""
@@ -182,9 +196,9 @@ class _Connection:
 
 
 @contextmanager
-def proxied(port: int) -> Iterator[Proxy]:
+def proxied(port: int, *, nbytes_per_s: float | None = None) -> Iterator[Proxy]:
     """A proxy in front of ``port``, until the end of the block."""
-    proxy = Proxy(port)
+    proxy = Proxy(port, nbytes_per_s)
     try:
         yield proxy
     finally:
