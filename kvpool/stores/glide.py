@@ -24,6 +24,7 @@ from kvpool.stores.blocking import (
     Refusal,
 )
 from kvpool.stores.redis import RedisLink
+from kvpool.stores.server_connection import introduction
 from kvpool.stores.tls import Tls
 from kvpool.stores.url import StoreURL
 
@@ -75,6 +76,11 @@ class _GlideLink:
                     return
             self.drop()
         self._client = _client(self._url, timeout_s)
+        # Not by its own setting, which is an error where the user may not do that. What it dials by itself has no name.
+        with contextlib.suppress(LinkFault):
+            self.exchange(
+                [tuple(map(str.encode, words)) for words in introduction(self._url, "values")], timeout_s
+            )
 
     def is_stale(self) -> bool:
         return False  # GLIDE watches its connection

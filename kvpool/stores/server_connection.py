@@ -42,6 +42,15 @@ def client_of(url: StoreURL) -> str:
     return _NOT_IN_A_NAME.sub("-", who)[:_NAME_CHARS]
 
 
+def introduction(url: StoreURL, role: str) -> list[tuple[str, ...]]:
+    """What a connection says of itself."""
+    return [
+        ("CLIENT", "SETNAME", f"kvpool:{role}:{client_of(url)}"),
+        ("CLIENT", "SETINFO", "LIB-NAME", "kvpool"),
+        ("CLIENT", "SETINFO", "LIB-VER", __version__),
+    ]
+
+
 class DeadlineSocket(socket.socket):
     """A connected socket of which every call that may block ends at ``deadline_s`` (monotonic).
 
@@ -152,11 +161,7 @@ class Bounded(Connection):
 
     def _introduce(self) -> None:
         """Say who this is. Servers and rights that do not allow it do without."""
-        said = [
-            ("CLIENT", "SETNAME", f"kvpool:{self._role}:{client_of(self._url)}"),
-            ("CLIENT", "SETINFO", "LIB-NAME", "kvpool"),
-            ("CLIENT", "SETINFO", "LIB-VER", __version__),
-        ]
+        said = introduction(self._url, self._role)
         self.send_packed_command(self.pack_commands(said), False)  # type: ignore[no-untyped-call]
         for _ in said:
             with contextlib.suppress(redis.ResponseError, redis.AuthenticationError):

@@ -184,8 +184,8 @@ def test_tenants_that_are_in_no_list_go_with_everything(server: Server) -> None:
 
 
 CONFINED = ("on", ">pass-word", "~kvpool:alpha:*", "+ping", "+select", "+hset", "+pexpire", "+hmget", "+exists",
-            "+unlink", "+time", "+set", "+mget", "+zadd", "+zcard", "+zscore", "+zrange", "+zremrangebyscore",
-            "+zremrangebyrank", "+multi", "+exec")  # fmt: skip
+            "+touch", "+pttl", "+unlink", "+time", "+set", "+mget", "+zadd", "+zcard", "+zscore", "+zrange",
+            "+zremrangebyscore", "+zremrangebyrank", "+multi", "+exec")  # fmt: skip
 PURGES = ("+scan", "+hstrlen", "+zrem")  # docs/stores.md has both
 
 

@@ -40,7 +40,8 @@ class Proxy:
     does each piece of at most 64 KiB take. ``nbytes_per_s`` is what all connections together can carry each way, piece
     by piece in turns, as over a thin link; None: what they like.
     One thread accepts; each connection has a thread each way. ``_lock`` guards ``_passed_nbytes``, ``_passed``,
-    ``_armed``, ``_harmed``, ``_connections``, ``_threads``, ``_free_s`` and ``_closing``; under it no socket is read or written.
+    ``_armed``, ``_harmed``, ``_connections``, ``_threads``, ``_free_s`` and ``_closing``; under it no socket is read or
+    written.
     """
 
     def __init__(self, port: int, nbytes_per_s: float | None = None) -> None:

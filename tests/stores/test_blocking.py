@@ -159,9 +159,9 @@ def test_glide_leaves_no_hook_for_forks(server: Server, monkeypatch: pytest.Monk
 
 
 def test_an_evicted_value_has_no_room() -> None:
-    """The server kept it, and evicted it before it was told how long to keep it."""
+    """The server kept it, and it was gone when it was told how long to keep it."""
     with misbehaving() as server, open_store(f"{server.url}?client=redis") as store:
-        server.misbehave(to(b"PEXPIRE", lambda words, good: b":0\r\n"))
+        server.misbehave(to(b"EXEC", lambda words, good: b"*2\r\n:2\r\n:0\r\n"))
         assert store.put_many([key(1)], [b"x"]) == [False]
         assert store.counters()["no_room"] == 1
         assert store.counters()["puts"] == 0
