@@ -7,6 +7,8 @@ it is: ``CLIENT LIST`` shows ``kvpool:ROLE:WHO``.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import os
 import re
 import socket
@@ -23,7 +25,6 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection
 from redis.retry import Retry
 
-from kvpool import __version__
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.stores.tls import Tls
 from kvpool.stores.url import StoreURL
@@ -34,6 +35,12 @@ _END_S: ContextVar[float] = ContextVar("end_s", default=float("inf"))
 
 _NOT_IN_A_NAME = re.compile(r"[^!-~]+")  # of a connection: no spaces
 _NAME_CHARS = 100
+
+
+@functools.cache
+def library_version() -> str:
+    """Of the installed package."""
+    return importlib.metadata.version("kvpool")
 
 
 def client_of(url: StoreURL) -> str:
@@ -47,7 +54,7 @@ def introduction(url: StoreURL, role: str) -> list[tuple[str, ...]]:
     return [
         ("CLIENT", "SETNAME", f"kvpool:{role}:{client_of(url)}"),
         ("CLIENT", "SETINFO", "LIB-NAME", "kvpool"),
-        ("CLIENT", "SETINFO", "LIB-VER", __version__),
+        ("CLIENT", "SETINFO", "LIB-VER", library_version()),
     ]
 
 

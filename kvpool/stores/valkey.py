@@ -5,12 +5,12 @@ The native engine owns the connections over which values go; leased documents go
 
 from __future__ import annotations
 
-from kvpool import __version__, _native
+from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores.native import NativeStore
 from kvpool.stores.primaries import Primaries
 from kvpool.stores.server import ServerStore, server_name
-from kvpool.stores.server_connection import client_of
+from kvpool.stores.server_connection import client_of, library_version
 from kvpool.stores.store import DEFAULT_TIMEOUT_S
 from kvpool.stores.tls import advice
 from kvpool.stores.topology_watch import TopologyWatch
@@ -60,7 +60,7 @@ def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.Engine, Top
             url.threads,
             _files(url),
             client_of(url),
-            __version__,
+            library_version(),
         )
     except _native.TlsError as error:
         raise ConfigError(f"{server_name(url)}: {error}") from error
@@ -84,7 +84,7 @@ def _open_one(url: StoreURL, name: str) -> _native.Engine:
             url.threads,
             _files(url),
             client_of(url),
-            __version__,
+            library_version(),
         )
     except _native.TlsError as error:
         raise ConfigError(f"{name}: {error}") from error

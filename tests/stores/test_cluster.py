@@ -99,7 +99,8 @@ def test_every_node_holds_the_keys_of_its_slots(cluster: Cluster, store: Store) 
     assert all(len(holding) > 50 for holding in holdings)
     assert sorted(name for holding in holdings for name in holding) == sorted(keys(300))
     assert store.counters()["moved"] == store.counters()["asked"] == 0
-    assert store.counters()["up_connections"] == 2 * 3 * 2  # threads, nodes, one more for puts
+    # Of two threads to three nodes, and those for puts of who has put something there.
+    assert 2 * 3 < store.counters()["up_connections"] <= 2 * 3 * 2
 
 
 def test_one_node_in_the_url_is_enough(cluster: Cluster) -> None:

@@ -169,10 +169,10 @@ def test_announcements_trust_nobody_else_either(server: TlsServer, stranger: Aut
     for untrusted in (Tls(), Tls(str(stranger.ca))):
         with (
             pytest.raises(redis.ConnectionError, match="certificate verify failed"),
-            connect(replace(url, tls=untrusted), timeout_s=2) as asking,
+            connect(replace(url, tls=untrusted), timeout_s=2, role="test") as asking,
         ):
             asking.ping()
-    with connect(url, timeout_s=2) as asking:
+    with connect(url, timeout_s=2, role="test") as asking:
         assert asking.ping()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +17,13 @@ from kvpool.index import registry
 from kvpool.index.worker import Publisher, Worker
 from kvpool.index.worker_record import unpack_worker
 from kvpool.keys import Namespace, request_key
-from kvpool.stores import open_store
+from kvpool.stores import open_store, server_announcements
 from kvpool.transfer.engine import Finished
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.worker import WorkerHalf
 from tests.conftest import eventually
-from tests.stores.misbehaving import misbehaving
+from tests.stores.misbehaving import Peer, misbehaving
 from tests.transfer.slow_device import SlowDevice
 
 pytestmark = [pytest.mark.vllm]
@@ -422,3 +422,27 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     report = worker.take_report()
     assert report is not None
     assert report.landed == report.dropped == {13: 1}
+
+
+def test_a_pool_that_says_nothing_of_announcements_does_not_hold_up_the_start(
+    cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for which in ("WRITE_S", "READ_S"):
+        monkeypatch.setattr(server_announcements, which, 2.0)
+    with misbehaving() as server:
+        blocks = {b"MULTI", b"HSET", b"PEXPIRE", b"EXEC", b"HMGET", b"EXISTS", b"TOUCH", b"PTTL", b"UNLINK"}
+
+        def trickles(peer: Peer, words: Sequence[bytes], good: bytes) -> None:
+            if words[0] in blocks:
+                peer.send(good)
+            else:
+                peer.drip(b"$60000\r\n" + b"x" * 60000, 0.3)
+
+        server.misbehave(trickles)
+        worker = WorkerHalf(PoolConfig(pool=server.url), GROUPS, rank=0)
+        started = time.monotonic()
+        worker.register([[cache]], FACTS, described)
+        assert time.monotonic() - started < 1.5
+        worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+        stored(worker, 10)
+        worker.close()
