@@ -1,6 +1,7 @@
 // A connection whose server says anything: every request ends in time, and a hit is these bytes and no others.
-//   input: one byte, into pieces of how many bytes the reply is cut (0: none); then the reply
-// What is asked is always the same: EXISTS, UNLINK, two HMGET, HSET with PEXPIRE, in this order.
+//   input: one byte, whose low seven bits say into pieces of how many bytes the reply is cut (0: none); then the reply
+// What is asked is always the same: EXISTS, UNLINK and two HMGET in this order, or, with the highest bit of that byte,
+// a put.
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -47,8 +48,10 @@ class Server {
     std::thread([this] { serve(); }).detach();  // as long as the process
   }
   const std::string& path() const { return path_; }
-  void say(std::string_view reply, std::size_t piece_nbytes) {
+  // `last_words`: how what is asked ends.
+  void say(std::string_view reply, std::size_t piece_nbytes, std::string last_words) {
     const std::lock_guard lock(mutex_);
+    last_words_ = std::move(last_words);
     reply_ = reply;
     said_ = false;
     piece_nbytes_ = piece_nbytes == 0 ? reply.size() : piece_nbytes;
@@ -60,7 +63,7 @@ class Server {
       const Descriptor peer(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
       if (!hears(peer, "PING\r\n") || send(peer.get(), "+PONG\r\n", 7, MSG_NOSIGNAL) != 7) continue;
       // All is asked before anything is said. What is asked again, a deletion, is not answered.
-      if (!hears(peer, has_said() ? "\r\n" : "PEXPIRE")) continue;
+      if (!hears(peer, awaited())) continue;
       std::string reply;
       std::size_t piece_nbytes = 0;
       {
@@ -75,9 +78,9 @@ class Server {
     }
   }
 
-  bool has_said() {
+  std::string awaited() {
     const std::lock_guard lock(mutex_);
-    return said_;
+    return said_ ? "\r\n" : last_words_;
   }
 
   // Until this came; false when the other side has gone.
@@ -95,6 +98,7 @@ class Server {
   Descriptor listener_;
   std::mutex mutex_;  // guards what follows
   std::string reply_;
+  std::string last_words_;
   bool said_ = false;
   std::size_t piece_nbytes_ = 0;
 };
@@ -104,7 +108,9 @@ class Server {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t nbytes) {
   static Server& server = *new Server;
   if (nbytes == 0) return 0;
-  server.say({reinterpret_cast<const char*>(data) + 1, nbytes - 1}, data[0]);
+  const bool puts = (data[0] & 0x80) != 0;
+  server.say({reinterpret_cast<const char*>(data) + 1, nbytes - 1}, data[0] & 0x7f,
+             puts ? "EXEC\r\n" : make_key('3').text + "\r\n$1\r\nh\r\n$1\r\nb\r\n");
   RespSettings settings;
   settings.endpoint = {"", 0, server.path()};
   Engine engine(std::make_unique<RespBackend>(std::move(settings)), 1);
@@ -116,18 +122,22 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t nbyt
   into->emplace_back(large.size());
   into->emplace_back(small.size());
   auto from = std::make_unique<std::vector<std::byte>>(small);
-  const std::shared_ptr<Batch> batches[] = {
-      engine.submit(Op::kContains, {make_key('0')}, {}, 1s),
-      engine.submit(Op::kDelete, {make_key('1')}, {}, 1s),
-      engine.submit(Op::kGet, {make_key('2'), make_key('3')}, {(*into)[0], (*into)[1]}, 1s),
-      engine.submit(Op::kPut, {make_key('4')}, {*from}, 1s),
-  };
+  std::vector<std::shared_ptr<Batch>> batches;
+  if (puts) {
+    batches.push_back(engine.submit(Op::kPut, {make_key('4')}, {*from}, 1s));
+  } else {
+    batches.push_back(engine.submit(Op::kContains, {make_key('0')}, {}, 1s));
+    batches.push_back(engine.submit(Op::kDelete, {make_key('1')}, {}, 1s));
+    batches.push_back(engine.submit(Op::kGet, {make_key('2'), make_key('3')}, {(*into)[0], (*into)[1]}, 1s));
+  }
   for (const auto& batch : batches) {
     CHECK(batch->wait_until(Clock::now() + 30s));
     for (const Status status : batch->results()) CHECK(static_cast<std::size_t>(status) < kStatusCount);
   }
-  CHECK(batches[2]->results()[0] != Status::kOk || (*into)[0] == large);
-  CHECK(batches[2]->results()[1] != Status::kOk || (*into)[1] == small);
+  if (!puts) {
+    CHECK(batches[2]->results()[0] != Status::kOk || (*into)[0] == large);
+    CHECK(batches[2]->results()[1] != Status::kOk || (*into)[1] == small);
+  }
   into.reset();
   from.reset();
   CHECK(engine.close(30s));  // on a starved machine, too
