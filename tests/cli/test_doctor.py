@@ -199,6 +199,14 @@ def test_a_user_whom_the_server_does_not_tell_of_changes(server: Server) -> None
     assert to_change(server) == []
 
 
+@pytest.mark.parametrize(("command", "level"), [("touch", "note"), ("pttl", "note"), ("hset", "problem")])
+def test_a_right_that_is_missing_is_named(server: Server, command: str, level: str) -> None:
+    server.client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+    (about,) = [one for one in to_change(server) if f"refuses {command.upper()} " in one.says]
+    assert about.level == level
+    assert about.change == f"allow +{command} to this user"
+
+
 def test_a_server_without_info_says_so(server: Server) -> None:
     server.client.execute_command("ACL", "SETUSER", "default", "-info", "-config")
     code, findings = examined("--pool", server.url)
