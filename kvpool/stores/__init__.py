@@ -26,7 +26,7 @@ def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: st
     """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379``, ``valkey+unix:///socket`` or
     ``memory://``.
 
-    ``threads``: threads that move bytes, 1 to 64, each with a connection of its own to a server; None: what the
+    ``threads``: threads that move bytes, 1 to 64, each with connections of its own to a server; None: what the
     URL says, or 2. They are native ones unless the URL of a server names another client: ``?client=redis``.
     ``opened_by``: whom connections to a server are named after, in ``CLIENT LIST``; empty: this host and process.
     Blocking: a file store makes its directory and reads what is there; a server is asked once whether it is
