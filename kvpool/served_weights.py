@@ -17,13 +17,15 @@ from kvpool.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest
 def served_digest(
     engine_path: str, named_path: str | None, suffixes: Sequence[str] = WEIGHTS_SUFFIXES
 ) -> str:
-    """32 hex digits; "" when nobody has named a folder and the engine's own path has no weights (a hub's name).
+    """32 hex digits; "" when nobody has named a folder and the engine's own path has no weights (a hub's name, or "").
 
     ``named_path``: what an operator says, which wins. Errors: ``ConfigError``: it has no weights, or weights that are
     there cannot be read in time.
     """
     if named_path is not None:
         return checkpoint_digest(Path(named_path), suffixes=suffixes).hex
+    if not engine_path:
+        return ""
     path = Path(engine_path)
     try:
         found = path.is_file() or any(any(path.glob(f"*{suffix}")) for suffix in suffixes)
