@@ -91,10 +91,6 @@ class HostPages:
         """
         if len(host_indices) % self.page_tokens:
             raise ValueError(f"{len(host_indices)} slots are not whole pages of {self.page_tokens} tokens")
-        if not len(host_indices):
-            return []
-        if int(host_indices.min()) < 0 or int(host_indices.max()) >= self._pool.size:
-            raise ValueError(f"slots are 0 to {self._pool.size - 1}, and some of these are not")
         pointers, sizes = self._pool.get_page_buffer_meta(host_indices)
         return [self._view(pointer, nbytes) for pointer, nbytes in zip(pointers, sizes, strict=True)]
 

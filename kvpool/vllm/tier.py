@@ -345,6 +345,7 @@ class KVPoolTier(SecondaryTierManager):
         self._batches.clear()
         self._questions.clear()
         self._touches.clear()
+        self._events.clear()  # of chunks that this engine finds no more
         (logger.warning if first else logger.info)(
             "kvpool: the caches were reset, perhaps for other weights: until this engine restarts its tier goes on in "
             "a namespace of its own, %s, and shares with no other one; where its weights never change in place, set "

@@ -298,6 +298,7 @@ class Flight:
     keys: list[OffloadKey]
     rows: list[int]
     began_s: float
+    names: dict[OffloadKey, str]  # in the epoch in which it began
 
 
 @dataclass
@@ -492,13 +493,14 @@ class TieredEngine:
         keys, rows = list(job.keys), [int(row) for row in job.chunk_ids]
         assert job.job_id not in self.submitted
         self.submitted.add(job.job_id)
-        self.jobs[job.job_id] = Flight(is_load, keys, rows, self.pool.now_s())
+        names = {key: self._name(key) for key in keys}
+        self.jobs[job.job_id] = Flight(is_load, keys, rows, self.pool.now_s(), names)
         if is_load:
             self.promoted.update(keys)
             for row in rows:
                 self._write(row, GARBAGE)
         else:
-            self.pool.offered.update(map(self._name, keys))
+            self.pool.offered.update(names.values())
 
     def ended(self, result: JobResult) -> None:
         flight = self.jobs.pop(result.job_id, None)
@@ -512,7 +514,7 @@ class TieredEngine:
         if not flight.is_load:
             assert result.successful_keys is None
             for key in good:
-                assert self.pool.may_hold(self._name(key)), "stored, it says, and never was"
+                assert self.pool.may_hold(flight.names[key]), "stored, it says, and never was"
             return
         assert result.transfer_bytes == len(good) * ROW_NBYTES
         for key, row in zip(flight.keys, flight.rows, strict=True):
