@@ -58,7 +58,22 @@ ModelId = Annotated[
     Field(
         min_length=1,
         max_length=1024,
-        description="names model, revision, quantization and attention backend: engines of one name share",
+        description="names exactly these weights and how the engine computes with them: revision, quantization, "
+        "overrides, context length where RoPE depends on it, attention backend; engines of one name share",
+    ),
+]
+ModelPath = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        max_length=4096,
+        description="folder of the checkpoint that the engine serves, where the engine does not tell it; is digested",
+    ),
+]
+WeightsNeverChange = Annotated[
+    bool,
+    Field(
+        description="keep sharing after the caches were reset: this engine keeps the weights it started with"
     ),
 ]
 
@@ -217,8 +232,10 @@ class TierConfig(_Settings):
 
     PLACE: ClassVar[str] = "the tier's entry in secondary_tiers"
 
-    # The interface of tiers tells none of this, so somebody has to.
+    # The interface of tiers tells little of this, so somebody has to.
     model_id: ModelId
+    model_path: ModelPath = None
+    weights_never_change: WeightsNeverChange = False
 
 
 class HiCacheConfig(_Settings):
@@ -226,8 +243,10 @@ class HiCacheConfig(_Settings):
 
     PLACE: ClassVar[str] = "--hicache-storage-backend-extra-config"
 
-    # SGLang tells a backend the model's path, and neither its revision nor its quantization.
-    model_id: ModelId
+    # Needed where the weights cannot be found, see ``kvpool.sglang.served``.
+    model_id: ModelId | None = None
+    model_path: ModelPath = None
+    weights_never_change: WeightsNeverChange = False
     kv_dtype: str | None = Field(
         None, min_length=1, max_length=64,
         description="what --kv-cache-dtype is, such as fp8_e4m3; needed where the host memory is bare bytes",

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     {"_native", "v1"},  # built and generated
     {"config", "errors", "metrics", "tenant", "wording", "worker_name"},
-    {"checkpoint", "hashing", "record", "keys"},
+    {"checkpoint", "served_weights", "hashing", "record", "keys"},
     {"stores"},
     {"transfer", "index"},
     {""},  # kvpool/__init__.py, the public names

@@ -8,22 +8,27 @@ memory any more: SGLang gives the pages of a call that has returned to somebody 
 Pages come in two forms that never meet, each with a namespace of its own: as they lie in host memory (``*_v1``), and as
 one flat tensor each (the older calls, where ``interface_v1`` is not set).
 
-A fault of ours is a miss, and nothing is raised into SGLang's threads, but by ``clear``, whose caller wants to know.
+Whatever a call is handed, what cannot be done is a miss and is counted (``fault``), and the next call is served as
+ever: nothing is raised into SGLang's threads, but by ``clear``, whose caller wants to know.
 
-Threads: any may call, and SGLang calls from four at once. ``_lock`` guards ``_counters``, ``_speeds`` and ``_away``.
-``_pages`` and both namespaces are set once, by ``register_mem_pool_host``, before the threads are started.
+When SGLang flushes its caches, or is given other weights, the namespaces become this rank's own (``epoch.py``).
+
+Threads: any may call, and SGLang calls from four at once. ``_lock`` guards ``_counters``, ``_speeds``, ``_away``,
+``_faulty`` and ``_spaces``. ``_pages``, ``_facts`` and ``_epoch`` are set once, by ``register_mem_pool_host``, before
+the threads are started.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -39,9 +44,11 @@ from kvpool.config import HiCacheConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.keys import Fact, Namespace, namespace_prefix
 from kvpool.metrics import Counters, Metric
+from kvpool.sglang.epoch import Epoch, epoch_of
 from kvpool.sglang.faults import Faults
 from kvpool.sglang.metrics_page import show
 from kvpool.sglang.pages import HostPages, flat_bytes, run_lengths
+from kvpool.sglang.served import served_facts
 from kvpool.stores import Transfer, open_store
 from kvpool.stores.facts import announce_facts
 from kvpool.transfer.engine import PART_NBYTES, STORE_TIMEOUT_S
@@ -57,9 +64,19 @@ ASK_KEYS = 16384  # in one existence check: a page is many where the layout puts
 SETTLE_STEP_S = 1.0
 CLEAR_TIMEOUT_S = 60.0
 MAX_SPEEDS = 1024  # kept until SGLang asks for them
+_HASH = re.compile(r"(?:[0-9a-f]{2}){8,64}")  # as a key of kvpool has it
 
 _T = TypeVar("_T")
+Form = Literal["parts", "flat"]  # as pages lie in host memory; one tensor each
 _Submit = Callable[[Sequence[str], Sequence[memoryview], float], Transfer]
+
+
+class _Spaces(NamedTuple):
+    """The namespaces of one epoch, by the form of pages."""
+
+    epoch: str
+    parts: Namespace
+    flat: Namespace
 
 
 class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
@@ -87,7 +104,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             way: deque(maxlen=MAX_SPEEDS) for way in ("prefetch", "backup")
         }
         self._away = False
-        self._broken = False
+        self._faulty = False
         self._store = open_store(self._config.pool, threads=self._config.threads)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
@@ -97,17 +114,19 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             parallel = self._parallel
             facts: dict[str, Fact] = {
                 **pages.facts,
+                **served_facts(self._config),
                 "engine": "sglang",
                 "hash": "sglang_sha256",
-                "model": self._config.model_id,
                 "ranks_share": bool(parallel.is_mla_model),
                 "tp_size": int(parallel.tp_size),
                 "pp_size": int(parallel.pp_size),
                 "attn_cp_size": int(parallel.attn_cp_size),
             }
-            tenant = self._config.tenant
-            self._parts = Namespace(tenant, {**facts, "page_form": "parts"})
-            self._flat = Namespace(tenant, {**facts, "page_form": "flat"})
+            self._facts = facts
+            self._epoch: Epoch = epoch_of(
+                mem_pool_host, weights_never_change=self._config.weights_never_change
+            )
+            self._spaces = self._spaces_of("")
             self._start(pages)
         except ConfigError:
             self.close()
@@ -116,10 +135,11 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pages = pages
 
     def _start(self, pages: HostPages) -> None:
-        namespace = self._parts if self._zero_copy else self._flat
+        namespace = self._namespace(self._form())
         stage = f" stage {self._parallel.pp_rank}" if self._parallel.pp_size > 1 else ""
+        name = self._config.model_id or self._parallel.model_name or "unnamed"
         try:
-            for sentence in announce_facts(self._store, namespace, self._config.model_id + stage):
+            for sentence in announce_facts(self._store, namespace, name + stage):
                 logger.warning("kvpool: %s", sentence)
         except StoreUnavailable as error:
             logger.warning(
@@ -159,7 +179,10 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
         Blocking, for at most ``max_load_s``; a pool that makes no progress for ``budget_s`` ends it.
         """
-        loaded = self._guarded(lambda pages: self._load(self._parts, keys, pages.views(host_indices)), 0)
+        keys = _listed(keys)
+        loaded = self._guarded(
+            lambda pages: self._load("parts", keys, pages.views(host_indices)), 0, metrics.LOAD_REQUESTS
+        )
         return [place < loaded for place in range(len(keys))]
 
     def batch_set_v1(
@@ -172,15 +195,19 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
         Blocking, for as long as the pool makes progress; nothing but other stores waits for it.
         """
+        keys = _listed(keys)
         return self._guarded(
-            lambda pages: self._save(self._parts, keys, pages.views(host_indices)), [False] * len(keys)
+            lambda pages: self._save("parts", keys, pages.views(host_indices)),
+            [False] * len(keys),
+            metrics.STORE_SKIPPED_BLOCKS,
+            len(keys),
         )
 
     # Which pages are there.
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading pages the pool has. Blocking, for at most ``budget_s``."""
-        return self._guarded(lambda pages: self._leading(keys, pages), 0)
+        return self._guarded(lambda pages: self._leading(_listed(keys), pages), 0, metrics.LOOKUP_FAILURES)
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -199,11 +226,12 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
         def load(pages: HostPages) -> list[torch.Tensor | None]:
             targets = target_locations or [pages.empty_page() for _ in keys]
-            loaded = self._load(self._flat, keys, [flat_bytes(target) for target in targets])
+            loaded = self._load("flat", keys, [flat_bytes(target) for target in targets])
             return [target if place < loaded else None for place, target in enumerate(targets)]
 
+        keys = _listed(keys)
         missed: list[torch.Tensor | None] = [None] * len(keys)
-        return self._guarded(load, missed)
+        return self._guarded(load, missed, metrics.LOAD_REQUESTS)
 
     def set(
         self,
@@ -224,23 +252,24 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         """Store flat pages; whether all of them are in the pool now."""
 
         def save(pages: HostPages) -> bool:
-            return all(
-                self._save(self._flat, keys, [flat_bytes(value.contiguous()) for value in values or ()])
-            )
+            return all(self._save("flat", keys, [flat_bytes(value.contiguous()) for value in values or ()]))
 
-        return self._guarded(save, False)
+        keys = _listed(keys)
+        return self._guarded(save, False, metrics.STORE_SKIPPED_BLOCKS, len(keys))
 
     # The rest.
 
     def clear(self) -> None:
         """Delete what the pool has under the namespaces of this server: the pages of every server that shares them.
 
+        After a flush, or other weights, those are this rank's own.
+
         Blocking, for at most a minute. Errors: ``StoreUnavailable``, also when that was not enough.
         """
         if self._pages is None:
             return
         end = time.monotonic() + CLEAR_TIMEOUT_S
-        for namespace in (self._parts, self._flat):
+        for namespace in (self._namespace("parts"), self._namespace("flat")):
             for blocks in self._store.scan(namespace_prefix(namespace.tenant, namespace.hex)):
                 if time.monotonic() > end:
                     raise StoreUnavailable(
@@ -251,7 +280,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         """SGLang's own ``StorageMetrics``; kvpool's counters go to the metrics page on the way. None after a fault."""
-        return self._guarded(lambda _: self._statistics(), None)
+        return self._guarded(lambda _: self._statistics(), None, metrics.LOOKUP_FAILURES, 0)
 
     def _statistics(self) -> Any:
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -279,22 +308,23 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
     # How pages move.
 
     def _leading(self, keys: list[str], pages: HostPages) -> int:
-        namespace = self._parts if self._zero_copy else self._flat
-        names = self._names(namespace, keys, pages)
-        width = len(names) // max(1, len(keys))
+        form = self._form()
+        width = len(pages.sizes(form))
+        hashes = self._leading_hashes(keys)
+        names = self._names(form, hashes, width)
         self._count(metrics.LOOKUP_REQUESTS)
         end = time.monotonic() + self._config.budget_s
         found = 0
         try:
             self._faults.delay(self._config.budget_s)
-            step = max(1, ASK_KEYS // max(1, width))
-            for first in range(0, len(keys), step):
+            step = max(1, ASK_KEYS // width)
+            for first in range(0, len(hashes), step):
                 asked = names[first * width : (first + step) * width]
                 timeout_s = end - time.monotonic()
                 if timeout_s <= 0:
                     raise StoreUnavailable(f"no answer within {self._config.budget_s:g} s")
                 self._count(metrics.LOOKUP_BLOCKS, len(asked))
-                answers = self._store.contains_many(asked, timeout_s=timeout_s)
+                answers = self._store.touch_many(asked, timeout_s=timeout_s)
                 there = _whole(answers, width)
                 found += there
                 if there * width < len(asked):
@@ -305,12 +335,12 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         self._answered()
         return next((place for place in range(found) if self._faults.miss()), found)
 
-    def _load(self, namespace: Namespace, keys: list[str], views: list[memoryview]) -> int:
+    def _load(self, form: Form, keys: list[str], views: list[memoryview]) -> int:
         """Load pages into ``views``; how many leading ones have come, and proved themselves."""
-        assert self._pages is not None
-        names = self._names(namespace, keys, self._pages)
-        width = _width(keys, views, names)
-        wanted = next((place for place in range(len(keys)) if self._faults.miss()), len(keys))
+        width = self._width(form, keys, views)
+        hashes = self._leading_hashes(keys)
+        names = self._names(form, hashes, width)
+        wanted = next((place for place in range(len(hashes)) if self._faults.miss()), len(hashes))
         started = time.monotonic()
         nbytes = sum(view.nbytes for view in views[:width])
         loaded, cause = 0, "ok" if wanted == len(keys) else "missing"
@@ -342,18 +372,34 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         self._measure("prefetch", loaded, loaded * nbytes, seconds)
         return loaded
 
-    def _save(self, namespace: Namespace, keys: list[str], views: list[memoryview]) -> list[bool]:
+    def _save(self, form: Form, keys: list[str], views: list[memoryview]) -> list[bool]:
         """Store the pages that the pool does not have; which of them it has now."""
-        assert self._pages is not None
-        names = self._names(namespace, keys, self._pages)
-        width = _width(keys, views, names)
+        width = self._width(form, keys, views)
+        spelled = [place for place, key in enumerate(keys) if _is_hash(key)]
+        if len(spelled) < len(keys):
+            self._count(metrics.STORE_SKIPPED_BLOCKS, len(keys) - len(spelled), "fault")
+            saved = [False] * len(keys)
+            if spelled:
+                pages = [view for place in spelled for view in views[place * width : (place + 1) * width]]
+                for place, kept in zip(
+                    spelled, self._save(form, [keys[place] for place in spelled], pages), strict=True
+                ):
+                    saved[place] = kept
+            return saved
+        names = self._names(form, [bytes.fromhex(key) for key in keys], width)
         started = time.monotonic()
         there = [False] * len(names)
         known = nbytes = 0
         cause = "pool_full"
         try:
             self._faults.delay(STORE_TIMEOUT_S)
-            there = self._store.contains_many(names, timeout_s=STORE_TIMEOUT_S)
+            there = [
+                present
+                for first in range(0, len(names), ASK_KEYS)
+                for present in self._store.touch_many(
+                    names[first : first + ASK_KEYS], timeout_s=STORE_TIMEOUT_S
+                )
+            ]
             known = sum(_pages(there, width))
             missing = [place for place, present in enumerate(there) if not present]
             damaged = {page for page in range(len(keys)) if self._faults.corrupt()}
@@ -413,10 +459,53 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             for transfer in under_way:
                 _settle(transfer)
 
-    def _names(self, namespace: Namespace, keys: list[str], pages: HostPages) -> list[str]:
+    def _form(self) -> Form:
+        """The form of pages that SGLang asks for."""
+        return "parts" if self._zero_copy else "flat"
+
+    def _namespace(self, form: Form) -> Namespace:
+        """That of the current epoch."""
+        epoch = self._epoch.since_update if self._config.weights_never_change else self._epoch.since_flush
+        with self._lock:
+            left = self._spaces.epoch != epoch
+            if left:
+                self._spaces = self._spaces_of(epoch)
+            found: Namespace = getattr(self._spaces, form)
+        if left:
+            logger.warning(
+                "kvpool: the caches were flushed, or weights changed: until it restarts, rank %d of this server goes "
+                "on in a namespace of its own, %s, and shares with no other server; where its weights never change in "
+                "place, set weights_never_change to true",
+                self._rank, found.hex[:8],
+            )  # fmt: skip
+        return found
+
+    def _spaces_of(self, epoch: str) -> _Spaces:
+        facts = self._facts | ({"epoch": epoch} if epoch else {})
+        parts, flat = (
+            Namespace(self._config.tenant, {**facts, "page_form": form}) for form in ("parts", "flat")
+        )
+        return _Spaces(epoch, parts, flat)
+
+    def _width(self, form: Form, keys: Sequence[str], views: Sequence[memoryview]) -> int:
+        """Buffers of a page. Errors: ``ValueError`` when keys and buffers do not belong together."""
+        assert self._pages is not None
+        sizes = self._pages.sizes(form)
+        if [view.nbytes for view in views] != list(sizes) * len(keys):
+            raise ValueError(f"{len(views)} buffers are not those of {len(keys)} pages of {sizes} bytes")
+        return len(sizes)
+
+    def _leading_hashes(self, keys: Sequence[str]) -> list[bytes]:
+        """The hashes of the pages before the first that has none."""
+        place = next((place for place, key in enumerate(keys) if not _is_hash(key)), len(keys))
+        if place < len(keys):
+            self._fault(f"{keys[place]!r:.80} is no hash of a page", None)
+            self._count(metrics.LOOKUP_FAILURES, 1, "fault")
+        return [bytes.fromhex(key) for key in keys[:place]]
+
+    def _names(self, form: Form, hashes: list[bytes], width: int) -> list[str]:
         """The keys of all buffers of the pages: those of one page follow each other."""
-        hashes = [bytes.fromhex(key) for key in keys]
-        width = len(pages.part_nbytes) if namespace is self._parts else 1
+        namespace = self._namespace(form)
         return list(
             chain.from_iterable(
                 zip(*(namespace.keys(hashes, part, self._rank) for part in range(width)), strict=True)
@@ -425,18 +514,30 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # What becomes of faults.
 
-    def _guarded(self, call: Callable[[HostPages], _T], instead: _T) -> _T:
+    def _guarded(
+        self, call: Callable[[HostPages], _T], instead: _T, counter: Metric, amount: float = 1
+    ) -> _T:
         """The result of ``call``; ``instead`` before there is host memory, and when it raises."""
-        if self._pages is None or self._broken:
+        if self._pages is None:
             return instead
         try:
             return call(self._pages)
         except StoreUnavailable as error:
             self._unavailable(error)
-        except Exception:
-            logger.exception("kvpool failed inside SGLang, and is switched off: all is a miss from here on")
-            self._broken = True
+        except Exception as error:
+            self._fault(f"{type(error).__name__}: {error}", error)
+            self._count(counter, amount, "fault")
         return instead
+
+    def _fault(self, what: str, error: Exception | None) -> None:
+        """Tell the log of the first thing that could not be done; all of them are counted."""
+        with self._lock:
+            first, self._faulty = not self._faulty, True
+        if first:
+            logger.error(
+                "kvpool could not do what SGLang asked for, a miss (%s); more of this is counted and not logged",
+                what, exc_info=error,
+            )  # fmt: skip
 
     def _unavailable(self, error: StoreUnavailable) -> None:
         with self._lock:
@@ -476,11 +577,16 @@ def _rank(parallel: HiCacheStorageConfig) -> int:
     return int(place)
 
 
-def _width(keys: Sequence[str], views: Sequence[memoryview], names: Sequence[str]) -> int:
-    """Buffers of a page. Errors: ``ValueError`` when keys and buffers do not belong together."""
-    if len(names) != len(views):
-        raise ValueError(f"{len(keys)} keys are {len(names)} buffers, not {len(views)}")
-    return max(1, len(views) // max(1, len(keys)))
+def _is_hash(key: object) -> bool:
+    return isinstance(key, str) and _HASH.fullmatch(key) is not None
+
+
+def _listed(keys: Any) -> list[Any]:
+    """Whatever is handed over as keys; nothing where that is none."""
+    try:
+        return list(keys)
+    except TypeError:
+        return []
 
 
 def _pages(answers: Sequence[bool], width: int) -> list[bool]:

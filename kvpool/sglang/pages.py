@@ -94,6 +94,10 @@ class HostPages:
         pointers, sizes = self._pool.get_page_buffer_meta(host_indices)
         return [self._view(pointer, nbytes) for pointer, nbytes in zip(pointers, sizes, strict=True)]
 
+    def sizes(self, form: str) -> tuple[int, ...]:
+        """Bytes of each buffer of a page in this form: ``parts`` or ``flat``."""
+        return self.part_nbytes if form == "parts" else (self.nbytes,)
+
     def empty_page(self) -> torch.Tensor:
         """A flat page of its own, as SGLang's older interface hands over."""
         page: torch.Tensor = self._pool.get_dummy_flat_data_page()

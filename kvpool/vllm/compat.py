@@ -315,7 +315,7 @@ def engine_facts(
 def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]:
     """Every fact that a tier is told (``vllm/v1/kv_offload/config.py``); ``model_id`` stands for the others.
 
-    The sizes of parallel groups are always among them: a row holds the bytes of every rank side by side.
+    The tensor-parallel size is not among them where a row is the same for all sizes; see ``_is_same_for_all_ranks``.
     """
     parallel = config.parallel
     facts: dict[str, Fact] = {
@@ -331,7 +331,7 @@ def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]
         "kv_cache_layout": config.kv_cache_layout or "",
         "canonical_layout": config.canonical_layout,
         "replicated_layout": config.replicated_layout,
-        "tensor_parallel": parallel.tp_size,
+        "parallelism_agnostic": parallel.is_parallelism_agnostic,
         "pipeline_parallel": parallel.pp_size,
         "prefill_context_parallel": parallel.pcp_size,
         "decode_context_parallel": parallel.dcp_size,
@@ -341,10 +341,29 @@ def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]
         facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
     if config.model.dtype in _FP8_KV_DTYPES:
         facts["fp8_format"] = _fp8_format()
+    if not _is_same_for_all_ranks(config):
+        facts["tensor_parallel"] = parallel.tp_size
     for index, group in enumerate(config.groups):
         facts[f"group{index}.block_tokens"] = group.tokens_per_block
         facts[f"group{index}.layers"] = _digest(list(group.layer_names))
     return facts
+
+
+def _is_same_for_all_ranks(config: Any) -> bool:
+    """Whether a row has the same bytes at every tensor-parallel size.
+
+    vLLM says so of its canonical layout, which it certifies layer by layer, and of one copy of latent vectors. Of its
+    direct layout it says so, too; there ranks lie side by side, each with its blocks and layers, so it is true of one
+    block a chunk, and of heads outside of layers, alone (vllm-project/vllm#55904).
+    """
+    if config.canonical_layout or config.replicated_layout:
+        return bool(config.parallel.is_parallelism_agnostic or config.replicated_layout)
+    return (
+        bool(config.parallel.is_parallelism_agnostic)
+        and config.parallel.pp_size == 1
+        and config.cache.blocks_per_chunk == 1
+        and config.kv_cache_layout == "BHLNC"
+    )
 
 
 def _digest(value: object) -> str:

@@ -11,13 +11,17 @@ store asks first what is there, and sends the rest.
 
 A job is reported when nothing touches its rows any more, and not before: its rows are the engine's again then.
 
+What goes wrong with one key, batch or job (a key that cannot be spelled, an exception of the store) fails that batch or
+job alone, with the cause ``fault``. An exception anywhere else is a fault of the bookkeeping: the tier is off then.
+
 Threads: the engine's scheduler thread only. Bytes move in the store's own threads.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,8 +46,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvpool import metrics
 from kvpool.config import TierConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
-from kvpool.keys import Namespace
+from kvpool.keys import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES, Fact, Namespace
 from kvpool.metrics import Counters
+from kvpool.served_weights import served_digest
 from kvpool.stores import Transfer, open_store
 from kvpool.stores.facts import announce_facts
 from kvpool.transfer.engine import PART_NBYTES, STORE_TIMEOUT_S
@@ -58,6 +63,8 @@ logger = init_logger("vllm.kvpool")
 
 MAX_PARTS = 8  # under way at a time
 DRAIN_STEP_S = 1.0
+ASK_KEYS = 1 << 16  # in one question; a store takes 2^20, and a long request has more
+MAX_TOUCHES = 1 << 16  # chunks that wait to be counted as used; of more, the rest is not
 
 
 @dataclass(slots=True)
@@ -119,7 +126,6 @@ class KVPoolTier(SecondaryTierManager):
             versioned["backpressure_detector"] = backpressure_detector
         super().__init__(offloading_spec, primary_kv_view, tier_type, **versioned)
         self.locality = Locality.REMOTE if locality is None else Locality(locality)
-        self._row_nbytes = primary_kv_view.shape[1]  # type: ignore[index]
         self._events: list[OffloadingEvent] = []
         self._events_wanted = offloading_spec.kv_events_config.enable_kv_cache_events
         try:
@@ -128,8 +134,12 @@ class KVPoolTier(SecondaryTierManager):
                 raise EngineRefused(
                     "a memory:// pool is this process's own; use file:///dir or valkey://host:6379"
                 )
-            facts = compat.tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes)
-            self._namespace = Namespace(self._config.tenant, facts)
+            self._row_nbytes = _row_nbytes(primary_kv_view, offloading_spec.config)
+            self._facts: dict[str, Fact] = {
+                **compat.tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes),
+                "weights": served_digest(offloading_spec.config.model.name, self._config.model_path),
+            }
+            self._namespace = Namespace(self._config.tenant, self._facts)
             self._store = open_store(self._config.pool, threads=self._config.threads)
         except (ConfigError, StoreUnavailable) as error:
             refuse(error)
@@ -141,20 +151,25 @@ class KVPoolTier(SecondaryTierManager):
                 "kvpool: the facts of this tier are not in the pool, so doctor cannot show them: %s", error
             )
         self._rows = primary_kv_view.cast("B")
+        self._rows_count = len(primary_kv_view)
         self._part_chunks = max(1, PART_NBYTES // self._row_nbytes)
         self._probes: dict[OffloadKey, _Probe] = {}
         self._asked_by: dict[str, set[OffloadKey]] = {}
         self._questions: list[OffloadKey] = []
+        self._touches: dict[OffloadKey, None] = {}
+        self._touching: list[Transfer] = []
         self._batches: list[tuple[list[OffloadKey], Transfer]] = []
         self._jobs: dict[int, _Job] = {}
         self._parts: list[_Part] = []
         self._results: list[JobResult] = []
         self._broken = False
+        self._faults = 0
         self._guard = Guard(self._break)
         self.counters = Counters()
         logger.info(
-            "kvpool tier: namespace %s of tenant %s on %r, %d bytes a chunk, budget %g s",
-            self._namespace.hex[:8], self._config.tenant, self._store, self._row_nbytes, self._config.budget_s,
+            "kvpool tier: namespace %s of tenant %s on %r, weights %s, %d bytes a chunk, budget %g s",
+            self._namespace.hex[:8], self._config.tenant, self._store, str(self._facts["weights"])[:8] or "of model_id",
+            self._row_nbytes, self._config.budget_s,
         )  # fmt: skip
 
     # Existence.
@@ -185,9 +200,12 @@ class KVPoolTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        for key in self._asked_by.pop(req_context.req_id, ()):
+        self._guard.run(lambda: self._forget(req_context.req_id), None)
+
+    def _forget(self, request_id: str) -> None:
+        for key in self._asked_by.pop(request_id, ()):
             probe = self._probes[key]
-            probe.requests.discard(req_context.req_id)
+            probe.requests.discard(request_id)
             if not probe.requests:
                 del self._probes[key]  # an answer that comes later is for nobody
 
@@ -198,16 +216,48 @@ class KVPoolTier(SecondaryTierManager):
         self._collect()
         questions = [key for key in dict.fromkeys(self._questions) if key in self._probes]
         self._questions.clear()
-        if not questions or self._broken:
+        if self._broken:
             return
-        self.counters.add(metrics.LOOKUP_BLOCKS, len(questions))
-        names = self._names(questions)
+        for first in range(0, len(questions), ASK_KEYS):
+            self._ask(questions[first : first + ASK_KEYS])
+        self._send_touches()
+
+    def _ask(self, keys: list[OffloadKey]) -> None:
+        """Ask whether the pool has these, which counts them as used."""
+        spelled = [key for key in keys if _is_spellable(key)]
+        if len(spelled) < len(keys):
+            self._unanswered([key for key in keys if not _is_spellable(key)], "fault")
+        if not spelled:
+            return
+        self.counters.add(metrics.LOOKUP_BLOCKS, len(spelled))
         try:
-            transfer = self._store.submit_touch(names, timeout_s=self._config.budget_s)
-        except StoreUnavailable:
-            self._unanswered(questions)
+            transfer = self._store.submit_touch(self._names(spelled), timeout_s=self._config.budget_s)
+        except Exception as error:
+            self._unanswered(spelled, self._cause(error))
         else:
-            self._batches.append((questions, transfer))
+            self._batches.append((spelled, transfer))
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._guard.run(lambda: self._touch(keys), None)
+
+    def _touch(self, keys: Collection[OffloadKey]) -> None:
+        for key in keys:
+            if len(self._touches) >= MAX_TOUCHES:
+                return
+            if _is_spellable(key) and key not in self._probes:  # who was asked for has been counted
+                self._touches[key] = None
+
+    def _send_touches(self) -> None:
+        """Count as used what the engine has used. One batch at a time; nobody waits for the answer."""
+        self._touching = [transfer for transfer in self._touching if not transfer.done()]
+        if not self._touches or self._touching:
+            return
+        names = self._names(self._touches)
+        self._touches.clear()
+        try:
+            self._touching.append(self._store.submit_touch(names, timeout_s=STORE_TIMEOUT_S))
+        except Exception as error:
+            self._cause(error)
 
     def _collect(self) -> None:
         """Take in the answers that are there."""
@@ -216,17 +266,26 @@ class KVPoolTier(SecondaryTierManager):
             keys, transfer = batch
             try:
                 answers = transfer.wait()
-            except StoreUnavailable:
-                self._unanswered(keys)
+            except Exception as error:
+                self._unanswered(keys, self._cause(error))
                 continue
             for key, present in zip(keys, answers, strict=True):
                 probe = self._probes.get(key)
                 if probe is not None and probe.present is None:
                     probe.present = present
 
-    def _unanswered(self, keys: Iterable[OffloadKey]) -> None:
-        self.counters.add(metrics.LOOKUP_FAILURES, 1, "store_unavailable")
+    def _unanswered(self, keys: Iterable[OffloadKey], cause: str) -> None:
+        self.counters.add(metrics.LOOKUP_FAILURES, 1, cause)
         self._miss(keys)
+
+    def _cause(self, error: Exception) -> str:
+        """What a batch failed by. A fault of ours is told in the log, the first time with its stack."""
+        if isinstance(error, StoreUnavailable):
+            return "store_unavailable"
+        self._faults += 1
+        if self._faults == 1:
+            logger.error("kvpool failed inside the engine; what was asked for is a miss", exc_info=error)
+        return "fault"
 
     def _miss(self, keys: Iterable[OffloadKey]) -> None:
         """These are not offered again to any request that has asked for them."""
@@ -251,6 +310,8 @@ class KVPoolTier(SecondaryTierManager):
         self._jobs[wanted.job_id] = job = _Job(wanted.job_id, is_load, keys, rows, now, now + limit_s, places)
         if self._broken:
             self._fail(job, "store_unavailable")
+        elif len(rows) != len(keys) or not all(map(_is_spellable, keys)) or not self._has_rows(rows):
+            self._fail(job, "fault")
         self._guard.run(self._advance, None)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -262,11 +323,35 @@ class KVPoolTier(SecondaryTierManager):
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """Wait until nothing touches the engine's rows; each batch has a deadline, so it ends."""
+        """Wait until nothing touches the engine's rows; each batch has a deadline, so it ends.
+
+        vLLM calls this when it resets its caches and at no other time, which it does when weights are changed in place.
+        """
         while self._jobs:
             if self._parts:
                 self._parts[0].transfer.settle(DRAIN_STEP_S)
             self._guard.run(self._advance, None)
+        if not self._config.weights_never_change:
+            self._guard.run(self._begin_epoch, None)
+
+    def _begin_epoch(self) -> None:
+        """From now on in a namespace that no other engine knows: nobody can tell what the weights are."""
+        first = "epoch" not in self._facts
+        self._facts["epoch"] = secrets.token_hex(8)
+        self._namespace = Namespace(self._config.tenant, self._facts)
+        self._miss(self._probes)
+        for batch in self._batches:
+            batch[1].cancel()
+        self._batches.clear()
+        self._questions.clear()
+        self._touches.clear()
+        self._events.clear()  # of chunks that this engine finds no more
+        (logger.warning if first else logger.info)(
+            "kvpool: the caches were reset, perhaps for other weights: until this engine restarts its tier goes on in "
+            "a namespace of its own, %s, and shares with no other one; where its weights never change in place, set "
+            "weights_never_change to true",
+            self._namespace.hex[:8],
+        )
 
     def shutdown(self) -> None:
         """Cancel what is under way, and wait until nothing touches the engine's rows; no job is reported any more.
@@ -275,7 +360,7 @@ class KVPoolTier(SecondaryTierManager):
         it may touch the rows for ever, so they are held on to, and so does vLLM.
         """
         self._store.close()
-        for held in (self._jobs, self._parts, self._batches):
+        for held in (self._jobs, self._parts, self._batches, self._touching):
             held.clear()
         self._rows.release()
 
@@ -298,17 +383,17 @@ class KVPoolTier(SecondaryTierManager):
             self._end_job(job, now)
 
     def _start(self, job: _Job, places: list[int], *, asking: bool) -> None:
-        names = self._names([job.keys[place] for place in places])
-        rows = [self._row(job.rows[place]) for place in places]
         try:
+            names = self._names([job.keys[place] for place in places])
+            rows = [self._row(job.rows[place]) for place in places]
             if job.is_load:
                 transfer = self._store.submit_get(names, rows, timeout_s=self._config.budget_s)
             elif asking:
                 transfer = self._store.submit_touch(names, timeout_s=STORE_TIMEOUT_S)
             else:
                 transfer = self._store.submit_put(names, rows, timeout_s=STORE_TIMEOUT_S)
-        except StoreUnavailable:
-            self._fail(job, "store_unavailable")
+        except Exception as error:
+            self._fail(job, self._cause(error))
             return
         job.parts += 1
         self._parts.append(_Part(job, places, transfer, asking))
@@ -317,8 +402,8 @@ class KVPoolTier(SecondaryTierManager):
         job = part.job
         try:
             answers = part.transfer.wait()
-        except StoreUnavailable:
-            self._fail(job, "store_unavailable")
+        except Exception as error:
+            self._fail(job, self._cause(error))
             return
         done = {place for place, ok in zip(part.places, answers, strict=True) if ok}
         rest = [place for place in part.places if place not in done]
@@ -375,10 +460,18 @@ class KVPoolTier(SecondaryTierManager):
     def _row(self, row: int) -> memoryview:
         return self._rows[row * self._row_nbytes : (row + 1) * self._row_nbytes]
 
+    def _has_rows(self, rows: list[int]) -> bool:
+        return all(0 <= row < self._rows_count for row in rows)
+
     def _names(self, keys: Collection[OffloadKey]) -> list[str]:
-        return [
-            self._namespace.key(get_offload_block_hash(key), get_offload_group_idx(key), 0) for key in keys
-        ]
+        of_group: dict[int, Iterator[str]] = {}
+        groups = list(map(get_offload_group_idx, keys))
+        for group in set(groups):
+            hashes = [
+                get_offload_block_hash(key) for key, of in zip(keys, groups, strict=True) if of == group
+            ]
+            of_group[group] = iter(self._namespace.keys(hashes, group, 0))
+        return [next(of_group[group]) for group in groups]
 
     def _break(self, reason: str) -> None:
         if not self._broken:
@@ -415,6 +508,9 @@ class KVPoolTier(SecondaryTierManager):
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._guard.run(self._statistics, None)
+
+    def _statistics(self) -> OffloadingConnectorStats | None:
         self.counters.add_growth(metrics.REFUSED_KEYS, self._store.counters().get("refused", 0))
         samples = self.counters.take()
         if not samples:
@@ -424,3 +520,32 @@ class KVPoolTier(SecondaryTierManager):
             name, _, label = sample.partition("/")
             stats.increase_counter(name, amount, (label,) if label else ())
         return stats
+
+
+def _is_spellable(key: OffloadKey) -> bool:
+    """Whether a chunk has a name in the pool: all have whose hash is one of vLLM's block hashes."""
+    return (
+        MIN_HASH_NBYTES <= len(get_offload_block_hash(key)) <= MAX_HASH_NBYTES
+        and get_offload_group_idx(key) <= MAX_INDEX
+    )
+
+
+def _row_nbytes(view: memoryview, config: Any) -> int:
+    """Bytes of a row of the primary tier: a chunk of every rank, and what fills up the last page.
+
+    Errors: ``EngineRefused`` for memory that is not whole rows, or that cannot hold what vLLM says of a chunk.
+    """
+    if view.ndim != 2 or not view.c_contiguous or view.readonly or not view.nbytes:
+        raise EngineRefused(
+            f"the primary tier hands over memory of shape {view.shape} and strides {view.strides}, which is not rows "
+            "of chunks that can be written: use vLLM's own TieringOffloadingSpec, and cpu_bytes_to_use for some chunks"
+        )
+    row_nbytes = view.nbytes // len(view)
+    copies = 1 if config.replicated_layout else config.parallel.world_size
+    chunk_nbytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk * copies
+    if row_nbytes < chunk_nbytes:
+        raise EngineRefused(
+            f"a row of the primary tier has {row_nbytes} bytes, and a chunk {chunk_nbytes}: use vLLM's own "
+            "TieringOffloadingSpec"
+        )
+    return row_nbytes

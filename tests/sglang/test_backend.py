@@ -388,24 +388,122 @@ def test_statistics_are_those_that_sglang_takes(tmp_path: Path, serve: Serve) ->
     assert shown("kvpool_lookup_blocks_total") == 8
 
 
-def test_our_own_faults_switch_the_pool_off_and_reach_nobody(
+def missed(what: str) -> float:
+    """How many calls, or pages, were faults of this kind so far, as SGLang's page shows."""
+    name, label = what.split("/")
+    return prometheus_client.REGISTRY.get_sample_value(name, {"rank": "0", label: "fault"}) or 0.0
+
+
+NO_HASHES = [
+    "no hash",
+    "",
+    "ab",
+    "abc" * 11,
+    "AB" * 32,
+    "ab " * 32,
+    "ab" * 65,
+    None,
+    7,
+    b"ab" * 32,
+    ("ab" * 32,),
+]
+
+
+@pytest.mark.parametrize("bad", NO_HASHES, ids=repr)
+def test_a_key_that_is_no_hash_is_a_miss_of_its_own(tmp_path: Path, serve: Serve, bad: Any) -> None:
+    server = serve(f"file://{tmp_path}/pool")
+    one, two = hashes(2)
+    slots = server.slots(3)
+    backend, before = server.backend, missed("kvpool_lookup_failures_total/cause")
+    assert backend.batch_set_v1([one, bad, two], slots) == [True, False, True]
+    assert backend.batch_exists([bad]) == 0
+    assert not backend.exists(bad)
+    assert backend.batch_exists([one, bad, two]) == 1
+    into = server.slots(3)
+    assert backend.batch_get_v1([one, bad, two], into) == [True, False, False]
+    assert server.contents(into)[0] == server.contents(slots)[0]
+    assert backend.batch_exists([one, two]) == 2
+    assert backend.batch_get_v1([one, two], into[: 2 * PAGE_TOKENS]) == [True] * 2
+    assert server.contents(into)[:2] == [server.contents(slots)[0], server.contents(slots)[2]]
+    backend.get_stats()
+    assert missed("kvpool_lookup_failures_total/cause") > before
+
+
+def test_calls_that_make_no_sense_are_misses_and_are_counted(
     tmp_path: Path, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(f"file://{tmp_path}/pool")
-    slots = server.slots(2)
-    assert all(server.backend.batch_set_v1(hashes(2), slots))
-    assert server.backend.batch_exists(["no hash"]) == 0
-    assert server.backend.batch_exists(hashes(2)) == 0
-    assert server.backend.batch_set_v1(hashes(2), slots) == [False] * 2
-    assert [record.levelname for record in caplog.records if "switched off" in record.getMessage()] == [
-        "ERROR"
-    ]
+    backend, keys, slots = server.backend, hashes(2), server.slots(2)
+    assert all(backend.batch_set_v1(keys, slots))
+    before = server.contents(slots)
+    outside = torch.arange(2 * PAGE_TOKENS) + server.host.size
+    for indices in (None, "x", slots[:-1], slots[:PAGE_TOKENS], outside, outside - 10**6, slots.float()):
+        assert backend.batch_get_v1(keys, indices) == [False] * 2
+        assert backend.batch_set_v1(hashes(2, start=999), indices) == [False] * 2
+    for nothing in (None, [], (), 7):
+        assert backend.batch_exists(nothing) == 0
+        assert backend.batch_get_v1(nothing, slots[:0]) == []
+        assert backend.batch_set_v1(nothing, slots[:0]) == []
+        assert backend.batch_get(nothing) == []
+    for extra_info in (None, {}, 7, object()):
+        assert backend.batch_exists(keys, extra_info) == 2
+    assert server.contents(slots) == before
+    assert backend.batch_get_v1([keys[0]] * 2, slots) == [True] * 2, "a key may come twice"
+    assert backend.batch_set_v1([keys[1]] * 2, slots) == [True] * 2
+    counted = ("kvpool_load_requests_total/result", "kvpool_store_skipped_blocks_total/cause")
+    known = [missed(what) for what in counted]
+    backend.get_stats()
+    assert [missed(what) - was for what, was in zip(counted, known, strict=True)] == [7, 14]
+    said = [record for record in caplog.records if "could not do" in record.getMessage()]
+    assert len(said) == 1, "the first one tells, the others are counted"
 
 
-def test_slots_that_are_not_those_of_the_keys_are_a_fault(tmp_path: Path, serve: Serve) -> None:
+def test_flat_pages_of_another_size_harm_nothing(tmp_path: Path, serve: Serve) -> None:
+    """A record that is read into a buffer of another size is deleted, as one that is damaged."""
+    server = serve(f"file://{tmp_path}/pool", interface_v1=0)
+    backend, (one, two) = server.backend, hashes(2)
+    page = server.host.get_dummy_flat_data_page()
+    assert backend.set(one, page)
+    for odd in (page[:-1], torch.cat([page, page]), None, "page", 7):
+        assert backend.get(one, odd) is None or odd is None
+        assert not backend.batch_set([two], [odd])
+    assert not backend.batch_set([one, two], [page])
+    assert not backend.set(two)
+    assert backend.batch_get([one, two], [page]) == [None] * 2
+    assert backend.batch_exists([one, two]) == 1
+    assert backend.get(one) is not None
+
+
+def test_what_a_store_raises_costs_one_call(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = serve(f"file://{tmp_path}/pool")
-    assert server.backend.batch_set_v1(hashes(3), server.slots(2)) == [False] * 3
-    assert server.backend.batch_get_v1(hashes(3), server.slots(2)) == [False] * 3
+    backend, keys, slots = server.backend, hashes(2), server.slots(2)
+    assert all(backend.batch_set_v1(keys, slots))
+    for number, name in enumerate(("touch_many", "submit_get", "submit_put"), 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(backend._store, name, lambda *_, **__: 1 / 0)
+            assert backend.batch_exists(keys) == (0 if name == "touch_many" else 2)
+            assert backend.batch_get_v1(keys, slots) == [name != "submit_get"] * 2
+            others = hashes(2, start=number * 10**6)
+            assert backend.batch_set_v1(others, slots) == [name == "submit_get"] * 2
+        assert backend.batch_exists(keys) == 2
+        assert backend.batch_get_v1(keys, slots) == [True] * 2
+
+
+def test_what_is_asked_for_counts_as_used(valkey: StoreServer, serve: Serve) -> None:
+    valkey.client.flushall()
+    server = serve(valkey.url)
+    keys, slots = hashes(3), server.slots(3)
+    assert all(server.backend.batch_set_v1(keys, slots))
+
+    def touched_by(call: Callable[[], object]) -> int:
+        valkey.client.config_resetstat()
+        call()
+        return int(valkey.client.info("commandstats").get("cmdstat_touch", {"calls": 0})["calls"])
+
+    assert touched_by(lambda: server.backend.batch_exists(keys)) == 6
+    assert touched_by(lambda: server.backend.batch_set_v1(keys, slots)) == 6, "keys and values"
 
 
 def test_after_close_everything_is_a_miss(tmp_path: Path, serve: Serve) -> None:

@@ -54,11 +54,17 @@ def spec(
     tp_size: int = 1,
     model: str = "model",
     kv_dtype: str = "float16",
+    chunk_nbytes: int = CHUNK_NBYTES,
+    layout: str | None = None,
+    agnostic: bool = False,
+    **more: bool,
 ) -> Spec:
+    """``chunk_nbytes``: of all ranks together, or of the one copy. ``more``: of ``OffloadingConfig``."""
+    copies = 1 if more.get("replicated_layout") else tp_size
     return Spec(
         OffloadingConfig(
             groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer.0",), group_id=0),),
-            worker_kv_bytes_per_block=CHUNK_NBYTES // blocks_per_chunk // tp_size,
+            worker_kv_bytes_per_block=chunk_nbytes // blocks_per_chunk // copies,
             enable_kv_cache_events=events,
             extra_config={},
             engine_id="engine",
@@ -74,8 +80,10 @@ def spec(
                 data_parallel_index=0,
                 data_parallel_size=1,
                 data_parallel_rank_local=None,
-                is_parallelism_agnostic=False,
+                is_parallelism_agnostic=agnostic,
             ),
+            kv_cache_layout=layout,
+            **more,
         )
     )
 
@@ -213,6 +221,10 @@ class SecondaryTierConformance:
             assert driven.rows[10 + place].tobytes() == bytes_of[place]
         assert driven.tier.lookup(keys[2], context) is MISS, "it would be loaded again and again"
         driven.tier.on_request_finished(context)
+
+    def test_a_job_of_no_chunk_is_reported(self, driven: Driven) -> None:
+        assert driven.ended(driven.submit([], [], load=False)).success
+        assert driven.ended(driven.submit([], [], load=True)).success
 
     def test_jobs_are_independent_and_each_is_reported_once(self, driven: Driven) -> None:
         bytes_of = driven.fill(range(6))

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, get_offload_block_hash
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    get_offload_block_hash,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvpool import open_store
 from kvpool.errors import EngineRefused, KVPoolError
 from kvpool.stores.facts import announced_namespaces
-from kvpool.vllm import KVPoolTier
+from kvpool.stores.store import MAX_BATCH_KEYS
+from kvpool.vllm import KVPoolTier, tier
 from tests.conftest import eventually
 from tests.stores.servers import SERVERS, Server, running
 from tests.vllm.secondary_tier import (
@@ -36,12 +43,16 @@ from tests.vllm.secondary_tier import (
 MARGIN_S = 2.0
 
 
-def made(config: dict[str, Any], described: Spec | None = None, nbytes: int = CHUNK_NBYTES) -> Driven:
-    """A tier as ``TieringOffloadingSpec`` makes it, from its entry in ``secondary_tiers``."""
-    # On pages of its own, as the region that engines share: vLLM's file tier writes past the page cache.
-    rows = np.frombuffer(mmap.mmap(-1, CHUNKS * nbytes), np.uint8).reshape(CHUNKS, nbytes)
+def memory() -> np.ndarray:
+    """Rows on pages of their own, as in the region that engines share: vLLM's file tier writes past the page cache."""
+    return np.frombuffer(mmap.mmap(-1, CHUNKS * CHUNK_NBYTES), np.uint8).reshape(CHUNKS, CHUNK_NBYTES)
+
+
+def made(config: dict[str, Any], described: Spec | None = None, items: Any = np.uint8) -> Driven:
+    """A tier as ``TieringOffloadingSpec`` makes it, from its entry in ``secondary_tiers``; ``items``: of the view."""
+    rows = memory()
     tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
-        config, memoryview(rows), described or spec()
+        config, memoryview(rows.view(items)), described or spec()
     )
     return Driven(tier, rows)
 
@@ -144,7 +155,8 @@ def test_a_server_that_is_away_costs_the_budget_and_no_more(
     harm: str, tmp_path: Path, opened: Callable[[Driven], Driven]
 ) -> None:
     with running(SERVERS[1], tmp_path) as server:
-        driven = opened(made(entry(server.url, budget_s=0.5)))
+        # For the test drains the tier in passing, as vLLM does when its caches are reset.
+        driven = opened(made(entry(server.url, budget_s=0.5, weights_never_change=True)))
         driven.fill(range(8))
         keys = [key(number) for number in range(8)]
         assert driven.ended(driven.submit(keys, range(8), load=False)).success
@@ -191,26 +203,253 @@ def test_events_say_what_is_in_the_pool(server: Server, opened: Callable[[Driven
     assert list(silent.tier.take_events()) == []
 
 
-@pytest.mark.parametrize(
-    ("described", "model_id"),
-    [
-        (spec(tp_size=2), "tiny"),
-        (spec(blocks_per_chunk=2), "tiny"),
-        (spec(kv_dtype="fp8"), "tiny"),
-        (spec(), "other"),
-    ],
-    ids=["tensor parallel", "blocks per chunk", "kv type", "model"],
-)
-def test_engines_that_differ_share_nothing(
-    described: Spec, model_id: str, server: Server, opened: Callable[[Driven], Driven]
+@pytest.mark.parametrize("items", [np.int8, np.float16, np.float32], ids=lambda items: items.__name__)
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "of vLLM"])
+def test_a_row_is_moved_whole_whatever_its_items_are(
+    items: Any, ours: bool, server: Server, tmp_path: Path, opened: Callable[[Driven], Driven]
 ) -> None:
-    driven = opened(made(entry(server.url)))
+    config = entry(server.url) if ours else {"type": "fs", "root_dir": str(tmp_path)}
+    driven = opened(made(config, items=items))
+    assert driven.tier.block_size_bytes == CHUNK_NBYTES
+    bytes_of = driven.fill(range(4))
+    keys = [key(number) for number in range(4)]
+    assert driven.ended(driven.submit(keys, range(4), load=False)).success
+    assert driven.ended(driven.submit(keys, range(20, 24), load=True)).success
+    assert {row - 20: driven.rows[row].tobytes() for row in range(20, 24)} == bytes_of
+    assert not driven.rows[4:20].any()
+
+
+@pytest.mark.parametrize(
+    ("view", "chunk_nbytes", "words"),
+    [
+        (memory(), CHUNK_NBYTES + 1, f"a row of the primary tier has {CHUNK_NBYTES} bytes, and a chunk"),
+        (memory()[:, : CHUNK_NBYTES // 2], CHUNK_NBYTES // 2, "not rows of chunks"),
+        (memory().reshape(-1), CHUNK_NBYTES, "not rows of chunks"),
+        (memory()[:0], CHUNK_NBYTES, "not rows of chunks"),
+        (np.frombuffer(bytes(2 * CHUNK_NBYTES), np.uint8).reshape(2, -1), CHUNK_NBYTES, "can be written"),
+    ],
+    ids=["too short", "with gaps", "flat", "none", "read only"],
+)
+def test_memory_that_is_not_what_was_promised_is_refused(
+    view: np.ndarray, chunk_nbytes: int, words: str, server: Server
+) -> None:
+    with pytest.raises(EngineRefused, match=words) as caught:
+        SecondaryTierFactory.create_secondary_tier(
+            entry(server.url), memoryview(view), spec(chunk_nbytes=chunk_nbytes)
+        )
+    assert "\n" not in str(caught.value)
+
+
+CANONICAL = {"canonical_layout": True, "layout": "LBNHC", "agnostic": True}
+LATENT = {"replicated_layout": True, "layout": "LBNHC"}
+HEADS_FIRST = {"layout": "BHLNC", "agnostic": True}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        (spec(tp_size=1), spec(tp_size=2), False),
+        (spec(tp_size=2, **LATENT), spec(tp_size=4, **LATENT), True),
+        (spec(tp_size=2, **CANONICAL), spec(tp_size=4, **CANONICAL), True),
+        (spec(**CANONICAL), spec(canonical_layout=True, layout="LBHNC", agnostic=True), False),
+        (spec(**CANONICAL), spec(layout="LBNHC", agnostic=True), False),
+        (spec(tp_size=1, **HEADS_FIRST), spec(tp_size=2, **HEADS_FIRST), True),
+        (
+            spec(tp_size=1, blocks_per_chunk=2, **HEADS_FIRST),
+            spec(tp_size=2, blocks_per_chunk=2, **HEADS_FIRST),
+            False,
+        ),
+        # Said to be agnostic, and true of heads outside of layers only.
+        (spec(tp_size=1, layout="LBHNC", agnostic=True), spec(tp_size=2, layout="LBHNC", agnostic=True), False),
+        # The two model runners lay out the same number of bytes differently.
+        (spec(agnostic=True), spec(agnostic=False), False),
+        (spec(blocks_per_chunk=1), spec(blocks_per_chunk=2), False),
+        (spec(), spec(kv_dtype="fp8"), False),
+    ],
+    ids=[
+        "sizes", "sizes of latent vectors", "sizes of canonical rows", "canonical rows of another layout",
+        "canonical rows and others", "sizes with heads first", "sizes with heads first and two blocks",
+        "sizes with layers first", "model runners", "blocks per chunk", "kv type",
+    ],
+)  # fmt: skip
+def test_engines_share_where_vllm_says_that_rows_are_the_same(
+    one: Spec, other: Spec, shared: bool, server: Server, opened: Callable[[Driven], Driven]
+) -> None:
+    driven = opened(made(entry(server.url), one))
     driven.fill([0])
     assert driven.ended(driven.submit([key(1)], [0], load=False)).success
-    other = opened(made(entry(server.url, model_id=model_id), described))
-    assert other.look_up([key(1)]) == [MISS]
+    assert opened(made(entry(server.url), other)).look_up([key(1)]) == [HIT if shared else MISS]
+    assert opened(made(entry(server.url, model_id="other"), one)).look_up([key(1)]) == [MISS]
     with open_store(server.url) as store:
-        assert sum(map(len, announced_namespaces(store, "default").values())) == 2
+        assert len(announced_namespaces(store, "default")["tiny"]) == (1 if shared else 2)
+
+
+def checkpoint(folder: Path, weights: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"hidden_size": 64}')
+    (folder / "pytorch_model.bin").write_bytes(weights)
+    return str(folder)
+
+
+def test_weights_are_told_by_their_files_wherever_they_lie(
+    server: Server, tmp_path: Path, opened: Callable[[Driven], Driven]
+) -> None:
+    def found(model: str, **more: str) -> list[LookupResult]:
+        return opened(made(entry(server.url, **more), spec(model=model))).look_up([key(1)])
+
+    here = checkpoint(tmp_path / "here", b"weights")
+    driven = opened(made(entry(server.url), spec(model=here)))
+    driven.fill([0])
+    assert driven.ended(driven.submit([key(1)], [0], load=False)).success
+    assert found(checkpoint(tmp_path / "there", b"weights")) == [HIT], "they were moved"
+    assert found("org/model", model_path=here) == [HIT], "an operator says where they are"
+    assert found("org/model") == [MISS], "nobody knows what these are"
+    checkpoint(tmp_path / "here", b"WEIGHTS")
+    assert found(here) == [MISS], "they were overwritten"
+
+
+def test_weights_that_cannot_be_read_are_refused(server: Server, tmp_path: Path) -> None:
+    for path, words in ((tmp_path, "no weights in"), (tmp_path / "gone", "not there")):
+        with pytest.raises(EngineRefused, match=words) as caught:
+            made(entry(server.url, model_path=str(path)))
+        assert "\n" not in str(caught.value)
+
+
+def stored(driven: Driven, numbers: Sequence[int]) -> list[OffloadKey]:
+    """The keys of chunks that are in the pool now."""
+    keys = [key(number) for number in numbers]
+    driven.fill(range(len(keys)))
+    assert driven.ended(driven.submit(keys, range(len(keys)), load=False)).success
+    return keys
+
+
+@pytest.mark.parametrize("never_change", [False, True])
+def test_after_a_reset_an_engine_shares_only_with_itself(
+    never_change: bool, server: Server, opened: Callable[[Driven], Driven]
+) -> None:
+    """Weights may have been changed in place, and vLLM tells a tier nothing else of it."""
+    driven = opened(made(entry(server.url, weights_never_change=never_change)))
+    other = opened(made(entry(server.url)))
+    before = stored(driven, range(2))
+    context = ReqContext("asked before, loads after")
+    driven.tier.on_new_request(context)
+    assert eventually(lambda: (driven.poll(), driven.tier.lookup(before[0], context) is HIT)[1])
+    driven.tier.drain_jobs()
+    assert (driven.tier.lookup(before[0], context) is HIT) == never_change
+    assert driven.look_up(before) == [HIT if never_change else MISS] * 2
+    after = stored(driven, range(2, 4))
+    assert driven.look_up(after) == [HIT] * 2
+    assert other.look_up(before) == [HIT] * 2
+    assert other.look_up(after) == [HIT if never_change else MISS] * 2
+    driven.tier.drain_jobs()
+    assert driven.look_up(after) == [HIT if never_change else MISS] * 2, "weights may change again"
+
+
+def test_what_engines_ask_for_and_use_counts_as_used(
+    server: Server, opened: Callable[[Driven], Driven]
+) -> None:
+    """Else the pool drops first what every engine has in its own memory."""
+    driven = opened(made(entry(server.url)))
+    keys = stored(driven, range(3))
+
+    def touched_by(act: Callable[[], object]) -> int:
+        server.client.config_resetstat()
+        act()
+        assert isinstance(driven.tier, KVPoolTier)
+        assert eventually(lambda: (driven.poll(), not driven.tier._touching)[1])  # type: ignore[attr-defined]
+        return int(server.client.info("commandstats").get("cmdstat_touch", {"calls": 0})["calls"])
+
+    assert touched_by(lambda: driven.look_up(keys)) == 3
+    assert touched_by(lambda: driven.tier.touch([*keys, key(9)], ReqContext("r"))) == 4
+    assert touched_by(lambda: stored(driven, range(3))) == 3
+
+
+def test_questions_and_jobs_of_any_length_are_cut(
+    server: Server, opened: Callable[[Driven], Driven], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.stores.store.MAX_BATCH_KEYS", 10)
+    monkeypatch.setattr("kvpool.vllm.tier.ASK_KEYS", 10)
+    monkeypatch.setattr("kvpool.vllm.tier.MAX_TOUCHES", 10)
+    monkeypatch.setattr("kvpool.vllm.tier.PART_NBYTES", 10 * CHUNK_NBYTES)
+    driven = opened(made(entry(server.url)))
+    keys = stored(driven, range(CHUNKS))
+    driven.tier.touch(keys, ReqContext("r"))
+    assert driven.look_up([*keys, *map(key, range(100, 200))]) == [HIT] * CHUNKS + [MISS] * 100
+    assert driven.ended(driven.submit(keys, range(CHUNKS), load=True)).success
+
+
+def test_a_batch_of_the_tier_fits_the_store() -> None:
+    assert max(tier.ASK_KEYS, tier.MAX_TOUCHES) <= MAX_BATCH_KEYS
+
+
+SHORT, OF_A_GROUP = make_offload_key(b"short", 0), make_offload_key(bytes(32), 1 << 16)
+
+
+@pytest.mark.parametrize("bad", [SHORT, OF_A_GROUP], ids=["a short hash", "a group"])
+def test_a_key_that_cannot_be_spelled_is_a_miss_of_its_own(
+    bad: OffloadKey, server: Server, opened: Callable[[Driven], Driven]
+) -> None:
+    driven = opened(made(entry(server.url)))
+    keys = stored(driven, range(2))
+    driven.tier.touch([bad], ReqContext("r"))
+    assert driven.look_up([keys[0], bad, keys[1]]) == [HIT, MISS, HIT]
+    for load in (False, True):
+        assert not driven.ended(driven.submit([bad], [5], load=load)).success
+    check_it_serves(driven, keys)
+
+
+@pytest.mark.parametrize("rows", [[CHUNKS], [-1], [1, 2], []], ids=str)
+def test_a_job_of_rows_that_are_not_there_costs_itself_only(
+    rows: list[int], server: Server, opened: Callable[[Driven], Driven]
+) -> None:
+    driven = opened(made(entry(server.url)))
+    keys = stored(driven, range(2))
+    before = driven.rows.copy()
+    for load in (True, False):
+        assert not driven.ended(driven.submit([key(1)], rows, load=load)).success
+    assert (driven.rows == before).all()
+    check_it_serves(driven, keys)
+
+
+class _Odd:
+    """A transfer whose reply is none."""
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> None: ...
+
+    def settle(self, timeout_s: float) -> None: ...
+
+    def wait(self) -> list[bool]:
+        raise ValueError("what is this?")
+
+
+@pytest.mark.parametrize("when", ["submitted", "answered"])
+@pytest.mark.parametrize("what", ["submit_touch", "submit_get", "submit_put"])
+def test_an_exception_of_the_store_costs_one_batch(
+    what: str, when: str, server: Server, opened: Callable[[Driven], Driven], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = opened(made(entry(server.url)))
+    keys = stored(driven, range(2))
+    assert isinstance(driven.tier, KVPoolTier)
+    with monkeypatch.context() as patch:
+        patch.setattr(driven.tier._store, what, lambda *_, **__: _Odd() if when == "answered" else 1 / 0)
+        if what == "submit_touch":
+            assert driven.look_up(keys, "odd") == [MISS] * 2
+            driven.tier.touch(keys, ReqContext("r"))
+            driven.poll()
+        assert driven.ended(driven.submit([key(9)], [9], load=what == "submit_get")).success is False
+    check_it_serves(driven, keys)
+
+
+def check_it_serves(driven: Driven, keys: list[OffloadKey]) -> None:
+    """The tier is not off, and has counted what it could not do."""
+    stats = driven.tier.get_stats()
+    assert stats is not None
+    assert any("fault" in sample for sample in stats.reduce()), stats.reduce()
+    assert driven.look_up(keys, "afterwards") == [HIT] * len(keys)
+    assert driven.ended(driven.submit(keys, range(20, 20 + len(keys)), load=True)).success
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,10 @@ PART_CHUNKS = 2
 STUCK_S = 3.0  # how much longer than its deadline a batch takes whose thread is inside the kernel
 REST_STEPS = 2000  # on files, each waits up to 5 ms for a batch
 GARBAGE = 0xEE
-# Where a fault of ours is planted: once, in the middle of what a tier does.
-STUMBLES = ("_collect", "_end_part", "_names", "_start", "_tell", "_miss")
+# Where a fault of ours is planted: once, in the middle of what a tier does. The first cost a batch or a job, the others
+# the tier.
+COST_A_JOB = ("_names", "_row")
+STUMBLES = ("_collect", "_end_part", "_start", "_tell", "_miss", *COST_A_JOB)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -274,6 +276,12 @@ class WatchedTier(KVPoolTier):
         assert self._store._closed
         assert not self.engine.touched(), "a tier that was shut down touches memory"
 
+    def _begin_epoch(self) -> None:
+        super()._begin_epoch()
+        models, fingerprint = self.engine.pool.models, self._namespace.fingerprint
+        assert fingerprint not in models, "somebody had this namespace before"
+        models[fingerprint] = self.engine.model
+
     def _break(self, reason: str) -> None:
         self.reason = self.reason or reason
         super()._break(reason)
@@ -290,6 +298,7 @@ class Flight:
     keys: list[OffloadKey]
     rows: list[int]
     began_s: float
+    names: dict[OffloadKey, str]  # in the epoch in which it began
 
 
 @dataclass
@@ -319,13 +328,14 @@ class TieredEngine:
     pool: Pool
     rows_count: int
     model: str = "model"
+    changes: bool = False  # its weights are others after each reset
 
     rows: np.ndarray = field(init=False)  # the primary tier
     known: np.ndarray = field(init=False)  # what has to be in them, but where a load is under way
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        described = spec()
+        described = spec(chunk_nbytes=ROW_NBYTES)
         self._region = SharedOffloadRegion(
             engine_id=uuid.uuid4().hex,
             num_chunks=self.rows_count,
@@ -342,6 +352,7 @@ class TieredEngine:
                 "model_id": self.model,
                 "budget_s": self.pool.budget_s,
                 "max_load_s": self.pool.max_load_s,
+                "weights_never_change": not self.changes,
             },
             primary.get_kv_memoryview(),
             described,
@@ -457,6 +468,9 @@ class TieredEngine:
             request.hits = 0
         self.manager.reset_cache()
         assert not self.jobs, "a tier was drained, and owes a result"
+        if self.changes:
+            self.model += ", changed"
+            self.pool.models[self.tier._namespace.fingerprint] = self.model
         for row in range(self.rows_count):
             self._write(row, GARBAGE)
 
@@ -479,13 +493,14 @@ class TieredEngine:
         keys, rows = list(job.keys), [int(row) for row in job.chunk_ids]
         assert job.job_id not in self.submitted
         self.submitted.add(job.job_id)
-        self.jobs[job.job_id] = Flight(is_load, keys, rows, self.pool.now_s())
+        names = {key: self._name(key) for key in keys}
+        self.jobs[job.job_id] = Flight(is_load, keys, rows, self.pool.now_s(), names)
         if is_load:
             self.promoted.update(keys)
             for row in rows:
                 self._write(row, GARBAGE)
         else:
-            self.pool.offered.update(map(self._name, keys))
+            self.pool.offered.update(names.values())
 
     def ended(self, result: JobResult) -> None:
         flight = self.jobs.pop(result.job_id, None)
@@ -499,7 +514,7 @@ class TieredEngine:
         if not flight.is_load:
             assert result.successful_keys is None
             for key in good:
-                assert self.pool.may_hold(self._name(key)), "stored, it says, and never was"
+                assert self.pool.may_hold(flight.names[key]), "stored, it says, and never was"
             return
         assert result.transfer_bytes == len(good) * ROW_NBYTES
         for key, row in zip(flight.keys, flight.rows, strict=True):
