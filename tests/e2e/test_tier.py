@@ -134,3 +134,4 @@ def test_a_server_that_is_stopped_costs_a_recompute(pair: Pair) -> None:
     finally:
         pair.server.go_on()
     assert answer["tokens"] == pair.reference["away"]["tokens"]
+    assert answer["cached_tokens"] == 0
