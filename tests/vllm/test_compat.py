@@ -102,6 +102,16 @@ def test_drafts_of_layers_are_refused_by_name(engine_config: Any, method: str) -
         compat.refuse_unsupported(config)
 
 
+def test_hashes_that_cover_tokens_behind_the_block_are_refused(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.33 vLLM makes such hashes for drafts of layers, so far in engines without a connector only."""
+    config = engine_config()
+    monkeypatch.setattr(type(config), "num_hash_lookahead_tokens", 1, raising=False)
+    with pytest.raises(EngineRefused, match=r"covers 1 tokens behind .*disable_lookahead_block_hashes"):
+        compat.refuse_unsupported(config)
+
+
 @pytest.mark.parametrize("kind", ["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_kv_types_that_are_supported_are_facts(engine_config: Any, kind: str) -> None:
     config = engine_config()
