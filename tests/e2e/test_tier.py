@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import BlockHasher
+from kvpool import BlockHasher, metrics
 from kvpool.cli.engine_process import EngineProcess
 from tests.conftest import eventually
 from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, ask, engine_options, prompt, started
@@ -51,6 +51,7 @@ class Pair:
         return self.second.generate(PROMPTS[name], GENERATED_TOKENS)
 
     def metrics(self) -> dict[str, float]:
+        self.second.generate(prompt(998, 60), 1)  # an idle engine does not report
         return self.second.ask({"do": "metrics"})
 
     def keys(self, name: str) -> list[bytes]:
@@ -114,10 +115,18 @@ def test_a_changed_record_is_a_miss_and_the_blocks_before_it_are_loaded(pair: Pa
     answer = pair.ask("flipped")
     assert answer["tokens"] == pair.reference["flipped"]["tokens"]
     assert answer["cached_tokens"] == 4 * BLOCK_TOKENS
-    print({name: count - before.get(name, 0) for name, count in pair.metrics().items()})
-    assert eventually(lambda: pair.server.client.hget(keys[4], "b") == whole), (
-        "what is computed is stored again"
-    )
+    assert eventually(lambda: pair.server.client.hget(keys[4], "b") == whole), "computed and stored again"
+    after = pair.metrics()
+    counted = {
+        metric.name + label: after.get(metric.name + label, 0) - before.get(metric.name + label, 0)
+        for metric, label in (
+            (metrics.LOADED_BLOCKS, ""),
+            (metrics.LOAD_REQUESTS, "/ok"),
+            (metrics.LOAD_REQUESTS, "/missing"),
+            (metrics.STORED_BLOCKS, ""),
+        )
+    }
+    assert list(counted.values()) == [len(keys) - 1, 0, 1, 1], counted
 
 
 def test_deleted_blocks_are_recomputed(pair: Pair) -> None:
