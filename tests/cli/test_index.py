@@ -377,10 +377,13 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
                 [*trusting, "--token-file", str(server.cert)],
                 "a token is 1 to 1024 printable ASCII characters",
             ),
-            ([*trusting, "--token-file", "/nowhere"], "--token-file /nowhere: No such file or directory"),
+            (
+                [*trusting, "--token-file", f"{tmp_path}/nowhere"],
+                f"--token-file {tmp_path}/nowhere: No such file or directory",
+            ),
             (["--token-file", router], "If the index serves TLS, name its authority with tls_ca"),
             ([*trusting[:2], "--token-file", router], "add tls_cert and tls_key"),
-            (["--tls-ca", "/nowhere"], "tls_ca /nowhere: No such file"),
+            (["--tls-ca", f"{tmp_path}/nowhere"], f"tls_ca {tmp_path}/nowhere: No such file"),
         ]:
             line = refused(*asked, *arguments, input="1")
             assert says in line, line
@@ -438,19 +441,20 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
         (["--pool", "fiel:///x"], 'did you mean "file"?'),
         (["--max-memory", "many"], "not a size"),
         (["--max-memory", "0"], "a memory budget is 1 to"),
-        (["--tokens", "/nowhere"], "--tokens=/nowhere: No such file"),
-        (["--tls-cert", "/nowhere"], "--tls-cert and --tls-key go together"),
-        (["--tls-client-ca", "/nowhere"], "--tls-client-ca needs --tls-cert and --tls-key"),
-        (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "--tls-cert /nowhere: No such file"),
+        (["--tokens", "HERE/x"], "--tokens=HERE/x: No such file"),
+        (["--tls-cert", "HERE/x"], "--tls-cert and --tls-key go together"),
+        (["--tls-client-ca", "HERE/x"], "--tls-client-ca needs --tls-cert and --tls-key"),
+        (["--tls-cert", "HERE/x", "--tls-key", "HERE/x"], "--tls-cert HERE/x: No such file"),
         (["--pool", "memory://"], "--pool memory:// is of one process"),
         (["--pool", "valkey://:pass-word@127.0.0.1:1"], "127.0.0.1:1"),
     ],
 )  # fmt: skip
-def test_wrong_use_of_index(arguments: list[str], says: str) -> None:
+def test_wrong_use_of_index(arguments: list[str], says: str, tmp_path: Path) -> None:
+    """HERE: a folder with nothing in it."""
     if "--listen" not in arguments:
         arguments = ["--listen", "127.0.0.1:0", *arguments]
-    line = refused("index", *arguments)
-    assert says in line
+    line = refused("index", *(one.replace("HERE", str(tmp_path)) for one in arguments))
+    assert says.replace("HERE", str(tmp_path)) in line
     assert "pass-word" not in line
 
 
@@ -459,7 +463,7 @@ def test_wrong_use_of_index(arguments: list[str], says: str) -> None:
     [
         ([], "", "give the prompt as --token-ids, --hashes"),
         (["--token-ids", "-", "--hashes", "-"], "", "and only once"),
-        (["--token-ids", "/nowhere"], "", "--token-ids /nowhere: No such file or directory"),
+        (["--token-ids", "HERE/x"], "", "--token-ids HERE/x: No such file or directory"),
         (["--token-ids", "-"], "", "standard input holds no token id"),
         (["--token-ids", "-"], "1, 2\n3 four", "standard input, line 2, column 3: 'four' is no token id"),
         (["--token-ids", "-"], "1 0x2", "column 3: '0x2' is no token id"),
@@ -478,8 +482,10 @@ def test_wrong_use_of_index(arguments: list[str], says: str) -> None:
         (["--token-ids", "-", "--tenant", "a/b", "--index", "127.0.0.1:1"], "1", "no index answers on 127.0.0.1:1"),
     ],
 )  # fmt: skip
-def test_wrong_use_of_lookup(arguments: list[str], given: str, says: str) -> None:
-    assert says in refused("lookup", "--model", "m", *arguments, input=given)
+def test_wrong_use_of_lookup(arguments: list[str], given: str, says: str, tmp_path: Path) -> None:
+    """HERE: a folder with nothing in it."""
+    here = [one.replace("HERE", str(tmp_path)) for one in arguments]
+    assert says.replace("HERE", str(tmp_path)) in refused("lookup", "--model", "m", *here, input=given)
 
 
 def test_what_is_no_text_is_named(tmp_path: Path) -> None:

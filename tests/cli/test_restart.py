@@ -288,12 +288,14 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--snapshot", "/nowhere/x"], "--snapshot /nowhere/x: name a file in a folder that is there"),
+        (["--snapshot", "HERE/x/y"], "--snapshot HERE/x/y: name a file in a folder that is there"),
         (["--snapshot", "/proc"], "name a file"),
         (["--snapshot-every", "0"], "--snapshot-every"),
         (["--bootstrap", "x"], "write HOST:PORT"),
         (["--bootstrap", "h:0"], "port 0 is for listening"),
     ],
 )
-def test_wrong_use(arguments: list[str], says: str) -> None:
-    assert says in refused("index", "--listen", "127.0.0.1:0", *arguments)
+def test_wrong_use(arguments: list[str], says: str, tmp_path: Path) -> None:
+    """HERE: a folder with nothing in it."""
+    here = [one.replace("HERE", str(tmp_path)) for one in arguments]
+    assert says.replace("HERE", str(tmp_path)) in refused("index", "--listen", "127.0.0.1:0", *here)

@@ -73,8 +73,8 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
             assert re.search(line, table), table
             assert re.search(r"w-2 .* 0/0/0 +\? +\? +fallback", table), table
 
-            text = kvpool(*asked, "--text", "-", "--json", input="a tool says 42")
-            assert json.loads(text.stdout)["rows"][0]["prompt_blocks"] >= 0
+            text = kvpool(*asked, "--text", "-", "--json", input="a tool says 42 " * 12)
+            assert json.loads(text.stdout)["rows"][0]["prompt_blocks"] == 3
             assert refused(*asked, "--chat", "-", input="{") == (
                 "kvpool: standard input, line 1, column 2: Expecting property name enclosed in double quotes"
             )
@@ -100,11 +100,13 @@ def _tokens(folder: Path) -> list[int]:
     [
         ("--tokenizer=m", '--tokenizer "m": write MODEL=FOLDER, once for each model'),
         ("--tokenizer=m=", '--tokenizer "m=": write MODEL=FOLDER, once for each model'),
-        ("--tokenizer=m=/does/not/exist", "--tokenizer: no tokenizer for m in /does/not/exist: "),
+        ("--tokenizer=m=HERE/x", "--tokenizer: no tokenizer for m in HERE/x: "),
         ("--route-cost=pol=1", '--route-cost "pol=1": unknown coefficient "pol"; did you mean "pool"?'),
         ("--route-cost=pool", '--route-cost "pool": write NAME=NUMBER'),
         ("--route-cost=pool=-1", "--route-cost: the coefficient pool is a number from 0 to 1e+06, not -1"),
     ],
 )
-def test_options_that_make_no_sense(option: str, says: str) -> None:
-    assert refused("index", "--listen", "127.0.0.1:0", option).startswith(f"kvpool: {says}")
+def test_options_that_make_no_sense(option: str, says: str, tmp_path: Path) -> None:
+    """HERE: a folder with nothing in it."""
+    line = refused("index", "--listen", "127.0.0.1:0", option.replace("HERE", str(tmp_path)))
+    assert line.startswith("kvpool: " + says.replace("HERE", str(tmp_path)))

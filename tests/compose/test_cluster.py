@@ -84,7 +84,9 @@ def test_the_index_knows_what_each_worker_holds(cluster: Cluster) -> None:
 def test_no_service_is_root_or_reachable_from_elsewhere(cluster: Cluster) -> None:
     containers = cluster.compose("ps", "--all", "--quiet").split()
     form = "{{.Config.User}} {{.HostConfig.ReadonlyRootfs}} {{json .NetworkSettings.Ports}}"
-    for line in cluster.docker("inspect", "--format", form, *containers).splitlines():
+    inspected = cluster.docker("inspect", "--format", form, *containers).splitlines()
+    assert len(inspected) == len(containers) > 0
+    for line in inspected:
         user, read_only, ports = line.split(" ", 2)
         assert user not in ("", "0", "root")
         assert read_only == "true"

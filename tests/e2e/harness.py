@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import threading
 import zlib
@@ -29,6 +30,7 @@ from tests.conftest import SOAK_S
 
 BLOCK_TOKENS = 128
 GENERATED_TOKENS = 12
+ROOT = Path(__file__).parents[2]
 # What starts several engines and is proven in part by a test that starts fewer, or scripted ones.
 LONG_SOAK = pytest.mark.skipif(SOAK_S < 300, reason="too long for a short soak: SOAK_S=300 runs it")
 
@@ -73,8 +75,9 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 def started(name: str, folder: Path, options: dict[str, Any], **environment: str) -> EngineProcess:
-    """An engine that takes commands and has generated once, from an unrelated prompt."""
-    engine = EngineProcess(name, folder, options, environment)
+    """An engine (on ``cpu_platform``) that takes commands and has generated once, from an unrelated prompt."""
+    core = {"VLLM_CPU_OMP_THREADS_BIND": str(_core())}
+    engine = EngineProcess(name, folder, options, {"PYTHONPATH": _modules(folder), **core, **environment})
     try:
         engine.wait_ready()
         engine.generate(prompt(zlib.crc32(name.encode()), 300), 2)
@@ -82,6 +85,26 @@ def started(name: str, folder: Path, options: dict[str, Any], **environment: str
         engine.kill()
         raise
     return engine
+
+
+def _core() -> int:
+    """The core on which the engines of this test process compute, another one than those of the process beside it.
+
+    One thread an engine: several on cores that others use spin while they wait for each other.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(cores)]
+
+
+def _modules(folder: Path) -> str:
+    """The ``PYTHONPATH`` on which vLLM finds these tests' modules, and their platform by its entry point."""
+    about = folder / "kvpool_tests-1.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool-tests\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(
+        "[vllm.platform_plugins]\nkvpool_tests = tests.e2e.cpu_platform:platform\n"
+    )
+    return os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 @contextlib.contextmanager

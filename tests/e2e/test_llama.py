@@ -190,6 +190,7 @@ def test_records_that_cannot_be_opened_are_a_recompute(pair: Pair) -> None:
         record.unlink()
         record.mkdir()
     answer = pair.ask("unreadable")
+    assert (answer["pool_tokens"], answer["cached_tokens"]) == (0, 0)
     assert _same(pair, "unreadable", answer)
     for record in records(pair.pool, PROMPTS["unreadable"]):
         shutil.rmtree(record, ignore_errors=True)

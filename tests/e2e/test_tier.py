@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from kvpool import BlockHasher, metrics
 from kvpool.cli.engine_process import EngineProcess
 from tests.conftest import eventually
-from tests.e2e.harness import GENERATED_TOKENS, ask, engine_options, prompt, started
+from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, ask, engine_options, prompt, started
 from tests.stores.servers import SERVERS, Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 NAMES = ("hit", "flipped", "deleted", "away", "salted")
 PROMPTS = {name: prompt(500 + seed, 1500 + 97 * seed) for seed, name in enumerate(NAMES)}
-ROOT = Path(__file__).parents[2]
 
 
 def tier_options(model: Path, server: Server, blocks_per_chunk: int = 1) -> dict[str, Any]:
@@ -50,6 +50,25 @@ class Pair:
     def ask(self, name: str) -> dict[str, Any]:
         return self.second.generate(PROMPTS[name], GENERATED_TOKENS)
 
+    def metrics(self) -> dict[str, float]:
+        self.second.generate(prompt(998, 60), 1)  # an idle engine does not report
+        return self.second.ask({"do": "metrics"})
+
+    def keys(self, name: str) -> list[bytes]:
+        """The records of a prompt's full blocks, in their order."""
+        found: list[bytes] = []
+        for block_hash in BlockHasher(BLOCK_TOKENS).hashes(PROMPTS[name]):
+            found += self.server.client.keys(f"kvpool:*:{block_hash.hex()}:0:0")
+        return found
+
+    def flip(self, key: bytes) -> bytes:
+        """Change a byte of a record's payload; what it was before."""
+        before: bytes = self.server.client.hget(key, "b")
+        body = bytearray(before)
+        body[len(body) // 2] ^= 0x11
+        self.server.client.hset(key, "b", bytes(body))
+        return before
+
 
 @pytest.fixture(scope="module")
 def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
@@ -58,7 +77,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     with running(SERVERS[1], folder / "server") as server:
         options = tier_options(llama, server)
         reference = {}
-        with started("first", folder, options, PYTHONPATH=str(ROOT)) as first:
+        with started("first", folder, options) as first:
             for name, tokens in PROMPTS.items():
                 reference[name] = ask(first, tokens, "mine" if name == "salted" else None)
             blocks = sum(len(tokens) // 128 for tokens in PROMPTS.values())
@@ -69,7 +88,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
                 ),
                 within_s=30,
             )
-        with started("second", folder, options, PYTHONPATH=str(ROOT)) as second:
+        with started("second", folder, options) as second:
             yield Pair(server, second, reference)
 
 
@@ -88,15 +107,26 @@ def test_a_salt_keeps_prompts_apart(pair: Pair) -> None:
     assert answer["tokens"] == pair.reference["salted"]["tokens"]
 
 
-def test_changed_bytes_are_recomputed(pair: Pair) -> None:
-    client = pair.server.client
-    for name in client.keys("kvpool:*:0:0"):
-        body = bytearray(client.hget(name, "b"))
-        body[len(body) // 2] ^= 0x11
-        client.hset(name, "b", bytes(body))
+def test_a_changed_record_is_a_miss_and_the_blocks_before_it_are_loaded(pair: Pair) -> None:
+    keys = pair.keys("flipped")
+    assert len(keys) == len(PROMPTS["flipped"]) // BLOCK_TOKENS
+    whole = pair.flip(keys[4])
+    before = pair.metrics()
     answer = pair.ask("flipped")
     assert answer["tokens"] == pair.reference["flipped"]["tokens"]
-    assert answer["cached_tokens"] < 128 * (len(PROMPTS["flipped"]) // 128)
+    assert answer["cached_tokens"] == 4 * BLOCK_TOKENS
+    assert eventually(lambda: pair.server.client.hget(keys[4], "b") == whole), "computed and stored again"
+    after = pair.metrics()
+    counted = {
+        metric.name + label: after.get(metric.name + label, 0) - before.get(metric.name + label, 0)
+        for metric, label in (
+            (metrics.LOADED_BLOCKS, ""),
+            (metrics.LOAD_REQUESTS, "/ok"),
+            (metrics.LOAD_REQUESTS, "/missing"),
+            (metrics.STORED_BLOCKS, ""),
+        )
+    }
+    assert list(counted.values()) == [len(keys) - 1, 0, 1, 1], counted
 
 
 def test_deleted_blocks_are_recomputed(pair: Pair) -> None:
@@ -113,3 +143,4 @@ def test_a_server_that_is_stopped_costs_a_recompute(pair: Pair) -> None:
     finally:
         pair.server.go_on()
     assert answer["tokens"] == pair.reference["away"]["tokens"]
+    assert answer["cached_tokens"] == 0

@@ -109,8 +109,8 @@ def test_a_file_that_makes_no_sense_is_one_line(tmp_path: Path, text: str, says:
 
 
 def test_no_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--tokens=/nowhere/tokens: No such file"):
-        Doors("/nowhere/tokens")
+    with pytest.raises(ConfigError, match=f"--tokens={tmp_path}/tokens: No such file"):
+        Doors(f"{tmp_path}/tokens")
     with pytest.raises(ConfigError, match="Is a directory"):
         Doors(str(tmp_path))
 

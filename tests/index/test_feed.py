@@ -310,11 +310,11 @@ class AmongOthers(Locked):
             self.others.append(problem)
 
 
-def test_more_workers_than_zmq_has_sockets_for_by_itself() -> None:
+def test_more_workers_than_zmq_has_sockets_for_by_itself(tmp_path: Path) -> None:
     heard = AmongOthers()
     with misbehaving() as publisher, closing(EventFeed(heard)) as feed:
         publisher.publish(text(0))
-        nobody = Publisher(0, "ipc:///nonexistent/events", "ipc:///nonexistent/replay")
+        nobody = Publisher(0, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
         for number in range(300):
             feed.follow(worker_of(nobody, f"other-{number}"))
         feed.follow(worker_of(publisher.publisher))

@@ -1,6 +1,8 @@
 // The RESP backend against servers that misbehave: whatever they send, never a wrong byte, never a hang.
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
+#include <filesystem>
 #include <mutex>
 #include <random>
 #include <string>
@@ -821,8 +823,11 @@ TEST(resp_open_tells_what_cannot_be_reached) {
   RespSettings settings;
   settings.endpoint = {"127.0.0.1", port, ""};
   CHECK_THROWS(Unreachable, RespBackend(settings));
-  settings.endpoint = {"", 0, "/nonexistent/socket"};
+  std::string folder = (std::filesystem::temp_directory_path() / "kvpool-test-XXXXXX").string();
+  CHECK(mkdtemp(folder.data()) != nullptr);
+  settings.endpoint = {"", 0, folder + "/socket"};
   CHECK_THROWS(Unreachable, RespBackend(settings));
+  std::filesystem::remove(folder);
   settings.endpoint = {"", 0, std::string(108, 'x')};
   CHECK_THROWS(Unreachable, RespBackend(settings));
   RespServer garbage([](Peer& peer, const Command&) {

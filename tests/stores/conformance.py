@@ -581,7 +581,7 @@ class StoreConformance:
         store.close()
         assert transfer.done()
         try:
-            transfer.wait()
+            assert transfer.wait() == [True] * 64, "over before the store was closed"
         except StoreUnavailable as error:
             assert "cancelled" in str(error)  # noqa: PT017
 

@@ -225,14 +225,15 @@ def test_files_that_cannot_be_used_are_named_before_anything_is_dialled(
     locked = authority.issue("locked", passphrase=b"hunter2")
     noise = tmp_path / "noise.pem"
     noise.write_text("hunter2")
+    missing = tmp_path / "missing.pem"
     nobody = "valkeys://127.0.0.1:1"
     for query, words in {
-        "ca=/nonexistent": "/nonexistent: the file of authorities cannot be read: No such file or directory",
+        f"ca={missing}": f"{missing}: the file of authorities cannot be read: No such file or directory",
         f"ca={noise}": f"{noise}: the file of authorities cannot be used: ",
         f"ca={tmp_path}": f"{tmp_path}: the file of authorities cannot be used: ",
-        f"cert=/nonexistent&key={pair.key}": "/nonexistent: the client certificate cannot be read: ",
+        f"cert={missing}&key={pair.key}": f"{missing}: the client certificate cannot be read: ",
         f"cert={noise}&key={pair.key}": f"{noise}: the client certificate cannot be used: ",
-        f"cert={pair.cert}&key=/nonexistent": "/nonexistent: the private key cannot be read: ",
+        f"cert={pair.cert}&key={missing}": f"{missing}: the private key cannot be read: ",
         f"cert={pair.cert}&key={noise}": f"{noise}: the private key cannot be used: ",
         f"cert={pair.cert}&key={other.key}": f"{other.key}: the private key cannot be used: key values mismatch",
         f"cert={locked.cert}&key={locked.key}": f"{locked.key}: the private key has a passphrase: store it",

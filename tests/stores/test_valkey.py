@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -250,8 +251,8 @@ def test_refusals_are_one_line_without_the_password(server: Server, client: str)
         open_store(with_client(f"{server.url}/999", client))
 
 
-def test_nobody_there(client: str) -> None:
-    for url in ("valkey://127.0.0.1:1", "valkey+unix:///nonexistent/socket"):
+def test_nobody_there(client: str, tmp_path: Path) -> None:
+    for url in ("valkey://127.0.0.1:1", f"valkey+unix://{tmp_path}/socket"):
         if client != "glide" or "unix" not in url:
             with pytest.raises(StoreUnavailable, match=r"cannot connect: .*check that the server runs there"):
                 open_store(with_client(url, client))

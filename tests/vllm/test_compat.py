@@ -34,8 +34,12 @@ from kvpool.vllm.plan import Group
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 
 
-def test_a_supported_configuration_passes(engine_config: Any) -> None:
-    compat.refuse_unsupported(engine_config())
+def test_a_supported_configuration_shares_with_its_like_and_nobody_else(engine_config: Any) -> None:
+    configs = [engine_config(), engine_config(), engine_config(dtype="bfloat16")]
+    for config in configs:
+        compat.refuse_unsupported(config)
+    one, like, other = (Namespace("default", _facts(config)).hex for config in configs)
+    assert one == like != other
 
 
 @pytest.mark.parametrize(
@@ -58,9 +62,15 @@ def test_refused_with_what_to_change(
     assert "\n" not in str(refusal.value)
 
 
-def test_xxhash_with_a_seed_passes(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xxhash_shares_by_its_seed(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    compat.refuse_unsupported(engine_config(prefix_caching_hash_algo="xxhash_cbor"))
+    config = engine_config(prefix_caching_hash_algo="xxhash_cbor")
+    compat.refuse_unsupported(config)
+    facts = _facts(config)
+    assert facts["hash_algorithm"] == "xxhash_cbor"
+    assert _differing(facts, _facts(engine_config())) == {"hash_algorithm"}
+    monkeypatch.setenv("PYTHONHASHSEED", "8")
+    assert _differing(facts, _facts(config)) == {"hash_seed"}
 
 
 @pytest.mark.parametrize("flag", ["decode_context_parallel_size", "prefill_context_parallel_size"])
@@ -74,11 +84,12 @@ def test_other_parallelism_is_refused(engine_config: Any, flag: str) -> None:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
-def test_drafts_of_tokens_alone_are_supported(engine_config: Any) -> None:
-    config = engine_config(speculative_config=NGRAM)
+def test_drafts_of_tokens_alone_share_with_engines_that_have_none(engine_config: Any) -> None:
+    config, plain = engine_config(speculative_config=NGRAM), _facts(engine_config())
     for method in ("ngram", "ngram_gpu", "suffix"):
         config.speculative_config.method = method
         compat.refuse_unsupported(config)
+        assert _facts(config) == plain
 
 
 @pytest.mark.parametrize(
@@ -92,11 +103,26 @@ def test_drafts_of_layers_are_refused_by_name(engine_config: Any, method: str) -
         compat.refuse_unsupported(config)
 
 
+def test_hashes_that_cover_tokens_behind_the_block_are_refused(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.33 vLLM makes such hashes for drafts of layers, so far in engines without a connector only."""
+    config = engine_config()
+    monkeypatch.setattr(type(config), "num_hash_lookahead_tokens", 1, raising=False)
+    with pytest.raises(EngineRefused, match=r"covers 1 tokens behind .*disable_lookahead_block_hashes"):
+        compat.refuse_unsupported(config)
+
+
 @pytest.mark.parametrize("kind", ["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"])
-def test_kv_types_that_are_supported(engine_config: Any, kind: str) -> None:
+def test_kv_types_that_are_supported_are_facts(engine_config: Any, kind: str) -> None:
     config = engine_config()
     config.cache_config.cache_dtype = kind
     compat.refuse_unsupported(config)
+    facts = _facts(config)
+    assert facts["kv_dtype"] == ("float32" if kind == "auto" else kind), (
+        "the model's own, where none is named"
+    )
+    assert _differing(facts, _facts(engine_config())) == (set() if kind == "auto" else {"kv_dtype"})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +183,19 @@ def test_a_server_that_is_away_costs_the_budget_and_no_more(
             server.start()
         else:
             server.go_on()
-        attempt = iter(range(1000))
-        assert eventually(
-            lambda: driven.look_up([key(1)], f"later{next(attempt)}") == [HIT] or harm == "killed"
-        )
+        attempts = count()
+
+        def serves() -> bool:
+            """A server that was killed comes back empty, and takes what is stored from then on."""
+            if harm == "killed" and not driven.ended(driven.submit([key(1)], [0], load=False)).success:
+                return False
+            return driven.look_up(keys, f"later{next(attempts)}") == there
+
+        there = [HIT] * 8 if harm == "stopped" else [MISS, HIT, *[MISS] * 6]
+        assert eventually(serves)
+        if harm == "stopped":
+            assert driven.ended(driven.submit(keys, range(8, 16), load=True)).success
+            assert (driven.rows[8:16] == driven.rows[:8]).all()
 
 
 def test_events_say_what_is_in_the_pool(server: Server, opened: Callable[[Driven], Driven]) -> None:
