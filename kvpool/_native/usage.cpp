@@ -70,13 +70,15 @@ void UsagePage::set(unsigned index, std::uint64_t nbytes) { counts[index] = pack
 UsagePage::Sum UsagePage::sum() const {
   std::uint64_t held = 0;
   unsigned known = 0;
+  unsigned filled = 0;
   for (unsigned i = 0; i < kBuckets; ++i) {
     if (const auto count = nbytes(i)) {
       held += *count;
       ++known;
+      filled += *count != 0 ? 1 : 0;
     }
   }
-  if (known != 0) held += held / known * (kBuckets - known);
+  if (filled != 0) held += held / filled * (kBuckets - known);
   const auto temporaries = nbytes(kTemporaries);
   return {held + temporaries.value_or(0), kBuckets - known + (temporaries ? 0 : 1)};
 }
