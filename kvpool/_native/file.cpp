@@ -345,18 +345,17 @@ class FileLane : public Lane {
       outcome = {item.stopped().value_or(Status::kTimedOut)};
       return 0;
     }
-    // First counted in its bucket, then there, then no longer counted as temporary: who is killed in between
-    // leaves a count that is too high.
+    // First counted in its bucket, then there: who is killed in between leaves a count that is too high.
     const unsigned bucket = bucket_of(item.key());
     const auto counted = static_cast<std::int64_t>(nbytes);
     std::uint64_t replaced_nbytes = 0;
-    usage_->change({{bucket, counted}});
+    usage_->change({{kTemporaries, -counted}, {bucket, counted}});
     const int error = publish(*temporary, path, replaced_nbytes);
-    if (error == 0) {
-      usage_->change({{kTemporaries, -counted}, {bucket, -static_cast<std::int64_t>(replaced_nbytes)}});
-      outcome = {Status::kOk};
+    if (error != 0) {
+      usage_->change({{bucket, -counted}, {kTemporaries, counted}});
     } else {
-      usage_->change({{bucket, -counted}});
+      if (replaced_nbytes != 0) give_back(bucket, replaced_nbytes);
+      outcome = {Status::kOk};
     }
     return error;
   }

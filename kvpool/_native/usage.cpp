@@ -70,13 +70,15 @@ void UsagePage::set(unsigned index, std::uint64_t nbytes) { counts[index] = pack
 UsagePage::Sum UsagePage::sum() const {
   std::uint64_t held = 0;
   unsigned known = 0;
+  unsigned filled = 0;
   for (unsigned i = 0; i < kBuckets; ++i) {
     if (const auto count = nbytes(i)) {
       held += *count;
       ++known;
+      filled += *count != 0 ? 1 : 0;
     }
   }
-  if (known != 0) held += held / known * (kBuckets - known);
+  if (filled != 0) held += held / filled * (kBuckets - known);
   const auto temporaries = nbytes(kTemporaries);
   return {held + temporaries.value_or(0), kBuckets - known + (temporaries ? 0 : 1)};
 }
@@ -152,9 +154,9 @@ bool Usage::reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known)
   const UsagePage page = read();
   const auto temporaries = page.nbytes(kTemporaries);
   const auto [used, unknown] = page.sum();
-  const bool reserved =
-      temporaries && (known == Known::kEstimated || unknown == 0) && used <= capacity_nbytes - n;
-  if (reserved) store(kTemporaries, packed(kTemporaries, *temporaries + n));
+  const bool reserved = (known == Known::kEstimated || unknown == 0) && used <= capacity_nbytes - n;
+  // An unknown count stays so: whoever counts finds the file.
+  if (reserved && temporaries) store(kTemporaries, packed(kTemporaries, *temporaries + n));
   unlock_counts();
   return reserved;
 }

@@ -38,7 +38,7 @@ struct UsagePage {
   std::optional<std::uint64_t> nbytes(unsigned index) const;
   void set(unsigned index, std::uint64_t nbytes);
   struct Sum {
-    std::uint64_t nbytes;  // buckets that are not counted are taken for as full as the others
+    std::uint64_t nbytes;  // buckets that are not counted are taken for as full as those that hold something
     unsigned unknown;      // how many counts are
   };
   Sum sum() const;
