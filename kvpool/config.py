@@ -187,10 +187,7 @@ class PoolConfig(_Settings):
         1, ge=1, le=64, description="how many blocks of the engine the pool keeps as one record"
     )
     store_decode: bool = Field(True, description="store generated tokens, or only prompts")
-    weights_never_change: bool = Field(
-        False,
-        description="keep sharing after the caches were reset: this engine keeps the weights it started with",
-    )
+    weights_never_change: WeightsNeverChange = False
     cost_gate: bool = Field(
         True, description="do not load what is expected, by measured rates, to be computed sooner"
     )

@@ -150,6 +150,7 @@ class SchedulerHalf:
         self._asked = False  # for the whole state, in the step that is ending
         self._params = ParamsReader()
         self._adapters = Adapters(adapter_settings)
+        self._block_pool: BlockPool | None = None
         self._store_planner = StorePlanner(
             config,
             self._groups,
@@ -351,6 +352,7 @@ class SchedulerHalf:
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """The engine's own cache. Of it we only hold blocks, by their reference count, while workers copy them."""
+        self._block_pool = block_pool
         self._whole_state.bind(block_pool)
         self._store_planner.bind(block_pool)
 

@@ -471,6 +471,8 @@ def test_a_pool_that_says_nothing_of_announcements_does_not_hold_up_the_start(
         worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
         stored(worker, 10)
         worker.close()
+
+
 def test_in_another_epoch_a_worker_moves_what_is_of_it_alone_and_says_so(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
