@@ -45,8 +45,11 @@ class WorkerHalf:
     Of an engine of several ``stages``, ``facts`` are those of its own stage, and those of all come with a step.
     """
 
-    def __init__(self, config: PoolConfig, groups: Sequence[Group], *, rank: int, stages: int = 1) -> None:
+    def __init__(
+        self, config: PoolConfig, groups: Sequence[Group], *, rank: int, stages: int = 1, model: str = ""
+    ) -> None:
         self._config, self._groups, self._rank, self._stages = config, list(groups), rank, stages
+        self._model = model  # its name, for people
         self._store: Store | None = None
         self._engine: TransferEngine | None = None
         self._namespace: Namespace | None = None  # until then nothing is stored or loaded
@@ -126,7 +129,7 @@ class WorkerHalf:
         assert self._store is not None
         assert self._namespace is not None
         try:
-            differences = announce_facts(self._store, self._namespace, str(self._namespace.facts["model"]))
+            differences = announce_facts(self._store, self._namespace, self._model)
         except KVPoolError as error:
             logger.warning("kvpool could not announce its namespace: %s", error)
             return
