@@ -167,7 +167,13 @@ class PoolConfig(_Settings):
         None,
         min_length=1,
         max_length=1024,
-        description="names the model where nodes mount it under different paths",
+        description="stands for the weights in place of the digest of their files: engines of one name share",
+    )
+    weights_digest: Literal["sampled", "every_byte"] = Field(
+        "sampled", description="what of a checkpoint larger than 64 MiB tells its weights from others"
+    )
+    weights_digest_timeout_s: float = Field(
+        60.0, gt=0, le=86400, description="how long the digest of the weights may hold up the start"
     )
     staging_nbytes: Nbytes | None = Field(
         None, ge=1 << 20, le=1 << 40,

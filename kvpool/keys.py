@@ -169,9 +169,9 @@ class Namespace:
     """A tenant and the facts under which its cached bytes mean the same thing to every worker.
 
     ``facts`` is flat: names to str, int or bool (64-bit integers, text up to 4,096 characters, up to 4,096
-    facts). Two namespaces are equal when tenant and fingerprint are. The fingerprint is the first 16 bytes of
-    SHA-256 over the facts as JSON: keys sorted by code point, no spaces, UTF-8, only ``"``, ``\\`` and
-    control characters escaped.
+    facts). Of a subclass of str the characters count, and nothing else that such an object knows. Two namespaces
+    are equal when tenant and fingerprint are. The fingerprint is the first 16 bytes of SHA-256 over the facts as
+    JSON: keys sorted by code point, no spaces, UTF-8, only ``"``, ``\\`` and control characters escaped.
 
     Errors: ``ConfigError`` naming the tenant or the fact that is wrong.
     """
@@ -339,10 +339,12 @@ def _index(name: str, value: int) -> int:
 def _checked_facts(facts: Mapping[str, Fact]) -> dict[str, Fact]:
     if not facts or len(facts) > MAX_FACTS:
         raise ConfigError(f"a namespace has 1 to {MAX_FACTS} facts, not {len(facts)}")
+    plain: dict[str, Fact] = {}
     for name, value in facts.items():
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_FACT_CHARS:
             raise ConfigError(f"a fact's name is text of 1 to {MAX_FACT_CHARS} characters, not {name!r:.80}")
-        if type(value) is str:
+        if isinstance(value, str):
+            value = str.__str__(value)  # the characters, whatever the subclass says that it is
             if len(value) > MAX_FACT_CHARS:
                 raise ConfigError(
                     f"fact {name!r}: text is at most {MAX_FACT_CHARS} characters, not {len(value)}"
@@ -352,4 +354,5 @@ def _checked_facts(facts: Mapping[str, Fact]) -> dict[str, Fact]:
                 raise ConfigError(f"fact {name!r}: {value} does not fit in 64 bits")
         elif type(value) is not bool:
             raise ConfigError(f"fact {name!r} is a str, int or bool, not {type(value).__name__}")
-    return dict(facts)
+        plain[str.__str__(name)] = value
+    return plain

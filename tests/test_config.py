@@ -37,6 +37,8 @@ def test_defaults() -> None:
         "store_decode": True,
         "weights_never_change": False,
         "cost_gate": True,
+        "weights_digest": "sampled",
+        "weights_digest_timeout_s": 60.0,
     }
 
 
@@ -47,7 +49,7 @@ def test_every_field_from_the_dict() -> None:
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
         "store_policy": "write_through", "store_after_requests": 2, "blocks_per_record": 4, "store_decode": False,
         "weights_never_change": True,
-        "cost_gate": False,
+        "cost_gate": False, "weights_digest": "every_byte", "weights_digest_timeout_s": 900.0,
     }  # fmt: skip
     config = load(given)
     assert config.model_dump() == {**given, "staging_nbytes": 1 << 30}
@@ -66,7 +68,8 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
             "KVPOOL_STORE_AFTER_REQUESTS": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
             "KVPOOL_WEIGHTS_NEVER_CHANGE": "true",
-            "KVPOOL_BLOCKS_PER_RECORD": "1",
+            "KVPOOL_BLOCKS_PER_RECORD": "1", "KVPOOL_WEIGHTS_DIGEST": "every_byte",
+            "KVPOOL_WEIGHTS_DIGEST_TIMEOUT_S": "90",
             "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
         },
     )  # fmt: skip
@@ -76,7 +79,7 @@ def test_every_field_from_the_environment() -> None:
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
         "store_policy": "write_back", "store_after_requests": 2, "blocks_per_record": 1, "store_decode": False,
         "weights_never_change": True,
-        "cost_gate": False,
+        "cost_gate": False, "weights_digest": "every_byte", "weights_digest_timeout_s": 90.0,
     }  # fmt: skip
     assert {f"KVPOOL_{name.upper()}" for name in PoolConfig.model_fields} <= {
         "KVPOOL_POOL", "KVPOOL_TENANT", "KVPOOL_MODEL_ID", "KVPOOL_BUDGET_S", "KVPOOL_MAX_LOAD_S",
@@ -84,6 +87,7 @@ def test_every_field_from_the_environment() -> None:
         "KVPOOL_HTTP_PORT", "KVPOOL_WORKER", "KVPOOL_LEASE_S", "KVPOOL_STORE_POLICY",
         "KVPOOL_STORE_AFTER_REQUESTS", "KVPOOL_STORE_DECODE", "KVPOOL_COST_GATE", "KVPOOL_BLOCKS_PER_RECORD",
         "KVPOOL_WEIGHTS_NEVER_CHANGE",
+        "KVPOOL_WEIGHTS_DIGEST", "KVPOOL_WEIGHTS_DIGEST_TIMEOUT_S",
     }  # fmt: skip
 
 

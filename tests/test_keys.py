@@ -190,6 +190,22 @@ def test_every_fact_and_its_type_count() -> None:
     assert len(fingerprints) == 7
 
 
+def test_of_a_subclass_of_text_the_characters_count() -> None:
+    """vLLM hands out such objects, which know more than they spell (``huggingface_hub.ResolvedRevision``)."""
+
+    class Revision(str):
+        resolved = "0123"
+
+        def __str__(self) -> str:
+            return self.resolved
+
+    namespace = Namespace("t", {**FACTS, Revision("revision"): Revision("main")})
+    assert namespace == Namespace("t", {**FACTS, "revision": "main"})
+    assert {type(one) for pair in namespace.facts.items() for one in pair} == {str, int, bool}
+    with pytest.raises(ConfigError, match="at most 4096 characters"):
+        Namespace("t", {"revision": Revision("x" * 4097)})
+
+
 def test_a_namespace_is_frozen() -> None:
     given_facts = dict(FACTS)
     namespace = Namespace("t", given_facts)

@@ -25,19 +25,26 @@ _VERSION = 1
 def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
     """Keep the namespace's facts in the pool for 30 days, and name what keeps others from sharing with it.
 
-    Returns one sentence for every other namespace of the same tenant and model, in the order of their
-    fingerprints: which facts differ, and how; none where one of the two is an engine's own (``EPOCH_FACT``).
-    ``model``: as the fact ``"model"`` of the others says.
+    Returns one sentence for every other namespace of the same tenant that is of this model, or of the same weights
+    under another name, in the order of their fingerprints: which facts differ, and how; none where one of the two is
+    an engine's own (``EPOCH_FACT``). ``model``: what people call it, in the record beside the facts.
     Blocking, for a few small reads and one write. Errors: ``StoreUnavailable``; ``ConfigError`` when the
     facts together are larger than an announcement may be. Records that cannot be read are passed over.
     """
     record = {"version": _VERSION, "model": model, "facts": dict(namespace.facts)}
     store.announce(namespace.facts_key, msgpack.packb(record), lease_s=LEASE_S)
+    weights = namespace.facts.get("weights")
+    others = {
+        other.hex: (name, other)
+        for name, found in announced_namespaces(store, namespace.tenant).items()
+        for other in found
+        if other != namespace and (name == model or (weights and other.facts.get("weights") == weights))
+    }
     return [
-        f'namespace {other.hex[:8]} of model "{model}" holds blocks that this worker cannot share: '
+        f'namespace {fingerprint[:8]} of model "{name}" holds blocks that this worker cannot share: '
         + describe_differences(namespace, other)
-        for other in announced_namespaces(store, namespace.tenant).get(model, ())
-        if other != namespace and EPOCH_FACT not in {*other.facts, *namespace.facts}
+        for fingerprint, (name, other) in sorted(others.items())
+        if EPOCH_FACT not in {*other.facts, *namespace.facts}
     ]
 
 

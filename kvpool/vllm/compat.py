@@ -1,4 +1,4 @@
-"""Where kvpool reads vLLM's configuration: what it supports, what it refuses, and the facts of a namespace.
+"""Where kvpool reads vLLM's configuration and objects: what it supports, and what it refuses.
 
 Supported: vLLM 0.30 to 0.33. Differences between versions are told by feature, never by version number.
 """
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,16 +55,6 @@ _PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16")
 _FP8_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 # Their drafts are made of tokens alone: they have no layers, so a block has no part that is theirs.
 _DRAFTS_OF_TOKENS = ("ngram", "ngram_gpu", "suffix")
-# What turns an image into other embeddings without being in its hash, or not in every version.
-_MULTIMODAL_SETTINGS = (
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "mm_device_do_normalize",
-    "mm_encoder_attn_dtype",
-    "mm_encoder_fp8_scale_path",
-    "video_pruning_rate",
-    "video_pruning_method",
-)
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
@@ -106,8 +97,10 @@ def refuse_unsupported(config: VllmConfig) -> None:
         )
     if config.model_config.is_encoder_decoder:
         raise EngineRefused("encoder-decoder models are not supported; remove --kv-transfer-config")
+    _refuse_later_tokens(config)
+    _refuse_moving_rope(config.model_config)
     _refuse_kv_dtype(config)
-    if config.lora_config is not None and not _hash_tags():
+    if config.lora_config is not None and not hash_tags():
         raise EngineRefused(
             "this version of vLLM hashes an adapter's name and not its path, so adapters of one name would be taken "
             "for each other by other workers; use vLLM 0.31 or newer, or remove --enable-lora"
@@ -122,6 +115,39 @@ def _refuse_speculation(method: str) -> None:
             f"tokens behind it, which are not in the block's hash; supported are {', '.join(_DRAFTS_OF_TOKENS)}; "
             "change or remove --speculative-config"
         )
+
+
+def _refuse_later_tokens(config: VllmConfig) -> None:
+    """A block's hash is made of its own tokens and those before it."""
+    if getattr(config, "diffusion_config", None) is not None:
+        raise EngineRefused(
+            "diffusion models compute the K and V of a token with those behind it, which are not in the block's hash; "
+            "remove --kv-transfer-config"
+        )
+    if getattr(getattr(config, "attention_config", None), "use_non_causal", False):
+        raise EngineRefused(
+            "attention_config.use_non_causal: the K and V of a token depend on those behind it, which are not in the "
+            "block's hash; remove it, or --kv-transfer-config"
+        )
+
+
+def _refuse_moving_rope(model: ModelConfig) -> None:
+    """Transformers' own rotary embeddings of these kinds follow the longest request of each batch."""
+    if not get_model_architecture(model)[0].__module__.startswith("vllm.model_executor.models.transformers"):
+        return
+    if kinds := {"dynamic", "longrope"} & rope_types(model.hf_text_config):
+        raise EngineRefused(
+            f"the model runs on Transformers' implementation, whose rope of type {min(kinds)} follows the longest "
+            "request of a batch, so equal prompts have different keys; use --model-impl vllm where there is one, or "
+            "remove --kv-transfer-config"
+        )
+
+
+def rope_types(hf_config: Any) -> set[str]:
+    """The kinds of rotary embeddings that a model's configuration names, those of single layer types, too."""
+    found = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    of_layers = [one for one in found.values() if isinstance(one, Mapping)]
+    return {str(one.get("rope_type", one.get("type", "default"))) for one in (of_layers or [found])}
 
 
 def _refuse_kv_dtype(config: VllmConfig) -> None:
@@ -272,51 +298,6 @@ def _attention(group: Group) -> str:
     return "full" if group.window is None else f"sliding_window:{group.window}"
 
 
-def engine_facts(
-    config: VllmConfig,
-    cache: KVCacheConfig,
-    model_id: str | None,
-    layers: Sequence[Sequence[torch.Tensor]],
-    blocks_per_record: int = 1,
-) -> dict[str, Fact]:
-    """Every fact that changes what a block's hash or its bytes mean; the same on every rank of one pipeline stage."""
-    model, parallel, caching = config.model_config, config.parallel_config, config.cache_config
-    algorithm = caching.prefix_caching_hash_algo
-    _, hash_block_tokens = block_sizes(config, cache)
-    kv_dtype = str(caching.cache_dtype)
-    if kv_dtype == "auto":
-        kv_dtype = str(model.dtype)
-    facts: dict[str, Fact] = {
-        "engine": "vllm",
-        "model": model_id or model.model,
-        "model_config": _digest(_model_config(model.hf_config)),
-        "revision": model.revision or "",
-        "weights_dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": str(model.quantization or ""),
-        "hash_algorithm": algorithm,
-        "hash_seed": seed_id(hash_seed()),
-        "hash_block_tokens": hash_block_tokens,
-        "hash_tags": _hash_tags(),
-        "tensor_parallel": parallel.tensor_parallel_size,
-        "pipeline_parallel": parallel.pipeline_parallel_size,
-        "decode_context_parallel": parallel.decode_context_parallel_size,
-        "device": current_platform.device_type,
-        "attention_backend": _attention_backends(config),
-        "kernel_packing": _kernel_packing(config, cache),
-        "blocks_per_record": blocks_per_record,
-    }
-    if (multimodal := getattr(model, "multimodal_config", None)) is not None:
-        facts["multimodal"] = _digest(
-            {name: getattr(multimodal, name, None) for name in _MULTIMODAL_SETTINGS}
-        )
-    facts |= _scale_facts(config)
-    # Which layers a group has, for versions of vLLM may group those of a hybrid model in several ways.
-    for index, group in enumerate(cache.kv_cache_groups):
-        facts[f"group{index}.layer_names"] = _digest(list(group.layer_names))
-    groups = groups_of(cache, blocks_per_record)
-    return facts | layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
-
-
 def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]:
     """Every fact that a tier is told (``vllm/v1/kv_offload/config.py``); ``model_id`` stands for the others.
 
@@ -330,7 +311,7 @@ def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]
         "kv_dtype": config.model.dtype,
         "hash_seed": seed_id(hash_seed()),
         "hash_block_tokens": config.cache.tokens_per_hash,
-        "hash_tags": _hash_tags(),
+        "hash_tags": hash_tags(),
         "blocks_per_chunk": config.cache.blocks_per_chunk,
         "chunk_nbytes": chunk_nbytes,
         "kv_cache_layout": config.kv_cache_layout or "",
@@ -350,7 +331,7 @@ def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]
         facts["tensor_parallel"] = parallel.tp_size
     for index, group in enumerate(config.groups):
         facts[f"group{index}.block_tokens"] = group.tokens_per_block
-        facts[f"group{index}.layers"] = _digest(list(group.layer_names))
+        facts[f"group{index}.layers"] = digest_of(list(group.layer_names))
     return facts
 
 
@@ -371,21 +352,13 @@ def _is_same_for_all_ranks(config: Any) -> bool:
     )
 
 
-def _digest(value: object) -> str:
+def digest_of(value: object) -> str:
     """A short fingerprint of what is long."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _model_config(hf_config: Any) -> dict[str, Any]:
-    """The model's own configuration, so that overrides and another model under one path are noticed."""
-    facts: dict[str, Any] = dict(hf_config.to_diff_dict())
-    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        facts.pop(name, None)
-    return facts
-
-
-def _scale_facts(config: VllmConfig) -> dict[str, Fact]:
+def scale_facts(config: VllmConfig) -> dict[str, Fact]:
     """What the bytes of an FP8 cache stand for; nothing where no layer has one.
 
     The types are asked of the layers: a checkpoint may set them, and ``--kv-cache-dtype-skip-layers`` leaves some out.
@@ -415,8 +388,8 @@ def _scale_facts(config: VllmConfig) -> dict[str, Fact]:
         return {}
     return {
         "fp8_format": _fp8_format(),
-        "fp8_layers": _digest({name: kinds[name] for name in scales}),
-        "fp8_scales": _digest(scales),
+        "fp8_layers": digest_of({name: kinds[name] for name in scales}),
+        "fp8_scales": digest_of(scales),
     }
 
 
@@ -425,17 +398,17 @@ def _fp8_format() -> str:
     return str(current_platform.fp8_dtype()).removeprefix("torch.")
 
 
-def _hash_tags() -> bool:
+def hash_tags() -> bool:
     """Whether extra keys enter the hash tagged (from 0.31), which changes the hashes of LoRA, salt and images."""
     return hasattr(kv_cache_utils, "to_event_extra_keys")
 
 
-def _attention_backends(config: VllmConfig) -> str:
+def attention_backends(config: VllmConfig) -> str:
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
     return ",".join(sorted({layer.get_attn_backend().get_name() for layer in layers.values()}))
 
 
-def _kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
+def kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
     """How the CPU kernels pack keys inside a block: it depends on the processor (AMX, AVX-512, NEON, ...)."""
     if current_platform.device_type != "cpu":
         return ""
@@ -511,7 +484,7 @@ def adapter_settings(config: VllmConfig) -> str:
     """A fingerprint of what, beside its files, decides how an adapter's weights are made; empty: there are none."""
     lora = config.lora_config
     names = ("target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format")
-    return "" if lora is None else _digest({name: getattr(lora, name, None) for name in names})
+    return "" if lora is None else digest_of({name: getattr(lora, name, None) for name in names})
 
 
 def adapter_changed_in_place(request: Request) -> bool:
@@ -657,7 +630,7 @@ def _event_extra_keys(request: Request, start: int, end: int) -> Any:
     keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
     if keys is None:
         return None
-    return kv_cache_utils.to_event_extra_keys([keys]) if _hash_tags() else [keys]
+    return kv_cache_utils.to_event_extra_keys([keys]) if hash_tags() else [keys]
 
 
 def _known(event: type[KVCacheEvent], fields: dict[str, Any]) -> dict[str, Any]:

@@ -28,10 +28,12 @@ from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.stores import open_store
 from kvpool.vllm import compat
 from kvpool.vllm.announcement import describe
+from kvpool.vllm.facts import engine_facts
 from kvpool.vllm.guard import refuse
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from kvpool.vllm.stats import PoolPromMetrics, PoolStats
+from kvpool.vllm.weights import model_name, weights_of
 from kvpool.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -77,6 +79,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     "use file:///dir (on tmpfs it is memory, shared by the host)"
                 )
             if role is KVConnectorRole.SCHEDULER:
+                # Each worker makes its own; this one can end the start.
+                logger.info("kvpool: weights %s", weights_of(vllm_config, config).source)
                 align_tokens, hash_block_tokens = compat.block_sizes(vllm_config, kv_cache_config)
                 events = vllm_config.kv_events_config
                 self._store = open_store(config.pool, threads=1)
@@ -97,7 +101,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 self._config = config
                 self._worker = WorkerHalf(
-                    config, groups, rank=_rank(stage_ranks), step_tokens=step_tokens, stages=stages
+                    config,
+                    groups,
+                    rank=_rank(stage_ranks),
+                    step_tokens=step_tokens,
+                    stages=stages,
+                    model=model_name(vllm_config.model_config, config.model_id),
                 )
         except (ConfigError, StoreUnavailable) as error:
             if role is KVConnectorRole.SCHEDULER:
@@ -120,8 +129,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         cache = self._kv_cache_config
         try:
             layers = compat.layers_of(cache, kv_caches)
-            facts = compat.engine_facts(
-                self._vllm_config, cache, self._config.model_id, layers, self._config.blocks_per_record
+            weights = weights_of(self._vllm_config, self._config)
+            facts = engine_facts(
+                self._vllm_config, cache, weights.facts, layers, self._config.blocks_per_record
             )
         except ConfigError as error:
             self._worker.refuse(str(error))

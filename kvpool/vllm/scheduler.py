@@ -50,7 +50,7 @@ from kvpool.vllm.plan import (
     records_to_load,
 )
 from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader, RequestParams
-from kvpool.vllm.stages import facts_of_engine, facts_of_epoch
+from kvpool.vllm.stages import facts_of_engine, facts_of_epoch, why_ranks_differ
 from kvpool.vllm.store_planner import StorePlanner
 from kvpool.vllm.whole_state import WholeState
 
@@ -535,9 +535,10 @@ class SchedulerHalf:
         """Learn the namespace from the facts of all ranks. Those of one stage must agree, or nothing is shared."""
         self._heard |= report.facts
         if self._namespace is None and len(self._heard) == self._ranks and not self._broken:
-            facts = facts_of_engine([self._heard[rank] for rank in range(self._ranks)], self._stages)
+            ranks = [self._heard[rank] for rank in range(self._ranks)]
+            facts = facts_of_engine(ranks, self._stages)
             if facts is None:
-                self._break("its ranks lay out their blocks differently")
+                self._break(why_ranks_differ(ranks, self._stages))
                 return
             self._facts = facts
             self._namespace = Namespace(self._config.tenant, facts_of_epoch(facts, self._epoch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from kvpool.keys import EPOCH_FACT, Fact, differing_facts
@@ -28,3 +29,17 @@ def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], stages: int) -> dict[st
         for stage, facts in enumerate(firsts)
         for name, value in facts.items()
     }
+
+
+def why_ranks_differ(ranks: Sequence[Mapping[str, Fact]], stages: int) -> str:
+    """In which fact two ranks of one stage differ, in words, where ``facts_of_engine`` finds none for all."""
+    of_stage = len(ranks) // stages
+    for rank, facts in enumerate(ranks):
+        first = rank // of_stage * of_stage
+        for name, here, there in differing_facts(ranks[first], facts):
+            values = [json.dumps(value) if value is not None else "absent" for value in (here, there)]
+            return (
+                f"its ranks differ: {name} is {values[0]} on rank {first} and {values[1]} on rank {rank}; "
+                "give all ranks the same model and settings"
+            )
+    return "its ranks agree"

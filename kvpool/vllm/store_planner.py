@@ -239,7 +239,7 @@ class StorePlanner:
         self._given_up.clear()
 
     def leave(self) -> None:
-        """The engine goes on in another namespace; what is under way goes to this one, untold, and is not tried again."""
+        """The engine goes on in another namespace; what is under way goes to this one, untold, and once."""
         self.forget()
         self._write_back.clear()
         for pending in self._pending.values():

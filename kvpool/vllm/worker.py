@@ -54,10 +54,18 @@ class WorkerHalf:
     """
 
     def __init__(
-        self, config: PoolConfig, groups: Sequence[Group], *, rank: int, step_tokens: int, stages: int = 1
+        self,
+        config: PoolConfig,
+        groups: Sequence[Group],
+        *,
+        rank: int,
+        step_tokens: int,
+        stages: int = 1,
+        model: str = "",
     ) -> None:
         self._config, self._groups, self._rank, self._stages = config, list(groups), rank, stages
         self._step_tokens = step_tokens
+        self._model = model  # its name, for people
         self._store: Store | None = None
         self._engine: TransferEngine | None = None
         self._namespace: Namespace | None = None  # without one nothing is stored or loaded
@@ -202,7 +210,7 @@ class WorkerHalf:
         self._withdraw_epoch(store)
         self._announced = namespace
         try:
-            differences = announce_facts(store, namespace, str(namespace.facts["model"]))
+            differences = announce_facts(store, namespace, self._model)
         except KVPoolError as error:
             logger.warning("kvpool could not announce its namespace: %s", error)
             return

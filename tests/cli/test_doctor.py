@@ -337,6 +337,20 @@ def test_namespaces_that_differ_are_told_apart(tmp_path: Path) -> None:
     assert "4" not in text.partition("tensor_parallel is")[2].partition(" ->")[0]
 
 
+def test_weights_that_differ_are_named(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    digests = ["3fa9" * 8, "77c0" * 8]
+    with open_store(url) as store:
+        for digest in digests:
+            announce_facts(store, Namespace("default", {"engine": "vllm", "weights": digest}), "m")
+    _, findings = examined("--pool", url)
+    text = sentences(findings, "note")
+    assert 'model "m" has workers that do not share' in text
+    assert any(
+        f'weights is "{one}" here and "{other}" there' in text for one, other in (digests, digests[::-1])
+    )
+
+
 def test_the_table_names_what_to_change(tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
         ended = kvpool("doctor", "--pool", server.url)

@@ -68,6 +68,16 @@ def test_other_tenants_and_models_are_none_of_ours(store: Store) -> None:
     assert announce_facts(store, Namespace("t", OURS), "m") == []
 
 
+def test_the_same_weights_under_another_name_are_ours(store: Store) -> None:
+    other = Namespace("t", {"weights": "0123", "tp": 4})
+    announce_facts(store, other, "n")
+    announce_facts(store, Namespace("t", {"weights": "4567", "tp": 2}), "o")
+    (sentence,) = announce_facts(store, Namespace("t", {"weights": "0123", "tp": 2}), "m")
+    assert sentence == (
+        f'namespace {other.hex[:8]} of model "n" holds blocks that this worker cannot share: tp is 2 here and 4 there'
+    )
+
+
 @pytest.mark.parametrize(
     "document",
     [

@@ -134,9 +134,9 @@ class World:
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
             self._patch.setattr(f"{module}.open_store", self._open_store)
         # Nothing runs beside the caller.
-        self._patch.setattr("kvpool.vllm.worker.WorkerHalf._announce", lambda worker, namespace: None)
+        self._patch.setattr("kvpool.vllm.worker.WorkerHalf._begin_announcing", lambda worker, namespace: None)
 
-    def _open_store(self, url: str, *, threads: int) -> TroubledStore:
+    def _open_store(self, url: str, *, threads: int, opened_by: str = "") -> TroubledStore:
         if not self.reachable:
             raise StoreUnavailable("this rank does not reach the pool")
         return TroubledStore(self)

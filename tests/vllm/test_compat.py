@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from kvpool.errors import EngineRefused
 from kvpool.keys import Namespace
 from kvpool.vllm import compat
+from kvpool.vllm.facts import engine_facts
 from kvpool.vllm.plan import Group
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
@@ -179,6 +180,36 @@ def test_accelerators_pass_but_for_sleep_mode(
         compat.refuse_unsupported(config)
 
 
+WEIGHTS = {"weights": "0" * 32}
+
+
+def test_attention_to_later_tokens_is_refused_by_name(engine_config: Any) -> None:
+    config = engine_config()
+    config.attention_config.use_non_causal = True
+    with pytest.raises(EngineRefused, match=r"use_non_causal: .* not in the block's hash; remove it"):
+        compat.refuse_unsupported(config)
+    config.attention_config.use_non_causal = False
+    config.diffusion_config = object()
+    with pytest.raises(EngineRefused, match="diffusion models compute"):
+        compat.refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_rope_that_follows_the_batch_is_refused_by_name(engine_config: Any, kind: str) -> None:
+    """Transformers' own modules take their factors by the longest request of a batch."""
+    config = engine_config()
+    model = config.model_config
+    for parameters in ({"rope_type": kind}, {"full_attention": {"type": kind}, "sliding_attention": {}}):
+        model.hf_text_config.rope_parameters = parameters
+        model.model_impl = "auto"
+        compat.refuse_unsupported(config)
+        model.model_impl = "transformers"
+        with pytest.raises(EngineRefused, match=f"rope of type {kind} follows the longest request"):
+            compat.refuse_unsupported(config)
+    model.hf_text_config.rope_parameters = {"rope_type": "llama3"}
+    compat.refuse_unsupported(config)
+
+
 def _cache(*specs: Any) -> KVCacheConfig:
     groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -284,7 +315,7 @@ def test_records_of_several_blocks_have_a_namespace_of_their_own(engine_config: 
     cache = _cache(FULL, WINDOW)
     layers = [[torch.zeros((8, 2, 4, tokens, 32), dtype=torch.bfloat16)] for tokens in (32, 64)]
     config = engine_config()
-    facts = [compat.engine_facts(config, cache, "m", layers, *more) for more in ((), (1,), (2,), (4,))]
+    facts = [engine_facts(config, cache, WEIGHTS, layers, *more) for more in ((), (1,), (2,), (4,))]
     assert facts[0] == facts[1]
     assert len({Namespace("default", each).hex for each in facts}) == 3
     changed = {name: value for name, value in facts[3].items() if value != facts[0].get(name)}
@@ -338,7 +369,7 @@ def _layers(config: Any, count: int, **options: Any) -> list[Attention]:
 def _facts(config: Any) -> dict[str, Any]:
     views = [[torch.zeros((8, 4, 32, 64), dtype=torch.uint8)]]
     spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.uint8)
-    return compat.engine_facts(config, _cache(spec), None, views)
+    return engine_facts(config, _cache(spec), WEIGHTS, views)
 
 
 def _fp8(engine_config: Any, **options: Any) -> tuple[Any, list[Attention]]:
@@ -427,7 +458,7 @@ def test_groups_of_other_layers_have_another_namespace(engine_config: Any) -> No
     def named(*names: str) -> Namespace:
         groups = [KVCacheGroupSpec([name], FULL) for name in names]
         cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-        return Namespace("default", compat.engine_facts(config, cache, "m", layers))
+        return Namespace("default", engine_facts(config, cache, WEIGHTS, layers))
 
     assert named("a", "b").hex == named("a", "b").hex
     assert named("a", "b").hex != named("b", "a").hex

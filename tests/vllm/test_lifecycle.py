@@ -17,7 +17,7 @@ from kvpool import BlockHasher
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError
 from kvpool.keys import Fact, parse_key
-from kvpool.vllm import compat
+from kvpool.vllm import connector
 from tests.conftest import SOAK_S
 from tests.vllm.lifecycle import (
     BLOCK_TOKENS,
@@ -459,7 +459,7 @@ def test_what_is_stored_while_the_caches_are_reset_goes_where_it_belongs(
     one.abort("slowly")
     assert one.scheduler.reset_prefix_cache(False, True)
     one.weights = one.world.newest_weights = 1
-    assert one.planner._pending
+    assert one.planner._store_planner._pending
     assert one.ranks[0].store.under_way()
     generated(one, "new weights", [8, *PROMPT])
     at_rest(one)
@@ -555,13 +555,13 @@ def test_a_stage_with_other_layers_is_another_engine(
     shape = Shape(ranks=2, slots=24, stages=2)
     generated(engine(shape), "stored")
     stored = set(world.put)
-    stages = compat.engine_facts
+    stages = connector.engine_facts
 
     def other_facts(config: Any, cache: KVCacheConfig, *rest: Any) -> dict[str, Fact]:
         facts = stages(config, cache, *rest)
         return facts if "group0.layer0" in cache.kv_cache_groups[0].layer_names else {**facts, "other": True}
 
-    monkeypatch.setattr(compat, "engine_facts", other_facts)
+    monkeypatch.setattr(connector, "engine_facts", other_facts)
     assert generated(engine(shape), "computed") == 0
     assert len(world.put) == 2 * len(stored)
 

@@ -268,7 +268,8 @@ def test_workers_that_never_report_cost_the_budget_and_no_more(store: Store) -> 
 def test_ranks_that_differ_share_nothing(store: Store) -> None:
     scheduler, asked = half(store, ranks=2, heard=False), request("a")
     put(store, asked.block_hashes, ranks=2)
-    scheduler.update(PoolWorkerMetadata(facts={0: FACTS, 1: {**FACTS, "kv_dtype": "fp8"}}), (), ())
+    other = {**FACTS, "weights": "0123"}
+    scheduler.update(PoolWorkerMetadata(facts={0: FACTS, 1: other}), (), ())
     assert scheduler.matched_tokens(asked, 0) == (0, False)
 
 

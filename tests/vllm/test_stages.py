@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.keys import Fact
-from kvpool.vllm.stages import facts_of_engine
+from kvpool.vllm.stages import facts_of_engine, why_ranks_differ
 
 MODEL: dict[str, Fact] = {"model": "m", "pipeline_parallel": 2}
 FIRST: dict[str, Fact] = {**MODEL, "group0.layers": 1, "group0.attention": "full"}
@@ -33,6 +33,20 @@ def test_ranks_of_one_stage_must_agree() -> None:
     assert facts_of_engine([FIRST, SECOND], 1) is None
     assert facts_of_engine([FIRST, FIRST, SECOND, FIRST], 2) is None
     assert facts_of_engine([FIRST, SECOND, FIRST, SECOND], 2) is None, "they come stage by stage"
+
+
+def test_the_fact_in_which_ranks_of_a_stage_differ_is_named() -> None:
+    """Another checkpoint on another node, as often as another layout."""
+    other = {**SECOND, "weights": "0123", "group0.layers": 4}
+    assert why_ranks_differ([FIRST, FIRST, SECOND, other], 2) == (
+        "its ranks differ: group0.layers is 3 on rank 2 and 4 on rank 3; give all ranks the same model and settings"
+    )
+    assert why_ranks_differ([{**FIRST, "weights": "4567"}, {**FIRST, "weights": "0123"}], 1).startswith(
+        'its ranks differ: weights is "4567" on rank 0 and "0123" on rank 1;'
+    )
+    assert why_ranks_differ([FIRST, other], 1).startswith(
+        "its ranks differ: fp8_layers is absent on rank 0 and "
+    )
 
 
 @given(one=st.lists(FACTS, min_size=2, max_size=2), other=st.lists(FACTS, min_size=2, max_size=2))

@@ -1,0 +1,331 @@
+"""Which facts stand for an engine's weights, on real configurations; and which loaders are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ResolvedRevision
+from vllm import envs
+from vllm.model_executor import model_loader
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+from kvpool.cli.engine_process import child_environment
+from kvpool.config import PoolConfig
+from kvpool.errors import ConfigError, EngineRefused
+from kvpool.keys import Fact
+from kvpool.vllm.weights import model_name, weights_of
+from tests.hub import serving
+
+pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
+
+COMMIT, LATER = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def config(engine_config: Any, tmp_path: Path) -> Any:
+    """A configuration whose model is a copy of its own, to be changed."""
+    made = engine_config()
+    made.model_config.model = str(shutil.copytree(made.model_config.model, tmp_path / "model"))
+    return made
+
+
+@pytest.fixture
+def cached(config: Any, tmp_path: Path) -> Callable[[str], Path]:
+    """Puts the model into a cache of the hub, as a commit of ORG/NAME; the configuration then names it so."""
+    source = Path(config.model_config.model)
+    config.model_config.model = "ORG/NAME"
+    config.load_config.download_dir = str(tmp_path / "cache")
+
+    def put(commit: str) -> Path:
+        repository = tmp_path / "cache" / "models--ORG--NAME"
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        return Path(shutil.copytree(source, repository / "snapshots" / commit))
+
+    return put
+
+
+def _facts(config: Any, **settings: Any) -> dict[str, Fact]:
+    return weights_of(config, PoolConfig.load({"pool": "file:///unused", **settings}, {})).facts
+
+
+def _changed(file: Path) -> None:
+    """Turn the last byte of a file, as other weights of the same shapes would."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_weights_are_the_same_wherever_they_lie_and_others_when_overwritten(
+    config: Any, tmp_path: Path
+) -> None:
+    facts = _facts(config)
+    assert list(facts) == ["weights"]
+    here = Path(config.model_config.model)
+    config.model_config.model = str(shutil.copytree(here, tmp_path / "elsewhere"))
+    assert _facts(config) == facts
+    _changed(tmp_path / "elsewhere" / "model.safetensors")
+    assert _facts(config) != facts
+
+
+def test_of_a_branch_of_the_hub_the_commit_counts(config: Any, cached: Callable[[str], Path]) -> None:
+    """Files that are equal in two commits do not make these one: nobody has looked at every byte."""
+    for commit in (COMMIT, LATER):
+        cached(commit)
+    found = {}
+    for commit in (COMMIT, LATER):
+        config.model_config.revision = ResolvedRevision(commit, "main")
+        found[commit] = _facts(config)
+        assert found[commit]["revision"] == commit
+        assert all(type(value) is str for value in found[commit].values())
+    assert found[COMMIT]["weights"] == found[LATER]["weights"]
+    assert found[COMMIT] != found[LATER]
+
+
+def test_a_commit_is_the_same_by_its_name_and_by_its_folder(
+    config: Any, cached: Callable[[str], Path]
+) -> None:
+    """Offline, vLLM replaces the one by the other. Versions before 0.32 resolve no revision."""
+    folder = cached(COMMIT)
+    by_name = []
+    for revision in (ResolvedRevision(COMMIT, "main"), COMMIT, "main", None):
+        config.model_config.revision = revision
+        by_name.append(_facts(config))
+    config.model_config.model = str(folder)
+    assert by_name == [_facts(config)] * 4
+
+
+def test_a_model_that_is_in_no_cache_is_refused(config: Any, cached: Callable[[str], Path]) -> None:
+    cached(COMMIT)
+    config.model_config.revision = ResolvedRevision(LATER, "main")
+    with pytest.raises(
+        ConfigError, match=r'"ORG/NAME" are in no cache .*HF_HUB_CACHE.*or set model_id'
+    ) as refusal:
+        _facts(config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_name_of_a_model_is_the_same_wherever_it_lies(config: Any, cached: Callable[[str], Path]) -> None:
+    model = config.model_config
+    folder = cached(COMMIT)
+    model.served_model_name = model.model
+    assert model_name(model, None) == "ORG/NAME"
+    model.model = model.served_model_name = str(folder)
+    assert model_name(model, None) == "ORG/NAME"
+    model.model = model.served_model_name = str(
+        shutil.copytree(folder, folder.parents[3] / "models" / "m-8b")
+    )
+    assert model_name(model, None) == "m-8b"
+    model.served_model_name = ["assistant", "chat"]
+    assert model_name(model, None) == "assistant"
+    assert model_name(model, "mine") == "mine"
+
+
+def test_model_id_stands_in_place_of_the_digest(config: Any) -> None:
+    facts = _facts(config, model_id="mine")
+    assert facts == {"weights": "model_id mine"}
+    _changed(Path(config.model_config.model) / "model.safetensors")
+    assert _facts(config, model_id="mine") == facts
+
+
+def test_dummy_weights_are_like_no_others_of_their_name(config: Any) -> None:
+    config.load_config.load_format = "dummy"
+    with pytest.raises(
+        EngineRefused, match=r"--load-format dummy fills .*; set model_id to a name that stands for"
+    ):
+        _facts(config)
+    assert _facts(config, model_id="mine") == {"weights": "dummy model_id mine"}
+
+
+@pytest.mark.parametrize(
+    "load_format",
+    ["tensorizer", "npcache", "ipc_cache", "modelexpress", "runai_streamer_sharded", "of a later version"],
+)
+def test_loaders_that_do_not_read_the_files_are_refused_by_name(config: Any, load_format: str) -> None:
+    config.load_config.load_format = load_format
+    with pytest.raises(EngineRefused, match=f"--load-format {load_format} loads .*; set model_id to a name"):
+        _facts(config)
+    assert _facts(config, model_id="mine") == {"weights": "model_id mine"}
+
+
+@pytest.mark.parametrize(
+    "load_format",
+    [
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "mistral",
+        "runai_streamer",
+        "sharded_state",
+    ],
+)
+def test_loaders_that_read_the_same_files_share(config: Any, load_format: str) -> None:
+    facts = _facts(config)
+    config.load_config.load_format = load_format
+    assert _facts(config) == facts
+
+
+def test_the_files_that_a_loader_reads_are_those_that_count(config: Any) -> None:
+    """A folder may hold the weights twice, and the two may differ."""
+    folder = Path(config.model_config.model)
+    shutil.copy(folder / "model.safetensors", folder / "model.pt")
+    facts = _facts(config)
+    _changed(folder / "model.pt")
+    assert _facts(config) == facts
+    config.load_config.load_format = "pt"
+    of_pt = _facts(config)
+    assert of_pt != facts
+    _changed(folder / "model.pt")
+    assert _facts(config) != of_pt
+
+
+def test_every_loader_of_vllm_is_either_digested_or_refused_with_a_reason(config: Any) -> None:
+    """A new format of a new version is refused until somebody has looked at what it reads."""
+    known = {
+        "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "runai_streamer", "sharded_state",
+        "pt", "dummy", "tensorizer", "npcache", "ipc_cache", "modelexpress", "runai_streamer_sharded",
+    }  # fmt: skip
+    assert set(model_loader._LOAD_FORMAT_TO_MODEL_LOADER) <= known
+
+
+def test_a_loader_of_a_plugin_is_refused_under_a_known_name_too(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(model_loader.DefaultModelLoader):
+        pass
+
+    monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "auto", Other)
+    with pytest.raises(EngineRefused, match="--load-format auto is a plugin's loader"):
+        _facts(config)
+
+
+def _other_source(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.model_config.model_weights = "s3://bucket/model"
+
+
+def _other_pattern(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.load_config.model_loader_extra_config = {"num_threads": 2, "pattern": "x-{rank}.safetensors"}
+
+
+def _modelscope(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envs, "VLLM_USE_MODELSCOPE", True, raising=False)
+    config.model_config.model = "ORG/NAME"
+
+
+def _foreign_code(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.model_config.trust_remote_code = True
+    config.model_config.hf_config.auto_map = {"AutoModel": "other/repo--modeling.Model"}
+    monkeypatch.setattr(type(config.model_config.hf_config), "auto_map", {}, raising=False)
+
+
+def _code_revision(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.model_config.trust_remote_code = True
+    config.model_config.code_revision = "later"
+    config.model_config.hf_config.auto_map = {"AutoTokenizer": ["a.B", None]}
+
+
+def _second_checkpoint(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "allow_patterns_overrides", ["*er/*.safetensors"], raising=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_other_source, "the weights come from object storage"),
+        (_other_pattern, "--model-loader-extra-config has pattern"),
+        (_modelscope, "the weights come from ModelScope"),
+        (_foreign_code, "--trust-remote-code runs code that lies not beside the weights"),
+        (_code_revision, "--trust-remote-code runs code"),
+        (_second_checkpoint, "the model LlamaForCausalLM loads weights from more places"),
+    ],
+)
+def test_what_the_files_do_not_say_is_refused_by_name(
+    config: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None], says: str
+) -> None:
+    change(config, monkeypatch)
+    with pytest.raises(EngineRefused, match=says) as refusal:
+        _facts(config)
+    assert str(refusal.value).endswith(
+        "so nobody can tell which weights these are; set model_id to a name that stands for exactly these weights"
+    )
+    assert _facts(config, model_id="mine") == {"weights": "model_id mine"}
+
+
+def test_code_beside_the_weights_is_part_of_the_digest(config: Any) -> None:
+    folder = Path(config.model_config.model)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"auto_map": {"AutoModel": "modeling.Model"}}))
+    (folder / "modeling.py").write_text("one = 1\n")
+    config.model_config.trust_remote_code = True
+    config.model_config.hf_config.auto_map = {"AutoModel": "modeling.Model"}
+    facts = _facts(config)
+    (folder / "modeling.py").write_text("one = 2\n")
+    assert _facts(config) != facts
+
+
+def test_weights_that_cannot_be_read_in_time_or_at_all_are_one_line(config: Any) -> None:
+    (Path(config.model_config.model) / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="there are no weights in") as refusal:
+        _facts(config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_digest_that_takes_too_long_is_one_line(config: Any) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"was not made within 1e-06 s; look at the disk, or allow more \(weights_digest_timeout_s\)",
+    ):
+        _facts(config, weights_digest_timeout_s=1e-6)
+
+
+def test_the_log_says_what_was_read(config: Any) -> None:
+    made = weights_of(config, PoolConfig.load({"pool": "file:///unused", "weights_digest": "every_byte"}, {}))
+    assert str(made.facts["weights"]) in made.source
+    assert "of 1 files" in made.source
+    assert config.model_config.model in made.source
+    assert " ms" in made.source
+
+
+RESOLVED = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model_loader
+from kvpool.config import PoolConfig
+from kvpool.vllm.weights import model_name, weights_of
+
+config = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, max_model_len=512).create_engine_config()
+get_model_loader(config.load_config).download_model(config.model_config)
+facts = weights_of(config, PoolConfig.load({"pool": "file:///unused"}, {})).facts
+print(json.dumps([model_name(config.model_config, None), type(config.model_config.revision).__name__, facts]))
+"""
+
+
+def test_vllm_fetches_what_is_digested_from_a_hub(config: Any, tmp_path: Path) -> None:
+    """Its own way from a model's name to files, without an engine; online, and offline when the hub has gone."""
+    environment: dict[str, str] = {}
+
+    def resolved() -> list[Any]:
+        ended = subprocess.run(
+            [sys.executable, "-c", RESOLVED, "kvpool/tiny"],
+            env=child_environment(environment), capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        return list(json.loads(ended.stdout.splitlines()[-1]))
+
+    with serving() as hub:
+        environment = hub.environment(tmp_path / "hub")
+        commit = hub.push("kvpool/tiny", Path(config.model_config.model))
+        name, revision, facts = resolved()
+    assert (name, revision) == ("kvpool/tiny", "ResolvedRevision")
+    assert facts == {**_facts(config), "revision": commit}
+    environment["HF_HUB_OFFLINE"] = "1"
+    assert resolved()[::2] == ["kvpool/tiny", facts]
