@@ -78,6 +78,10 @@ def checkpoint_digest(
     return digest
 
 
+class _OutOfTime(Exception):
+    """The deadline of a digest has come."""
+
+
 class _File(NamedTuple):
     name: str
     path: Path
@@ -114,7 +118,7 @@ class _Reading:
             raise ConfigError(
                 f"the weights in {self._path} cannot be read ({error}); name a folder that this user can read"
             ) from error
-        if error is not None and not isinstance(error, TimeoutError):
+        if error is not None and not isinstance(error, _OutOfTime):
             raise error
         return digest
 
@@ -189,7 +193,7 @@ class _Reading:
             for offset, length in piece.spots:
                 for start in range(offset, offset + length, READ_NBYTES):
                     if time.monotonic() > self._until:
-                        raise TimeoutError
+                        raise _OutOfTime
                     wanted = min(READ_NBYTES, offset + length - start)
                     data = os.pread(descriptor, wanted, start)
                     if len(data) != wanted:

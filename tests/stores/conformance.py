@@ -609,3 +609,14 @@ class EvictionConformance:
             held = store.contains_many(keys(13))
             assert (held[0], held[1], held[2], held[3]) == (True, False, False, True)
             assert held[10:] == [True] * 3
+
+    def test_what_a_lookup_found_outlives_what_was_only_asked_for(self, open_one: OpenStore) -> None:
+        names = NAMESPACE.keys([hashed(number) for number in range(13)], 0, 0)
+        with open_one(MIB) as store:
+            for name in names[:10]:
+                assert store.put_many([name], [bytes(100_000)]) == [True]
+            assert store.contains_many(names[:10]) == [True] * 10
+            assert store.submit_lookup(NAMESPACE, [lookup_group(0, 2)]).wait() == [bytes([1, 1])]
+            for name in names[10:]:
+                assert store.put_many([name], [bytes(100_000)]) == [True]
+            assert store.contains_many(names[:4]) == [True, True, False, False]

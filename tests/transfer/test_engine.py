@@ -304,7 +304,7 @@ def refuse(*_: object, **__: object) -> Transfer:
     raise ConfigError("planted")
 
 
-@pytest.mark.parametrize("call", ["submit_contains", "submit_put"])
+@pytest.mark.parametrize("call", ["submit_touch", "submit_put"])
 def test_a_batch_of_stores_that_is_refused_costs_those_alone(
     store: Store, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

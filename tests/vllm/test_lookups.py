@@ -63,8 +63,6 @@ def test_an_answer_is_taken_in_once_and_is_fresh_for_a_while() -> None:
     assert (lookup.present, lookup.failure) == ([b"\1\0"], "")
     assert not lookup.is_stale(100.0 + FRESH_S)
     assert lookup.is_stale(100.1 + FRESH_S)
-    lookup.used = True
-    assert lookup.is_stale(100.3)
 
 
 def test_a_fault_is_a_failure() -> None:

@@ -17,7 +17,7 @@ from kvpool.transfer.staging import MAX_STAGING_NBYTES, MIN_STAGING_NBYTES, defa
 from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.conftest import eventually
-from tests.vllm.test_scheduler import BLOCK_TOKENS, NAMESPACE, answer, half, output, put, request
+from tests.vllm.test_scheduler import BLOCK_TOKENS, answer, half, output, put, request
 
 pytestmark = [pytest.mark.vllm]
 
@@ -66,10 +66,9 @@ def test_what_the_engine_has_and_the_lookup_missed_is_stored(store: Store) -> No
     put(store, asked.block_hashes[:2] + asked.block_hashes[3:4])
     assert answer(engine.scheduler, asked, local_tokens=80) == 0
     step = engine.begins(asked, 5)
-    assert hashes(step) == [asked.block_hashes[2], asked.block_hashes[4]]
-    assert [block.block_ids for block in step.stores] == [
-        (self_id,) for self_id in (engine.table[0][2], engine.table[0][4])
-    ]
+    # Of what is behind the first miss the pool is not asked: the workers find out what is there.
+    assert hashes(step) == asked.block_hashes[2:5]
+    assert [block.block_ids for block in step.stores] == [(block_id,) for block_id in engine.table[0][2:5]]
     assert engine.begins(asked, 5).stores == [], "preempted, and on its way"
 
 
@@ -89,13 +88,14 @@ def test_an_answer_that_comes_late_is_used_for_storing_also_when_the_request_is_
     lookup = engine.scheduler._requests["a"].lookup
     assert lookup is not None
     assert engine.scheduler.matched_tokens(asked, 96) == (0, False), "nothing to wait for"
-    done = lookup.transfer.done
-    lookup.transfer.done = lambda: False  # type: ignore[method-assign]
+    lookup._gives_up_s += 60
+    done = lookup._lookup.done
+    lookup._lookup.done = lambda: False  # type: ignore[method-assign]
     assert engine.begins(asked, 6).stores == []
     engine.scheduler.finished(asked)
     assert engine.scheduler.wants_steps()
     assert engine.idle().stores == []
-    lookup.transfer.done = done  # type: ignore[method-assign]
+    lookup._lookup.done = done  # type: ignore[method-assign]
     assert eventually(done)
     assert hashes(engine.idle()) == asked.block_hashes[:6]
 
@@ -105,11 +105,12 @@ def test_what_the_engine_evicted_before_the_late_answer_is_not_stored(store: Sto
     engine.scheduler.seen(asked)
     lookup = engine.scheduler._requests["a"].lookup
     assert lookup is not None
-    done = lookup.transfer.done
-    lookup.transfer.done = lambda: False  # type: ignore[method-assign]
+    lookup._gives_up_s += 60
+    done = lookup._lookup.done
+    lookup._lookup.done = lambda: False  # type: ignore[method-assign]
     assert engine.begins(asked, 6).stores == []
     engine.pool.evict_blocks({engine.table[0][5]})
-    lookup.transfer.done = done  # type: ignore[method-assign]
+    lookup._lookup.done = done  # type: ignore[method-assign]
     assert eventually(done)
     assert hashes(engine.idle()) == asked.block_hashes[:5]
 
@@ -119,9 +120,9 @@ def test_a_lookup_without_an_answer_says_nothing_of_what_is_held(store: Store) -
     engine.scheduler.seen(asked)
     lookup = engine.scheduler._requests["a"].lookup
     assert lookup is not None
-    lookup.transfer.done = lambda: False  # type: ignore[method-assign]
+    lookup._lookup.done = lambda: False  # type: ignore[method-assign]
     engine.begins(asked, 6)
-    lookup.started -= 60
+    lookup._gives_up_s -= 60
     assert engine.idle().stores == []
     assert not engine.scheduler.wants_steps()
     assert engine.scheduler.counters.take()[f"{metrics.LOOKUP_FAILURES.name}/timeout"] == 1
@@ -172,17 +173,6 @@ def test_write_back_keeps_what_is_held_and_missing_until_it_is_evicted(store: St
     assert stored == asked.block_hashes[:1:-1], (
         "a prompt is evicted from its end, and two steps take four blocks"
     )
-
-
-def test_a_lookup_touches_what_it_finds(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    touched: list[str] = []
-    submit = store.submit_touch
-    monkeypatch.setattr(
-        store, "submit_touch", lambda keys, **rest: touched.extend(keys) or submit(keys, **rest)
-    )
-    scheduler, asked = half(store), request("a")
-    assert answer(scheduler, asked) == 0
-    assert touched == NAMESPACE.keys(asked.block_hashes[:6], 0, 0)
 
 
 # Order, and room.
