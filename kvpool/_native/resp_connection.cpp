@@ -100,7 +100,7 @@ Clock::time_point RespConnection::wake_at() const {
     until = std::min(until, moved_at_ + kQuiet);
   if (socket_) return until;
   if (!dial_) return std::min(until, next_dial_);
-  if (!failing_) until = std::min(until, dialled_at_ + kDialGrace);
+  if (!failing_) until = std::min(until, dialled_at_ + grace());
   return std::min(until, dial_->wake_at());
 }
 
@@ -129,7 +129,7 @@ void RespConnection::dial(Clock::time_point now) {
   }
   switch (dial_->step(now)) {
     case Dial::State::kUnderWay:
-      if (!failing_ && now >= dialled_at_ + kDialGrace) fail_all();
+      if (!failing_ && now >= dialled_at_ + grace()) fail_all();
       return;
     case Dial::State::kReady:
       socket_ = dial_->take();
@@ -137,6 +137,7 @@ void RespConnection::dial(Clock::time_point now) {
       parser_.reset();
       readable_ = false;
       failing_ = false;
+      stood_ = true;
       touches_ = true;  // its rights may have changed
       renews_ = true;
       is_full_ = false;
@@ -181,6 +182,8 @@ void RespConnection::back_off() {
   next_dial_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(longest * share);
   fail_all();
 }
+
+Clock::duration RespConnection::grace() const { return stood_ ? kDialGrace : kConnectPatience; }
 
 // From here on until a PING is answered, whatever wants this server is a fault at once.
 void RespConnection::fail_all() {

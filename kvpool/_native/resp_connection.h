@@ -117,6 +117,8 @@ class RespConnection {
   void count_up(bool up);
   bool find_addresses();
   void back_off();
+  // How long requests wait for the first attempt of a dial: where nothing has stood yet, as long as it takes.
+  Clock::duration grace() const;
   void fail_all();
   void lose(Cause cause, std::string_view why);
   void again(std::unique_ptr<Request> request);
@@ -178,6 +180,7 @@ class RespConnection {
   bool up_ = false;                         // connected, and not in doubt
   std::uint64_t seen_doubts_ = 0;           // of all connections to this server, when this one last was not
   bool failing_ = false;   // not connected, and the last attempt failed: items are faults at once
+  bool stood_ = false;     // it was connected once
   unsigned attempts_ = 0;  // failures since the last good reply
   Clock::time_point next_dial_{};
   Clock::time_point dialled_at_{};  // when dial_ began
