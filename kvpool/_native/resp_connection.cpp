@@ -98,7 +98,7 @@ Clock::time_point RespConnection::wake_at() const {
   auto until = next_deadline_;
   if (waiting_nbytes_ >= kWaitingNbytes && !is_quiet(Clock::now()))
     until = std::min(until, moved_at_ + kQuiet);
-  if (socket_) return until;
+  if (socket_ || !is_wanted_) return until;
   if (!dial_) return std::min(until, next_dial_);
   if (!failing_) until = std::min(until, dialled_at_ + grace());
   return std::min(until, dial_->wake_at());

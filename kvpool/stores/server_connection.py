@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -198,7 +199,8 @@ class KeptServer:
     """One connection to where ``server`` says, kept between calls: for what is asked every few seconds. Any thread.
 
     ``server`` is called before the first call, after a failure, and when it was called ``ASK_AGAIN_S`` ago.
-    ``_lock`` guards ``_client``, ``_url``, ``_asked_s`` and ``_closed``; nothing is asked under it.
+    A client that another one has replaced is closed by the last call that uses it.
+    ``_lock`` guards all fields below it; nothing is asked under it.
     """
 
     STEP_S = 2.0
@@ -208,6 +210,7 @@ class KeptServer:
         self._server, self._name, self._role = server, name, role
         self._lock = threading.Lock()
         self._client: redis.Redis | None = None
+        self._calls: Counter[redis.Redis] = Counter()  # under way, by client
         self._url: StoreURL | None = None
         self._asked_s = 0.0
         self._closed = False
@@ -228,39 +231,53 @@ class KeptServer:
         except redis.exceptions.NoPermissionError as error:
             raise StoreUnavailable(f"{self._name}: {action}: {error}") from error
         except Exception as error:
-            if client is not None:
-                self._forget(client)
+            with self._lock:
+                if self._client is client:
+                    self._client = self._url = None
             raise StoreUnavailable(f"{self._name}: {action}: {error or type(error).__name__}") from error
+        finally:
+            if client is not None:
+                self._ended(client)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             client, self._client, self._url = self._client, None, None
-        if client is not None:
+            unused = client is not None and not self._calls[client]
+        if client is not None and unused:
             client.close()
 
     def _current(self) -> redis.Redis:
         with self._lock:
             if self._client is not None and time.monotonic() < self._asked_s + self.ASK_AGAIN_S:
+                self._calls[self._client] += 1
                 return self._client
         url = self._server()
         with self._lock:
             self._asked_s = time.monotonic()
             if self._client is not None and self._url == url:
+                self._calls[self._client] += 1
                 return self._client
             fresh = connect(url, timeout_s=self.STEP_S, role=self._role)
+            self._calls[fresh] += 1
             if self._closed:  # a call that came too late: its connection goes with it
                 return fresh
             old, self._client, self._url = self._client, fresh, url
-        if old is not None:
+            unused = old is not None and not self._calls[old]
+        if old is not None and unused:
             old.close()
         return fresh
 
-    def _forget(self, client: redis.Redis) -> None:
+    def _ended(self, client: redis.Redis) -> None:
+        """A call has ended."""
         with self._lock:
-            if self._client is client:
-                self._client = self._url = None
-        client.close()
+            self._calls[client] -= 1
+            unused = not self._calls[client]
+            if unused:
+                del self._calls[client]
+            unused = unused and client is not self._client
+        if unused:
+            client.close()
 
 
 def _dialled(url: StoreURL, end_s: float) -> socket.socket:

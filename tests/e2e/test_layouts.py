@@ -78,14 +78,14 @@ def test_sliding_window_and_full_attention(
     pool = tmp_path / "pool"
     options = engine_options(request.getfixturevalue(model), f"file://{pool}")
     reference = _compute("first", tmp_path, options)
-    groups = {record.name.split(".")[1] for record in records(pool, PROMPT)}
+    groups = {record.name.split(".")[-2] for record in records(pool, PROMPT)}
     assert len(groups) > 1, "the model has several KV-cache groups"
     full_group = _full_attention_group(pool)
     hit_blocks = (len(PROMPT) - 1) // BLOCK_TOKENS
     first_needed = (hit_blocks * BLOCK_TOKENS - 512 + 1) // BLOCK_TOKENS
     outside = records(pool, PROMPT[: first_needed * BLOCK_TOKENS])
     for record in outside:
-        if record.name.split(".")[1] != full_group:
+        if record.name.split(".")[-2] != full_group:
             record.unlink()
     _check_second(tmp_path, options, reference, pool)
 
@@ -137,7 +137,7 @@ def test_pipeline_stages_share_with_their_like_only(
     assert "pipeline_parallel is 2 here and 1 there" in (tmp_path / "first.log").read_text()
     payloads: dict[tuple[str, str], set[int]] = {}
     for record in records(pool, PROMPT):
-        of_rank = payloads.setdefault((record.parts[-3], record.suffix), set())
+        of_rank = payloads.setdefault((record.name.split(".")[1], record.suffix), set())
         of_rank.add(record.stat().st_size - RECORD_HEADER_NBYTES)
     (whole,) = payloads.pop((alone, ".0"))
     assert payloads == {(of_stages, ".0"): {whole // 4}, (of_stages, ".1"): {whole // 4 * 3}}
@@ -157,7 +157,7 @@ def test_latent_vectors_are_stored_once_for_two_ranks(deepseek: Path, tmp_path: 
             engine.generate(tokens, GENERATED_TOKENS)
         reference = [engine.generate(tokens, GENERATED_TOKENS)["tokens"] for tokens in prompts]
     good, spoilt = (records(pool, tokens, 16) for tokens in prompts)
-    assert [record.name.split(".")[1:] for record in good] == [["0", "0"]] * 60, "group and rank"
+    assert [record.name.split(".")[-2:] for record in good] == [["0", "0"]] * 60, "group and rank"
     for record in spoilt:
         corrupt(record, keep_checksum=False)
     with started("second", tmp_path, options, **TP2) as engine:

@@ -86,7 +86,9 @@ def test_weights_that_were_loaded_into_a_living_engine_meet_no_blocks_of_others(
         assert (back["pool_tokens"], back["tokens"]) == (0, of_old[0])
         metrics = b.ask({"do": "metrics"})
         assert metrics["kvpool_epochs_total/reset"] >= 2
-        assert metrics["kvpool_epochs_total/reload"] >= 2
+        assert metrics["kvpool_epochs_total/reload"] == 1, (
+            "the second load came before the first step after a sleep"
+        )
 
 
 def test_weights_that_never_change_are_shared_through_resets_and_sleeps(tmp_path: Path) -> None:

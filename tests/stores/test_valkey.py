@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -285,3 +286,25 @@ def test_a_value_larger_than_the_limit_has_no_room_and_others_go_on(server: Serv
     assert eventually(lambda: store.put_many([key(2)], [b"c"]) == [True])
     assert store.contains_many(keys(3)) == [True, False, True]
     assert store.counters()["disconnections"] == 0
+
+
+def test_the_threads_of_an_idle_store_do_not_run(server: Server) -> None:
+    """Also those that nobody has asked for a put: its connection is not dialled yet."""
+
+    def ran_ns() -> int:
+        lanes = [
+            task for task in Path("/proc/self/task").iterdir() if "kvpool-io" in (task / "comm").read_text()
+        ]
+        assert lanes
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in lanes)
+
+    def at_rest() -> bool:
+        before = ran_ns()
+        threading.Event().wait(0.3)
+        return ran_ns() == before
+
+    with open_store(server.url) as store:
+        assert store.contains_many([key(1)]) == [False]
+        assert eventually(at_rest)
+        assert store.put_many([key(1)], [b"x"]) == [True]
+        assert eventually(at_rest)
