@@ -510,7 +510,7 @@ class ScriptedEngine:
             self.loads += len(heard.finished_recving or ())
             self.loads_failed += len(heard.failed_recving or ())
             if (report := heard.kv_connector_worker_meta) is not None:
-                self.dropped.update(self.tags[tag] for tag in report.dropped)
+                self.dropped.update(self.tags[tag] for tag in report.dropped if tag in self.tags)
             self.scheduler.update_from_output(planned, output)
             if self.shape.drafts and not self.shape.overlapping:  # else the workers keep them to themselves
                 names = [name for name in planned.num_scheduled_tokens if name in self.running]
@@ -805,6 +805,9 @@ class ScriptedEngine:
         """With full attention nothing is stored behind what this engine has dropped, unless that is there by now."""
         step = planned.kv_connector_metadata
         assert isinstance(step, PoolMetadata)
+        if step.epoch:  # what was dropped before is of no namespace that is used any more
+            self.tags.clear()
+            self.dropped.clear()
         for block, tag in zip(step.stores, step.tags, strict=True):
             self.tags[tag] = (block.block_hash, block.group)
             self.stored_again += self.in_pool(block.block_hash, block.group) and not self.in_pool(
