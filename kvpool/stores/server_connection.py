@@ -243,8 +243,8 @@ class KeptServer:
         with self._lock:
             self._closed = True
             client, self._client, self._url = self._client, None, None
-            unused = client is not None and not self._calls[client]
-        if client is not None and unused:
+            in_use = client in self._calls
+        if client is not None and not in_use:
             client.close()
 
     def _current(self) -> redis.Redis:
@@ -263,8 +263,8 @@ class KeptServer:
             if self._closed:  # a call that came too late: its connection goes with it
                 return fresh
             old, self._client, self._url = self._client, fresh, url
-            unused = old is not None and not self._calls[old]
-        if old is not None and unused:
+            in_use = old in self._calls
+        if old is not None and not in_use:
             old.close()
         return fresh
 
@@ -272,11 +272,11 @@ class KeptServer:
         """A call has ended."""
         with self._lock:
             self._calls[client] -= 1
-            unused = not self._calls[client]
-            if unused:
+            in_use = self._calls[client] > 0
+            if not in_use:
                 del self._calls[client]
-            unused = unused and client is not self._client
-        if unused:
+            kept = in_use or client is self._client
+        if not kept:
             client.close()
 
 

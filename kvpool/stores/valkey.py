@@ -52,16 +52,7 @@ class ValkeyStore(NativeStore, ServerStore):
 
 def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.Engine, TopologyWatch]:
     try:
-        engine, topology = _native.open_routed_resp_engine(
-            url.user,
-            url.password,
-            url.database,
-            url.ttl_s,
-            url.threads,
-            _files(url),
-            client_of(url),
-            library_version(),
-        )
+        engine, topology = _native.open_routed_resp_engine(*_of_any_server(url))
     except _native.TlsError as error:
         raise ConfigError(f"{server_name(url)}: {error}") from error
     try:
@@ -73,19 +64,7 @@ def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.Engine, Top
 
 def _open_one(url: StoreURL, name: str) -> _native.Engine:
     try:
-        return _native.open_resp_engine(
-            url.host,
-            url.port,
-            url.path,
-            url.user,
-            url.password,
-            url.database,
-            url.ttl_s,
-            url.threads,
-            _files(url),
-            client_of(url),
-            library_version(),
-        )
+        return _native.open_resp_engine(url.host, url.port, url.path, *_of_any_server(url))
     except _native.TlsError as error:
         raise ConfigError(f"{name}: {error}") from error
     except _native.RespError as error:
@@ -99,5 +78,11 @@ def _open_one(url: StoreURL, name: str) -> _native.Engine:
         raise StoreUnavailable(f"{name}: cannot connect: {words}; {advice(words)}") from error
 
 
-def _files(url: StoreURL) -> tuple[str, str, str] | None:
-    return url.tls.files() if url.tls is not None else None
+def _of_any_server(
+    url: StoreURL,
+) -> tuple[str, str, int, float, int, tuple[str, str, str] | None, str, str]:
+    """What an engine is told of any server, in the order of ``_native``."""
+    files = url.tls.files() if url.tls is not None else None
+    return (
+        url.user, url.password, url.database, url.ttl_s, url.threads, files, client_of(url), library_version()
+    )  # fmt: skip

@@ -163,10 +163,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return KVConnectorTransferResults()
         idle = self.has_connector_metadata() and self._step().idle
-        if idle:
-            self._worker.start_stores(
-                self._step()
-            )  # some versions of vLLM save nothing where nothing is computed
+        if idle:  # some versions of vLLM save nothing where nothing is computed
+            self._worker.start_stores(self._step())
         ended, failed = self._worker.poll(idle)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 

@@ -41,16 +41,14 @@ from kvpool.vllm.plan import (
 )
 from kvpool.vllm.sightings import Sightings
 
-MAX_RECORDS = (
-    1 << 16
-)  # under way and waiting, about 1 KB each; and as many of which is known that they were given up
+# Under way and waiting, about 1 KB each; and as many of which is known that they were given up.
+MAX_RECORDS = 1 << 16
 MAX_LATE = 256  # lookups that are waited for, for what is held; of more, the oldest is not used
 MAX_VISITS = 4096  # of what waits, in one step
 STEPS_AHEAD = 2  # write-back looks at the blocks that so many full steps could use
 KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that stores end and are announced
-PAUSE_S = (
-    0.05  # after workers have dropped something, until what waits is tried; doubles while nothing is kept
-)
+# After workers have dropped something, until what waits is tried; doubles while nothing is kept.
+PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
 MAX_HELD_S = 1.0  # how long the engine waits for blocks of ours before it preempts after all; a copy takes milliseconds
 
@@ -127,9 +125,7 @@ class StorePlanner:
         self._late: deque[_Late] = deque()
         self._sightings = Sightings() if config.store_after_requests > 1 else None
         # A record is in one of these at most, by hash and group.
-        self._waiting: OrderedDict[tuple[bytes, int], _Wanted] = (
-            OrderedDict()
-        )  # each behind the one before it
+        self._waiting: OrderedDict[tuple[bytes, int], _Wanted] = OrderedDict()  # each behind its parent
         self._given_up: OrderedDict[tuple[bytes, int], None] = OrderedDict()  # oldest first
         self._pending: dict[int, _Pending] = {}  # by tag
         self._under_way: dict[tuple[bytes, int], int] = {}  # tags of it
@@ -142,9 +138,8 @@ class StorePlanner:
             -(-STEPS_AHEAD * step_tokens // group.block_tokens) for group in self._groups
         )
         self._next_tag = 0
-        self._active_at = (
-            0.0  # when a step that computes stored something, or something has come into the pool
-        )
+        # When a step that computes stored something, or something has come into the pool.
+        self._active_at = 0.0
         self._events: list[BlockStored] = []
 
     def bind(self, block_pool: BlockPool) -> None:
@@ -305,9 +300,8 @@ class StorePlanner:
         if self._sightings is not None:
             return [0] * len(self._groups)
         if not progress.present:
-            return list(
-                progress.held
-            )  # it is in the pool, or was stored by who computed it, as far as is known
+            # As far as is known it is in the pool, or was stored by the request that computed it.
+            return list(progress.held)
         return [first_missing(*each) for each in zip(progress.present, progress.held, strict=True)]
 
     def _wanted_of(
