@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,36 +82,40 @@ def test_what_was_loaded_from_another_pool_is_stored_and_what_came_from_this_one
     assert hashes(engine.begins(asked, 6)) == asked.block_hashes[2:6]
 
 
-def test_an_answer_that_comes_late_is_used_for_storing_also_when_the_request_is_over(store: Store) -> None:
-    engine, asked = Engine(store), request("a")
+def late_answer(engine: Engine, asked: Request) -> Callable[[], None]:
+    """Hold back what the pool says to the request's lookup, until the result is called."""
     engine.scheduler.seen(asked)
-    lookup = engine.scheduler._requests["a"].lookup
+    lookup = engine.scheduler._requests[asked.request_id].lookup
     assert lookup is not None
-    assert engine.scheduler.matched_tokens(asked, 96) == (0, False), "nothing to wait for"
     lookup._gives_up_s += 60
     done = lookup._lookup.done
     lookup._lookup.done = lambda: False  # type: ignore[method-assign]
+
+    def comes() -> None:
+        lookup._lookup.done = done  # type: ignore[method-assign]
+        assert eventually(done)
+
+    return comes
+
+
+def test_an_answer_that_comes_late_is_used_for_storing_also_when_the_request_is_over(store: Store) -> None:
+    engine, asked = Engine(store), request("a")
+    answer_comes = late_answer(engine, asked)
+    assert engine.scheduler.matched_tokens(asked, 96) == (0, False), "nothing to wait for"
     assert engine.begins(asked, 6).stores == []
     engine.scheduler.finished(asked)
     assert engine.scheduler.wants_steps()
     assert engine.idle().stores == []
-    lookup._lookup.done = done  # type: ignore[method-assign]
-    assert eventually(done)
+    answer_comes()
     assert hashes(engine.idle()) == asked.block_hashes[:6]
 
 
 def test_what_the_engine_evicted_before_the_late_answer_is_not_stored(store: Store) -> None:
     engine, asked = Engine(store), request("a")
-    engine.scheduler.seen(asked)
-    lookup = engine.scheduler._requests["a"].lookup
-    assert lookup is not None
-    lookup._gives_up_s += 60
-    done = lookup._lookup.done
-    lookup._lookup.done = lambda: False  # type: ignore[method-assign]
+    answer_comes = late_answer(engine, asked)
     assert engine.begins(asked, 6).stores == []
     engine.pool.evict_blocks({engine.table[0][5]})
-    lookup._lookup.done = done  # type: ignore[method-assign]
-    assert eventually(done)
+    answer_comes()
     assert hashes(engine.idle()) == asked.block_hashes[:5]
 
 
