@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.keys import MIN_HASH_NBYTES
 from kvpool.stores import Lookup, LookupGroup
@@ -61,15 +62,15 @@ def groups_to_ask(
     """
     asked = []
     for index, (group, known) in enumerate(zip(groups, hashes, strict=True)):
-        hash_nbytes = len(known[0]) if known else MIN_HASH_NBYTES
-        packed = b"".join(known)
-        if len(packed) != len(known) * hash_nbytes:
-            raise ConfigError("the hashes of a request are of different lengths")
+        try:
+            packed = _native.pack_hashes(known)
+        except ValueError as error:
+            raise ConfigError(f"a request cannot be looked up: {error}") from error
         asked.append(
             LookupGroup(
                 group=index,
                 hashes=packed,
-                hash_nbytes=hash_nbytes,
+                hash_nbytes=len(known[0]) if known else MIN_HASH_NBYTES,
                 ranks=len(group.key_ranks(ranks)),
                 record_tokens=group.record_tokens,
                 windowed=group.window is not None,

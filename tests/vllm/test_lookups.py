@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from typing import cast
+
 import pytest
 
+from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.stores import Lookup
 from kvpool.vllm.lookups import FRESH_S, LOOKUP_GRACE_S, RequestLookup, groups_to_ask
@@ -49,6 +53,21 @@ def test_each_group_is_asked_for_with_its_hashes_and_as_many_ranks_as_hold_parts
 def test_hashes_of_different_lengths_are_refused() -> None:
     with pytest.raises(ConfigError, match="different lengths"):
         groups_to_ask([Group(16)], [[bytes(32), bytes(16)]], ranks=1)
+
+
+@pytest.mark.parametrize("place", [0, 40])
+def test_hashes_that_are_not_bytes_are_refused(place: int) -> None:
+    hashes: list[object] = [bytes([number]) * 32 for number in range(60)]
+    hashes[place] = "text" * 8
+    with pytest.raises(ConfigError, match="hashes are bytes"):
+        groups_to_ask([Group(16)], [cast("list[bytes]", hashes)], ranks=1)
+
+
+@pytest.mark.parametrize("nbytes", [8, 16, 32, 64])
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 1000])
+def test_hashes_are_packed_one_behind_the_other(count: int, nbytes: int) -> None:
+    hashes = [random.Random(number).randbytes(nbytes) for number in range(count)]
+    assert _native.pack_hashes(hashes) == _native.pack_hashes(tuple(hashes)) == b"".join(hashes)
 
 
 def test_an_answer_is_taken_in_once_and_is_fresh_for_a_while() -> None:
