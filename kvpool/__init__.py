@@ -22,12 +22,12 @@ from kvpool.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvpool.hashing import BlockHasher
     from kvpool.index import Chat, Load, PrefixIndex, Publisher, Worker
-    from kvpool.index.async_client import AsyncIndexClient
-    from kvpool.index.client import IndexClient
-    from kvpool.keys import Layout, Namespace
-    from kvpool.stores import Store, open_store
+    from kvpool.index.client.async_client import AsyncIndexClient
+    from kvpool.index.client.client import IndexClient
+    from kvpool.key.hashing import BlockHasher
+    from kvpool.key.key import Layout, Namespace
+    from kvpool.store import Store, open_store
 
 __version__ = "0.1.0"
 
@@ -58,18 +58,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "AsyncIndexClient": "kvpool.index.async_client",
-    "BlockHasher": "kvpool.hashing",
+    "AsyncIndexClient": "kvpool.index.client.async_client",
+    "BlockHasher": "kvpool.key.hashing",
     "Chat": "kvpool.index",
-    "IndexClient": "kvpool.index.client",
-    "Layout": "kvpool.keys",
+    "IndexClient": "kvpool.index.client.client",
+    "Layout": "kvpool.key.key",
     "Load": "kvpool.index",
-    "Namespace": "kvpool.keys",
+    "Namespace": "kvpool.key.key",
     "PrefixIndex": "kvpool.index",
     "Publisher": "kvpool.index",
-    "Store": "kvpool.stores",
+    "Store": "kvpool.store",
     "Worker": "kvpool.index",
-    "open_store": "kvpool.stores",
+    "open_store": "kvpool.store",
 }
 
 
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'kvpool' has no attribute {name!r}")
     import importlib
 
-    from kvpool.wording import missing_extra
+    from kvpool.text import missing_extra
 
     try:
         value: object = getattr(importlib.import_module(home), name)

@@ -128,7 +128,7 @@ INDEX_STALENESS_SECONDS = Metric(
     "kvpool_index_staleness_seconds", "Time since the index last knew that it had missed nothing of a rank."
 )
 INDEX_RANK_LABELS = ("tenant", "worker", "rank")
-# By the field of ``kvpool.index.residency.ResidencyTotals``.
+# By the field of ``kvpool.index.follow.pool_reconciler.ResidencyTotals``.
 RESIDENCY: Mapping[str, Metric] = {
     "notices": Metric("kvpool_index_pool_notices_total", "Keys of which the pool said that they changed."),
     "missed_notices": Metric(

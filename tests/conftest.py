@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 # These are no test files, so what their assertions compared would not be shown.
-pytest.register_assert_rewrite("tests.stores.conformance", "tests.vllm.secondary_tier")
+pytest.register_assert_rewrite("tests.store.conformance", "tests.vllm.secondary_tier")
 
 # A shell that runs the tests in the background has them ignore this, and what they start would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

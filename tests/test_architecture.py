@@ -12,19 +12,29 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# From the ground up; a module may import from its own floor and from those below it.
+# From the ground up; a module may import from its own floor and from those below. A name stands for all below it that
+# has no floor of its own; "store.__init__" is the file that a package's name imports.
 FLOORS = (
     {"_native", "v1"},  # built and generated
-    {"config", "errors", "metrics", "tenant", "wording", "worker_name"},
-    {"checkpoint", "served_weights", "hashing", "record", "keys"},
-    {"stores"},
+    {"errors", "metrics", "text"},
+    {"key"},
+    {"config"},
+    {"store"},
+    {"store.server"},
+    {"store.valkey"},
+    {"store.clients"},
+    {"store.__init__"},
+    {"discovery"},
     {"transfer", "index"},
-    {""},  # kvpool/__init__.py, the public names
+    {"index.follow", "index.place"},
+    {"index.client"},
+    {"index.serve", "index.__init__"},
+    {"__init__"},  # the public names
     {"vllm", "sglang"},
-    {"cli", "router", "__main__"},
+    {"cli"},
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-STRANGERS = ({"transfer", "index"}, {"vllm", "sglang"})
+STRANGERS = ({"transfer", "index"}, {"vllm", "sglang"}, {"vllm", "index"}, {"sglang", "index"})
 
 # Foreign package -> the only parts of kvpool that may import it.
 ONLY_IN = {
@@ -32,10 +42,10 @@ ONLY_IN = {
     "vllm": {"vllm"},
     "sglang": {"sglang"},
     "zmq": {"index", "cli"},  # cli: benchmarks publish
-    "grpc": {"index", "cli", "router", "v1"},
+    "grpc": {"index", "cli", "v1"},
     "google": {"index", "v1"},
-    "starlette": {"index", "router"},
-    "uvicorn": {"index", "router"},
+    "starlette": {"index"},
+    "uvicorn": {"index"},
 }
 # Run as processes of their own, for what these have, most in other environments; so they may import nothing of kvpool.
 APART = {
@@ -68,7 +78,7 @@ class Source(NamedTuple):
 
     @property
     def part(self) -> str:
-        """The name below kvpool that decides the floor."""
+        """The name below kvpool, of the whole package or file."""
         return [*self.module.split("."), ""][1]
 
 
@@ -107,8 +117,19 @@ def imports(source: Source, modules: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.args[0].value
 
 
-def import_faults(source: Source, modules: set[str]) -> Iterator[str]:
+def floor_of(module: str, is_package: bool) -> int | None:
+    """The floor of a module of kvpool, by the longest name that has one; None: it stands on none."""
+    below = module.removeprefix("kvpool").removeprefix(".")
+    if is_package and (own := f"{below}.__init__".removeprefix(".")) in FLOOR_OF:
+        return FLOOR_OF[own]
+    while below and below not in FLOOR_OF:
+        below = below.rpartition(".")[0]
+    return FLOOR_OF.get(below)
+
+
+def import_faults(source: Source, modules: set[str], packages: set[str]) -> Iterator[str]:
     part = source.part
+    own = floor_of(source.module, source.is_package)
     for line, module in imports(source, modules):
         where = f"{source.path}:{line}"
         package, _, below = module.partition(".")
@@ -123,10 +144,11 @@ def import_faults(source: Source, modules: set[str]) -> Iterator[str]:
         if package != "kvpool":
             continue
         target = below.split(".")[0]
-        if target not in FLOOR_OF:
+        floor = floor_of(module, module in packages)
+        if floor is None:
             yield f"{where}: {module} stands on no floor"
-        elif part in FLOOR_OF:
-            if FLOOR_OF[target] > FLOOR_OF[part]:
+        elif own is not None:
+            if floor > own:
                 yield f"{where}: {source.module} imports {module}, which is above it"
             if target != part and any({target, part} <= strangers for strangers in STRANGERS):
                 yield f"{where}: {part} must not see {target}"
@@ -179,17 +201,25 @@ def cycles(found: list[Source], modules: set[str]) -> Iterator[str]:
         yield from visit(module, ())
 
 
+def stands(root: Path, name: str) -> bool:
+    path = root / "kvpool" / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file() or name in ("_native", "v1")
+
+
 def faults(root: Path) -> list[str]:
     found = sources(root)
     modules = {source.module for source in found} | {"kvpool._native"}
+    packages = {source.module for source in found if source.is_package}
     texts = [
-        f"{source.path}: {source.part} stands on no floor" for source in found if source.part not in FLOOR_OF
+        f"{source.path}: {source.part} stands on no floor"
+        for source in found
+        if floor_of(source.module, source.is_package) is None
     ]
     texts += [
         f"{source.path}: say what it holds" for source in found if Path(source.path).name in VAGUE_NAMES
     ]
     for source in found:
-        texts += import_faults(source, modules)
+        texts += import_faults(source, modules, packages)
         texts += use_faults(source)
     return [*texts, *cycles(found, modules)]
 
@@ -197,17 +227,18 @@ def faults(root: Path) -> list[str]:
 def test_the_tree_stands() -> None:
     assert len(sources(ROOT)) > 15
     assert faults(ROOT) == []
+    assert [name for name in FLOOR_OF if not stands(ROOT, name)] == [], "floors of what is no more"
 
 
 GOOD = {
     "__init__.py": "from kvpool.errors import E",
     "errors.py": "class E(Exception): ...",
     "config.py": "import os\nfrom kvpool.errors import E\nos.environ",
-    "keys.py": "from kvpool import errors, _native",
-    "stores/__init__.py": "from . import memory",
-    "stores/memory.py": "from ..keys import x",
-    "transfer/engine.py": "import torch\nfrom kvpool.stores.memory import y",
-    "vllm/__init__.py": "import vllm.v1\nfrom kvpool import E\nimport kvpool.transfer.engine",
+    "key/key.py": "from kvpool import errors, _native",
+    "store/__init__.py": "from kvpool.store import memory",
+    "store/memory.py": "from ..key.key import x",
+    "transfer/mover.py": "import torch\nfrom kvpool.store.memory import y",
+    "vllm/__init__.py": "import vllm.v1\nfrom kvpool import E\nimport kvpool.transfer.mover",
     "cli/__init__.py": "import os, grpc, subprocess\nsubprocess.run(['x'], env=os.environ, shell=False)",
 }
 
@@ -227,35 +258,35 @@ def test_a_good_tree_has_no_faults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
-        ("keys.py", "from kvpool.stores import memory", "imports kvpool.stores.memory, which is above it"),
-        ("keys.py", "def f():\n    import kvpool.vllm", "kvpool.keys imports kvpool.vllm, which is above it"),
-        ("keys.py", "if TYPE_CHECKING:\n    from .transfer.engine import x", "which is above it"),
-        ("keys.py", "from kvpool import E", "kvpool.keys imports kvpool, which is above it"),
-        ("keys.py", "import importlib\nimportlib.import_module('kvpool.cli')", "which is above it"),
-        ("stores/memory.py", "from ..transfer import engine", "which is above it"),
-        ("index/table.py", "from kvpool.transfer.engine import x", "index must not see transfer"),
-        ("transfer/engine.py", "from kvpool.index import x", "transfer must not see index"),
-        ("stores/memory.py", "import torch", "torch may only be imported in"),
-        ("stores/memory.py", "def f():\n    from torch import nn", "torch may only be imported in"),
-        ("transfer/engine.py", "import vllm", "vllm may only be imported in ['vllm']"),
-        ("transfer/engine.py", "import grpc.aio", "grpc may only be imported in"),
+        ("key/key.py", "from kvpool.store import memory", "imports kvpool.store.memory, which is above it"),
+        ("key/key.py", "def f():\n    import kvpool.vllm", "kvpool.key.key imports kvpool.vllm, which is above it"),
+        ("key/key.py", "if TYPE_CHECKING:\n    from ..transfer.mover import x", "which is above it"),
+        ("key/key.py", "from kvpool import E", "kvpool.key.key imports kvpool, which is above it"),
+        ("key/key.py", "import importlib\nimportlib.import_module('kvpool.cli')", "which is above it"),
+        ("store/memory.py", "from ..transfer import engine", "which is above it"),
+        ("index/table.py", "from kvpool.transfer.mover import x", "index must not see transfer"),
+        ("transfer/mover.py", "from kvpool.index import x", "transfer must not see index"),
+        ("store/memory.py", "import torch", "torch may only be imported in"),
+        ("store/memory.py", "def f():\n    from torch import nn", "torch may only be imported in"),
+        ("transfer/mover.py", "import vllm", "vllm may only be imported in ['vllm']"),
+        ("transfer/mover.py", "import grpc.aio", "grpc may only be imported in"),
         ("vllm/x.py", "import zmq", "zmq may only be imported in ['cli', 'index']"),
-        ("stores/memory.py", "from google.protobuf import message", "google may only be imported in"),
+        ("store/memory.py", "from google.protobuf import message", "google may only be imported in"),
         ("v1/x_pb2.py", "from kvpool.errors import E", "kvpool.v1.x_pb2 imports kvpool.errors, which is above"),
-        ("keys.py", "import pickle", "pickle must not be imported"),
+        ("key/key.py", "import pickle", "pickle must not be imported"),
         ("cli/x.py", "from pickle import loads", "pickle must not be imported"),
-        ("keys.py", "eval('1')", "eval must not be called"),
+        ("key/key.py", "eval('1')", "eval must not be called"),
         ("cli/bench_peer.py", "from kvpool import errors", "is run where there is no kvpool"),
         ("cli/x.py", "import torch", "torch may only be imported in"),
         ("cli/x.py", "exec('1')", "exec must not be called"),
         ("cli/x.py", "import subprocess\nsubprocess.run('x', shell=True)", "shell must not be set"),
         ("cli/x.py", "import os\nos.system('x')", "os.system must not be used"),
-        ("keys.py", "import os\nos.environ['X']", "only config.py reads the environment"),
+        ("key/key.py", "import os\nos.environ['X']", "only config.py reads the environment"),
         ("vllm/x.py", "import os\nos.getenv('X')", "only config.py reads the environment"),
-        ("keys.py", "from os import environ", "only config.py reads the environment"),
-        ("stores/utils.py", "", "say what it holds"),
+        ("key/key.py", "from os import environ", "only config.py reads the environment"),
+        ("store/utils.py", "", "say what it holds"),
         ("odds.py", "", "odds stands on no floor"),
-        ("keys.py", "import kvpool.odds", "kvpool.odds stands on no floor"),
+        ("key/key.py", "import kvpool.odds", "kvpool.odds stands on no floor"),
         ("errors.py", "from kvpool import config", "kvpool.config -> kvpool.errors -> kvpool.config"),
     ],
 )  # fmt: skip

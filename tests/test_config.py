@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.config import PoolConfig, hash_seed, redact
 from kvpool.errors import ConfigError
-from kvpool.wording import format_nbytes, nearest, parse_nbytes
+from kvpool.text import format_nbytes, nearest, parse_nbytes
 
 URL = "file:///var/kv"
 

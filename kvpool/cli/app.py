@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.wording import format_nbytes, missing_extra, parse_nbytes
+from kvpool.text import format_nbytes, missing_extra, parse_nbytes
 
 MAX_BATCH_NBYTES = 8 << 30
 PEERS_FOLDER = ".cache/peers"
@@ -168,7 +168,7 @@ def doctor(
     """
     if pool is None and not index:
         raise ConfigError("name what to examine: --pool URL, --index HOST:PORT, or both")
-    from kvpool.cli.doctor import run_doctor
+    from kvpool.cli.doctor.doctor import run_doctor
     from kvpool.cli.index_connection import IndexConnection
 
     ways = (token_file, tls_ca, tls_cert, tls_key)

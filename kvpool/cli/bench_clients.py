@@ -27,10 +27,10 @@ from typing import Any, Protocol
 from kvpool import _native
 from kvpool.cli import bench_peer
 from kvpool.errors import ConfigError
-from kvpool.keys import Namespace
-from kvpool.stores import Store, open_store
-from kvpool.stores.server_connection import connect
-from kvpool.stores.url import DEFAULT_THREADS, SERVER_SCHEMES, StoreURL
+from kvpool.key.key import Namespace
+from kvpool.store import Store, open_store
+from kvpool.store.server.connection import connect
+from kvpool.store.url import DEFAULT_THREADS, SERVER_SCHEMES, StoreURL
 
 OWN, BARE, BARE_AGAIN, LMCACHE = "kvpool", "bare loop", "bare again", "lmcache"
 PEERS = {"lmcache": LMCACHE, "glide": "glide plain", "redis": "redis plain"}

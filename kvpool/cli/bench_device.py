@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvpool.text import format_nbytes
 from kvpool.transfer.measure import SHAPES, accelerator, measure
-from kvpool.wording import format_nbytes
 
 NO_ACCELERATOR = (
     "No accelerator here: these are the CPU's copies, made in the step itself. They say nothing about a GPU."

@@ -33,10 +33,10 @@ from kvpool.cli.engine_process import (
 )
 from kvpool.cli.workspace import workspace
 from kvpool.errors import ConfigError
-from kvpool.hashing import BlockHasher
-from kvpool.keys import tenant_prefix
-from kvpool.stores import StoreURL, open_store, visit_store
-from kvpool.wording import redact
+from kvpool.key.hashing import BlockHasher
+from kvpool.key.key import tenant_prefix
+from kvpool.store import StoreURL, open_store, visit_store
+from kvpool.text import redact
 
 BLOCK_TOKENS = 128
 ANSWER_TOKENS = 16

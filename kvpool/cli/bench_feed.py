@@ -173,9 +173,9 @@ class _Index:
     """A ``kvpool index`` that follows the publishers."""
 
     def __init__(self, address: str, publishing: _Publishing) -> None:
-        from kvpool.hashing import seed_id
         from kvpool.index import Publisher, Worker
-        from kvpool.index.client import IndexClient
+        from kvpool.index.client.client import IndexClient
+        from kvpool.key.hashing import seed_id
 
         self._publishing = publishing
         self._client = IndexClient(address, timeout_s=TIMEOUT_S)

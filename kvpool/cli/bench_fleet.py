@@ -34,10 +34,10 @@ from kvpool.cli.index_process import IndexProcess
 from kvpool.cli.plot import new_figure, save_figure
 from kvpool.cli.simulated_fleet import BlockCache, Request, SimulatedFleet, Taken, arrivals
 from kvpool.errors import IndexUnavailable, KVPoolError
-from kvpool.hashing import seed_id
 from kvpool.index import PrefixIndex, Worker
-from kvpool.index.client import IndexClient
+from kvpool.index.client.client import IndexClient
 from kvpool.index.table import Places
+from kvpool.key.hashing import seed_id
 
 MODEL = "bench"
 BLOCK_TOKENS = 16

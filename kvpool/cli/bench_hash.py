@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvpool.hashing import BlockHasher
+from kvpool.key.hashing import BlockHasher
 
 SEED = 3
 VOCABULARY = 128_000

@@ -1,7 +1,7 @@
 """``Publishers``: engines that publish KV events, for the benchmarks, by the protocol of vLLM's ZMQ publisher.
 
-It is written down in ``kvpool.index.feed``. Unlike vLLM's, a publisher here waits for a reader that is behind instead
-of dropping batches: what is measured is how fast the reader is, not how it mends a loss.
+It is written down in ``kvpool.index.follow.subscriber``. Unlike vLLM's, a publisher here waits for a reader that is
+behind instead of dropping batches: what is measured is how fast the reader is, not how it mends a loss.
 
 Threads: ``_replays`` answers on the ROUTER sockets and owns them; the PUB side belongs to who calls ``publish``.
 ``_lock`` guards ``_kept``.
@@ -15,9 +15,9 @@ from types import TracebackType
 
 import zmq
 
+from kvpool.discovery.worker import Publisher
 from kvpool.errors import KVPoolError
-from kvpool.index.feed import END
-from kvpool.index.worker import Publisher
+from kvpool.index.follow.subscriber import END
 
 KEPT = 10_000  # batches that can be asked for again, as with vLLM
 WAITING = 1_000  # batches of a publisher that are on their way

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpool.cli.bench_clients import BARE, BARE_AGAIN, LMCACHE, OWN
-from kvpool.cli.host_settings import congestion_control_name
+from kvpool.cli.doctor.host_settings import congestion_control_name
 from kvpool.cli.plot import new_figure, save_figure
-from kvpool.wording import format_nbytes
+from kvpool.text import format_nbytes
 
 CELLS = ("put_idle", "put_busy", "get_idle", "get_busy")
 

@@ -24,12 +24,13 @@ from kvpool.cli.bench_contest import PROMPT_BLOCKS, holdings, unpacked
 from kvpool.cli.bench_events import BLOCK_TOKENS, payloads
 from kvpool.cli.engine_process import child_environment, free_ports
 from kvpool.errors import IndexUnavailable, UnknownModel
-from kvpool.hashing import seed_id
-from kvpool.index import Publisher, Worker, snapshot_file
-from kvpool.index.client import IndexClient
-from kvpool.index.feed import END
+from kvpool.index import Publisher, Worker
+from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet import Fleet
+from kvpool.index.follow import snapshot_file
+from kvpool.index.follow.subscriber import END
 from kvpool.index.snapshot import Snapshot, pack
+from kvpool.key.hashing import seed_id
 
 MODEL = "bench"
 START_TIMEOUT_S = 60.0

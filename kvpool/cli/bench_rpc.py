@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from kvpool.cli.bench_contest import PROMPT_BLOCKS, holdings, unpacked
 from kvpool.cli.bench_events import BLOCK_TOKENS, payloads
 from kvpool.errors import IndexUnavailable
-from kvpool.hashing import seed_id
 from kvpool.index import Publisher, Worker
+from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2 as pb
 
 MODEL = "bench"
@@ -153,8 +153,8 @@ async def _serve(blocks: int, workers: int) -> None:
     import grpc.aio
 
     from kvpool.index.fleet import Fleet
-    from kvpool.index.roster import Roster
-    from kvpool.index.service import IndexServer
+    from kvpool.index.follow.roster import Roster
+    from kvpool.index.serve.service import IndexServer
 
     fleet = Fleet()
     for number in range(workers):

@@ -25,10 +25,10 @@ from rich.progress import Progress
 from kvpool.cli.bench_clients import BARE, OWN, TIMEOUT_S, Client, StoreClient, Values, clients
 from kvpool.cli.bench_report import Report, Row, draw, show
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.stores import StoreURL, open_store
-from kvpool.stores.server_connection import connect
-from kvpool.stores.url import SERVER_SCHEMES
-from kvpool.wording import format_nbytes, redact
+from kvpool.store import StoreURL, open_store
+from kvpool.store.server.connection import connect
+from kvpool.store.url import SERVER_SCHEMES
+from kvpool.text import format_nbytes, redact
 
 VALUE_NBYTES = (64 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 VERBS = ("put", "get")

@@ -33,8 +33,8 @@ from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
 from kvpool.cli.workspace import workspace
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError, UnknownModel
-from kvpool.index.client import IndexClient
-from kvpool.stores import open_store
+from kvpool.index.client.client import IndexClient
+from kvpool.store import open_store
 
 PROMPT_TOKENS = (2050, 2650, 3300, 3950)
 WARMUP_TOKENS = 2100

@@ -16,30 +16,30 @@ from pathlib import Path
 
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.config import hash_seed, redact
+from kvpool.discovery.admission import check_worker
+from kvpool.discovery.registry import WorkerWatch
+from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError, SnapshotRefused
-from kvpool.index import snapshot_file
-from kvpool.index.admission import check_worker
-from kvpool.index.channel import check_target
-from kvpool.index.doors import Doors
-from kvpool.index.exporter import Exporter
-from kvpool.index.feed import EventFeed
+from kvpool.index.client.channel import check_target
+from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
-from kvpool.index.http import HttpServer
-from kvpool.index.registry import WorkerWatch
-from kvpool.index.residency import Residency
-from kvpool.index.roster import Roster
-from kvpool.index.routing import Costs, Router
-from kvpool.index.scraper import Scraper
-from kvpool.index.service import IndexServer
+from kvpool.index.follow import snapshot_file
+from kvpool.index.follow.pool_reconciler import Residency
+from kvpool.index.follow.roster import Roster
+from kvpool.index.follow.snapshot_file import SnapshotFile
+from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.place.router import Costs, Router
+from kvpool.index.place.scraper import Scraper
+from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.serve.auth import Doors
+from kvpool.index.serve.http import HttpServer
+from kvpool.index.serve.metrics import Exporter
+from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
-from kvpool.index.snapshot_file import SnapshotFile
-from kvpool.index.tally import Tally
-from kvpool.index.tls import ServerTls
-from kvpool.index.tokenizer import Tokenizer
-from kvpool.index.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
-from kvpool.stores import Store, open_store
-from kvpool.stores.url import StoreURL
-from kvpool.wording import MAX_NBYTES, unknown
+from kvpool.store import Store, open_store
+from kvpool.store.url import StoreURL
+from kvpool.text import MAX_NBYTES, unknown
 
 _FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")
 _NUMBER = re.compile(r"[0-9]{1,9}")

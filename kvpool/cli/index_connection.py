@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from kvpool.config import index_token
 from kvpool.errors import ConfigError
-from kvpool.index.channel import DEFAULT_TIMEOUT_S
-from kvpool.index.client import IndexClient
+from kvpool.index.client.channel import DEFAULT_TIMEOUT_S
+from kvpool.index.client.client import IndexClient
 
 MAX_TOKEN_FILE_NBYTES = 4096
 

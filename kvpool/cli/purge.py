@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.keys import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
-from kvpool.stores import Store, visit_store
-from kvpool.stores.facts import announced_namespaces
-from kvpool.wording import redact, unknown
+from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
+from kvpool.store import Store, visit_store
+from kvpool.text import redact, unknown
 
 DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
 MAX_SHOWN = 20

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from kvpool.errors import ConfigError
-from kvpool.index.doors import make_token
+from kvpool.index.serve.auth import make_token
 
 
 def run_token(*, name: str, rights: Sequence[str], tenants: Sequence[str], token_file: str) -> None:

@@ -19,8 +19,8 @@ from rich.text import Text
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
-from kvpool.index.client import IndexClient
-from kvpool.wording import unknown
+from kvpool.index.client.client import IndexClient
+from kvpool.text import unknown
 
 TIMEOUT_S = 5.0
 HEAD_LINES = 8  # of a live screen that are no rows

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
-from kvpool.index.chat import Chat
-from kvpool.index.load import Load
-from kvpool.index.route import Pick, Route
+from kvpool.index.place.chat import Chat
+from kvpool.index.place.load import Load
+from kvpool.index.place.route import Pick, Route
 from kvpool.index.table import Applied, Match, Matches, PrefixIndex, Tier
-from kvpool.index.worker import Publisher, Worker
 
 __all__ = [
     "Applied",

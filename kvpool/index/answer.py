@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from kvpool.index.worker import Worker
+from kvpool.discovery.worker import Worker
 
 
 class Row(NamedTuple):

@@ -22,17 +22,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from kvpool.discovery.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_worker
+from kvpool.discovery.worker import DEFAULT_TENANT, Position, Worker
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused, UnknownModel
-from kvpool.hashing import Multimodal, len_tokens, seed_id
-from kvpool.index.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_worker
 from kvpool.index.answer import Lookup, TierRow, WorkerStatus
 from kvpool.index.partition import Key, Members, Partition
 from kvpool.index.rank import Progress, Rank, pool_holder
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, MemoryBudget, PrefixIndex
-from kvpool.index.worker import DEFAULT_TENANT, Position, Worker
-from kvpool.tenant import check_tenant
-from kvpool.wording import nearest, unknown
+from kvpool.key.hashing import Multimodal, len_tokens, seed_id
+from kvpool.key.names import check_tenant
+from kvpool.text import nearest, unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,7 +51,7 @@ MAX_PROMPT_TOKENS = 1 << 22
 MAX_MULTIMODAL = 65536
 MAX_LEASE_S = 86400.0
 # How long a worker that comes back from a snapshot waits for the pool to announce it: as long as a watch keeps those
-# that it cannot read (kvpool.index.registry).
+# that it cannot read (kvpool.discovery.registry).
 THAWED_LEASE_S = 60.0
 MOST_NAMED = 10  # of the known models, in an error
 
@@ -146,7 +146,7 @@ class Fleet:
 
     @property
     def seed_id(self) -> str:
-        """``kvpool.hashing.seed_id`` of the seed: what a worker hashes with that names none."""
+        """``kvpool.key.hashing.seed_id`` of the seed: what a worker hashes with that names none."""
         return seed_id(self._seed)
 
     # ---- who

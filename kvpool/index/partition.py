@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
-from kvpool.hashing import BlockHasher, seed_id
 from kvpool.index.answer import Lookup, TierRow
 from kvpool.index.rank import Rank, staleness_ms
 from kvpool.index.table import Places, PrefixIndex
-from kvpool.index.worker import Worker
+from kvpool.key.hashing import BlockHasher, seed_id
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvpool.discovery.worker import Position, Publisher, Worker
 from kvpool.index.answer import PublisherStatus
 from kvpool.index.sequence import batch_digest
 from kvpool.index.table import Content, PrefixIndex
-from kvpool.index.worker import Position, Publisher, Worker
 
 MAX_PROBLEM_CHARS = 300
 MAX_STALENESS_MS = (1 << 32) - 1

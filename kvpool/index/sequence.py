@@ -15,8 +15,8 @@ from collections import deque
 from enum import Enum
 
 from kvpool import _native
+from kvpool.discovery.worker import EventSink, Position
 from kvpool.errors import MalformedEvents
-from kvpool.index.worker import EventSink, Position
 
 REMEMBERED = 1 << 14  # batches of which a digest is kept, to know one that comes twice
 MAX_WAITING = 1 << 14  # batches that came while a replay is under way

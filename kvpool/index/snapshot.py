@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 
 from kvpool import _native
+from kvpool.discovery.admission import check_worker
+from kvpool.discovery.worker import Position, Publisher, Worker
 from kvpool.errors import ConfigError, SnapshotRefused
-from kvpool.index.admission import check_worker
-from kvpool.index.worker import Position, Publisher, Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
+from kvpool.discovery.worker import MAX_DP_RANK
 from kvpool.errors import ConfigError, MalformedEvents, SnapshotRefused
-from kvpool.hashing import MAX_BLOCK_TOKENS
-from kvpool.wording import MAX_NBYTES, unknown
+from kvpool.key.hashing import MAX_BLOCK_TOKENS
+from kvpool.text import MAX_NBYTES, unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -21,7 +22,6 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk", "pool")  # as in kvpool/_na
 
 DEFAULT_MAX_BLOCKS = 1 << 27  # 134 million: 2 to 4 GB
 MAX_BLOCKS = 1 << 32
-MAX_DP_RANK = 65535
 
 Column = Literal["device", "host", "disk", "pool", "local", "any"]
 Places = dict[str, tuple[int, ...]]  # by worker: the rows of an answer that are about it

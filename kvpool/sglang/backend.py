@@ -41,17 +41,17 @@ from sglang.srt.mem_cache.pool_host import HostKVCache
 
 from kvpool import metrics
 from kvpool.config import HiCacheConfig
+from kvpool.discovery.facts import announce_facts
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
-from kvpool.keys import Fact, Namespace, namespace_prefix
+from kvpool.key.key import Fact, Namespace, namespace_prefix
 from kvpool.metrics import Counters, Metric
 from kvpool.sglang.epoch import Epoch, epoch_of
 from kvpool.sglang.faults import Faults
 from kvpool.sglang.metrics_page import show
 from kvpool.sglang.pages import HostPages, flat_bytes, run_lengths
 from kvpool.sglang.served import served_facts
-from kvpool.stores import Transfer, open_store
-from kvpool.stores.facts import announce_facts
-from kvpool.transfer.engine import PART_NBYTES, STORE_TIMEOUT_S
+from kvpool.store import Transfer, open_store
+from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 

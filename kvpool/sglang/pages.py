@@ -16,7 +16,7 @@ import torch
 from sglang.srt.mem_cache.pool_host import HostKVCache
 
 from kvpool.errors import EngineRefused
-from kvpool.keys import MAX_INDEX, Fact
+from kvpool.key.key import MAX_INDEX, Fact
 
 # What changes the bytes of a page without changing its size. Those that a kind of pool does not have are left out.
 _SHAPE = (

@@ -21,11 +21,11 @@ import torch
 from sglang.srt.mem_cache.utils import get_storage_hash_str, storage_namespace_seed
 from sglang.srt.runtime_context import get_context
 
-from kvpool.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest
 from kvpool.config import HiCacheConfig
 from kvpool.errors import ConfigError, EngineRefused
-from kvpool.keys import MAX_FACT_CHARS, Fact
-from kvpool.served_weights import served_digest
+from kvpool.key.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest
+from kvpool.key.key import MAX_FACT_CHARS, Fact
+from kvpool.key.served_weights import served_digest
 
 # Of the namespace ``model``: where files are and how they are fetched. Whatever else is in it is a fact, also what a
 # later version of SGLang adds.

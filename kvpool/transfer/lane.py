@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from kvpool.errors import ConfigError
-from kvpool.wording import format_nbytes
+from kvpool.text import format_nbytes
 
 # Of a device's memory, for each lane: so much is copied by one launch and one transfer. More of it makes the time
 # between two transfers matter less; on the CPU it should stay in the cache.

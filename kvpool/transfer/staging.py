@@ -13,7 +13,7 @@ import heapq
 import torch
 
 from kvpool.errors import ConfigError
-from kvpool.wording import format_nbytes
+from kvpool.text import format_nbytes
 
 # Of staging memory that nobody has set. Two steps: the engine fills one while the pool takes the one before. At most
 # 2 GiB: a link of 100 Gbit/s takes that in 0.17 s, and 8 ranks pin 16 GiB of a host; what is beyond it waits in the

@@ -30,8 +30,8 @@ from typing import Any
 import numpy
 from vllm.logger import init_logger
 
-from kvpool.checkpoint import checkpoint_digest
 from kvpool.errors import ConfigError
+from kvpool.key.checkpoint import checkpoint_digest
 
 logger = init_logger("vllm.kvpool")
 

@@ -18,9 +18,9 @@ from vllm.distributed.kv_events import ZmqEventPublisher
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvpool.config import PoolConfig, hash_seed
-from kvpool.hashing import seed_id
-from kvpool.index.worker import Publisher, Worker
-from kvpool.stores import StoreURL
+from kvpool.discovery.worker import Publisher, Worker
+from kvpool.key.hashing import seed_id
+from kvpool.store import StoreURL
 from kvpool.vllm import compat
 
 LOOPBACK = "127.0.0.1"

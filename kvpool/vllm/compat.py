@@ -34,8 +34,8 @@ from vllm.v1.request import Request
 
 from kvpool.config import hash_seed
 from kvpool.errors import EngineRefused
-from kvpool.hashing import seed_id
-from kvpool.keys import Fact, GroupLayout, Layout
+from kvpool.key.hashing import seed_id
+from kvpool.key.key import Fact, GroupLayout, Layout
 from kvpool.vllm.plan import Group
 
 EVENT_MEDIUM = "STORAGE"  # vllm/distributed/kv_events.py: MEDIUM_STORAGE

@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
-from kvpool.stores import open_store
+from kvpool.store import open_store
 from kvpool.vllm import compat
 from kvpool.vllm.announcement import describe
 from kvpool.vllm.facts import engine_facts

@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvpool.config import hash_seed
 from kvpool.errors import ConfigError
-from kvpool.hashing import seed_id
-from kvpool.keys import Fact
+from kvpool.key.hashing import seed_id
+from kvpool.key.key import Fact
 from kvpool.vllm import compat
 from kvpool.vllm.judged import settings_facts
 from kvpool.vllm.weights import snapshot_commit

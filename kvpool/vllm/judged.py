@@ -18,7 +18,7 @@ import torch
 from vllm import envs
 from vllm.config import VllmConfig
 
-from kvpool.keys import Fact
+from kvpool.key.key import Fact
 
 MAX_SHOWN_CHARS = 200  # a longer value is a fact as a digest
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.keys import MIN_HASH_NBYTES
-from kvpool.stores import Lookup, LookupGroup
+from kvpool.key.key import MIN_HASH_NBYTES
+from kvpool.store import Lookup, LookupGroup
 from kvpool.vllm.plan import Group
 
 FRESH_S = 10.0  # an answer that is older is asked again before it is offered

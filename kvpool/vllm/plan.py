@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvpool.keys import Fact
+from kvpool.key.key import Fact
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.logger import init_logger
 
-from kvpool.wording import unknown
+from kvpool.text import unknown
 
 logger = init_logger("vllm.kvpool")
 

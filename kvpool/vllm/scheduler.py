@@ -31,11 +31,12 @@ from vllm.v1.request import Request
 from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import StoreClosed, StoreUnavailable
-from kvpool.keys import Fact, Namespace
+from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters
-from kvpool.stores import Store
+from kvpool.store import Store
 from kvpool.vllm import compat
 from kvpool.vllm.adapters import AdapterCheck, Adapters, pool_hash, pool_hashes
+from kvpool.vllm.cache_resync import WholeState
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import Guard, RequestGuard
 from kvpool.vllm.lookups import RequestLookup, groups_to_ask
@@ -52,7 +53,6 @@ from kvpool.vllm.plan import (
 from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader, RequestParams
 from kvpool.vllm.stages import facts_of_engine, facts_of_epoch, why_ranks_differ
 from kvpool.vllm.store_planner import StorePlanner
-from kvpool.vllm.whole_state import WholeState
 
 logger = init_logger("vllm.kvpool")
 

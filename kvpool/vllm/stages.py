@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from kvpool.keys import EPOCH_FACT, Fact, differing_facts
+from kvpool.key.key import EPOCH_FACT, Fact, differing_facts
 
 
 def facts_of_epoch(facts: Mapping[str, Fact], epoch: str) -> dict[str, Fact]:

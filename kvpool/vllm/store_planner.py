@@ -39,7 +39,7 @@ from kvpool.vllm.plan import (
     first_missing,
     records_to_store,
 )
-from kvpool.vllm.sightings import Sightings
+from kvpool.vllm.request_counter import Sightings
 
 # Under way and waiting, about 1 KB each; and as many of which is known that they were given up.
 MAX_RECORDS = 1 << 16

@@ -45,13 +45,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvpool import metrics
 from kvpool.config import TierConfig
+from kvpool.discovery.facts import announce_facts
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
-from kvpool.keys import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES, Fact, Namespace
+from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES, Fact, Namespace
+from kvpool.key.served_weights import served_digest
 from kvpool.metrics import Counters
-from kvpool.served_weights import served_digest
-from kvpool.stores import Transfer, open_store
-from kvpool.stores.facts import announce_facts
-from kvpool.transfer.engine import PART_NBYTES, STORE_TIMEOUT_S
+from kvpool.store import Transfer, open_store
+from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
 from kvpool.vllm import compat
 from kvpool.vllm.guard import Guard, refuse
 from kvpool.vllm.lookups import LOOKUP_GRACE_S

@@ -20,10 +20,10 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.utils import get_model_architecture
 
-from kvpool.checkpoint import CheckpointDigest, checkpoint_digest
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
-from kvpool.keys import Fact
+from kvpool.key.checkpoint import CheckpointDigest, checkpoint_digest
+from kvpool.key.key import Fact
 
 # What vLLM's loaders read from the folder, first to last; whichever there is, is all that they read.
 _CHECKPOINT = (".safetensors", ".bin", ".pt")

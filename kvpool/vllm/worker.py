@@ -26,14 +26,14 @@ from vllm.logger import init_logger
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
+from kvpool.discovery.facts import announce_facts
+from kvpool.discovery.registry import Announcer
 from kvpool.errors import KVPoolError
-from kvpool.index.registry import Announcer
-from kvpool.keys import EPOCH_FACT, Fact, Namespace
+from kvpool.key.key import EPOCH_FACT, Fact, Namespace
 from kvpool.metrics import Counters
-from kvpool.stores import Store, open_store
-from kvpool.stores.facts import announce_facts
+from kvpool.store import Store, open_store
 from kvpool.transfer import BlockCopier, TransferEngine
-from kvpool.transfer.engine import Block
+from kvpool.transfer.mover import Block
 from kvpool.transfer.staging import default_nbytes
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.guard import Guard, RequestGuard

@@ -61,7 +61,7 @@ def test_wrong_use_is_one_clear_line(arguments: list[str], says: str, tmp_path: 
 
 AS_NOBODY = """
 import os, sys
-import kvpool.cli.demo, kvpool.stores.file, kvpool.stores.memory  # while the interpreter's files can be read
+import kvpool.cli.demo, kvpool.store.file, kvpool.store.memory  # while the interpreter's files can be read
 from kvpool.cli.app import main
 if os.getuid() == 0:  # no permission stops root
     os.setgroups([]), os.setgid(65534), os.setuid(65534)

@@ -14,9 +14,9 @@ from kvpool.cli.bench_contest import contest
 from kvpool.cli.bench_device import run_bench_device
 from kvpool.cli.bench_index import Dictionary
 from kvpool.cli.simulated_fleet import BlockCache, Taken, arrivals
-from kvpool.stores import StoreURL
+from kvpool.store import StoreURL
 from tests.cli.test_app import kvpool, refused
-from tests.stores.servers import running
+from tests.store.servers import running
 
 
 def test_bench_hash_compares_with_vllm() -> None:

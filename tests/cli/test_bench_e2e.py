@@ -20,10 +20,10 @@ from kvpool.cli.bench_e2e import Asked, ask, emptied
 from kvpool.cli.bench_e2e_report import HOST, OFF, OWN, Answer, Report, show
 from kvpool.cli.bench_workload import QUESTIONS, TURNS, Conversations, draw_workload, longest_prompt_tokens
 from kvpool.cli.engine_process import EngineProcess, first_error, ran_s
-from kvpool.stores import open_store
+from kvpool.store import open_store
 from tests.cli.test_app import refused
 from tests.conftest import eventually
-from tests.stores.servers import running
+from tests.store.servers import running
 
 ANSWER = list(range(16))
 

@@ -24,17 +24,17 @@ from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, 
 from kvpool.cli.index import parse_worker
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.lookup import read_numbers, run_lookup
-from kvpool.hashing import seed_id
+from kvpool.discovery.registry import Announcer
 from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
-from kvpool.index.registry import Announcer
+from kvpool.key.hashing import seed_id
 from tests.cli.test_app import kvpool, refused
 from tests.conftest import eventually
 from tests.index.fleets import a_worker, say, serving
 from tests.index.publisher import misbehaving
 from tests.index.wire import batch, packed64, stored
-from tests.stores.certificates import Authority
-from tests.stores.servers import running as running_server
+from tests.store.certificates import Authority
+from tests.store.servers import running as running_server
 
 TOKENS = list(range(100, 180))
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import pytest
 
 from kvpool import Namespace, open_store
-from kvpool.stores import Store
-from kvpool.stores.facts import announce_facts
+from kvpool.discovery.facts import announce_facts
+from kvpool.store import Store
 from tests.cli.test_app import kvpool, refused
 from tests.conftest import eventually
-from tests.stores.servers import SERVERS, Server, running
+from tests.store.servers import SERVERS, Server, running
 
 BLOCKS = 1200  # more than one step of a scan
 HASHES = [hashlib.sha256(b"%d" % number).digest() for number in range(BLOCKS)]

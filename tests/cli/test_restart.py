@@ -13,16 +13,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool import IndexClient, IndexUnavailable, UnknownModel, Worker, open_store
 from kvpool.cli.engine_process import free_ports
-from kvpool.hashing import seed_id
-from kvpool.index import codec
-from kvpool.index.registry import Announcer
-from kvpool.keys import namespace_prefix
+from kvpool.discovery.registry import Announcer
+from kvpool.index.client import codec
+from kvpool.key.hashing import seed_id
+from kvpool.key.key import namespace_prefix
 from tests.cli.test_app import kvpool, refused
 from tests.cli.test_index import Index, running
 from tests.conftest import eventually
 from tests.index.publisher import Misbehaving, misbehaving
 from tests.index.wire import batch, packed64, removed, stored
-from tests.stores.servers import running as running_server
+from tests.store.servers import running as running_server
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

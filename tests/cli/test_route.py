@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, IndexClient
-from kvpool.index.metrics_page import Engine
+from kvpool.index.place.metrics_page import Engine
 from tests.cli.test_app import kvpool, refused
 from tests.cli.test_index import running
 from tests.conftest import eventually
@@ -90,7 +90,7 @@ def _tokens(folder: Path) -> list[int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from kvpool.index import Chat
-        from kvpool.index.tokenizer import Tokenizer
+        from kvpool.index.place.tokenizer import Tokenizer
 
         return Tokenizer.load("m", str(folder)).of_chat(Chat.of_request(CHAT))
 

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from kvpool.cli.top import Look, rates_of, rows_of
-from kvpool.hashing import seed_id
 from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, Worker, WorkerStatus
 from kvpool.index.fleet import Fleet
+from kvpool.key.hashing import seed_id
 from tests.cli.test_app import kvpool, refused
 from tests.conftest import eventually
 from tests.index.fleets import Served, a_worker, say, serving

@@ -11,7 +11,7 @@ from kvpool.cli.bench_e2e_report import HOST, LMCACHE, OFF, OWN
 from kvpool.cli.bench_workload import QUESTIONS, TURNS
 from tests.cli.test_app import kvpool
 from tests.e2e.harness import LONG_SOAK
-from tests.stores.servers import running
+from tests.store.servers import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(620)]
 

@@ -13,7 +13,7 @@ from kvpool import BlockHasher
 from kvpool.cli.engine_process import EngineProcess, connector_config, small_engine
 from tests.conftest import eventually
 from tests.e2e.harness import engine_options, passing, prompt, records
-from tests.stores.servers import Server, running
+from tests.store.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 

@@ -16,18 +16,18 @@ import zmq
 from kvpool import BlockHasher, open_store
 from kvpool.cli.engine_process import EngineProcess, free_ports, kill_all_but_trackers
 from kvpool.config import hash_seed
-from kvpool.hashing import seed_id
+from kvpool.discovery.registry import WorkerWatch
+from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.answer import Row
-from kvpool.index.feed import END, EventFeed
 from kvpool.index.fleet import Fleet
-from kvpool.index.registry import WorkerWatch
-from kvpool.index.roster import Roster
-from kvpool.index.worker import Publisher, Worker
-from kvpool.keys import parse_facts_key
-from kvpool.stores.store import Store
+from kvpool.index.follow.roster import Roster
+from kvpool.index.follow.subscriber import END, EventFeed
+from kvpool.key.hashing import seed_id
+from kvpool.key.key import parse_facts_key
+from kvpool.store.store import Store
 from tests.conftest import eventually
 from tests.e2e.harness import BLOCK_TOKENS, engine_options, passing, prompt, started
-from tests.stores.servers import running
+from tests.store.servers import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -93,7 +93,7 @@ def test_sliding_window_and_full_attention(
 def _full_attention_group(pool: Path) -> str:
     import msgpack
 
-    from kvpool.stores import open_store
+    from kvpool.store import open_store
 
     with open_store(f"file://{pool}") as store:
         (document,) = store.announcements("kvpool:default:").values()

@@ -17,8 +17,8 @@ from kvpool import BlockHasher
 from kvpool.cli.engine_process import EngineProcess, connector_config
 from tests.conftest import eventually
 from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, engine_options, passing, prompt, records
-from tests.stores.proxy import Proxy, proxied
-from tests.stores.servers import Server, running
+from tests.store.proxy import Proxy, proxied
+from tests.store.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 

@@ -14,7 +14,7 @@ import zmq
 from kvpool import BlockHasher, open_store
 from kvpool.cli.engine_process import free_ports
 from kvpool.index.answer import Row
-from kvpool.vllm.whole_state import INTERVAL_S
+from kvpool.vllm.cache_resync import INTERVAL_S
 from tests.conftest import eventually
 from tests.e2e.harness import BLOCK_TOKENS, passing, prompt
 from tests.e2e.test_index import PROMPTS, WITHIN_S, Index, options_of

@@ -13,7 +13,7 @@ from kvpool import BlockHasher, metrics
 from kvpool.cli.engine_process import EngineProcess
 from tests.conftest import eventually
 from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, ask, engine_options, prompt, started
-from tests.stores.servers import SERVERS, Server, running
+from tests.store.servers import SERVERS, Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 

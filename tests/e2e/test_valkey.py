@@ -25,7 +25,7 @@ from tests.e2e.harness import (
     quiet,
     started,
 )
-from tests.stores.servers import Server, running
+from tests.store.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 

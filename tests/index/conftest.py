@@ -17,8 +17,8 @@ import pytest
 @pytest.fixture(scope="session")
 def grpc_started() -> None:
     from kvpool import IndexUnavailable
-    from kvpool.index.async_client import AsyncIndexClient
-    from kvpool.index.client import IndexClient
+    from kvpool.index.client.async_client import AsyncIndexClient
+    from kvpool.index.client.client import IndexClient
     from tests.index.fleets import serving
 
     async def ask(target: str) -> None:
@@ -36,7 +36,7 @@ def grpc_started() -> None:
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """See ``tests.vllm_server``: tokens of the cases of ``test_tokenizer``, and metrics pages."""
-    from tests.index.test_tokenizer import CASES
+    from tests.index.place.test_tokenizer import CASES
     from tests.index.tiny_tokenizer import write_tokenizer
 
     folder = str(write_tokenizer(tmp_path_factory.mktemp("server")))

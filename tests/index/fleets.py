@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvpool.hashing import seed_id
 from kvpool.index import Publisher, Worker
 from kvpool.index.fleet import Fleet
-from kvpool.index.http import HttpServer
-from kvpool.index.roster import Roster
-from kvpool.index.service import IndexServer
-from kvpool.index.tally import Tally
+from kvpool.index.follow.roster import Roster
+from kvpool.index.serve.http import HttpServer
+from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve.service import IndexServer
+from kvpool.key.hashing import seed_id
 
 
 class Clock:

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from kvpool.index.metrics_page import Engine
+from kvpool.index.place.metrics_page import Engine
 
 
 def page(engines: dict[int, Engine], model: str = "m") -> bytes:

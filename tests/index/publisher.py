@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import zmq
 
 from kvpool.cli.engine_process import free_ports
-from kvpool.index.feed import END
-from kvpool.index.worker import Publisher, Worker
+from kvpool.discovery.worker import Publisher, Worker
+from kvpool.index.follow.subscriber import END
 
 
 def worker_of(publisher: Publisher, name: str = "w") -> Worker:

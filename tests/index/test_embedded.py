@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpool import BlockHasher, Worker
-from kvpool.hashing import seed_id
 from kvpool.index import Lookup, Route
+from kvpool.key.hashing import seed_id
 from tests.conftest import eventually
 from tests.index.publisher import misbehaving
 from tests.index.wire import batch, stored

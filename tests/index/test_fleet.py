@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, KVPoolError, MalformedEvents, UnknownModel
-from kvpool.hashing import seed_id
-from kvpool.index import Lookup, Publisher, Row, Worker, admission
+from kvpool.discovery import admission
+from kvpool.index import Lookup, Publisher, Row, Worker
 from kvpool.index import fleet as fleet_module
 from kvpool.index.fleet import Fleet
+from kvpool.key.hashing import seed_id
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, cleared, packed64, removed, stored
 

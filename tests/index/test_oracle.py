@@ -25,11 +25,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvpool import IndexClient, UnknownModel
 from kvpool.cli.index_process import IndexProcess
-from kvpool.hashing import seed_id
 from kvpool.index import Row, Worker
-from kvpool.index import feed as feed_module
-from kvpool.index.feed import EventFeed
 from kvpool.index.fleet import Fleet
+from kvpool.index.follow import subscriber as feed_module
+from kvpool.index.follow.subscriber import EventFeed
+from kvpool.key.hashing import seed_id
 from tests.conftest import SOAK_S, eventually
 from tests.index.fleets import serving
 from tests.index.model import Model

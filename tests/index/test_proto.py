@@ -14,9 +14,9 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from kvpool import BlockHasher
-from kvpool.hashing import seed_id
-from kvpool.index import codec
+from kvpool.index.client import codec
 from kvpool.index.fleet import Fleet
+from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2
 from tests.golden.make import MESSAGES
 from tests.index.fleets import Clock

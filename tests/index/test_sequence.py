@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvpool.discovery.worker import Position
 from kvpool.errors import MalformedEvents
 from kvpool.index import sequence as module
 from kvpool.index.sequence import Sequence
-from kvpool.index.worker import Position
 
 KEPT = 6  # batches that the publisher of these tests can send again
 

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import PrefixIndex, SnapshotRefused, Worker, _native
+from kvpool.discovery.worker import Position
 from kvpool.index import Publisher
 from kvpool.index import fleet as fleet_module
 from kvpool.index.fleet import THAWED_LEASE_S, Fleet
 from kvpool.index.sequence import batch_digest
 from kvpool.index.snapshot import PartitionState, Snapshot, pack, unpack
-from kvpool.index.worker import Position
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, packed64, removed, stored
 

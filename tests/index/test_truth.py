@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, IndexClient
-from kvpool.hashing import seed_id
 from kvpool.index import Row, Worker
-from kvpool.index import feed as feed_module
-from kvpool.index.feed import EventFeed
 from kvpool.index.fleet import Fleet
+from kvpool.index.follow import subscriber as feed_module
+from kvpool.index.follow.subscriber import EventFeed
+from kvpool.key.hashing import seed_id
 from tests.conftest import eventually
 from tests.index.fleets import serving
 from tests.index.publisher import Misbehaving, misbehaving

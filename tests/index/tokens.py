@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpool.index.doors import make_token
+from kvpool.index.serve.auth import make_token
 
 
 def write_tokens(path: Path, **holders: tuple[list[str], list[str]]) -> dict[str, str]:

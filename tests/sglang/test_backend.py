@@ -17,14 +17,14 @@ import torch
 
 from kvpool import open_store
 from kvpool.config import HiCacheConfig
+from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
-from kvpool.keys import parse_key
-from kvpool.stores.facts import announced_namespaces
+from kvpool.key.key import parse_key
 from tests.conftest import eventually
 from tests.sglang.server import PAGE_TOKENS, Controller, Server, extra, hashes, storage_config, tokens
-from tests.stores.proxy import Harm, Way, proxied
-from tests.stores.servers import Server as StoreServer
-from tests.stores.servers import running
+from tests.store.proxy import Harm, Way, proxied
+from tests.store.servers import Server as StoreServer
+from tests.store.servers import running
 
 pytestmark = pytest.mark.sglang
 

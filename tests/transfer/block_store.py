@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvpool.stores import Store
-from kvpool.stores.store import StoredBlock
+from kvpool.store import Store
+from kvpool.store.store import StoredBlock
 
 
 class BlockStore(Store):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpool import _native
-from tests.transfer.test_engine import StallingStore
+from tests.transfer.test_mover import StallingStore
 
 
 class ScriptedBatch:

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from kvpool.metrics import Counters
-from kvpool.stores import open_store
+from kvpool.store import open_store
 from kvpool.transfer import BlockCopier, TransferEngine
-from kvpool.transfer.engine import ABANDON_AFTER_S, Block, Finished
 from kvpool.transfer.lane import Host, device_of
+from kvpool.transfer.mover import ABANDON_AFTER_S, Block, Finished
 from kvpool.transfer.staging import Staging
 from tests.conftest import SOAK_S, eventually
 from tests.transfer.scripted_store import ScriptedStore
 from tests.transfer.slow_device import SlowDevice
-from tests.transfer.test_engine import key, run
+from tests.transfer.test_mover import key, run
 
 BLOCKS = 24
 NUMBERS = 64  # elements of a block in each of two layers

@@ -12,13 +12,13 @@ import torch
 
 from kvpool import open_store
 from kvpool.metrics import Counters
-from kvpool.stores import Transfer
+from kvpool.store import Transfer
 from kvpool.transfer import BlockCopier, TransferEngine
-from kvpool.transfer.engine import Block
+from kvpool.transfer.mover import Block
 from tests.conftest import eventually
-from tests.stores.conformance import key, payload
-from tests.stores.misbehaving import Peer, misbehaving
-from tests.stores.servers import running
+from tests.store.conformance import key, payload
+from tests.store.misbehaving import Peer, misbehaving
+from tests.store.servers import running
 
 WRITERS = 64
 PROCESSES = 4

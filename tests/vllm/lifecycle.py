@@ -43,9 +43,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpool import _native
 from kvpool.errors import StoreUnavailable
-from kvpool.keys import parse_key
+from kvpool.key.key import parse_key
 from kvpool.metrics import add_samples
-from kvpool.stores.memory import MemoryStore
+from kvpool.store.memory import MemoryStore
 from kvpool.transfer import BlockCopier
 from kvpool.vllm.connector import KVPoolConnector
 from kvpool.vllm.plan import PoolMetadata
@@ -127,8 +127,8 @@ class World:
         for module in (
             "kvpool.vllm.scheduler",
             "kvpool.vllm.store_planner",
-            "kvpool.transfer.engine",
-            "kvpool.stores.transfer",
+            "kvpool.transfer.mover",
+            "kvpool.store.batch",
         ):
             self._patch.setattr(f"{module}.time", self.clock)
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
@@ -449,7 +449,7 @@ class ScriptedEngine:
             patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
             device = LateDevice() if self.shape.late else None
             if device is not None:
-                patch.setattr("kvpool.transfer.engine.device_of", lambda _: device)
+                patch.setattr("kvpool.transfer.mover.device_of", lambda _: device)
             connector = KVPoolConnector(self.config, KVConnectorRole.WORKER, cache)
             worker = connector._worker
             assert worker is not None

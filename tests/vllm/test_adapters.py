@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvpool.checkpoint import CheckpointDigest
-from kvpool.stores import Store, open_store
+from kvpool.key.checkpoint import CheckpointDigest
+from kvpool.store import Store, open_store
 from kvpool.vllm import adapters
 from kvpool.vllm.adapters import AdapterCheck, Adapters, pool_hash
 from tests.conftest import eventually

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvpool.config import PoolConfig, hash_seed
-from kvpool.hashing import seed_id
-from kvpool.index.admission import check_worker
-from kvpool.index.worker import Publisher
-from kvpool.index.worker_record import pack_worker
+from kvpool.discovery.admission import check_worker
+from kvpool.discovery.worker import Publisher
+from kvpool.discovery.worker_record import pack_worker
+from kvpool.key.hashing import seed_id
 
 pytestmark = [pytest.mark.vllm]
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpool.errors import EngineRefused
-from kvpool.keys import Namespace
+from kvpool.key.key import Namespace
 from kvpool.vllm import compat
 from kvpool.vllm.facts import engine_facts
 from kvpool.vllm.plan import Group

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvpool import BlockHasher
-from kvpool.stores import Store, open_store
+from kvpool.store import Store, open_store
 from kvpool.vllm.plan import PoolWorkerMetadata
 from tests.conftest import eventually
 from tests.vllm.test_scheduler import BLOCK_TOKENS, NAMESPACE, TABLE, answer, half, output

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.stores.memory import MemoryStore
+from kvpool.store.memory import MemoryStore
 from kvpool.vllm.store_planner import StorePlanner
 from tests.vllm.lifecycle import ScriptedEngine, Shape, World
 from tests.vllm.test_lifecycle import configured

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvpool import BlockHasher
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError
-from kvpool.keys import Fact, parse_key
+from kvpool.key.key import Fact, parse_key
 from kvpool.vllm import connector
 from tests.conftest import SOAK_S
 from tests.vllm.lifecycle import (

@@ -9,7 +9,7 @@ import pytest
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.stores import Lookup
+from kvpool.store import Lookup
 from kvpool.vllm.lookups import FRESH_S, LOOKUP_GRACE_S, RequestLookup, groups_to_ask
 from kvpool.vllm.plan import Group
 

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvpool import metrics
-from kvpool.stores import Store, open_store
+from kvpool.store import Store, open_store
 from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf

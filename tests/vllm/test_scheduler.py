@@ -21,15 +21,15 @@ from vllm.v1.request import Request
 from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.keys import Namespace
-from kvpool.stores import Store, Transfer, open_store
-from kvpool.stores.memory import MemoryStore
-from kvpool.stores.store import MAX_BATCH_KEYS
+from kvpool.key.key import Namespace
+from kvpool.store import Store, Transfer, open_store
+from kvpool.store.memory import MemoryStore
+from kvpool.store.store import MAX_BATCH_KEYS
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from kvpool.vllm.plan import BlockRef, Group, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.conftest import eventually
-from tests.transfer.test_engine import StallingStore
+from tests.transfer.test_mover import StallingStore
 
 pytestmark = [pytest.mark.vllm]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.keys import Fact
+from kvpool.key.key import Fact
 from kvpool.vllm.stages import facts_of_engine, why_ranks_differ
 
 MODEL: dict[str, Fact] = {"model": "m", "pipeline_parallel": 2}

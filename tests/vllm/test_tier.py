@@ -22,12 +22,12 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvpool import open_store
+from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import EngineRefused, KVPoolError
-from kvpool.stores.facts import announced_namespaces
-from kvpool.stores.store import MAX_BATCH_KEYS
+from kvpool.store.store import MAX_BATCH_KEYS
 from kvpool.vllm import KVPoolTier, tier
 from tests.conftest import eventually
-from tests.stores.servers import SERVERS, Server, running
+from tests.store.servers import SERVERS, Server, running
 from tests.vllm.secondary_tier import (
     CHUNK_NBYTES,
     CHUNKS,
@@ -377,7 +377,7 @@ def test_what_engines_ask_for_and_use_counts_as_used(
 def test_questions_and_jobs_of_any_length_are_cut(
     server: Server, opened: Callable[[Driven], Driven], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.stores.store.MAX_BATCH_KEYS", 10)
+    monkeypatch.setattr("kvpool.store.store.MAX_BATCH_KEYS", 10)
     monkeypatch.setattr("kvpool.vllm.tier.ASK_KEYS", 10)
     monkeypatch.setattr("kvpool.vllm.tier.MAX_TOUCHES", 10)
     monkeypatch.setattr("kvpool.vllm.tier.PART_NBYTES", 10 * CHUNK_NBYTES)

@@ -19,7 +19,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from kvpool.cli.engine_process import child_environment
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
-from kvpool.keys import Fact
+from kvpool.key.key import Fact
 from kvpool.vllm.weights import model_name, weights_of
 from tests.hub import serving
 

@@ -13,17 +13,18 @@ import torch
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
-from kvpool.index import registry
-from kvpool.index.worker import Publisher, Worker
-from kvpool.index.worker_record import unpack_worker
-from kvpool.keys import EPOCH_FACT, Fact, Namespace, request_key
-from kvpool.stores import open_store, server_announcements
-from kvpool.transfer.engine import Finished
+from kvpool.discovery import registry
+from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker_record import unpack_worker
+from kvpool.key.key import EPOCH_FACT, Fact, Namespace, request_key
+from kvpool.store import open_store
+from kvpool.store.server import documents as server_announcements
+from kvpool.transfer.mover import Finished
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.worker import WorkerHalf
 from tests.conftest import eventually
-from tests.stores.misbehaving import Peer, misbehaving
+from tests.store.misbehaving import Peer, misbehaving
 from tests.transfer.slow_device import SlowDevice
 
 pytestmark = [pytest.mark.vllm]

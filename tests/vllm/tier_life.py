@@ -43,9 +43,9 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 from kvpool import _native
-from kvpool.keys import parse_key
-from kvpool.stores.file import FileStore
-from kvpool.transfer.engine import STORE_TIMEOUT_S
+from kvpool.key.key import parse_key
+from kvpool.store.file import FileStore
+from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import KVPoolTier
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from tests.vllm.lifecycle import BUDGET_S, LONG_S, MAX_LOAD_S, STEP_S, World

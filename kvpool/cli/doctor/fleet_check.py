@@ -1,0 +1,261 @@
+"""What ``kvpool doctor`` sees of workers and of an index: who is followed, and why somebody is not."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kvpool.cli.doctor.finding import Finding, note, ok, problem
+from kvpool.cli.index_connection import IndexConnection
+from kvpool.discovery.worker import Worker
+from kvpool.discovery.worker_record import merge_ranks, unpack_worker
+from kvpool.errors import AccessDenied, IndexUnavailable, UnknownModel
+from kvpool.index.answer import WorkerStatus
+from kvpool.index.client.client import IndexClient
+from kvpool.key.key import is_request_key, workers_prefix
+from kvpool.store import Store
+
+CONNECT_S = 1.0
+MAX_ENDPOINTS = 64  # that are tried
+COMPARISONS = 10  # of two indexes, until they say the same of every rank
+BETWEEN_S = 0.2
+EVENTS_ON = (
+    "start it with --kv-events-config "
+    '\'{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\''
+)
+
+
+def announced_workers(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
+    """The workers of a tenant that announce themselves in the pool, and what is wrong with their records."""
+    announced = store.announcements(workers_prefix(tenant))
+    records = {key: record for key, record in announced.items() if not is_request_key(key)}
+    found = [one for key, record in records.items() if (one := unpack_worker(key, record)) is not None]
+    workers, problems = merge_ranks(found)
+    if len(found) < len(records):
+        problems.append(f"{len(records) - len(found)} records of workers cannot be read: of another version?")
+    return list(workers.values()), problems
+
+
+def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> Iterator[Finding]:
+    """Judge the workers that announce themselves. Blocking, for a second an address that does not answer."""
+    if not workers:
+        yield note(
+            "workers",
+            f"none of tenant {tenant} announces itself in the pool",
+            "start vLLM with KVPoolConnector (docs/vllm.md); a record lasts for its lease only",
+        )
+    for sentence in problems:
+        yield problem("workers", sentence, "see docs/workers.md")
+    for worker in workers:
+        yield from _worker(worker)
+    yield from _schemes(workers)
+
+
+def _worker(worker: Worker) -> Iterator[Finding]:
+    if not any(one.events for one in worker.publishers):
+        says = f"worker {worker.name} publishes no KV events, so nobody knows what it holds"
+        yield problem("workers", says, EVENTS_ON)
+        return
+    silent = [one.events for one in worker.publishers[:MAX_ENDPOINTS] if not _answers(one.events)]
+    if silent:
+        yield problem(
+            "workers",
+            f"worker {worker.name} announces its events at {silent[0]}, where nobody answers",
+            'set its "advertise_host" to a name that other hosts can reach, and open the port',
+        )
+    elif not all(one.replay for one in worker.publishers):
+        yield note(
+            "workers",
+            f"worker {worker.name} has no replay endpoint: what an index misses once stays unknown",
+            'add "replay_endpoint":"tcp://*:5558" to its --kv-events-config',
+        )
+    else:
+        events = ", ".join(one.events for one in worker.publishers[:4])
+        yield ok(
+            "workers",
+            f"worker {worker.name} of model {worker.model}: blocks of {worker.block_tokens} tokens, "
+            f"{worker.hash_algorithm}, events at {events}",
+        )
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether somebody listens there; other transports than TCP are believed."""
+    address = urlsplit(endpoint)
+    if address.scheme != "tcp" or address.hostname is None or address.port is None:
+        return True
+    try:
+        socket.create_connection((address.hostname, address.port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _schemes(workers: Iterable[Worker]) -> Iterator[Finding]:
+    """Workers of one model whose hashes mean different things."""
+    schemes: dict[str, dict[tuple[str, str, int], str]] = {}
+    for worker in workers:
+        scheme = (worker.hash_algorithm, worker.hash_seed_id, worker.block_tokens)
+        schemes.setdefault(worker.model, {}).setdefault(scheme, worker.name)
+    for model, found in schemes.items():
+        (first, name), *others = found.items()
+        for other, other_name in others:
+            words = ("hash algorithm", "PYTHONHASHSEED", "block size")
+            differing = [word for word, a, b in zip(words, first, other, strict=True) if a != b]
+            yield problem(
+                "workers",
+                f"workers {name} and {other_name} of model {model} hash in different ways, so they never share",
+                f"give them the same {' and '.join(differing)}",
+            )
+
+
+def index_findings(index: IndexConnection, announced: list[Worker] | None, tenant: str) -> Iterator[Finding]:
+    """Judge an index. ``announced``: who is in the pool; None: it was not looked at."""
+    with index.open() as client:
+        try:
+            statuses = client.workers()
+        except AccessDenied as error:
+            yield problem("index", str(error), "give a token with the right to ask: --token-file")
+            return
+        except IndexUnavailable as error:
+            yield problem("index", str(error), "start it with kvpool index, or correct the address")
+            return
+        count = sum(len(status.publishers) for status in statuses)
+        yield ok("index", f"{index.target} answers: it follows {len(statuses)} workers with {count} ranks")
+        if not statuses:
+            yield note(
+                "index",
+                "it knows no worker",
+                "name the pool of the workers with --pool, or each stock vLLM with --worker",
+            )
+        for status in statuses:
+            yield from _followed(status)
+        yield from _hashing(client, statuses)
+    known = {status.worker.id for status in statuses}
+    for worker in announced or ():
+        if worker.id not in known:
+            yield problem(
+                "index",
+                f"worker {worker.name} of tenant {tenant} is in the pool and not in the index",
+                "start the index with the same --pool; it looks every second",
+            )
+
+
+def _followed(status: WorkerStatus) -> Iterator[Finding]:
+    name = status.worker.name
+    if not status.publishers:
+        yield problem(
+            "index", f"worker {name} publishes no KV events: it is known and not followed", EVENTS_ON
+        )
+    for one in status.publishers:
+        if one.stale:
+            events = next((p.events for p in status.worker.publishers if p.dp_rank == one.dp_rank), "")
+            yield problem(
+                "index",
+                f"rank {one.dp_rank} of worker {name} is stale: {one.problem or 'it was not heard from'}",
+                f"see whether its events are on and {events} can be reached from the index; without a replay "
+                "endpoint it is heard from with its first batch"
+                if events
+                else EVENTS_ON,
+            )
+        elif one.resets:
+            yield note(
+                "index",
+                f"what rank {one.dp_rank} of worker {name} holds was forgotten {one.resets} times: "
+                f"{one.problem or 'it was started anew'}",
+                "give it a replay endpoint, if it has none",
+            )
+        elif one.problem:
+            yield note(
+                "index",
+                f"rank {one.dp_rank} of worker {name}: {one.problem}",
+                "it tells all it holds in its next step where it is asked; stock vLLM cannot be asked",
+            )
+
+
+def _hashing(client: IndexClient, statuses: list[WorkerStatus]) -> Iterator[Finding]:
+    """Whether the index can hash tokens as the workers do."""
+    for tenant, model in sorted({(status.worker.tenant, status.worker.model) for status in statuses}):
+        try:
+            client.lookup(model, token_ids=[0], tenant=tenant)
+        except UnknownModel as error:
+            yield problem("index", str(error), "or ask it by block hashes")
+
+
+def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterator[Finding]:
+    """Whether two indexes know the same of the workers that both follow. Blocking, for two seconds where they do not.
+
+    They are compared at equal sequences, so one that is a little behind is no finding; and a rank of which one of them
+    has evicted blocks is not compared.
+    """
+    differing: dict[_Rank, tuple[int, int]] = {}
+    compared: set[_Rank] = set()
+    with target.open() as one, other.open() as two:
+        for turn in range(COMPARISONS):
+            if turn:
+                time.sleep(BETWEEN_S)
+            try:
+                here, there = _contents(one.workers()), _contents(two.workers())
+            except IndexUnavailable:  # a finding of index_findings
+                return
+            full = {rank for rank in here.keys() & there.keys() if here[rank].evicted or there[rank].evicted}
+            common = (here.keys() & there.keys()) - full
+            for rank in full:
+                differing.pop(rank, None)
+                compared.discard(rank)
+            for rank in common:
+                if here[rank].sequence != there[rank].sequence:
+                    continue
+                compared.add(rank)
+                if here[rank].digest == there[rank].digest:
+                    differing.pop(rank, None)
+                else:
+                    differing[rank] = (here[rank].blocks, there[rank].blocks)
+            if not differing and compared >= common:
+                break
+    for (worker, _, dp_rank), (blocks, its_blocks) in sorted(differing.items()):
+        yield problem(
+            "replicas",
+            f"after the same batch of rank {dp_rank} of worker {worker}, {target.target} knows of {blocks} blocks and "
+            f"{other.target} of {its_blocks}, and not of the same",
+            "the one that has missed batches (resets in ListWorkers) knows less: start it anew with --bootstrap of the "
+            "other",
+        )
+    for worker in sorted({rank[0] for rank in here.keys() ^ there.keys()}):
+        yield note(
+            "replicas",
+            f"worker {worker} is not followed well, or as the same start, by both {target} and {other}",
+            "give both the same --pool and --worker",
+        )
+    if full:
+        yield note(
+            "replicas",
+            f"{len(full)} ranks were not compared: an index that is full has forgotten blocks of theirs",
+            "raise its --max-blocks or --max-memory",
+        )
+    if not differing:
+        yield ok("replicas", f"{target} and {other} know the same of {len(compared)} ranks")
+
+
+_Rank = tuple[str, str, int]  # worker, its incarnation, rank
+
+
+class _Holdings(NamedTuple):
+    sequence: int
+    digest: int
+    blocks: int
+    evicted: int
+
+
+def _contents(statuses: list[WorkerStatus]) -> dict[_Rank, _Holdings]:
+    """Of each rank that is trusted."""
+    return {
+        (status.worker.id, status.worker.incarnation, one.dp_rank): _Holdings(
+            one.sequence, one.digest, one.blocks, one.evicted_blocks
+        )
+        for status in statuses
+        for one in status.publishers
+        if not one.stale
+    }

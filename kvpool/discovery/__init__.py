@@ -1,0 +1,1 @@
+"""How workers and indexes find each other in the pool."""

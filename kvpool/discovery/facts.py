@@ -1,0 +1,97 @@
+"""Why two workers do not share: each namespace keeps its facts in the pool, for the others to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+
+from kvpool.errors import ConfigError
+from kvpool.key.key import (
+    EPOCH_FACT,
+    MAX_FACTS,
+    Fact,
+    Namespace,
+    differing_facts,
+    parse_facts_key,
+    tenant_prefix,
+)
+from kvpool.store.store import Store
+
+LEASE_S = 30 * 86400.0
+_VERSION = 1
+
+
+def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
+    """Keep the namespace's facts in the pool for 30 days, and name what keeps others from sharing with it.
+
+    Returns one sentence for every other namespace of the same tenant that is of this model, or of the same weights
+    under another name, in the order of their fingerprints: which facts differ, and how; none where one of the two is
+    an engine's own (``EPOCH_FACT``). ``model``: what people call it, in the record beside the facts.
+    Blocking, for a few small reads and one write. Errors: ``StoreUnavailable``; ``ConfigError`` when the
+    facts together are larger than an announcement may be. Records that cannot be read are passed over.
+    """
+    record = {"version": _VERSION, "model": model, "facts": dict(namespace.facts)}
+    store.announce(namespace.facts_key, msgpack.packb(record), lease_s=LEASE_S)
+    weights = namespace.facts.get("weights")
+    others = {
+        other.hex: (name, other)
+        for name, found in announced_namespaces(store, namespace.tenant).items()
+        for other in found
+        if other != namespace and (name == model or (weights and other.facts.get("weights") == weights))
+    }
+    return [
+        f'namespace {fingerprint[:8]} of model "{name}" holds blocks that this worker cannot share: '
+        + describe_differences(namespace, other)
+        for fingerprint, (name, other) in sorted(others.items())
+        if EPOCH_FACT not in {*other.facts, *namespace.facts}
+    ]
+
+
+def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]]:
+    """The namespaces of ``tenant`` that the pool has facts of, by model and then by fingerprint.
+
+    Blocking, for a few small reads. Errors: ``StoreUnavailable``. Records that cannot be read are passed over.
+    """
+    found: dict[str, list[Namespace]] = {}
+    for key, document in store.announcements(tenant_prefix(tenant)).items():
+        parsed, described = parse_facts_key(key), _described(tenant, document)
+        if parsed is not None and described is not None and described[1].hex == parsed[1]:
+            found.setdefault(described[0], []).append(described[1])
+    return found
+
+
+def describe_differences(here: Namespace, there: Namespace) -> str:
+    """Which facts keep two namespaces apart, in words."""
+    return "; ".join(_difference(*one) for one in differing_facts(here.facts, there.facts))
+
+
+def _described(tenant: str, document: bytes) -> tuple[str, Namespace] | None:
+    """(model, namespace) that a facts record describes; None when it is no such record."""
+    try:
+        record: Any = msgpack.unpackb(document, max_map_len=MAX_FACTS, max_array_len=0, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException):
+        return None
+    if not isinstance(record, dict) or record.get("version") != _VERSION:
+        return None
+    model, facts = record.get("model"), record.get("facts")
+    if not isinstance(model, str) or not isinstance(facts, dict):
+        return None
+    try:
+        return model, Namespace(tenant, facts)
+    except ConfigError:
+        return None
+
+
+def _difference(name: str, here: Fact | None, there: Fact | None) -> str:
+    if there is None:
+        return f"{name} is {_shown(here)} here and absent there"
+    if here is None:
+        return f"{name} is absent here and {_shown(there)} there"
+    return f"{name} is {_shown(here)} here and {_shown(there)} there"
+
+
+def _shown(fact: Fact | None) -> str:
+    if isinstance(fact, bool):
+        return "true" if fact else "false"
+    return str(fact) if isinstance(fact, int) else f'"{fact}"'

@@ -1,0 +1,87 @@
+"""``Worker``: what the index has to know of a vLLM worker to follow it, and who is told what it publishes.
+
+Everything here is immutable; nothing blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+DEFAULT_TENANT = "default"
+MAX_DP_RANK = 65535
+DEFAULT_ALGORITHM = "sha256_cbor"
+PUSHED = "push"  # instead of an endpoint: the publisher brings its events (``IndexService.Publish``)
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Where one data-parallel rank publishes its KV events (``vllm/distributed/kv_events.py``).
+
+    ``events``: ``tcp://HOST:PORT`` of its PUB socket; ``push``: it brings them; empty: they are switched off.
+    ``replay``: of its ROUTER socket; empty: it has none.
+    """
+
+    dp_rank: int
+    events: str
+    replay: str = ""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker, known by tenant and name.
+
+    ``block_tokens``: tokens of a block that is hashed. ``hash_seed_id``: ``kvpool.key.hashing.seed_id`` of the seed
+    it hashes with. ``address``: where it serves requests, such as ``http://10.0.0.7:8000``; empty: not known.
+    ``incarnation``: another text at each start; empty: the index finds out by itself. ``namespace``: 32 hex
+    digits, whose blocks in the pool it can load; empty: none.
+    """
+
+    name: str
+    model: str
+    block_tokens: int
+    hash_seed_id: str
+    publishers: tuple[Publisher, ...]
+    tenant: str = DEFAULT_TENANT
+    hash_algorithm: str = DEFAULT_ALGORITHM
+    address: str = ""
+    incarnation: str = ""
+    namespace: str = ""
+
+    @property
+    def id(self) -> str:
+        """``TENANT/NAME``."""
+        return f"{self.tenant}/{self.name}"
+
+
+class Position(NamedTuple):
+    """The last batch of a rank that was applied: its number, and its digest (``kvpool.index.sequence``)."""
+
+    sequence: int
+    batch_digest: int
+
+
+class EventSink(Protocol):
+    """Who is told what the publishers of workers say. Any thread may call; nothing blocks on I/O.
+
+    ``worker_id``: ``Worker.id``. Calls about a worker that is not known do nothing.
+    """
+
+    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
+        """One batch, in the order of ``sequence``, each once. Errors: ``MalformedEvents``, nothing applied."""
+
+    def heard(self, worker_id: str, dp_rank: int) -> None:
+        """The publisher has just said that there is no later batch than the last one applied."""
+
+    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
+        """Forget what the rank holds: ``problem`` says why, in one line.
+
+        ``anew``: another life of the publisher has begun, which holds nothing that it does not tell of; otherwise
+        (a gap that nothing closed) the rank goes on holding what is forgotten here.
+        """
+
+    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
+        """From now on the rank's state is not to be trusted, for the reason given; or is again."""
+
+    def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
+        """Batches were found missing; or a replay has brought those that were."""

@@ -1,0 +1,139 @@
+"""What a worker leaves in the pool so that an index finds it: one small record for each data-parallel rank. Pure.
+
+A msgpack map under ``kvpool:TENANT:worker:RANK:NAME``. Tenant, rank and name stand in the key and nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgpack
+
+from kvpool.discovery.admission import check_worker
+from kvpool.discovery.worker import Publisher, Worker
+from kvpool.errors import ConfigError
+from kvpool.key.key import parse_worker_key, worker_key
+
+VERSION = 1
+MAX_RECORD_NBYTES = 16 << 10
+MIN_LEASE_S = 1.0
+MAX_LEASE_S = 3600.0
+
+# Fields of the record and of Worker.
+_TEXTS = ("model", "hash_algorithm", "hash_seed_id", "address", "incarnation", "namespace")
+_FIELDS = {"version", "block_tokens", "events", "replay", "lease_s", *_TEXTS}
+
+
+class Announced(NamedTuple):
+    """One rank as it announced itself: ``worker`` has one publisher."""
+
+    worker: Worker
+    lease_s: float
+
+    @property
+    def rank(self) -> tuple[str, int]:
+        """(worker id, data-parallel rank)."""
+        return self.worker.id, self.worker.publishers[0].dp_rank
+
+
+def pack_worker(worker: Worker, lease_s: float) -> tuple[str, bytes]:
+    """(key, record) of a worker with exactly one publisher. Errors: ``ConfigError`` that names the field."""
+    check_worker(worker)
+    if len(worker.publishers) != 1 or not worker.incarnation:
+        raise ConfigError(f"worker {worker.name}: one publisher and an incarnation are announced at a time")
+    if not MIN_LEASE_S <= lease_s <= MAX_LEASE_S:
+        raise ConfigError(
+            f"worker {worker.name}: a lease is {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds, not {lease_s:g}"
+        )
+    (publisher,) = worker.publishers
+    record = {
+        "version": VERSION,
+        "block_tokens": worker.block_tokens,
+        "events": publisher.events,
+        "replay": publisher.replay,
+        "lease_s": float(lease_s),
+        **{name: getattr(worker, name) for name in _TEXTS},
+    }
+    return worker_key(worker.tenant, worker.name, publisher.dp_rank), msgpack.packb(record)
+
+
+def unpack_worker(key: str, record: bytes) -> Announced | None:
+    """What a record says; None when it is nothing that this version can read and follow.
+
+    Fields that are not known are passed over: a later version may add some, and changes its number when the rest
+    means something else.
+    """
+    parsed = parse_worker_key(key)
+    if parsed is None or len(record) > MAX_RECORD_NBYTES:
+        return None
+    try:
+        fields: Any = msgpack.unpackb(record, max_map_len=64, max_array_len=0, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException):
+        return None
+    if not isinstance(fields, dict) or not fields.keys() >= _FIELDS or fields["version"] != VERSION:
+        return None
+    lease_s, tenant, name, dp_rank = fields["lease_s"], *parsed
+    if not all(isinstance(fields[text], str) for text in (*_TEXTS, "events", "replay")):
+        return None
+    if type(lease_s) is not float or not MIN_LEASE_S <= lease_s <= MAX_LEASE_S:
+        return None
+    try:
+        worker = Worker(
+            name=name,
+            tenant=tenant,
+            block_tokens=fields["block_tokens"],
+            publishers=(Publisher(dp_rank, fields["events"], fields["replay"]),),
+            **{text: fields[text] for text in _TEXTS},
+        )
+        return Announced(check_worker(worker), lease_s) if worker.incarnation else None
+    except ConfigError:
+        return None
+
+
+def merge_ranks(announced: Iterable[Announced]) -> tuple[dict[str, Worker], list[str]]:
+    """The workers that some ranks make up, by id; and a sentence for each rank that cannot be one of its worker's.
+
+    Ranks of one tenant and name are one worker if all but publisher, incarnation and namespace is the same; the lowest
+    rank decides. The worker is another incarnation whenever a rank is, comes or goes. Ranks whose caches were reset
+    have a namespace each: then nothing can be said of what the worker finds in the pool.
+    """
+    ranks: dict[str, list[Worker]] = {}
+    for one in announced:
+        ranks.setdefault(one.worker.id, []).append(one.worker)
+    workers: dict[str, Worker] = {}
+    problems: list[str] = []
+    for worker_id, parts in ranks.items():
+        parts.sort(key=lambda part: part.publishers[0].dp_rank)
+        alike = [part for part in parts if _common(part) == _common(parts[0])]
+        workers[worker_id] = replace(
+            parts[0],
+            publishers=tuple(part.publishers[0] for part in alike),
+            namespace=parts[0].namespace if len({part.namespace for part in alike}) == 1 else "",
+            incarnation=_incarnation([part.incarnation for part in alike]),
+        )
+        problems += [
+            f"worker {worker_id}: rank {part.publishers[0].dp_rank} is left out, for it is not of one engine "
+            f"with rank {parts[0].publishers[0].dp_rank}: {_difference(_common(parts[0]), _common(part))}; "
+            'give each engine its own "worker"'
+            for part in parts
+            if _common(part) != _common(parts[0])
+        ]
+    return workers, problems
+
+
+def _common(worker: Worker) -> Mapping[str, object]:
+    texts = {name: getattr(worker, name) for name in _TEXTS if name not in ("incarnation", "namespace")}
+    return {"block_tokens": worker.block_tokens, **texts}
+
+
+def _difference(here: Mapping[str, object], there: Mapping[str, object]) -> str:
+    return ", ".join(
+        f"{name} is {here[name]!r} and {there[name]!r}" for name in here if here[name] != there[name]
+    )
+
+
+def _incarnation(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

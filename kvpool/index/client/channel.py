@@ -1,0 +1,159 @@
+"""What both clients share: how a channel to an index is set up, and what its errors mean."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvpool.errors import AccessDenied, ConfigError, IndexUnavailable, KVPoolError, UnknownModel
+from kvpool.index.client import codec
+from kvpool.index.client.access import Access
+from kvpool.index.client.codec import Answer, Call
+from kvpool.text import parse_address
+from kvpool.v1 import index_pb2 as pb
+
+DEFAULT_TIMEOUT_S = 1.0
+MAX_TIMEOUT_S = 3600.0
+MAX_DETAIL_CHARS = 300
+
+OPTIONS = (
+    ("grpc.max_send_message_length", codec.MAX_REQUEST_NBYTES),
+    ("grpc.max_receive_message_length", codec.MAX_REPLY_NBYTES),
+    ("grpc.enable_http_proxy", 0),  # http_proxy in the environment is not meant for an index next door
+    # An index that comes back is found again within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+# What stands in gRPC's words when a handshake has failed -> what is wrong, and what to change. The first counts.
+_TLS_ADVICE = {
+    "certificate has expired": "its certificate has expired: renew it",
+    "certificate is not yet valid": "its certificate is not yet valid: correct it, or this host's clock",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority in tls_ca: name the one that signed it",
+    "Hostname Verification Check failed": "its certificate is not for this host: dial a name or address that it holds",
+    "WRONG_VERSION_NUMBER": "what listens there speaks no TLS: leave tls_ca out",
+    "handshake failed": "the handshake has failed; see that an index serves TLS there",
+    "Socket closed": "it was closed at once. If the index serves TLS, name its authority with tls_ca; if it demands a "
+    "certificate, add tls_cert and tls_key, of an authority that it trusts and not expired",
+}
+
+
+def _packed(request: Any) -> bytes:
+    packed: bytes = request.SerializeToString()
+    return packed
+
+
+def check_target(target: str) -> str:
+    """Return ``HOST:PORT`` if an index can be there. Errors: ``ConfigError``."""
+    _, port = parse_address(target)
+    if port == 0:
+        raise ConfigError(f"{target}: port 0 is for listening; write the port that kvpool index has printed")
+    return target
+
+
+def check_timeout_s(timeout_s: float) -> float:
+    """Return ``timeout_s`` if a call can have it. Errors: ``ConfigError``."""
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 < timeout_s <= MAX_TIMEOUT_S
+    ):
+        raise ConfigError(
+            f"timeout_s is more than 0 and at most {MAX_TIMEOUT_S:g} seconds, not {timeout_s!r:.40}"
+        )
+    return timeout_s
+
+
+def open_calls(channel: Any, access: Access) -> dict[str, Any]:
+    """What calls each method of the index, by its name; of either kind of channel."""
+    return {
+        name: partial(
+            channel.unary_unary(f"/{codec.SERVICE}/{name}", request_serializer=_packed),
+            metadata=access.metadata,
+        )
+        for name in codec.REPLIES
+    }
+
+
+def open_stream(channel: Any, access: Access, method: str = "LookupStream") -> Any:
+    """A call of a method with streams on both sides, under way."""
+    call = channel.stream_stream(f"/{codec.SERVICE}/{method}", request_serializer=_packed)
+    return call(metadata=access.metadata)
+
+
+def open_snapshot(channel: Any, access: Access, timeout_s: float) -> Any:
+    """The chunks of a ``Snapshot``, as they come."""
+    call = channel.unary_stream(
+        f"/{codec.SERVICE}/Snapshot",
+        request_serializer=_packed,
+        response_deserializer=pb.SnapshotChunk.FromString,
+    )
+    return call(pb.SnapshotRequest(), timeout=timeout_s, metadata=access.metadata)
+
+
+def read(target: str, call: Call[Answer], reply: bytes) -> Answer:
+    """What the reply says. Errors: ``IndexUnavailable`` when it is no such reply."""
+    try:
+        return call.decode(reply)
+    except (DecodeError, ValueError) as error:
+        raise IndexUnavailable(
+            f"what {target} replied to {call.method} is no reply of a kvpool index of this version: {error}"
+        ) from error
+
+
+def closed(target: str) -> KVPoolError:
+    """What a client says that was closed."""
+    return IndexUnavailable(f"this client of the index at {target} was closed")
+
+
+def late(target: str, timeout_s: float) -> KVPoolError:
+    """What a client says of an answer that did not come in time."""
+    return IndexUnavailable(
+        f"the index at {target} did not answer within {timeout_s:g} s: it is busy or stuck, or something else "
+        "listens there; raise timeout_s, or go on without it"
+    )
+
+
+def ended(target: str) -> KVPoolError:
+    """What a stream says that the index has ended."""
+    return IndexUnavailable(f"this stream of lookups to the index at {target} has ended; make another")
+
+
+def unanswered(target: str, count: int) -> KVPoolError:
+    """What a stream says on which too much is under way."""
+    return IndexUnavailable(
+        f"{count} lookups wait for the index at {target} on this stream; no more are sent"
+    )
+
+
+def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError:
+    """The error of ours for one of gRPC's."""
+    code: Any = error.code()
+    words = " ".join((error.details() or "").split())
+    detail = words[:MAX_DETAIL_CHARS]
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return ConfigError(detail)
+    if code is grpc.StatusCode.NOT_FOUND:
+        return UnknownModel(detail)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return late(target, timeout_s)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return IndexUnavailable(f"what listens on {target} is no kvpool index: {detail}")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return AccessDenied(f"the index at {target} does not let this client in: {detail}")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        if "failed to connect" in words:
+            for sign, advice in _TLS_ADVICE.items():
+                if sign in words:
+                    return IndexUnavailable(f"no connection to the index at {target}: {advice}")
+        if "http1" in detail or "HTTP" in detail or "SETTINGS" in detail:
+            return IndexUnavailable(f"what listens on {target} does not speak gRPC: it is no kvpool index")
+        return IndexUnavailable(
+            f"no index answers on {target}; start one with: kvpool index --listen {target} ({detail})"
+        )
+    return IndexUnavailable(f"the index at {target} failed ({code.name}): {detail}")

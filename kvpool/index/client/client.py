@@ -1,0 +1,208 @@
+"""``IndexClient``: asks an index, from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kvpool.discovery.worker import DEFAULT_TENANT, Worker
+from kvpool.errors import IndexUnavailable
+from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
+from kvpool.index.client import channel, codec
+from kvpool.index.client.access import Access
+from kvpool.index.client.codec import Answer, Call
+from kvpool.index.place.chat import Chat
+from kvpool.index.place.load import Load
+from kvpool.index.place.route import Route
+from kvpool.index.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
+from kvpool.key.hashing import Multimodal
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class IndexClient:
+    """A connection to the index at ``HOST:PORT``; it is made with the first call, and again when it was lost.
+
+    ``token``: the bearer token, for an index that asks for one; None: none.
+    ``tls_ca``: PEM file of the authorities that the index's certificate must be of; None: no TLS. ``tls_cert``,
+    ``tls_key``: of this client, for an index that demands a certificate. Without TLS a token crosses the network in the
+    clear.
+
+    ``timeout_s``: the deadline of a call that names none. Any thread may call anything; a call blocks its thread until
+    the answer or the deadline. ``with`` closes it.
+
+    Errors, of every call: ``ConfigError`` for a wrong argument, ``UnknownModel``, and ``IndexUnavailable`` when no
+    index answers in time, or (``AccessDenied``) it does not let this client in. A router takes the last as "nothing is
+    known" and goes on.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        timeout_s: float = channel.DEFAULT_TIMEOUT_S,
+        *,
+        token: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+    ) -> None:
+        self._target = channel.check_target(target)
+        self._timeout_s = channel.check_timeout_s(timeout_s)
+        self._access = Access(token, tls_ca, tls_cert, tls_key)
+        self._channel = self._access.open(grpc, target, channel.OPTIONS)
+        self._calls = channel.open_calls(self._channel, self._access)
+        self._closed = False
+
+    def lookup(
+        self,
+        model: str,
+        *,
+        token_ids: Sequence[int] | Buffer | None = None,
+        hashes64: Buffer | None = None,
+        text: str | None = None,
+        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
+        tenant: str = DEFAULT_TENANT,
+        lora: tuple[str, str] | None = None,
+        cache_salt: str | None = None,
+        multimodal: Sequence[Multimodal] = (),
+        workers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Lookup:
+        """How many leading blocks of a prompt each worker of ``model`` holds: a row for every candidate rank.
+
+        Give the prompt as ``token_ids`` (ints from 0 to 2**32 - 1, or a buffer of ints) and the index hashes them for
+        each kind of worker; or as ``hashes64``, what ``BlockHasher.hashes64`` returns, and these are asked everywhere.
+        ``text`` is a prompt as for ``/v1/completions``, ``chat`` the messages of one for ``/v1/chat/completions`` (or a
+        ``Chat``, with tools and more): an index that was started with the model's tokenizer makes tokens of them.
+        ``lora``, ``cache_salt`` and ``multimodal`` enter the hash of tokens, as in ``BlockHasher``. ``workers``:
+        candidates by name, those that are not known have no row; None: all.
+        """
+        call = codec.lookup_call(
+            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
+            cache_salt=cache_salt, multimodal=multimodal, workers=workers,
+        )  # fmt: skip
+        return self._answer(call, timeout_s)
+
+    def route(
+        self,
+        model: str,
+        *,
+        token_ids: Sequence[int] | Buffer | None = None,
+        hashes64: Buffer | None = None,
+        text: str | None = None,
+        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
+        tenant: str = DEFAULT_TENANT,
+        lora: tuple[str, str] | None = None,
+        cache_salt: str | None = None,
+        multimodal: Sequence[Multimodal] = (),
+        workers: Sequence[str] | None = None,
+        loads: Iterable[Load] = (),
+        most: int | None = None,
+        reserve_s: float | None = None,
+        prompt_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Route:
+        """The workers' ranks by what a prompt would cost there, the cheapest first, with the terms of each cost.
+
+        The prompt and ``workers`` as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows;
+        the index keeps it for later questions, and reads the workers' metrics itself. ``most``: picks that are wanted;
+        None: all. ``reserve_s``: count this prompt as load of the first pick for so long, so that routers that ask
+        meanwhile see it; ``release`` ends it sooner. ``prompt_tokens``: of the whole prompt, where it is given as
+        hashes; None: of its full blocks.
+        """
+        call = codec.route_call(
+            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
+            cache_salt=cache_salt, multimodal=multimodal, workers=workers, loads=loads, most=most,
+            reserve_s=reserve_s, prompt_tokens=prompt_tokens,
+        )  # fmt: skip
+        return self._answer(call, timeout_s)
+
+    def release(
+        self, reservation: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None
+    ) -> bool:
+        """End a reservation of ``route``: the request is over, or its load shows. False if it has ended by itself."""
+        return self._answer(codec.release_call(reservation, tenant), timeout_s)
+
+    def workers(
+        self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
+    ) -> list[WorkerStatus]:
+        """Whom the index follows, by tenant and name, and how well. ``tenant``, ``model``: only these; None: all."""
+        return self._answer(codec.workers_call(tenant, model), timeout_s)
+
+    def status(
+        self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
+    ) -> FleetStatus:
+        """``workers``, and what the index says of itself: hit ratios, blocks, memory."""
+        return self._answer(codec.status_call(tenant, model), timeout_s)
+
+    def register(
+        self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None
+    ) -> bool:
+        """Have the index follow a worker that does not announce itself, for ``lease_s`` seconds or until removed.
+
+        To be called again before the lease ends. An empty ``hash_seed_id`` is that of the index. True when another
+        start of this worker was followed, and is forgotten.
+        """
+        return self._answer(codec.register_call(worker, lease_s), timeout_s)
+
+    def remove(self, name: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None) -> bool:
+        """Forget a worker and all it holds, until it announces itself again; False if it is not known."""
+        return self._answer(codec.remove_call(name, tenant), timeout_s)
+
+    def snapshot(self, *, timeout_s: float | None = None) -> bytearray:
+        """All that the index knows, for ``kvpool.index.snapshot.unpack``; its bytes are not judged here.
+
+        For an index that is about to start. Errors: also ``IndexUnavailable`` when that one is not warm itself.
+        """
+        limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
+        if self._closed:
+            raise channel.closed(self._target)
+        found = bytearray()
+        try:
+            call = channel.open_snapshot(self._channel, self._access, limit_s)
+            for chunk in call:
+                found += chunk.data
+                if len(found) > MAX_SNAPSHOT_NBYTES:
+                    call.cancel()
+                    raise IndexUnavailable(
+                        f"the snapshot of {self._target} has more than {MAX_SNAPSHOT_NBYTES} bytes"
+                    )
+        except grpc.RpcError as error:
+            raise channel.error_of(self._target, limit_s, error) from error
+        except ValueError as error:  # closed by another thread, just now
+            raise channel.closed(self._target) from error
+        return found
+
+    def close(self) -> None:
+        """End the connection, and calls under way with it. May be called again."""
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> IndexClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"IndexClient({self._target!r})"
+
+    def _answer(self, call: Call[Answer], timeout_s: float | None) -> Answer:
+        limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
+        if self._closed:
+            raise channel.closed(self._target)
+        try:
+            reply = self._calls[call.method](call.request, timeout=limit_s)
+        except grpc.RpcError as error:
+            if self._closed:
+                raise channel.closed(self._target) from error
+            raise channel.error_of(self._target, limit_s, error) from error
+        except ValueError as error:  # closed by another thread, just now
+            raise channel.closed(self._target) from error
+        return channel.read(self._target, call, reply)

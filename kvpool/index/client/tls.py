@@ -1,0 +1,118 @@
+"""TLS on the port of an index: what gRPC takes, from PEM files that were looked at first.
+
+gRPC says nothing about a file that it cannot use until somebody connects, and then not to who has to mend it.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvpool.errors import ConfigError
+from kvpool.index.client.file_state import file_state
+
+MAX_PEM_NBYTES = 1 << 20
+
+logger = logging.getLogger("kvpool.index")
+
+
+class ServerTls:
+    """What an index listens with. ``client_ca``: callers need a certificate of one of these authorities; empty: none.
+
+    ``reload`` and gRPC's own threads share ``_fresh`` only, which is replaced whole. Errors: ``ConfigError`` that
+    names the file.
+    """
+
+    def __init__(self, cert: str, key: str, client_ca: str = "") -> None:
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._seen = self._state()
+        self._fresh: grpc.ServerCertificateConfiguration | None = None
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            self._read(), self._take_fresh, require_client_authentication=bool(client_ca)
+        )
+
+    @property
+    def uvicorn_options(self) -> dict[str, Any]:
+        """The same for a server of uvicorn's, as arguments of its ``Config``."""
+        options: dict[str, Any] = {"ssl_certfile": self._cert, "ssl_keyfile": self._key}
+        if self._client_ca:
+            options |= {"ssl_ca_certs": self._client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+        return options
+
+    def reload(self) -> None:
+        """Use the files from now on if they have changed. What cannot be used changes nothing, and is logged once.
+
+        Blocking: looks at some files.
+        """
+        if (seen := self._state()) == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._fresh = self._read()
+        except ConfigError as error:
+            logger.warning("the certificate stays as it was: %s", error)
+        else:
+            logger.info("the certificate was read again")
+
+    def _take_fresh(self) -> grpc.ServerCertificateConfiguration | None:
+        """gRPC asks at each handshake; None: nothing has changed."""
+        fresh, self._fresh = self._fresh, None
+        return fresh
+
+    def _state(self) -> list[object]:
+        return [file_state(path) for path in (self._cert, self._key, self._client_ca) if path]
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        chain, private = _pem("--tls-cert", self._cert), _pem("--tls-key", self._key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        _judge_chain(context, f"--tls-cert {self._cert} and --tls-key {self._key}", self._cert, self._key)
+        authorities = _authorities(context, "--tls-client-ca", self._client_ca) if self._client_ca else None
+        return grpc.ssl_server_certificate_configuration([(private, chain)], authorities)
+
+
+def channel_credentials(ca: str, cert: str = "", key: str = "") -> grpc.ChannelCredentials:
+    """What a client connects with. ``ca``: authorities of the index's certificate, which must be for the host dialled.
+
+    ``cert`` and ``key``: of the client, both or none. Errors: ``ConfigError`` that names the file.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authorities = _authorities(context, "tls_ca", ca)
+    if not cert:
+        return grpc.ssl_channel_credentials(authorities)
+    chain, private = _pem("tls_cert", cert), _pem("tls_key", key)
+    _judge_chain(context, f"tls_cert {cert} and tls_key {key}", cert, key)
+    return grpc.ssl_channel_credentials(authorities, private, chain)
+
+
+def _authorities(context: ssl.SSLContext, option: str, path: str) -> bytes:
+    pem = _pem(option, path)
+    try:
+        context.load_verify_locations(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path}: holds no certificate in PEM") from error
+    return pem
+
+
+def _judge_chain(context: ssl.SSLContext, what: str, cert: str, key: str) -> None:
+    try:
+        context.load_cert_chain(cert, key, password="")  # it would ask on the terminal
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", "") or "no PEM"
+        raise ConfigError(
+            f"{what}: not a certificate and its own private key in PEM, without a passphrase ({reason})"
+        ) from error
+
+
+def _pem(option: str, path: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_PEM_NBYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(raw) > MAX_PEM_NBYTES:
+        raise ConfigError(f"{option} {path}: larger than {MAX_PEM_NBYTES} bytes: this is no PEM file")
+    return raw

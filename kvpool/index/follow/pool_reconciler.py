@@ -1,0 +1,351 @@
+"""``Residency``: what the index credits to the pool is what lies there.
+
+Workers' events say what was put and what a load missed. What servers evict, delete or lose, no worker says. So:
+
+- **Notices.** A key of which a server says that it changed is looked for, and its block is credited or not, as it is
+  there or not.
+- **Rounds.** Again and again all keys are walked. Before that each block that is credited is put in doubt; what is
+  found, or told of by an event meanwhile, is credited; what is still in doubt at the end is not any more.
+
+A block of a KV-cache group is there when the keys of all its ranks are. How many ranks store a group is seen from its
+keys: one more than the highest.
+
+When the pool and the workers' events have come to rest, the first round that begins then makes the index right:
+``ResidencyTotals.bound_s`` is how long that takes at most. A notice is faster, and nothing rests on it: a round repairs
+what was missed.
+
+Threads: one, ``kvpool-residency``, owns all fields but ``_again`` and ``_closing``; others read ``_totals`` as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Generator, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgpack
+
+from kvpool.discovery.facts import announced_namespaces
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.index.fleet import Fleet, Pool
+from kvpool.key.key import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
+from kvpool.store.notices import Notices
+from kvpool.store.store import LOOK_KEYS, Store
+
+DEFAULT_KEYS_PER_S = 20_000
+MAX_KEYS_PER_S = 10_000_000
+PAUSE_S = 10.0  # between two rounds
+RETRY_S = 1.0  # after a round that failed
+WAIT_S = 0.25  # the longest that nobody looks whether there is something to do
+CATCH_UP_S = 0.1
+CLOSE_S = 5.0
+MAX_ASKED = 1 << 16  # keys in one question to the pool
+MAX_RANKS = 1024  # and groups, of a namespace: a key that names a higher one is passed over
+SLICES = 32  # of the table, in one step: each by itself is what a lookup may have to wait for
+WITNESSES = 16  # keys that were there lately: when all are gone after a flush, it was of this pool
+
+_WHOLE = {"full": "full_attention", "mla": "mla_attention"}
+_WINDOW = re.compile(r"sliding_window:([0-9]{1,9})")
+_DEAF = "the pool does not say what it loses, so that is seen in rounds only"
+_UNSEEN = "the pool cannot be looked through, so what it loses in silence stays credited"
+
+logger = logging.getLogger("kvpool.index")
+
+Namespace = tuple[str, str]  # tenant, 32 hex digits
+
+
+class ResidencyTotals(NamedTuple):
+    """Since the start, and the last four as it is now. Both notices and rounds add and remove blocks."""
+
+    notices: int = 0
+    missed_notices: int = 0  # times
+    added: int = 0
+    removed: int = 0
+    rounds: int = 0
+    failed_rounds: int = 0
+    deaf: int = 0  # 1: some server says nothing
+    round_s: float = 0.0  # of the last whole one
+    bound_s: float = 0.0  # a round that is under way, the pause, and the next one
+
+
+class Residency:
+    """Keeps the pool's blocks in ``fleet`` as they are in ``store``, from a thread of its own, until it is closed.
+
+    ``keys_per_s``: how many keys its rounds look at in a second. ``pause_s``: between two rounds.
+    A pool that is away, or does not let itself be walked or listened to, is a line in the log, and tried again.
+    The store must stay open until ``close`` has returned. Errors: ``ConfigError``.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        store: Store,
+        *,
+        keys_per_s: int = DEFAULT_KEYS_PER_S,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        if type(keys_per_s) is not int or not 1 <= keys_per_s <= MAX_KEYS_PER_S:
+            raise ConfigError(
+                f"keys a second are a whole number from 1 to {MAX_KEYS_PER_S}, not {keys_per_s!r:.40}"
+            )
+        self._fleet, self._store = fleet, store
+        self._keys_per_s, self._pause_s = keys_per_s, pause_s
+        self._closing = threading.Event()
+        self._again = threading.Event()  # a round is to begin that begins after now
+        self._round: Generator[int, None, None] | None = None
+        self._next_s = 0.0  # when the round goes on, or the next one begins
+        self._earliest_s = 0.0  # when the next one may begin
+        self._pools: list[Pool] = []  # as they are in this turn
+        self._known: set[Namespace] = set()  # of the last round
+        self._ranks: dict[Namespace, dict[int, int]] = {}  # by group
+        self._groups: dict[Namespace, dict[int, dict[str, Any]]] = {}  # by group: what its events say besides
+        self._witnesses: deque[str] = deque(maxlen=WITNESSES)
+        self._said: set[str] = set()  # what is wrong now
+        self._totals = ResidencyTotals()
+        self._thread = threading.Thread(target=self._run, name="kvpool-residency", daemon=True)
+        self._thread.start()
+
+    def pool_lost(self) -> None:
+        """The pool was emptied, or is another one: forget what it held, and look what it has. Any thread."""
+        self._fleet.forget_pool()
+        self._again.set()
+
+    def totals(self) -> ResidencyTotals:
+        """What a metrics page shows. Any thread."""
+        return self._totals
+
+    def close(self) -> None:
+        """End the thread; again does nothing. Blocking, for at most ``CLOSE_S`` seconds."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        notices = self._store.notices()
+        try:
+            while not self._closing.is_set():
+                try:
+                    self._pools = self._fleet.pools()
+                    self._hear(notices)
+                    self._look()
+                except Exception:  # a fault of ours: the next round repairs what it left behind
+                    logger.exception("looking at the pool failed")
+                    self._end_round(RETRY_S, RETRY_S)
+                    self._closing.wait(RETRY_S)
+        finally:
+            self._end_round(0.0)
+            if notices is not None:
+                notices.close()
+
+    def _hear(self, notices: Notices | None) -> None:
+        """Wait until the round goes on, and look meanwhile for what there is a notice of."""
+        wait_s = min(max(0.0, self._next_s - time.monotonic()), WAIT_S)
+        if notices is None:
+            self._closing.wait(wait_s)
+            return
+        heard = notices.take(wait_s)
+        self._say(_DEAF, heard.deaf)
+        missed = heard.missed or heard.emptied
+        self._count(notices=len(heard.keys), missed_notices=int(missed))
+        self._totals = self._totals._replace(deaf=int(bool(heard.deaf)))
+        if missed:
+            self._again.set()
+        try:
+            if heard.emptied and not self._has_witness():
+                self._fleet.forget_pool()
+            for start in range(0, len(heard.keys), LOOK_KEYS):
+                keys = heard.keys[start : start + LOOK_KEYS]
+                self._settle(((rank_key(key, 0), block) for key, block in self._ours(keys)), ())
+        except KVPoolError:
+            self._again.set()
+
+    def _look(self) -> None:
+        """Take the next step of a round, or begin one, if it is time for that."""
+        now_s = time.monotonic()
+        if self._round is not None:
+            due_s = self._next_s
+        elif self._again.is_set() or not _names(self._pools) <= self._known:
+            due_s = self._earliest_s
+        else:
+            due_s = self._next_s
+        if now_s < due_s:
+            return
+        if self._round is None:
+            self._again.clear()
+            self._round, self._next_s = self._walk(), now_s
+        try:
+            looked_at = next(self._round)
+        except StopIteration:
+            self._end_round(self._pause_s, WAIT_S)
+            self._say(_UNSEEN, "")
+        except KVPoolError as error:
+            self._end_round(RETRY_S, RETRY_S)
+            self._count(failed_rounds=1)
+            self._say(_UNSEEN, str(error))
+        else:
+            # What a step came late, for notices were looked after, is caught up.
+            self._next_s = max(self._next_s, now_s - CATCH_UP_S) + looked_at / self._keys_per_s
+
+    def _end_round(self, pause_s: float, least_pause_s: float = 0.0) -> None:
+        if self._round is not None:
+            self._round.close()
+            self._round = None
+        self._next_s = time.monotonic() + pause_s
+        self._earliest_s = time.monotonic() + least_pause_s
+
+    def _walk(self) -> Generator[int, None, None]:
+        """One round; yields after each step how many keys were looked at. Errors: ``KVPoolError``."""
+        started_s = time.monotonic()
+        pools = self._pools
+        self._known = _names(pools)
+        if pools:
+            self._learn_groups()
+            for pool in pools:
+                yield 0
+                cursor, slices = pool.table.doubt(pool.holder), 1
+                while cursor:
+                    cursor, slices = pool.table.doubt(pool.holder, cursor), slices + 1
+                    if slices % SLICES == 0:
+                        yield 0
+            for keys in self._store.scan_keys(_common_prefix(self._known)):
+                # Each block once, by its first rank: without that one it is not there.
+                found = [(key, block) for key, block in self._ours(keys) if block.rank == 0]
+                yield max(LOOK_KEYS, len(keys)) + self._settle(found, set(keys))
+            for pool in pools:
+                left, slices = 1, 0
+                while left:
+                    removed, left = pool.table.expel(pool.holder)
+                    self._count(removed=removed)
+                    slices += 1
+                    if slices % SLICES == 0:
+                        yield 0
+        round_s = time.monotonic() - started_s
+        self._count(rounds=1)
+        self._totals = self._totals._replace(round_s=round_s, bound_s=2 * round_s + self._pause_s)
+
+    # ---- what is there
+
+    def _ours(self, keys: Iterable[str]) -> list[tuple[str, FoundKey]]:
+        """The keys of known namespaces, taken apart; learns how many ranks store each of their groups."""
+        known = _names(self._pools)
+        ours = []
+        for key in keys:
+            block = split_key(key)
+            namespace = _namespace(block)
+            if namespace in known and max(block.group, block.rank) < MAX_RANKS:
+                ranks = self._ranks.setdefault(namespace, {})
+                ranks[block.group] = max(ranks.get(block.group, 1), block.rank + 1)
+                ours.append((key, block))
+        return ours
+
+    def _settle(self, blocks: Iterable[tuple[str, FoundKey]], seen: Collection[str]) -> int:
+        """Credit the blocks that are there, and no longer those that are not; how many keys were asked for.
+
+        ``blocks``: with the key of the first rank. ``seen``: keys that were there just now.
+        """
+        there: dict[str, FoundKey] = dict(blocks)
+        wanted = [
+            wanted
+            for key, block in there.items()
+            for rank in range(self._ranks[_namespace(block)][block.group])
+            if (wanted := rank_key(key, rank)) not in seen
+        ]
+        gone: dict[str, FoundKey] = {}
+        for start in range(0, len(wanted), MAX_ASKED):
+            asked = wanted[start : start + MAX_ASKED]
+            for key, found in zip(asked, self._store.contains_many(asked), strict=True):
+                first = rank_key(key, 0)
+                if not found and first in there:
+                    gone[first] = there.pop(first)
+        self._witnesses.extend(list(there)[-WITNESSES:])
+        self._tell("BlockStored", there.values())
+        self._tell("BlockRemoved", gone.values())
+        return len(wanted)
+
+    def _tell(self, event: str, blocks: Iterable[FoundKey]) -> None:
+        by_group: dict[Namespace, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for block in blocks:
+            by_group[_namespace(block)][block.group].append(block.hash64)
+        if not by_group:
+            return
+        for pool in self._pools:
+            groups = by_group.get((pool.tenant, pool.namespace))
+            if groups is None:
+                continue
+            described = self._groups.get((pool.tenant, pool.namespace), {})
+            events = [
+                {"type": event, "block_hashes": hashes, "medium": "STORAGE", "group_idx": group}
+                | described.get(group, {})
+                for group, hashes in groups.items()
+            ]
+            packed = msgpack.packb([0.0, events, None])
+            applied = pool.table.apply(pool.holder, packed, pool=pool.holder)
+            self._count(added=applied.stored, removed=applied.removed)
+
+    def _has_witness(self) -> bool:
+        return bool(self._witnesses) and any(self._store.contains_many(list(self._witnesses)))
+
+    def _learn_groups(self) -> None:
+        """Read from the facts in the pool what kind of KV-cache groups the known namespaces have."""
+        self._ranks = {name: ranks for name, ranks in self._ranks.items() if name in self._known}
+        self._groups = {name: groups for name, groups in self._groups.items() if name in self._known}
+        for tenant in sorted({tenant for tenant, _ in self._known - self._groups.keys()}):
+            for namespaces in announced_namespaces(self._store, tenant).values():
+                for one in namespaces:
+                    if (tenant, one.hex) in self._known:
+                        self._groups[tenant, one.hex] = _groups(one.facts)
+
+    # ---- what is said
+
+    def _count(self, **more: int) -> None:
+        self._totals = self._totals._replace(
+            **{name: getattr(self._totals, name) + count for name, count in more.items()}
+        )
+
+    def _say(self, trouble: str, reason: str) -> None:
+        """Once when it begins, with its reason, and once when there is none any more."""
+        if reason and trouble not in self._said:
+            self._said.add(trouble)
+            logger.warning("%s: %s", trouble, reason)
+        elif not reason and trouble in self._said:
+            self._said.discard(trouble)
+            logger.warning("this is over: %s", trouble)
+
+
+def _namespace(block: FoundKey) -> Namespace:
+    return block[:2]
+
+
+def _names(pools: Iterable[Pool]) -> set[Namespace]:
+    return {(pool.tenant, pool.namespace) for pool in pools}
+
+
+def _common_prefix(namespaces: Collection[Namespace]) -> str:
+    """What the keys of all of them start with."""
+    tenants = {tenant for tenant, _ in namespaces}
+    if len(namespaces) == 1:
+        ((tenant, namespace),) = namespaces
+        return namespace_prefix(tenant, namespace)
+    return tenant_prefix(tenants.pop()) if len(tenants) == 1 else KEY_PREFIX
+
+
+def _groups(facts: Mapping[str, Fact]) -> dict[int, dict[str, Any]]:
+    """What the events of each KV-cache group say of it, from the facts of ``kvpool.key.key.Layout``."""
+    groups: dict[int, dict[str, Any]] = {}
+    count = facts.get("groups")
+    for group in range(min(count, MAX_RANKS) if type(count) is int else 0):
+        attention = str(facts.get(f"group{group}.attention"))
+        if attention in _WHOLE:
+            groups[group] = {"kv_cache_spec_kind": _WHOLE[attention]}
+        elif (window := _WINDOW.fullmatch(attention)) is not None:
+            kind = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": int(window[1])}
+            groups[group] = kind
+        block_tokens = facts.get(f"group{group}.block_tokens")
+        if group in groups and type(block_tokens) is int:
+            groups[group]["block_size"] = block_tokens
+    return groups

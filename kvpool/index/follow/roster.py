@@ -1,0 +1,101 @@
+"""``Roster``: who is in the fleet, and that exactly those are followed.
+
+Flags, calls, the pool and leases that end all come here, each on a thread of its own. ``_lock`` is held for the whole
+of each change, so that the fleet and the feed see changes in one order. The feed lets go of a start before the fleet
+knows of the next one: so a late batch of the first is never taken for one of the second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from kvpool.discovery.worker import Position, Worker
+from kvpool.errors import KVPoolError
+from kvpool.index.fleet import Added, Fleet, Source
+from kvpool.index.follow.push import Intake
+from kvpool.index.snapshot import Snapshot
+
+
+class Feed(Protocol):
+    """Who subscribes to workers' events and tells the fleet, as an ``EventSink``, what they say.
+
+    When ``unfollow`` has returned, nothing more is said of that start of the worker; it may wait for a batch that is
+    being applied, and for nothing else.
+    """
+
+    def follow(self, worker: Worker, positions: Mapping[int, Position] | None = None) -> None: ...
+
+    def unfollow(self, worker_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+
+class Roster:
+    """Adds workers to ``fleet`` and removes them, and has ``feed`` follow those that are there.
+
+    ``feed``: None where events come some other way. ``intake`` follows those who push their events. Any thread may
+    call any method.
+    """
+
+    def __init__(self, fleet: Fleet, feed: Feed | None = None) -> None:
+        self.fleet = fleet
+        self.intake = Intake(fleet)
+        self._feeds: tuple[Feed, ...] = (self.intake,) if feed is None else (self.intake, feed)
+        self._lock = threading.Lock()
+
+    def add(self, worker: Worker, source: Source, lease_s: float | None = None) -> Added:
+        """``Fleet.add``; a new start is followed from now on, and no longer the one before it."""
+        with self._lock:
+            replaces = self.fleet.replaces(worker, source)
+            if replaces:
+                self._unfollow(worker.id)
+            added: Added | None = None
+            try:
+                added = self.fleet.add(worker, source, lease_s)
+                if added in ("new", "replaced"):
+                    for feed in self._feeds:
+                        feed.follow(worker)
+            except KVPoolError:
+                if replaces or added is not None:  # nobody follows it
+                    self.fleet.remove(worker.id)
+                raise
+            return added
+
+    def restore(self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None) -> None:
+        """``Fleet.thaw``; those that come back are followed from where they were. Errors: ``SnapshotRefused``."""
+        with self._lock:
+            for worker, positions in self.fleet.thaw(snapshot, age_s=age_s, flags=flags, life=life):
+                for feed in self._feeds:
+                    feed.follow(worker, positions)
+
+    def remove(self, worker_id: str, source: Source | None = None) -> bool:
+        """``Fleet.remove``."""
+        with self._lock:
+            removed = self.fleet.remove(worker_id, source)
+            if removed:
+                self._unfollow(worker_id)
+            return removed
+
+    def expire(self) -> list[str]:
+        """``Fleet.expire``. Errors: ``KVPoolError`` when the feed has ended, since nothing known stays true then."""
+        if not all(feed.is_alive for feed in self._feeds):
+            raise KVPoolError("the index has stopped: nobody reads events any more; the lines above say why")
+        with self._lock:
+            ended = self.fleet.expire()
+            for worker_id in ended:
+                self._unfollow(worker_id)
+            return ended
+
+    def close(self) -> None:
+        """Stop following anybody."""
+        for feed in self._feeds:
+            feed.close()
+
+    def _unfollow(self, worker_id: str) -> None:
+        for feed in self._feeds:
+            feed.unfollow(worker_id)

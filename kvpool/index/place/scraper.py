@@ -1,0 +1,129 @@
+"""``Scraper``: reads the metrics pages of a fleet's workers, each once a second, in the index's event loop.
+
+Each worker is read by a task of its own, so one that is slow holds up nobody; at most ``MAX_AT_A_TIME`` pages are
+under way. All state belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import anyio
+import httpx
+
+from kvpool.index.fleet import Fleet
+from kvpool.index.place.load import Load, LoadBoard
+from kvpool.index.place.metrics_page import BadPage, read_page
+
+INTERVAL_S = 1.0
+DEADLINE_S = 2.0  # for all of a page
+MAX_BACKOFF_S = 10.0
+MAX_AT_A_TIME = 64
+MAX_KEPT_OPEN = 512  # connections
+MAX_PAGE_NBYTES = 8 << 20
+
+logger = logging.getLogger("kvpool.index")
+
+
+class Scraper:
+    """Tells ``loads`` how busy the workers of ``fleet`` are, and ``fleet`` which of them are asleep.
+
+    A worker whose address is no HTTP URL is left out. Use it in one event loop: ``start``, ``close``.
+    """
+
+    def __init__(self, fleet: Fleet, loads: LoadBoard, *, interval_s: float = INTERVAL_S) -> None:
+        self._fleet = fleet
+        self._loads = loads
+        self._interval_s = interval_s
+        self._turns = asyncio.Semaphore(MAX_AT_A_TIME)
+        self._readers: dict[tuple[str, str, tuple[int, ...]], asyncio.Task[None]] = {}  # by what they read
+        self._task: asyncio.Task[None] | None = None
+        # trust_env: a proxy in the environment is not meant for workers next door
+        self._client = httpx.AsyncClient(
+            trust_env=False,
+            follow_redirects=False,
+            timeout=DEADLINE_S,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_KEPT_OPEN),
+            headers={"accept": "text/plain", "accept-encoding": "identity"},
+        )
+
+    def start(self) -> None:
+        """Read from now on."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop reading; nothing is told any more."""
+        tasks = [*self._readers.values(), *([self._task] if self._task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _run(self) -> None:
+        while True:
+            wanted = {
+                (worker.id, worker.address, tuple(one.dp_rank for one in worker.publishers))
+                for worker in self._fleet.followed()
+                if worker.address.startswith(("http://", "https://"))
+            }
+            for key in self._readers.keys() - wanted:
+                self._readers.pop(key).cancel()
+            for key in wanted - self._readers.keys():
+                self._readers[key] = asyncio.create_task(self._read(*key))
+            await asyncio.sleep(self._interval_s)
+
+    async def _read(self, worker_id: str, address: str, ranks: tuple[int, ...]) -> None:
+        """One worker's page, again and again. Said once when it cannot be read, and once when it can again."""
+        await asyncio.sleep(random.random() * self._interval_s)  # so that not all come at once
+        failures = 0
+        while True:
+            try:
+                async with self._turns:
+                    await self._take(worker_id, address, ranks)
+            except Exception as error:  # of many kinds: of addresses, names, sockets, TLS, HTTP and pages
+                failures += 1
+                if failures == 1:
+                    logger.info("worker %s: its metrics cannot be read: %s", worker_id, _line(error))
+            else:
+                if failures:
+                    logger.info("worker %s: its metrics are read again", worker_id)
+                failures = 0
+            await asyncio.sleep(min(self._interval_s * 2 ** min(failures, 16), MAX_BACKOFF_S))
+
+    async def _take(self, worker_id: str, address: str, ranks: tuple[int, ...]) -> None:
+        # Before the page is asked for: a batch that comes meanwhile may be of an engine that woke.
+        since = [self._fleet.progress(worker_id, rank) for rank in ranks]
+        # Before Python 3.12, asyncio.wait_for forgets a cancellation that meets the page.
+        with anyio.fail_after(DEADLINE_S):
+            page = await self._page(f"{address.rstrip('/')}/metrics")
+        engines = read_page(page)
+        if len(engines) == len(ranks) == 1:  # behind a balancer of its own, each rank is a server
+            engines = {ranks[0]: next(iter(engines.values()))}
+        name = worker_id.partition("/")[2]
+        for rank, come in zip(ranks, since, strict=True):
+            engine = engines.get(rank)
+            if engine is None:
+                raise BadPage(f"it says nothing of engine {rank}")
+            load = Load(name, rank, engine.running, engine.waiting, None, engine.kv_usage)
+            self._loads.scrape(worker_id, load, asleep=engine.asleep)
+            if engine.asleep and come is not None:
+                self._fleet.emptied(worker_id, rank, come)
+
+    async def _page(self, url: str) -> bytes:
+        async with self._client.stream("GET", url) as reply:
+            if reply.status_code != 200:
+                raise BadPage(f"{url} answers with HTTP status {reply.status_code}")
+            page = bytearray()
+            async for part in reply.aiter_raw():
+                page += part
+                if len(page) > MAX_PAGE_NBYTES:
+                    raise BadPage(f"{url} has more than {MAX_PAGE_NBYTES} bytes")
+        return bytes(page)
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, TimeoutError | httpx.TimeoutException):
+        return f"no answer within {DEADLINE_S:g} s"
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -1,0 +1,203 @@
+"""``Tokenizer``: the tokens that vLLM makes of text and of chats, for one model.
+
+What is done here is what vLLM 0.32 does for a Hugging Face tokenizer in ``/v1/completions`` and
+``/v1/chat/completions`` (``vllm/renderers/hf.py``, ``chat_utils.py``); a test compares the two. Models that vLLM
+writes out with code of their own (Mistral's tokenizer, gpt-oss, DeepSeek V3.2 and the like) are not among them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvpool.errors import ConfigError
+from kvpool.index.place.chat import Chat, text_parts
+from kvpool.text import missing_extra
+
+_ROLES = ("assistant", "developer", "system", "tool", "user")
+_BILLING = "x-anthropic-billing-header"  # a first line that differs in each request; vLLM leaves it out
+# What the method of the library takes for itself; a caller must not say these.
+_RESERVED = frozenset(
+    (
+        "add_generation_prompt", "chat_template", "conversation", "max_length", "messages", "padding",
+        "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
+        "truncation",
+    )
+)  # fmt: skip
+_PROBE = "kvpool"
+
+
+class Tokenizer:
+    """Made by ``load``. Any thread may call anything; a call takes as long as its text is."""
+
+    def __init__(self, model: str, tokenizer: Any) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._takes_parts: dict[str, bool] = {}  # by template; two threads would write the same
+        self.of_text("")  # the first call sets what further ones only read
+
+    @classmethod
+    def load(cls, model: str, source: str) -> Tokenizer:
+        """From a folder, or by a name on the Hugging Face hub (its cache, where ``HF_HUB_OFFLINE`` is set).
+
+        Blocking, for seconds. Errors: ``ConfigError``.
+        """
+        try:
+            import transformers
+        except ModuleNotFoundError as error:
+            raise missing_extra(error) from error
+        try:
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except Exception as error:  # of many kinds: files, the hub, classes that are not known
+            raise ConfigError(f"no tokenizer for {model} in {source}: {_first_line(error)}") from error
+        if not tokenizer.is_fast:
+            raise ConfigError(f"the tokenizer in {source} is not a fast one: send token ids for {model}")
+        return cls(model, tokenizer)
+
+    def of_text(self, text: str) -> list[int]:
+        """As for the ``prompt`` of ``/v1/completions``: with the special tokens that the tokenizer adds."""
+        return self._encode(text, special=True)
+
+    def of_chat(self, chat: Chat) -> list[int]:
+        """As for the ``messages`` of ``/v1/chat/completions``. Errors: ``ConfigError``, also the template's own."""
+        if reserved := sorted(_RESERVED & chat.template_options.keys()):
+            raise ConfigError(f"the template options of a chat cannot hold {', '.join(reserved)}")
+        tools = None if chat.tools is None else [_tool(tool) for tool in chat.tools]
+        template = self._template(tools)
+        conversation = [_message(message, self._parts(template)) for message in chat.messages]
+        if not any(quoted in template for quoted in ('"developer"', "'developer'")):
+            conversation = _without_developer(conversation)
+        options = {name: value for name, value in chat.template_options.items() if value is not None}
+        text = self._render(template, conversation, tools, chat.add_generation_prompt, options)
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, which is no text in Rust
+            raise ConfigError("the prompt is not Unicode text") from error
+        return tokens
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> str:
+        try:
+            template: str = self._tokenizer.get_chat_template(None, tools=tools)
+        except ValueError as error:
+            raise ConfigError(
+                f"the tokenizer of {self._model} has no chat template: send text or token ids"
+            ) from error
+        return template
+
+    def _render(
+        self,
+        template: str,
+        conversation: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any],
+    ) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                conversation, tools=tools, chat_template=template, tokenize=False,
+                add_generation_prompt=add_generation_prompt, **options,
+            )  # fmt: skip
+        except Exception as error:  # whatever a template raises is about what it was given
+            raise ConfigError(
+                f"the chat template of {self._model} refuses this chat: {_first_line(error)}"
+            ) from error
+        return text
+
+    def _parts(self, template: str) -> bool:
+        """Whether the template takes content as a list of parts: vLLM reads that from its loops, we try it out."""
+        takes = self._takes_parts.get(template)
+        if takes is None:
+            parts = [{"type": "text", "text": _PROBE}]
+            try:
+                text = self._render(template, [{"role": "user", "content": parts}], None, False, {})
+            except ConfigError:
+                takes = False
+            else:
+                takes = _PROBE in text and str(parts[0]) not in text and json.dumps(parts[0]) not in text
+            self._takes_parts[template] = takes
+        return takes
+
+
+def _message(message: Any, in_parts: bool) -> dict[str, Any]:
+    """One message as templates expect it."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ConfigError(f"a message has a role ({', '.join(_ROLES)}) and a content, not {message!r:.60}")
+    role = message["role"]
+    texts = text_parts(message.get("content"))
+    if role == "system":
+        texts = [text for text in map(_without_billing, texts) if text is not None]
+    made: dict[str, Any] = {"role": role}
+    if in_parts and role != "tool":  # vLLM joins those of a tool whatever the template takes
+        made["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        made["content"] = "\n".join(texts)
+    if role == "assistant":
+        if calls := message.get("tool_calls"):
+            made["tool_calls"] = [_tool_call(call) for call in calls]
+        if (reasoning := message.get("reasoning")) is not None:
+            made |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    elif role == "tool" and "tool_call_id" in message:
+        made["tool_call_id"] = message["tool_call_id"]
+    elif role == "developer":
+        made["tools"] = None
+    if isinstance(message.get("name"), str):
+        made["name"] = message["name"]
+    return made
+
+
+def _without_billing(text: str) -> str | None:
+    if not text.startswith(_BILLING):
+        return text
+    return text.partition("\n")[2] or None
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+        raise ConfigError(f"a tool call is of a function, not {call!r:.60}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except ValueError:
+            arguments = {}  # as vLLM has it: a bad call of the past does not end a conversation
+    if not isinstance(arguments, Mapping):
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """With the fields, and in their order, that vLLM's own model of a request gives it."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"a tool is a function with a name, not {tool!r:.60}")
+    made = {name: function.get(name) for name in ("name", "description", "parameters")}
+    if function.get("strict") is not None:
+        made["strict"] = function["strict"]
+    return {"type": "function", "function": made}
+
+
+def _without_developer(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of a template that does not know the role: its messages are the system's, and all of those are the first."""
+    if all(message["role"] != "developer" for message in conversation):
+        return list(conversation)
+    renamed = [
+        {**{name: value for name, value in message.items() if name != "tools"}, "role": "system"}
+        if message["role"] == "developer"
+        else message
+        for message in conversation
+    ]
+    places = [place for place, message in enumerate(renamed) if message["role"] == "system"]
+    if places == [0]:
+        return renamed
+    texts = ["\n".join(text_parts(renamed[place]["content"])) for place in places]
+    merged = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
+    return [merged, *(message for message in renamed if message["role"] != "system")]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,1 @@
+"""How the index is asked: gRPC, HTTP, metrics."""

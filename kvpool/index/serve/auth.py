@@ -1,0 +1,205 @@
+"""``Doors``: who may ask the index, publish to it and administer it, by bearer tokens.
+
+The file of tokens is TOML. It holds no token, only what SHA-256 makes of it (a token is random, so it cannot be
+guessed from that); ``kvpool token`` makes both. One table for each token, under a name of your choice:
+
+    [router]
+    sha256 = "..."          # 64 hex digits
+    rights = ["ask"]        # ask, publish, administer; none brings another one
+    tenants = ["team-a"]    # or "*": all
+
+``admit`` may be called by any thread, ``reload`` by one at a time; ``_doors`` is replaced whole. Tokens are neither
+kept nor logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+from kvpool.config import read_toml
+from kvpool.errors import AccessDenied, ConfigError
+from kvpool.index.client.access import MAX_TOKEN_CHARS
+from kvpool.index.client.file_state import file_state
+from kvpool.key.names import check_tenant
+from kvpool.text import unknown
+
+Right = Literal["ask", "publish", "administer"]
+RIGHTS: tuple[Right, ...] = get_args(Right)
+ALL_TENANTS = "*"
+
+MAX_TOKENS = 1024  # each call is compared with all of them: 0.2 ms
+MAX_TENANTS = 1024  # of a token
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+logger = logging.getLogger("kvpool.index")
+
+
+class WrongToken(AccessDenied):
+    """Nobody is known by this token, or there is none."""
+
+
+class Pass(NamedTuple):
+    """What one caller may do. ``tenants``: None: all of them."""
+
+    rights: frozenset[str]
+    tenants: frozenset[str] | None
+
+    def check(self, right: Right, tenant: str | None) -> None:
+        """``tenant``: whom it is about; None: nobody in particular; ``ALL_TENANTS``: all.
+
+        Errors: ``AccessDenied``, in the same words whether the index knows a tenant or not.
+        """
+        if right not in self.rights:
+            raise AccessDenied(f"this token has no right to {right}")
+        if tenant is not None and not self.sees(tenant):
+            raise AccessDenied(
+                "this token is not for "
+                + ("all tenants" if tenant == ALL_TENANTS else f"tenant {tenant!r:.80}")
+            )
+
+    def sees(self, tenant: str) -> bool:
+        """Whether it is for this tenant."""
+        return self.tenants is None or tenant in self.tenants
+
+
+EVERYTHING = Pass(frozenset(RIGHTS), None)
+
+
+class _Door(NamedTuple):
+    sha256: bytes
+    opens: Pass
+
+
+class Doors:
+    """``path``: the file of tokens; None: everybody may do everything.
+
+    Errors: ``ConfigError`` that names the file, and the token by its name.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self._path = path
+        self._seen: object = None
+        self._doors: tuple[_Door, ...] = ()
+        if path is not None:
+            self._seen = file_state(path)
+            self._doors = _read(path)
+
+    @property
+    def are_open(self) -> bool:
+        """Whether nobody needs a token."""
+        return self._path is None
+
+    def admit(self, authorization: str | None) -> Pass:
+        """What the caller may do who sends this ``authorization`` (``Bearer TOKEN``). Errors: ``WrongToken``."""
+        if self._path is None:
+            return EVERYTHING
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise WrongToken("this index asks for a token: send authorization: Bearer TOKEN")
+        found: Pass | None = None
+        if len(token) <= MAX_TOKEN_CHARS:
+            digest = _digest(token)
+            for door in self._doors:  # all of them, whichever it is: the time says nothing
+                if hmac.compare_digest(door.sha256, digest):
+                    found = door.opens
+        if found is None:
+            raise WrongToken("this index does not know this token")
+        return found
+
+    def reload(self) -> None:
+        """Read the file again if it has changed. One that cannot be read changes nothing, and is logged once.
+
+        Blocking: looks at one file.
+        """
+        if self._path is None or (seen := file_state(self._path)) == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._doors = _read(self._path)
+        except ConfigError as error:
+            logger.warning("the tokens stay as they were: %s", error)
+        else:
+            logger.info("the tokens were read again: %d", len(self._doors))
+
+
+def make_token(name: str, rights: Iterable[str], tenants: Iterable[str]) -> tuple[str, str]:
+    """A new token, and the table for the file of tokens. Errors: ``ConfigError``."""
+    token = secrets.token_urlsafe(32)
+    several = list(tenants)
+    entry = {
+        "sha256": _digest(token).hex(),
+        "rights": list(rights),
+        "tenants": ALL_TENANTS if ALL_TENANTS in several else several,
+    }
+    _door(name, entry)  # judges it
+    lines = (f"{field} = {_toml(value)}" for field, value in entry.items())
+    return token, "\n".join((f"[{name}]", *lines)) + "\n"
+
+
+def _toml(value: Any) -> str:
+    # No name, right or tenant holds what TOML would want escaped.
+    return f'"{value}"' if isinstance(value, str) else f"[{', '.join(map(_toml, value))}]"
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
+
+
+def _read(path: str) -> tuple[_Door, ...]:
+    tables = read_toml(path, "--tokens")
+    if not 1 <= len(tables) <= MAX_TOKENS:
+        raise ConfigError(
+            f"{path} has {len(tables)} tokens: write 1 to {MAX_TOKENS}, kvpool token makes them"
+        )
+    try:
+        doors = tuple(_door(name, table) for name, table in tables.items())
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if len({door.sha256 for door in doors}) != len(doors):
+        raise ConfigError(f"{path}: two names have the same token")
+    return doors
+
+
+def _door(name: str, table: Any) -> _Door:
+    if _NAME.fullmatch(name) is None or not isinstance(table, Mapping):
+        raise ConfigError(
+            f"{name!r:.80}: write a table for each token, under a name of letters, digits, _ and -"
+        )
+    fields = ("sha256", "rights", "tenants")
+    for field in table:
+        if field not in fields:
+            raise ConfigError(f"token {name}: {unknown('field', field, fields)}")
+    for field in fields:
+        if field not in table:
+            raise ConfigError(f"token {name}: {field} is missing")
+    sha256, rights, tenants = (table[field] for field in fields)
+    if not isinstance(sha256, str) or _SHA256.fullmatch(sha256) is None:
+        raise ConfigError(
+            f"token {name}: sha256 is 64 hex digits, as kvpool token writes them, not the token"
+        )
+    if not _are_texts(rights) or not rights:
+        raise ConfigError(f"token {name}: rights is a list of {', '.join(RIGHTS)}")
+    for right in rights:
+        if right not in RIGHTS:
+            raise ConfigError(f"token {name}: {unknown('right', right, RIGHTS)}")
+    if tenants == ALL_TENANTS:
+        return _Door(bytes.fromhex(sha256), Pass(frozenset(rights), None))
+    if not _are_texts(tenants) or not 1 <= len(tenants) <= MAX_TENANTS:
+        raise ConfigError(f'token {name}: tenants is a list of 1 to {MAX_TENANTS} names, or "*"')
+    try:
+        found = frozenset(map(check_tenant, tenants))
+    except ConfigError as error:
+        raise ConfigError(f"token {name}: {error}") from error
+    return _Door(bytes.fromhex(sha256), Pass(frozenset(rights), found))
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)

@@ -1,0 +1,118 @@
+"""``Exporter``: the index's metrics, as Prometheus reads them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from threading import Thread
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from kvpool import metrics
+from kvpool.errors import ConfigError
+from kvpool.index.fleet import Fleet
+from kvpool.index.follow.pool_reconciler import Residency
+from kvpool.index.serve.request_stats import Histogram, Tally
+from kvpool.index.table import TIERS
+from kvpool.metrics import Metric
+from kvpool.text import parse_address
+
+MAX_RANKS_SHOWN = 1024  # one by one; each is a time series of its own
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Exporter(Collector):
+    """Shows a fleet's totals, and what ``tally`` has counted, on a page of its own. Any thread may call anything.
+
+    ``residency``: None where there is no pool.
+    """
+
+    def __init__(self, fleet: Fleet, tally: Tally, residency: Residency | None = None) -> None:
+        self._fleet, self._tally, self._residency = fleet, tally, residency
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._page: tuple[Any, Thread] | None = None
+
+    def collect(self) -> Iterator[Family]:
+        """The totals now; prometheus-client calls it."""
+        yield from self._of_fleet()
+        yield from self._of_tally()
+        if self._residency is not None:
+            yield from _families(metrics.RESIDENCY, self._residency.totals()._asdict())
+
+    def _of_fleet(self) -> Iterator[Family]:
+        totals = self._fleet.totals()._asdict()
+        yield from _families(metrics.INDEX, totals)
+        yield _by_label(
+            GaugeMetricFamily, metrics.INDEX_TIER_BLOCKS, {tier: totals[f"{tier}_blocks"] for tier in TIERS}
+        )
+        staleness = metrics.INDEX_STALENESS_SECONDS
+        shown = GaugeMetricFamily(staleness.name, staleness.help, labels=metrics.INDEX_RANK_LABELS)
+        ranks = [
+            (rank.staleness_ms, status.worker, rank.dp_rank)
+            for status in self._fleet.workers()
+            for rank in status.publishers
+        ]
+        if len(ranks) > MAX_RANKS_SHOWN:
+            ranks.sort(key=lambda rank: rank[0], reverse=True)
+        for staleness_ms, worker, dp_rank in ranks[:MAX_RANKS_SHOWN]:
+            shown.add_metric([worker.tenant, worker.name, str(dp_rank)], staleness_ms / 1000)
+        yield shown
+
+    def _of_tally(self) -> Iterator[Family]:
+        totals = self._tally.totals()
+        yield _by_label(CounterMetricFamily, metrics.INDEX_LOOKUPS, totals.results)
+        yield _by_label(CounterMetricFamily, metrics.INDEX_REFUSED, totals.refused)
+        streams = metrics.INDEX_STREAMS
+        yield GaugeMetricFamily(streams.name, streams.help, value=totals.streams)
+        yield _histograms(metrics.INDEX_LOOKUP_SECONDS, {"": totals.seconds})
+        yield _histograms(metrics.INDEX_MATCHED_RATIO, totals.ratios)
+
+    def serve(self, listen: str) -> int:
+        """Show the page on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
+        host, port = parse_address(listen)
+        try:
+            self._page = start_http_server(port, host.strip("[]"), self._registry)
+        except (OSError, socket.gaierror) as error:
+            raise ConfigError(
+                f"cannot show metrics on {listen}: {error.strerror}; choose another address"
+            ) from error
+        return int(self._page[0].server_port)
+
+    def close(self) -> None:
+        """Take the page down. Blocking, for as long as a page is being sent."""
+        if self._page is not None:
+            server, thread = self._page
+            self._page = None
+            server.shutdown()
+            server.server_close()
+            thread.join(CLOSE_TIMEOUT_S)
+
+
+def _families(shown: Mapping[str, Metric], totals: Mapping[str, float]) -> Iterator[Family]:
+    for field, metric in shown.items():
+        family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+        yield family(metric.name, metric.help, value=totals[field])
+
+
+def _by_label(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], metric: Metric, values: Mapping[str, float]
+) -> Family:
+    family = kind(metric.name, metric.help, labels=[metric.label])
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
+
+
+def _histograms(metric: Metric, histograms: Mapping[str, Histogram]) -> Family:
+    family = HistogramMetricFamily(metric.name, metric.help, labels=[metric.label] if metric.label else [])
+    for label, histogram in histograms.items():
+        bounds = [*map(str, histogram.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+        family.add_metric([label] if metric.label else [], buckets, histogram.sum)
+    return family

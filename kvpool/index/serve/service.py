@@ -1,0 +1,572 @@
+"""``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
+
+The handlers run in one event loop. What takes long is done in ``_threads``: prompts above ``INLINE_NBYTES``, and
+changes of the roster. Batches that are pushed are applied in ``_intake_threads``, so that no flood of them keeps a
+prompt waiting. The native table does not hold the interpreter's lock while it works.
+
+Every call passes ``_answering`` or ``_stream``: both ask ``Doors`` who the caller is, and a method cannot be served
+without saying which right it takes and about which tenant it is (``_Method``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvpool.discovery.admission import check_name
+from kvpool.discovery.worker import DEFAULT_TENANT
+from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
+from kvpool.index import snapshot
+from kvpool.index.answer import FleetStatus, IndexStatus
+from kvpool.index.client import codec
+from kvpool.index.client.tls import ServerTls
+from kvpool.index.follow.push import NotRegistered
+from kvpool.index.follow.roster import Roster
+from kvpool.index.place.router import Router
+from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.serve.auth import ALL_TENANTS, Doors, Pass, Right, WrongToken
+from kvpool.index.serve.listening import open_listening
+from kvpool.index.serve.request_stats import Matched, Result, Tally
+from kvpool.index.serve.stream_limiter import Turnstile
+from kvpool.index.snapshot import Snapshot
+from kvpool.key.names import check_tenant
+from kvpool.text import parse_address
+from kvpool.v1 import index_pb2 as pb
+
+INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
+LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
+THREADS = 4
+TEXT_THREADS = 2  # that make tokens of text: long ones must not hold up what else takes a thread
+INTAKE_THREADS = 2
+MAX_CALLS = 256  # at a time, streams and health checks among them; more are refused
+MAX_CONNECTIONS = 4096
+ACK_TIMEOUT_S = 5.0  # a publisher that does not read for so long is stale
+KEEPALIVE_S = 60  # a connection that is silent is asked whether its other end lives
+KEEPALIVE_TIMEOUT_S = 20
+TICK_S = 0.25  # how late the end of a lease may be noticed
+STOP_TIMEOUT_S = 5.0
+WARM_UP_S = 15.0  # longest time until health says "serving"
+CHUNK_TIMEOUT_S = 30.0  # for a caller to take one chunk of a snapshot
+
+Value = TypeVar("Value")
+
+logger = logging.getLogger("kvpool.index")
+
+_MALFORMED = object()
+
+
+class _NotWarm(KVPoolError):
+    """There is no snapshot yet."""
+
+
+class _NotTaken(KVPoolError):
+    """A caller does not read."""
+
+
+_CODES: tuple[tuple[type[KVPoolError], grpc.StatusCode], ...] = (
+    (WrongToken, grpc.StatusCode.UNAUTHENTICATED),
+    (AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
+    (NotRegistered, grpc.StatusCode.FAILED_PRECONDITION),
+    (_NotWarm, grpc.StatusCode.FAILED_PRECONDITION),
+    (_NotTaken, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownModel, grpc.StatusCode.NOT_FOUND),
+    (KVPoolError, grpc.StatusCode.RESOURCE_EXHAUSTED),  # a limit of the fleet
+)
+
+
+class _Method(NamedTuple):
+    """One call of the protocol: which right it takes, and about whose workers a request is.
+
+    ``tenant``: None: of no tenant in particular, so ``answer`` itself leaves out whom the caller may not see.
+    """
+
+    request: Any
+    right: Right
+    tenant: Callable[[Any], str | None]
+    answer: Callable[[Any, Pass], Awaitable[Any]]
+
+
+class IndexServer:
+    """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
+
+    ``tally`` counts what is answered here; others may count in it, too. ``router``: of the same fleet; None: one that
+    knows of no load but what routers report. ``tokenizers``: by model, for prompts that come as text. ``is_warm``:
+    whether there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says "not serving",
+    and every call is answered all the same. ``take``: a snapshot of what is known, to be called in any thread.
+    ``doors``: who may do what; None: everybody everything. ``tls``: None: without. Files of either are looked at again
+    while it serves.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        tally: Tally | None = None,
+        *,
+        router: Router | None = None,
+        tokenizers: Mapping[str, Tokenizer] | None = None,
+        is_warm: Callable[[], bool] = lambda: True,
+        warm_up_s: float = WARM_UP_S,
+        take: Callable[[], Snapshot] | None = None,
+        doors: Doors | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        self._roster = roster
+        self._tally = tally or Tally()
+        self._router = router or Router(roster.fleet)
+        self._tokenizers = tokenizers or {}
+        self._is_warm = is_warm
+        self._warm_up_s = warm_up_s
+        self._serves_at_s = 0.0  # at the latest
+        self._serves = False
+        self._take = take
+        self._taking = asyncio.Lock()
+        self._doors = doors or Doors()
+        self._tls = tls
+        self._turnstile = Turnstile()
+        self._intake_threads = ThreadPoolExecutor(INTAKE_THREADS, "kvpool-intake")
+        self._server: grpc.aio.Server | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._health = health.aio.HealthServicer()
+        self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
+        self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "kvpool-text")
+        self._streams: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    async def start(self, listen: str) -> int:
+        """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
+        # gRPC prints lines of its own when it cannot listen, and says less.
+        open_listening(listen, "listen on").close()
+        # so_reuseport off: two indexes on one port would each get half of the calls
+        options = [
+            ("grpc.max_receive_message_length", codec.MAX_REQUEST_NBYTES),
+            ("grpc.max_send_message_length", codec.MAX_REPLY_NBYTES),
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+            ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
+        ]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(codec.SERVICE, self._handlers()),)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._doors.are_open:  # it has no doors of its own
+            reflection.enable_server_reflection(
+                (codec.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+            )
+        try:
+            if self._tls is None:
+                bound = server.add_insecure_port(listen)
+            else:
+                bound = server.add_secure_port(listen, self._tls.credentials)
+        except RuntimeError as error:
+            await server.stop(None)
+            raise ConfigError(f"cannot listen on {listen}: {error}") from error
+        self._warn(listen)
+        self._server = server
+        self._serves_at_s = time.monotonic() + self._warm_up_s
+        await self._tell_health()  # before anybody can ask
+        await server.start()
+        self._ticker = asyncio.create_task(self._tick())
+        return int(bound)
+
+    async def wait(self, ended: asyncio.Event) -> None:
+        """Serve until ``ended``. An error that leases can no longer be judged by is raised."""
+        assert self._ticker is not None
+        waiting = asyncio.ensure_future(ended.wait())
+        try:
+            await asyncio.wait((waiting, self._ticker), return_when=asyncio.FIRST_COMPLETED)
+            if self._ticker.done():
+                await self._ticker
+        finally:
+            waiting.cancel()
+
+    async def stop(self) -> None:
+        """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""
+        await self._health.enter_graceful_shutdown()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        if self._server is not None:
+            stopped = asyncio.ensure_future(self._server.stop(STOP_TIMEOUT_S))
+            self._stopping = True  # a stream would go on for as long as its caller likes
+            for stream in self._streams:
+                stream.cancel()
+            await stopped
+        for threads in (self._threads, self._text_threads, self._intake_threads):
+            threads.shutdown()
+
+    async def is_serving(self) -> bool:
+        """Whether its health says so."""
+        asked = health_pb2.HealthCheckRequest(service=codec.SERVICE)
+        told = await self._health.Check(asked, None)
+        return bool(told.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _warn(self, listen: str) -> None:
+        """Say what others on the network could do."""
+        if _is_loopback(listen):
+            return
+        if self._doors.are_open:
+            logger.warning(
+                "whoever reaches %s may ask about every tenant, and register and remove workers: give it --tokens, or "
+                "keep the port behind a network policy",
+                listen,
+            )
+        elif self._tls is None:
+            logger.warning(
+                "tokens cross the network in the clear to %s: give it --tls-cert and --tls-key", listen
+            )
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self._in_thread(self._tend)
+            if not self._serves:
+                await self._tell_health()
+
+    async def _tell_health(self) -> None:
+        is_warm = self._is_warm()
+        self._serves = is_warm or time.monotonic() >= self._serves_at_s
+        if self._serves and not is_warm:
+            logger.warning(
+                "after %g s some workers were not heard from; the index serves without", self._warm_up_s
+            )
+        status = health_pb2.HealthCheckResponse
+        for name in ("", codec.SERVICE):
+            await self._health.set(name, status.SERVING if self._serves else status.NOT_SERVING)
+
+    def _tend(self) -> None:
+        self._roster.expire()
+        self._doors.reload()
+        if self._tls is not None:
+            self._tls.reload()
+
+    # ---- calls
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        unary = {
+            "Lookup": self._asking(),
+            "Route": _Method(
+                pb.RouteRequest, "ask", lambda request: _tenant(request.scope.tenant), self._route
+            ),
+            "Release": _Method(
+                pb.ReleaseRequest, "ask", lambda request: _tenant(request.tenant), self._release
+            ),
+            "RegisterWorker": _Method(
+                pb.RegisterWorkerRequest,
+                "publish",
+                lambda request: _tenant(request.worker.tenant),
+                self._register,
+            ),
+            "RemoveWorker": _Method(
+                pb.RemoveWorkerRequest, "administer", lambda request: _tenant(request.tenant), self._remove
+            ),
+            "ListWorkers": _Method(
+                pb.ListWorkersRequest, "ask", lambda request: request.tenant or None, self._list
+            ),
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self._answering(name, method),
+                request_deserializer=_reader(method.request),
+                # the answer of a lookup is packed already
+                response_serializer=None if name == "Lookup" else codec.REPLIES[name].SerializeToString,
+            )
+            for name, method in unary.items()
+        }
+        for name, stream, request, reply in (
+            ("LookupStream", self._lookups, pb.LookupRequest, None),
+            ("Publish", self._published, pb.EventBatch, pb.PublishAck.SerializeToString),
+        ):
+            handlers[name] = grpc.stream_stream_rpc_method_handler(
+                self._stream(name, stream), request_deserializer=_reader(request), response_serializer=reply
+            )
+        handlers["Snapshot"] = grpc.unary_stream_rpc_method_handler(
+            self._snapshot, request_deserializer=_reader(pb.SnapshotRequest)
+        )
+        return handlers
+
+    def _asking(self) -> _Method:
+        return _Method(pb.LookupRequest, "ask", lambda request: _tenant(request.scope.tenant), self._lookup)
+
+    async def _lookup(self, request: Any, _: Pass) -> Any:
+        def answer(question: codec.Question) -> tuple[Any, Matched]:
+            lookup = self._roster.fleet.lookup(question.model, **question.options)
+            return codec.encode_lookup(lookup), Matched.of(lookup)
+
+        return await self._asked(request, answer)
+
+    async def _route(self, request: Any, _: Pass) -> Any:
+        def answer(question: codec.Question) -> tuple[Any, Matched]:
+            wishes = codec.decode_route_options(request)
+            route = self._router.route(question.model, **wishes, **question.options)
+            return codec.encode_route(route), Matched()  # the best rank may not be among the picks
+
+        return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
+
+    async def _asked(
+        self, request: Any, answer: Callable[[codec.Question], tuple[Any, Matched]], beside_nbytes: int = 0
+    ) -> Any:
+        """The reply to a request that holds a prompt, and other work that takes as long as so many bytes of one."""
+        started_s = time.perf_counter()
+        result: Result = "failed"
+        matched = None
+        try:
+            question = await self._in_tokens(codec.decode_question(request))
+            if question.nbytes + beside_nbytes <= INLINE_NBYTES:
+                reply, matched = answer(question)
+            else:
+                reply, matched = await self._in_thread(lambda: answer(question))
+            result = "answered"
+            return reply
+        except UnknownModel:
+            result = "unknown"
+            raise
+        except ConfigError:
+            result = "wrong"
+            raise
+        finally:
+            self._tally.looked_up(time.perf_counter() - started_s, result, matched)
+
+    async def _in_tokens(self, question: codec.Question) -> codec.Question:
+        """The question with tokens in the place of text."""
+        text, chat = question.options.pop("text", None), question.options.pop("chat", None)
+        if text is None and chat is None:
+            return question
+        model = question.model
+        self._roster.fleet.check_model(model, question.options["tenant"])
+        tokenizer = self._tokenizers.get(model)
+        if tokenizer is None:
+            raise ConfigError(
+                f'this index has no tokenizer for "{model}": start it with --tokenizer {model}=FOLDER, '
+                "or send token_ids"
+            )
+        token_ids = await asyncio.get_running_loop().run_in_executor(
+            self._text_threads, lambda: tokenizer.of_text(text) if chat is None else tokenizer.of_chat(chat)
+        )
+        return codec.Question(
+            model, {**question.options, "token_ids": token_ids}, len(token_ids) * codec.TOKEN_NBYTES
+        )
+
+    async def _lookups(self, context: grpc.aio.ServicerContext) -> None:
+        answer = self._answering("Lookup", self._asking())
+        self._tally.stream(1)
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                await context.write(await answer(request, context))
+        finally:
+            self._tally.stream(-1)
+
+    async def _published(self, context: grpc.aio.ServicerContext) -> None:
+        stream = self._roster.intake.open()
+
+        async def take(batch: Any, _: Pass) -> Any:
+            pushed = codec.decode_batch(batch)
+            return await self._to_intake(lambda: stream.take(pushed))
+
+        answer = self._answering(
+            "Publish", _Method(pb.EventBatch, "publish", lambda batch: _tenant(batch.tenant), take)
+        )
+        reading: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                reading = reading or asyncio.ensure_future(context.read())
+                await asyncio.wait({reading}, timeout=stream.wait_s())
+                if reading.done():
+                    batch, reading = reading.result(), None
+                    if batch is grpc.aio.EOF:
+                        return
+                    acks = await answer(batch, context)
+                else:
+                    acks = await self._to_intake(stream.remind)
+                # Who does not read what it is asked is stale until it does, and waits for itself alone.
+                unread = asyncio.get_running_loop().call_later(ACK_TIMEOUT_S, stream.close)
+                try:
+                    for ack in acks:
+                        await context.write(codec.encode_ack(ack))
+                finally:
+                    unread.cancel()
+        finally:
+            if reading is not None:
+                reading.cancel()
+            stream.close()
+
+    async def _snapshot(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+        """One at a time: it takes as much memory as it has bytes."""
+
+        async def serve(context: grpc.aio.ServicerContext) -> None:
+            async with AsyncExitStack() as held:
+
+                async def take(_: Any, __: Pass) -> list[bytes]:
+                    if self._take is None or not self._serves:
+                        raise _NotWarm("this index has nothing to give: it is not warm itself")
+                    if self._taking.locked():
+                        raise KVPoolError("another snapshot is under way: ask later")
+                    await held.enter_async_context(self._taking)
+                    return await self._in_thread(self._pack)
+
+                method = _Method(pb.SnapshotRequest, "administer", lambda _: ALL_TENANTS, take)
+                for part in await self._answering("Snapshot", method)(request, context):
+                    for at in range(0, len(part), codec.CHUNK_NBYTES):
+                        chunk = pb.SnapshotChunk(data=part[at : at + codec.CHUNK_NBYTES]).SerializeToString()
+                        try:
+                            await asyncio.wait_for(context.write(chunk), CHUNK_TIMEOUT_S)
+                        except (TimeoutError, asyncio.TimeoutError):
+                            raise _NotTaken("the caller did not take its snapshot") from None
+
+        await self._stream("Snapshot", serve)(request, context)
+
+    def _pack(self) -> list[bytes]:
+        assert self._take is not None
+        return snapshot.pack(self._take())
+
+    async def _release(self, request: Any, _: Pass) -> Any:
+        tenant = check_tenant(_tenant(request.tenant))
+        return pb.ReleaseResponse(released=self._router.release(tenant, request.reservation))
+
+    async def _register(self, request: Any, _: Pass) -> Any:
+        if not request.HasField("worker"):
+            raise ConfigError("a RegisterWorkerRequest holds a worker")
+        worker = codec.decode_worker(request.worker, self._roster.fleet.seed_id)
+        lease_s = request.lease_ms / 1000 if request.lease_ms else None
+        added = await self._in_thread(lambda: self._roster.add(worker, "call", lease_s))
+        return pb.RegisterWorkerResponse(replaced=added == "replaced")
+
+    async def _remove(self, request: Any, _: Pass) -> Any:
+        tenant = check_tenant(_tenant(request.tenant))
+        worker_id = f"{tenant}/{check_name(request.name)}"
+        removed = await self._in_thread(lambda: self._roster.remove(worker_id))
+        return pb.RemoveWorkerResponse(removed=removed)
+
+    async def _list(self, request: Any, caller: Pass) -> Any:
+        return await self._in_thread(
+            lambda: codec.encode_status(self._status(request.tenant or None, request.model or None, caller))
+        )
+
+    def _status(self, tenant: str | None, model: str | None, caller: Pass) -> FleetStatus:
+        fleet, told = self._roster.fleet, self._tally.totals()
+        totals = fleet.totals()
+        index = IndexStatus(int((time.monotonic() - self._tally.started_s) * 1000))
+        if caller.sees(ALL_TENANTS):  # sums over all of them
+            index = IndexStatus(
+                index.uptime_ms, told.lookups, *told.matched, held_blocks=totals.blocks,
+                held_pool_blocks=totals.pool_blocks, memory_nbytes=totals.memory_nbytes,
+            )  # fmt: skip
+        found = fleet.workers(tenant=tenant, model=model)
+        return FleetStatus(index, tuple(one for one in found if caller.sees(one.worker.tenant)))
+
+    async def _in_thread(self, work: Callable[[], Value]) -> Value:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _to_intake(self, work: Callable[[], Value]) -> Value:
+        return await asyncio.get_running_loop().run_in_executor(self._intake_threads, work)
+
+    # ---- what every call passes
+
+    def _answering(
+        self, name: str, method: _Method
+    ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
+        """The handler of one call, or of one message of a stream: who may not is refused before anything is done."""
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                caller = self._doors.admit(_authorization(context))
+                if request is _MALFORMED:
+                    raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}")
+                caller.check(method.right, method.tenant(request))
+                return await method.answer(request, caller)
+            except Exception as error:
+                return await self._refuse(name, context, error)
+
+        return answer
+
+    def _stream(
+        self, name: str, serve: Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+    ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
+        """The handler of a call with streams: whom it is not for is refused before the first message."""
+
+        async def served(_: Any, context: grpc.aio.ServicerContext) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._streams.add(task)
+            try:
+                self._doors.admit(_authorization(context))
+                with self._turnstile.passed(context.peer()):
+                    await serve(context)
+            except grpc.aio.AbortError:  # a message of it was refused
+                raise
+            except grpc.aio.InternalError:  # a read or a write was told of its call's end before this task
+                await _abort(context, grpc.StatusCode.CANCELLED, "the caller has gone")
+            except Exception as error:
+                await self._refuse(name, context, error)
+            except asyncio.CancelledError:
+                if not self._stopping:
+                    raise
+                await _abort(context, grpc.StatusCode.UNAVAILABLE, "this index ends")
+            finally:
+                self._streams.discard(task)
+
+        return served
+
+    async def _refuse(self, name: str, context: grpc.aio.ServicerContext, error: Exception) -> None:
+        """End a call: errors of ours become a status code and one line, faults of ours a line in our log."""
+        code, text = grpc.StatusCode.INTERNAL, "the index failed to answer; its log says why"
+        if isinstance(error, KVPoolError):
+            code = next(code for kind, code in _CODES if isinstance(error, kind))
+            text = str(error)
+        else:
+            logger.error("a call of %s failed", name, exc_info=error)
+        self._tally.refused(code.name)
+        await _abort(context, code, text)
+
+
+def _reader(message: Any) -> Callable[[bytes], Any]:
+    """Bytes that are no such message are the caller's fault, not ours as gRPC would have it."""
+
+    def read(raw: bytes) -> Any:
+        try:
+            return message.FromString(raw)
+        except DecodeError:
+            return _MALFORMED
+
+    return read
+
+
+async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str) -> None:
+    try:
+        await context.abort(code, text)
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError as error:  # the caller has gone, or reads nothing: there is nobody to tell
+        raise asyncio.CancelledError from error
+
+
+def _authorization(context: grpc.aio.ServicerContext) -> str | None:
+    return next(
+        (str(value) for key, value in context.invocation_metadata() or () if key == "authorization"), None
+    )
+
+
+def _tenant(name: str) -> str:
+    return name or DEFAULT_TENANT
+
+
+def _is_loopback(listen: str) -> bool:
+    host = parse_address(listen)[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

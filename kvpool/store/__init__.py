@@ -1,0 +1,92 @@
+"""Stores: batches of buffers in and out of shared memory of some kind, by key.
+
+``open_store`` picks the store that a URL names; ``Store`` is what every one of them can do.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvpool.store.batch import Transfer
+from kvpool.store.lookup import Lookup, LookupGroup
+from kvpool.store.store import DEFAULT_TIMEOUT_S, Store
+from kvpool.store.url import SERVER_SCHEMES, StoreURL, check_threads
+
+if TYPE_CHECKING:
+    from kvpool.store.server.server import ServerStore
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Lookup",
+    "LookupGroup",
+    "Store",
+    "StoreURL",
+    "Transfer",
+    "open_store",
+    "visit_store",
+]
+
+logger = logging.getLogger("kvpool.store")
+
+
+def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: str = "") -> Store:
+    """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379``, ``valkey+unix:///socket`` or
+    ``memory://``.
+
+    ``threads``: threads that move bytes, 1 to 64, each with connections of its own to a server; None: what the
+    URL says, or 2. They are native ones unless the URL of a server names another client: ``?client=redis``.
+    ``opened_by``: whom connections to a server are named after, in ``CLIENT LIST``; empty: this host and process.
+    Blocking: a file store makes its directory; a server is asked once whether it is
+    there, for a few seconds at most. Close the store, or use ``with``.
+    Errors: ``ConfigError`` for a URL that is wrong, ``StoreUnavailable`` for a store that cannot be reached;
+    each one line that says what to do.
+    """
+    parsed = url if isinstance(url, StoreURL) else StoreURL.parse(url)
+    if threads is not None:
+        check_threads(threads)
+    if parsed.scheme == "memory":
+        from kvpool.store.memory import MemoryStore
+
+        return MemoryStore(parsed.capacity_nbytes)
+    if parsed.scheme in SERVER_SCHEMES:
+        store = _open_server(replace(parsed, threads=threads or parsed.threads, opened_by=opened_by))
+        for refused in store.refused_commands():
+            logger.warning("kvpool: %r: %s (kvpool doctor says what to change)", store, refused.says)
+        return store
+    assert parsed.scheme == "file", parsed.scheme
+    from kvpool.store.file import FileStore
+
+    return FileStore(parsed.path, parsed.capacity_nbytes, threads or parsed.threads)
+
+
+def _open_server(url: StoreURL) -> ServerStore:
+    if url.client == "redis":
+        from kvpool.store.clients.redis import RedisStore
+
+        return RedisStore(url)
+    if url.client == "glide":
+        from kvpool.store.clients.glide import GlideStore
+
+        return GlideStore(url)
+    from kvpool.store.valkey import ValkeyStore
+
+    return ValkeyStore(url)
+
+
+def visit_store(url: str) -> Store:
+    """``open_store`` for who only looks: of a directory that is a pool, in which opening writes nothing and nothing is
+    evicted, whatever the capacity in ``url``.
+
+    Of a server's user no rights are expected.
+    Errors: those of ``open_store``; ``ConfigError`` for a directory that is no pool.
+    """
+    parsed = StoreURL.parse(url)
+    if parsed.scheme in SERVER_SCHEMES:
+        return _open_server(replace(parsed, threads=1))
+    if parsed.scheme == "memory":
+        return open_store(parsed)
+    from kvpool.store.file import FileStore
+
+    return FileStore(parsed.path, None, 1)

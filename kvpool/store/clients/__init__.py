@@ -1,0 +1,1 @@
+"""Stores on a server through other clients than the native one."""

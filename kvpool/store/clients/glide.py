@@ -1,0 +1,163 @@
+"""A store on a server through Valkey GLIDE (valkey-glide-sync), for what the native client does not have.
+
+GLIDE reconnects by itself where a connection ends, and makes requests wait for that without a word of why; one that
+falls silent it keeps. So a client that failed is closed, and before the next one is made redis-py asks the server: one
+that is away, or refuses us, is a fault at once, with its words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpool.errors import ConfigError
+from kvpool.store.clients.blocking import (
+    BlockingStore,
+    Command,
+    Link,
+    LinkFault,
+    LinkRefused,
+    LinkSilent,
+    Refusal,
+)
+from kvpool.store.clients.redis import RedisLink
+from kvpool.store.server.connection import introduction
+from kvpool.store.tls import Tls
+from kvpool.store.url import StoreURL
+
+if TYPE_CHECKING:
+    import glide_sync
+
+# What GLIDE makes of the first word of an error reply that it has a kind for.
+_KIND = re.compile(
+    r"(?:An error was signalled by the server: - )?(BusyLoadingError|PermissionDenied|ReadOnly): "
+)
+_WORDS = {"BusyLoadingError": "LOADING ", "PermissionDenied": "NOPERM ", "ReadOnly": "READONLY "}
+
+# Pauses between GLIDE's own dials: up to 10 ms * 2^6.
+_RETRIES, _FACTOR_MS, _BASE = 6, 10, 2
+
+
+class GlideStore(BlockingStore):
+    """``valkey://host:6379?client=glide``: what ``ValkeyStore`` keeps, moved by Valkey GLIDE.
+
+    Errors: ``ConfigError`` where it is not installed, too.
+    """
+
+    def __init__(self, url: StoreURL) -> None:
+        try:
+            import glide_sync
+        except ImportError as error:
+            raise ConfigError(
+                "client=glide needs Valkey GLIDE, which is not installed: pip install 'kvpool[glide]'"
+            ) from error
+        glide_sync.Logger.init(glide_sync.LogLevel.ERROR)  # unless the program has set it up already
+        super().__init__(url)
+
+    def _link(self) -> Link:
+        return _GlideLink(self._url)
+
+
+class _GlideLink:
+    def __init__(self, url: StoreURL) -> None:
+        self._url = url
+        self._client: glide_sync.GlideClient | None = None
+
+    def dial(self, timeout_s: float) -> None:
+        asking = RedisLink(self._url)
+        asking.dial(timeout_s)
+        asking.close()
+        if self._client is not None:
+            with contextlib.suppress(LinkFault):
+                if self.exchange([(b"PING",)], timeout_s) == [b"PONG"]:
+                    return
+            self.drop()
+        self._client = _client(self._url, timeout_s)
+        # Not by its own setting, which is an error where the user may not do that. What it dials by itself has no name.
+        with contextlib.suppress(LinkFault):
+            self.exchange(
+                [tuple(map(str.encode, words)) for words in introduction(self._url, "values")], timeout_s
+            )
+
+    def is_stale(self) -> bool:
+        return False  # GLIDE watches its connection
+
+    def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        import glide_sync
+
+        assert self._client is not None
+        batch = glide_sync.Batch(is_atomic=False)
+        for command in commands:
+            batch.custom_command(list(command))
+        options = glide_sync.BatchOptions(timeout=max(1, int(timeout_s * 1e3)))
+        try:
+            replies = self._client.exec(batch, raise_on_error=False, options=options)
+        except glide_sync.TimeoutError as error:
+            raise LinkSilent(_words(error)) from error
+        except glide_sync.GlideError as error:
+            raise LinkFault(_words(error)) from error
+        return [
+            Refusal(_words(reply)) if isinstance(reply, glide_sync.RequestError) else reply
+            for reply in replies or ()
+        ]
+
+    def drop(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    close = drop
+
+
+def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
+    import glide_sync
+
+    timeout_ms = max(1, int(timeout_s * 1e3))
+    configuration = glide_sync.GlideClientConfiguration(
+        [glide_sync.NodeAddress(url.host, url.port)],
+        credentials=glide_sync.ServerCredentials(url.password, url.user or None) if url.password else None,
+        database_id=url.database or None,
+        protocol=glide_sync.ProtocolVersion.RESP2,
+        request_timeout=timeout_ms,
+        reconnect_strategy=glide_sync.BackoffStrategy(_RETRIES, _FACTOR_MS, _BASE),
+        use_tls=url.tls is not None,
+        advanced_config=glide_sync.AdvancedGlideClientConfiguration(
+            connection_timeout=timeout_ms, tls_config=_tls(url.tls) if url.tls is not None else None
+        ),
+    )
+    # What create() does, but for a hook that it leaves in the process for good, by which every child that is ever
+    # forked dials for this client: for one that could not be made, too.
+    kind: Any = glide_sync.GlideClient
+    client: glide_sync.GlideClient = kind(configuration)
+    try:
+        client._create_core_client()  # type: ignore[no-untyped-call]
+    except glide_sync.GlideError as error:
+        words = _words(error)
+        if "NOPERM" in words:
+            raise LinkRefused(f"{words} (GLIDE needs +info)") from error
+        raise LinkFault(words) from error
+    return client
+
+
+def _tls(tls: Tls) -> glide_sync.TlsAdvancedConfiguration:
+    import glide_sync
+
+    def contents(path: str) -> bytes | None:
+        return Path(path).read_bytes() if path else None
+
+    try:
+        return glide_sync.TlsAdvancedConfiguration(
+            root_pem_cacerts=contents(tls.ca),
+            client_cert_pem=contents(tls.cert),
+            client_key_pem=contents(tls.key),
+        )
+    except OSError as error:
+        raise LinkFault(f"{error.filename}: {error.strerror}") from error
+
+
+def _words(error: Exception) -> str:
+    """The server's words with the first one, or GLIDE's."""
+    return _KIND.sub(lambda match: _WORDS[match[1]], str(error).strip())

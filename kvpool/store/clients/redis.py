@@ -1,0 +1,140 @@
+"""A store on a server through redis-py: for where the native client cannot be used, and to compare with.
+
+redis-py's own packer of large values joins and copies them; its pure-Python one sends a memoryview as it is, so that
+one is always used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+from redis.connection import PythonRespSerializer
+
+from kvpool.store.clients.blocking import (
+    BlockingStore,
+    Command,
+    Link,
+    LinkFault,
+    LinkRefused,
+    LinkSilent,
+    Refusal,
+)
+from kvpool.store.server.connection import Bounded, within
+from kvpool.store.url import StoreURL
+
+MAX_STEP_S = 60.0  # each call has a deadline of its own below this
+PACKER_CUTOFF_NBYTES = 6000  # what is shorter is joined before it is sent, as redis-py does
+
+# redis-py takes the first word off the errors that it has a class for; from version 7 on it says which it was.
+_WORDS: dict[type[redis.RedisError], str] = {
+    redis.exceptions.OutOfMemoryError: "OOM",
+    redis.exceptions.NoPermissionError: "NOPERM",
+    redis.exceptions.ReadOnlyError: "READONLY",
+    redis.exceptions.BusyLoadingError: "LOADING",
+    redis.exceptions.AuthenticationError: "WRONGPASS",
+    redis.exceptions.ExecAbortError: "EXECABORT",
+}
+
+
+class RedisStore(BlockingStore):
+    """``valkey://host:6379?client=redis``: what ``ValkeyStore`` keeps, moved by redis-py."""
+
+    def _link(self) -> Link:
+        return RedisLink(self._url)
+
+
+class RedisLink:
+    """One connection of redis-py; see ``Link``."""
+
+    def __init__(self, url: StoreURL) -> None:
+        self._url = url
+        self._connection: Any = None  # redis-py's connections have no types
+
+    def dial(self, timeout_s: float) -> None:
+        try:
+            with within(timeout_s):
+                if self._connection is None:
+                    packer = PythonRespSerializer(PACKER_CUTOFF_NBYTES, _encoded)
+                    self._connection = Bounded(
+                        url=self._url, role="values", step_s=MAX_STEP_S, protocol=2, command_packer=packer
+                    )
+                    self._connection.connect()
+                self._exchange([(b"PING",)])
+        except redis.AuthenticationError as error:
+            self.drop()
+            raise LinkRefused(f"AUTH: {_words(error)}") from _alone(error)
+        except redis.ResponseError as error:
+            self.drop()
+            raise LinkRefused(_words(error)) from _alone(error)
+        except (redis.RedisError, OSError) as error:
+            self.drop()
+            raise LinkFault(_words(error)) from _alone(error)
+        except BaseException:
+            self.drop()
+            raise
+
+    def is_stale(self) -> bool:
+        try:
+            return bool(self._connection.can_read(0))
+        except redis.RedisError:
+            return True
+
+    def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        assert self._connection is not None
+        link = self._connection.socket
+        try:
+            with within(timeout_s):
+                return self._exchange(commands)
+        except (redis.TimeoutError, TimeoutError) as error:
+            # While bytes move, the server is slow and not silent.
+            is_silent = time.monotonic() - link.moved_s >= timeout_s / 2
+            raise (LinkSilent if is_silent else LinkFault)(_words(error)) from _alone(error)
+        except (redis.RedisError, OSError) as error:
+            raise LinkFault(_words(error)) from _alone(error)
+
+    def drop(self) -> None:
+        if self._connection is not None:
+            self._connection.disconnect()
+        self._connection = None
+
+    close = drop
+
+    def _exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """As ``exchange``, with the errors of redis-py."""
+        connection = self._connection
+        connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        return [_reply(connection) for _ in commands]
+
+
+def _reply(connection: Any) -> Any:
+    try:
+        reply = connection.read_response(disable_decoding=True)
+    except redis.ResponseError as error:
+        return Refusal(_words(error))
+    if isinstance(reply, list):  # what EXEC says may hold errors
+        return [Refusal(_words(one)) if isinstance(one, redis.ResponseError) else one for one in reply]
+    return reply
+
+
+def _alone(error: Exception) -> Exception:
+    """Without tracebacks: redis-py keeps some errors in cycles with its frames, and callers' buffers with them."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__context__
+    return error
+
+
+def _words(error: redis.RedisError | OSError) -> str:
+    """The server's words with the first one, or the system's."""
+    word = getattr(error, "status_code", None) or _WORDS.get(type(error), "")  # type: ignore[arg-type]
+    return f"{word} {error}".strip() or type(error).__name__
+
+
+def _encoded(value: object) -> bytes | memoryview:
+    if isinstance(value, (bytes, memoryview)):
+        return value
+    return str(value).encode()

@@ -1,0 +1,215 @@
+"""A store in this process's own memory, for tests and for one worker alone.
+
+Threads: ``_lock`` guards ``_records``, ``_held_nbytes``, ``_announced`` and ``_counters``; nothing is copied,
+hashed or read under it. A record is immutable from the moment that it is in ``_records``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+
+from kvpool import _native
+from kvpool.errors import StoreUnavailable
+from kvpool.key.key import parse_key
+from kvpool.store.lookup import LookupKeys, RecordBatch
+from kvpool.store.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, Store, StoredBlock
+from kvpool.text import format_nbytes
+
+# The names that the file store uses, too. Nothing here faults, is cancelled or times out.
+_COUNTERS = (
+    "puts", "put_nbytes", "get_hits", "get_misses", "get_nbytes", "contains_hits", "contains_misses",
+    "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
+)  # fmt: skip
+
+
+LOOKUP_KEYS = 256  # of a lookup, between two looks at what is still worth asking
+
+
+class _EndedBatch:
+    """A batch that ended before it was handed out."""
+
+    def __init__(self, results: bytes) -> None:
+        self._results = results
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        pass
+
+    def results(self) -> bytes:
+        return self._results
+
+    def error(self) -> str | None:
+        return None
+
+
+class MemoryStore(Store):
+    """``memory://``: each one that is opened is a store of its own; full, it drops what was used longest ago.
+
+    ``capacity_nbytes`` counts headers and payloads. A batch is carried out in the calling thread, by
+    ``submit_*``.
+    """
+
+    def __init__(self, capacity_nbytes: int) -> None:
+        super().__init__(f"memory://?capacity={format_nbytes(capacity_nbytes)}")
+        self._capacity_nbytes = capacity_nbytes
+        self._lock = threading.Lock()
+        self._records: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
+        self._held_nbytes = 0
+        self._announced: dict[str, tuple[bytes, float]] = {}  # document, end of its lease (monotonic)
+        self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def counters(self) -> dict[str, int]:
+        self._check_open()
+        with self._lock:
+            return {**self._counters, "held_nbytes": self._held_nbytes, "held_keys": len(self._records)}
+
+    def fileno(self) -> int:
+        self._check_open()
+        return self._event_fd
+
+    def _submit(
+        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
+    ) -> _EndedBatch:
+        for key in keys:
+            parse_key(key)
+        if operation == _native.PUT:
+            assert views is not None
+            results = bytes(map(self._put, keys, views))
+        elif operation == _native.GET:
+            assert views is not None
+            results = bytes(map(self._get, keys, views))
+        elif operation in (_native.CONTAINS, _native.TOUCH):
+            with self._lock:
+                found = [key in self._records for key in keys]
+                if operation == _native.TOUCH:
+                    for key, hit in zip(keys, found, strict=True):
+                        if hit:
+                            self._records.move_to_end(key)
+                self._counters["contains_hits"] += sum(found)
+                self._counters["contains_misses"] += len(found) - sum(found)
+            results = bytes(_native.OK if hit else _native.MISS for hit in found)
+        else:
+            assert operation == _native.DELETE, operation
+            results = bytes(map(self._delete, keys))
+        with self._lock:
+            if not self._closed:  # the descriptor's number may be somebody else's by now
+                os.eventfd_write(self._event_fd, 1)
+        return _EndedBatch(results)
+
+    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> RecordBatch:
+        statuses = bytearray(len(keys))
+        index = keys.next_wanted(0)
+        while index < len(keys):
+            end = min(index + LOOKUP_KEYS, len(keys))
+            statuses[index:end] = self._submit(_native.TOUCH, keys[index:end], None, timeout_s).results()
+            keys.take(index, statuses[index:end])
+            index = keys.next_wanted(end)
+        return RecordBatch(_EndedBatch(bytes(statuses)), keys)
+
+    def _put(self, key: str, view: memoryview) -> int:
+        record = b"".join((_native.pack_header(key, view), view))
+        with self._lock:
+            if len(record) > self._capacity_nbytes:
+                self._counters["no_room"] += 1
+                return _native.NO_ROOM
+            self._remove(key)
+            while self._held_nbytes + len(record) > self._capacity_nbytes:
+                self._remove(next(iter(self._records)))
+                self._counters["evicted"] += 1
+            self._records[key] = record
+            self._held_nbytes += len(record)
+            self._counters["puts"] += 1
+            self._counters["put_nbytes"] += view.nbytes
+        return _native.OK
+
+    def _get(self, key: str, view: memoryview) -> int:
+        with self._lock:
+            record = self._records.get(key)
+            if record is None:
+                self._counters["get_misses"] += 1
+                return _native.MISS
+            self._records.move_to_end(key)
+        whole = memoryview(record)
+        header, payload = whole[: _native.RECORD_HEADER_NBYTES], whole[_native.RECORD_HEADER_NBYTES :]
+        fault = _native.verify_record(key, header, payload)
+        if fault is None and payload.nbytes == view.nbytes:
+            view[:] = payload
+            with self._lock:
+                self._counters["get_hits"] += 1
+                self._counters["get_nbytes"] += view.nbytes
+            return _native.OK
+        with self._lock:
+            self._counters["get_misses"] += 1
+            self._counters["damaged"] += 1
+            if self._records.get(key) is record:
+                self._remove(key)
+        return _native.MISS
+
+    def _delete(self, key: str) -> int:
+        with self._lock:
+            found = self._remove(key)
+            self._counters["deletes" if found else "delete_misses"] += 1
+        return _native.OK if found else _native.MISS
+
+    def _remove(self, key: str) -> bool:
+        """Forget one record; the caller holds the lock."""
+        record = self._records.pop(key, None)
+        self._held_nbytes -= len(record) if record is not None else 0
+        return record is not None
+
+    def _announce(self, key: str, document: bytes, lease_s: float) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            self._end_leases(now_s)
+            if key not in self._announced and len(self._announced) >= MAX_ANNOUNCEMENTS:
+                raise StoreUnavailable(f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already")
+            self._announced[key] = (document, now_s + lease_s)
+
+    def _withdraw(self, key: str) -> bool:
+        with self._lock:
+            self._end_leases(time.monotonic())
+            return self._announced.pop(key, None) is not None
+
+    def _announcements(self, prefix: str) -> dict[str, bytes]:
+        with self._lock:
+            self._end_leases(time.monotonic())
+            return {key: self._announced[key][0] for key in sorted(self._announced) if key.startswith(prefix)}
+
+    def _withdraw_all(self, prefix: str) -> int:
+        with self._lock:
+            keys = [key for key in self._announced if key.startswith(prefix)]
+            for key in keys:
+                del self._announced[key]
+        return len(keys)
+
+    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
+        with self._lock:
+            found = [
+                StoredBlock(key, len(record))
+                for key, record in self._records.items()
+                if key.startswith(prefix)
+            ]
+        for start in range(0, len(found), SCAN_KEYS):
+            yield found[start : start + SCAN_KEYS]
+
+    def _end_leases(self, now_s: float) -> None:
+        """Forget the documents whose lease has run out; the caller holds the lock."""
+        for key in [key for key, (_, end_s) in self._announced.items() if end_s <= now_s]:
+            del self._announced[key]
+
+    def _close(self) -> None:
+        with self._lock:
+            self._records.clear()
+            self._announced.clear()
+            self._held_nbytes = 0
+            os.close(self._event_fd)

@@ -1,0 +1,1 @@
+"""What every store on Redis or Valkey servers shares, whichever client moves its values."""

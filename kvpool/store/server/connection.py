@@ -1,0 +1,324 @@
+"""Connections of redis-py to a server, of which every step ends in time, however slowly the other side trickles.
+
+redis-py's timeouts bound each call of the socket by itself; here the socket has a deadline. Each connection says whose
+it is: ``CLIENT LIST`` shows ``kvpool:ROLE:WHO``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import re
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import Connection
+from redis.retry import Retry
+
+from kvpool.errors import KVPoolError, StoreUnavailable
+from kvpool.store.tls import Tls
+from kvpool.store.url import StoreURL
+
+# Until when all that this thread asks has to be answered (monotonic).
+_END_S: ContextVar[float] = ContextVar("end_s", default=float("inf"))
+
+
+_NOT_IN_A_NAME = re.compile(r"[^!-~]+")  # of a connection: no spaces
+_NAME_CHARS = 100
+
+
+@functools.cache
+def library_version() -> str:
+    """Of the installed package."""
+    return importlib.metadata.version("kvpool")
+
+
+def client_of(url: StoreURL) -> str:
+    """Whom connections of this store are named after: who opened it, or this host and process."""
+    who = url.opened_by or f"{socket.gethostname()}.{os.getpid()}"
+    return _NOT_IN_A_NAME.sub("-", who)[:_NAME_CHARS]
+
+
+def introduction(url: StoreURL, role: str) -> list[tuple[str, ...]]:
+    """What a connection says of itself."""
+    return [
+        ("CLIENT", "SETNAME", f"kvpool:{role}:{client_of(url)}"),
+        ("CLIENT", "SETINFO", "LIB-NAME", "kvpool"),
+        ("CLIENT", "SETINFO", "LIB-VER", library_version()),
+    ]
+
+
+class DeadlineSocket(socket.socket):
+    """A connected socket of which every call that may block ends at ``deadline_s`` (monotonic).
+
+    ``moved_s``: when it last took or brought something.
+    """
+
+    deadline_s = 0.0
+    moved_s = 0.0
+
+    def recv(self, *arguments: Any) -> bytes:
+        self._bound()
+        received = super().recv(*arguments)
+        self._note_move()
+        return received
+
+    def recv_into(self, *arguments: Any) -> int:
+        self._bound()
+        nbytes = super().recv_into(*arguments)
+        self._note_move()
+        return nbytes
+
+    def send(self, *arguments: Any) -> int:
+        self._bound()
+        nbytes = super().send(*arguments)
+        self._note_move()
+        return nbytes
+
+    def sendall(self, data: Any, *flags: Any) -> None:
+        with memoryview(data) as view, view.cast("B") as left:
+            sent = 0
+            while sent < left.nbytes:
+                sent += self.send(left[sent:], *flags)
+
+    def _bound(self) -> None:
+        if self.gettimeout() == 0:
+            return
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no answer in time")
+        self.settimeout(left_s)
+
+    def _note_move(self) -> None:
+        self.moved_s = time.monotonic()
+
+
+class _TlsDeadlineSocket(DeadlineSocket, ssl.SSLSocket):
+    """The same under TLS."""
+
+
+class Bounded(Connection):
+    """A connection of redis-py, over TCP, TLS or a Unix socket, of which a step takes at most ``step_s``.
+
+    A step is to connect with all that is said then, or to send something and read the replies. What is done under
+    ``within`` ends by that deadline besides.
+    """
+
+    def __init__(self, *, url: StoreURL, role: str, step_s: float, **settings: Any) -> None:
+        super().__init__(
+            host=url.host or "localhost",
+            port=url.port,
+            username=url.user or None,
+            password=url.password or None,
+            db=url.database,
+            socket_timeout=step_s,
+            socket_connect_timeout=step_s,
+            retry=Retry(NoBackoff(), 0),
+            **settings,
+        )  # type: ignore[no-untyped-call]
+        self._url, self._role, self.step_s = url, role, step_s
+        self.socket: DeadlineSocket | None = None
+        self._dialled_s = float("inf")  # until when all of the dial under way has to be done
+
+    def connect(self) -> None:
+        if self._sock is not None:
+            return
+        self._dialled_s = time.monotonic() + self.step_s
+        try:
+            super().connect()  # type: ignore[no-untyped-call]
+            self._introduce()
+        finally:
+            self._dialled_s = float("inf")
+
+    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        self.extend()
+        super().send_packed_command(command, check_health)  # type: ignore[no-untyped-call]
+
+    def extend(self) -> None:
+        """A step begins now."""
+        if self.socket is not None:
+            self.socket.deadline_s = self._end_s()
+
+    def _end_s(self) -> float:
+        return min(time.monotonic() + self.step_s, self._dialled_s, _END_S.get())
+
+    def _connect(self) -> socket.socket:
+        end_s = self._end_s()
+        plain = _dialled(self._url, end_s)
+        if self._url.tls is None:
+            self.socket = DeadlineSocket(fileno=plain.detach())
+        else:
+            self.socket = _under_tls(plain, self._url.tls, self._url.host, end_s)
+        self.socket.deadline_s = end_s
+        self.socket.moved_s = time.monotonic()
+        return self.socket
+
+    def _host_error(self) -> str:
+        return self._url.path or f"{self._url.host}:{self._url.port}"
+
+    def _introduce(self) -> None:
+        """Say who this is. Servers and rights that do not allow it do without."""
+        said = introduction(self._url, self._role)
+        self.send_packed_command(self.pack_commands(said), False)  # type: ignore[no-untyped-call]
+        for _ in said:
+            with contextlib.suppress(redis.ResponseError, redis.AuthenticationError):
+                self.read_response()
+
+
+def connect(url: StoreURL, *, timeout_s: float, role: str) -> redis.Redis:
+    """A redis-py client for the server of ``url``: no retries, RESP2, ``timeout_s`` for each step. Close it.
+
+    ``role``: what it is for, in the names of its connections.
+    """
+    pool = redis.ConnectionPool(Bounded, url=url, role=role, step_s=timeout_s, protocol=2)
+    return redis.Redis.from_pool(pool)
+
+
+@contextmanager
+def within(timeout_s: float) -> Iterator[None]:
+    """All that this thread asks of servers in the block is answered in ``timeout_s``, or fails."""
+    before = _END_S.set(min(time.monotonic() + timeout_s, _END_S.get()))
+    try:
+        yield
+    finally:
+        _END_S.reset(before)
+
+
+class KeptServer:
+    """One connection to where ``server`` says, kept between calls: for what is asked every few seconds. Any thread.
+
+    ``server`` is called before the first call, after a failure, and when it was called ``ASK_AGAIN_S`` ago.
+    A client that another one has replaced is closed by the last call that uses it.
+    ``_lock`` guards all fields below it; nothing is asked under it.
+    """
+
+    STEP_S = 2.0
+    ASK_AGAIN_S = 30.0
+
+    def __init__(self, server: Callable[[], StoreURL], name: str, *, role: str) -> None:
+        self._server, self._name, self._role = server, name, role
+        self._lock = threading.Lock()
+        self._client: redis.Redis | None = None
+        self._calls: Counter[redis.Redis] = Counter()  # under way, by client
+        self._url: StoreURL | None = None
+        self._asked_s = 0.0
+        self._closed = False
+
+    @contextmanager
+    def asked(self, action: str, timeout_s: float) -> Iterator[redis.Redis]:
+        """The server, for the requests of one call, all of which together take at most ``timeout_s``.
+
+        Errors: ``StoreUnavailable`` with ``action``, whatever a client makes of what a server says.
+        """
+        client: redis.Redis | None = None
+        try:
+            with within(timeout_s):
+                client = self._current()
+                yield client
+        except KVPoolError:
+            raise
+        except redis.exceptions.NoPermissionError as error:
+            raise StoreUnavailable(f"{self._name}: {action}: {error}") from error
+        except Exception as error:
+            with self._lock:
+                if self._client is client:
+                    self._client = self._url = None
+            raise StoreUnavailable(f"{self._name}: {action}: {error or type(error).__name__}") from error
+        finally:
+            if client is not None:
+                self._ended(client)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            client, self._client, self._url = self._client, None, None
+            in_use = client in self._calls
+        if client is not None and not in_use:
+            client.close()
+
+    def _current(self) -> redis.Redis:
+        with self._lock:
+            if self._client is not None and time.monotonic() < self._asked_s + self.ASK_AGAIN_S:
+                self._calls[self._client] += 1
+                return self._client
+        url = self._server()
+        with self._lock:
+            self._asked_s = time.monotonic()
+            if self._client is not None and self._url == url:
+                self._calls[self._client] += 1
+                return self._client
+            fresh = connect(url, timeout_s=self.STEP_S, role=self._role)
+            self._calls[fresh] += 1
+            if self._closed:  # a call that came too late: its connection goes with it
+                return fresh
+            old, self._client, self._url = self._client, fresh, url
+            in_use = old in self._calls
+        if old is not None and not in_use:
+            old.close()
+        return fresh
+
+    def _ended(self, client: redis.Redis) -> None:
+        """A call has ended."""
+        with self._lock:
+            self._calls[client] -= 1
+            in_use = self._calls[client] > 0
+            if not in_use:
+                del self._calls[client]
+            kept = in_use or client is self._client
+        if not kept:
+            client.close()
+
+
+def _dialled(url: StoreURL, end_s: float) -> socket.socket:
+    """A socket that is connected by ``end_s``. Errors: ``OSError``."""
+    if url.path:
+        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        return _connected(plain, url.path, end_s)
+    failure = OSError(f"{url.host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM):
+        try:
+            plain = socket.socket(family, kind, protocol)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            return _connected(plain, address, end_s)
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def _connected(plain: socket.socket, address: Any, end_s: float) -> socket.socket:
+    try:
+        plain.settimeout(max(end_s - time.monotonic(), 1e-3))
+        plain.connect(address)
+    except BaseException:
+        plain.close()
+        raise
+    return plain
+
+
+def _under_tls(plain: socket.socket, tls: Tls, host: str, end_s: float) -> DeadlineSocket:
+    """Takes ``plain`` over, and shakes hands until ``end_s`` at most. Errors: ``OSError``.
+
+    Not redis-py's own TLS: that one adds the system's authorities to the one that was named.
+    """
+    try:
+        context = tls.context()
+        context.sslsocket_class = _TlsDeadlineSocket
+        plain.settimeout(max(end_s - time.monotonic(), 1e-3))
+        wrapped = context.wrap_socket(plain, server_hostname=host)
+    except BaseException:
+        plain.close()
+        raise
+    assert isinstance(wrapped, DeadlineSocket)
+    return wrapped

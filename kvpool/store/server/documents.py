@@ -1,0 +1,173 @@
+"""Leased documents on Redis or Valkey servers: one key each with a time to live, found through an index.
+
+For an announcement ``kvpool:t:x`` of tenant ``t``::
+
+    kvpool:t:x:announced   string   the document; the server drops it when its lease ends
+    kvpool:t::announced    zset     the tenant's announcements, by the server's time in ms at which their lease ends
+    kvpool:::announced     zset     the tenants that have an index, by the time in ms until which it is kept
+
+In a cluster the last word of each is ``{announced}``, so that all of them have one slot and lie on one node:
+only there a document and its index can be changed together.
+
+So the server is never asked to walk its keys, and one access rule for ``kvpool:t:*`` covers a tenant. A user who
+may not write the list of tenants is not in it: then only who asks for that tenant's prefix finds its documents.
+Keys of another form share one index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from kvpool.errors import StoreUnavailable
+from kvpool.key.key import tenant_of
+from kvpool.store.server.connection import KeptServer
+from kvpool.store.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S, SCAN_KEYS
+
+if TYPE_CHECKING:
+    import redis
+
+WRITE_S = 4.0  # a whole call that writes, with the connection that it may need
+READ_S = 10.0  # one that reads, or takes away, what there is
+MAX_TENANTS = 4096
+READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
+INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
+LIST_LEASE_MS = 86_400_000  # of a tenant in the list: who is alive announces again long before
+
+SLOT = 1209  # of every key that ends in {announced}
+
+
+class ServerAnnouncements:
+    """The leased documents of a pool. Any thread may call any method.
+
+    ``server``: where they lie: in a cluster the node of ``SLOT``. ``name``: of the store.
+
+    Blocking: each call for at most ``WRITE_S`` or ``READ_S``, whatever the server does. Errors: ``StoreUnavailable``.
+    """
+
+    def __init__(self, server: KeptServer, name: str, *, in_cluster: bool = False) -> None:
+        self._server, self._name = server, name
+        self._word = "{announced}" if in_cluster else "announced"
+        self._list = f"kvpool:::{self._word}"  # of the tenants
+
+    def put(self, key: str, document: bytes, lease_s: float) -> None:
+        """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
+        lease_ms = max(1, int(lease_s * 1e3))
+        tenant = tenant_of(key)
+        index = self._index(tenant)
+        with self._server.asked("cannot keep an announcement", WRITE_S) as server:
+            now_ms = _now_ms(server)
+            if server.zscore(index, key) is None and server.zcard(index) >= MAX_ANNOUNCEMENTS:
+                server.zremrangebyscore(index, "-inf", now_ms)
+                if server.zcard(index) >= MAX_ANNOUNCEMENTS:
+                    raise StoreUnavailable(
+                        f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already"
+                    )
+            # Together, so that no index entry is without its document, or the other way round.
+            with server.pipeline(transaction=True) as together:
+                together.set(f"{key}:{self._word}", document, px=lease_ms)
+                together.zadd(index, {key: now_ms + lease_ms})
+                together.pexpire(index, INDEX_LEASE_MS)
+                together.execute()
+            self._register(server, tenant, now_ms)
+
+    def remove(self, key: str) -> bool:
+        """End what is under ``key``; whether its lease still ran."""
+        action = "cannot withdraw an announcement"
+        with self._server.asked(action, WRITE_S) as server, server.pipeline(transaction=True) as together:
+            together.unlink(f"{key}:{self._word}")
+            together.zrem(self._index(tenant_of(key)), key)
+            documents, entries = together.execute()
+        return bool(documents and entries)
+
+    def all(self, prefix: str) -> dict[str, bytes]:
+        """Documents under keys with ``prefix`` whose lease still runs; those that ran out leave the index."""
+        documents: dict[str, bytes] = {}
+        with self._server.asked("cannot read announcements", READ_S) as server:
+            for tenant in self._tenants(server, prefix):
+                index = self._index(tenant)
+                # Atomic, and by the lease that stands now: one that was renewed just before stays.
+                server.zremrangebyscore(index, "-inf", _now_ms(server))
+                keys = _announced(server, index, prefix)
+                for start in range(0, len(keys), READ_AT_ONCE):
+                    part = keys[start : start + READ_AT_ONCE]
+                    values = server.mget([f"{key}:{self._word}" for key in part])
+                    for key, value in zip(part, values, strict=True):
+                        if isinstance(value, bytes) and len(value) <= MAX_DOCUMENT_NBYTES:
+                            documents[key] = value
+        return dict(sorted(documents.items()))
+
+    def remove_all(self, prefix: str) -> int:
+        """Delete the documents under keys with ``prefix``; how many there were.
+
+        A prefix that names no tenant walks the server's keys for the tenants that are in no list.
+        """
+        removed = 0
+        with self._server.asked("cannot take announcements back", READ_S) as server:
+            tenants = set(self._tenants(server, prefix))
+            if not tenant_of(prefix):
+                tenants |= self._unlisted(server)
+            for tenant in sorted(tenants):
+                index = self._index(tenant)
+                keys = _announced(server, index, prefix)
+                for start in range(0, len(keys), READ_AT_ONCE):
+                    part = keys[start : start + READ_AT_ONCE]
+                    with server.pipeline(transaction=True) as together:
+                        together.unlink(*(f"{key}:{self._word}" for key in part))
+                        together.zrem(index, *part)
+                        removed += together.execute()[0]
+                self._unregister(server, tenant, index)
+        return removed
+
+    def _tenants(self, server: redis.Redis, prefix: str) -> list[str]:
+        """The one whose keys start with ``prefix``, or all in the list."""
+        if tenant_of(prefix):
+            return [tenant_of(prefix)]
+        server.zremrangebyscore(self._list, "-inf", _now_ms(server))
+        return [_text(member) for member in server.zrange(self._list, 0, MAX_TENANTS - 1)]
+
+    def _register(self, server: redis.Redis, tenant: str, now_ms: int) -> None:
+        import redis
+
+        with contextlib.suppress(redis.exceptions.NoPermissionError):
+            server.zadd(self._list, {tenant: now_ms + LIST_LEASE_MS})
+            server.zremrangebyrank(self._list, 0, -MAX_TENANTS - 1)
+            server.pexpire(self._list, LIST_LEASE_MS)
+
+    def _unregister(self, server: redis.Redis, tenant: str, index: str) -> None:
+        """Take a tenant without announcements off the list, unless one is announced just now."""
+        import redis
+
+        with (
+            contextlib.suppress(redis.exceptions.NoPermissionError, redis.exceptions.WatchError),
+            server.pipeline(transaction=True) as together,
+        ):
+            together.watch(index)  # type: ignore[no-untyped-call]
+            if together.zcard(index) == 0:
+                together.multi()
+                together.zrem(self._list, tenant)
+                together.execute()
+
+    def _index(self, tenant: str) -> str:
+        # An empty tenant's index must not be the list of tenants.
+        return f"kvpool:{tenant}::{self._word}" if tenant else f"kvpool::untenanted:{self._word}"
+
+    def _unlisted(self, server: redis.Redis) -> set[str]:
+        """The tenants that have an index, whether they are in the list or not."""
+        found = server.scan_iter(match=self._index("*"), count=SCAN_KEYS)
+        return {tenant_of(_text(name)) for name in found if name != self._list.encode()}
+
+
+def _announced(server: redis.Redis, index: str, prefix: str) -> list[str]:
+    found = [_text(member) for member in server.zrange(index, 0, MAX_ANNOUNCEMENTS - 1)]
+    return [key for key in found if key.startswith(prefix)]
+
+
+def _now_ms(server: redis.Redis) -> int:
+    """The server's clock: the hosts' own need not agree."""
+    seconds, microseconds = server.time()
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def _text(member: object) -> str:
+    return member.decode("ascii", "replace") if isinstance(member, bytes) else str(member)

@@ -1,0 +1,189 @@
+"""The servers that hold a pool's keys now: one that is named, a cluster's primaries, or the one that sentinels name.
+
+Asked over short connections of redis-py. What servers say is checked before it is believed: a primary that sentinels
+name has to call itself one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.store.server.connection import connect, within
+from kvpool.store.url import StoreURL
+
+if TYPE_CHECKING:
+    import redis
+
+TIMEOUT_S = 1.0  # of each connection, request and reply
+FIND_S = 8.0  # of asking them all
+LAST_SLOT = 16383
+MAX_NODES = 1000
+MAX_RANGES = LAST_SLOT + 1
+
+Ranges = Sequence[tuple[int, int]]  # first and last slot
+
+
+class Primary(NamedTuple):
+    """One server, and the hash slots that it holds; no slots: all keys."""
+
+    host: str
+    port: int
+    slots: Ranges
+
+    def holds(self, slot: int) -> bool:
+        return not self.slots or any(first <= slot <= last for first, last in self.slots)
+
+
+class Primaries:
+    """Whom to ask for the servers of ``url``: those of the URL, and those that were found. Any thread.
+
+    ``name``: of the store, for errors.
+    """
+
+    def __init__(self, url: StoreURL, name: str) -> None:
+        self._url, self._name = url, name
+        self._asked = 0  # the next call begins with another one: views differ while a cluster changes
+        self._found: tuple[tuple[str, int], ...] = ()
+
+    def find(self) -> list[Primary]:
+        """Ask one after the other until one of them answers sensibly.
+
+        Blocking, for a second or two for each that does not answer, and ``FIND_S`` in all. Errors:
+        ``StoreUnavailable`` when none does,
+        ``ConfigError`` when one refuses for good; each with the words of the first that failed.
+        """
+        import redis
+
+        if not self._url.nodes:
+            return [Primary(self._url.host, self._url.port, ())]
+        is_cluster = self._url.scheme == "valkey+cluster"
+        known = list(dict.fromkeys((*self._found, *self._url.nodes) if is_cluster else self._url.nodes))
+        start = self._asked % len(known)
+        self._asked += 1
+        failure: Exception | None = None
+        end_s = time.monotonic() + FIND_S
+        for host, port in known[start:] + known[:start]:
+            left_s = end_s - time.monotonic()
+            if failure is not None and left_s <= 0:
+                break
+            try:
+                with within(left_s):
+                    primaries = self._slots(host, port) if is_cluster else [self._named(host, port)]
+            except ConfigError as error:
+                failure = failure or error
+                continue
+            except Exception as error:  # whatever a client makes of what a server says
+                failure = failure or error
+                continue
+            self._found = tuple((primary.host, primary.port) for primary in primaries)
+            return primaries
+        if isinstance(failure, ConfigError):
+            raise failure
+        if isinstance(failure, (redis.AuthenticationError, redis.exceptions.NoPermissionError)):
+            raise ConfigError(
+                f"{self._name}: the server refuses: {failure}; correct user or password"
+            ) from failure
+        what = "nodes" if is_cluster else "sentinels"
+        raise StoreUnavailable(
+            f"{self._name}: none of its {what} names the servers of the pool: {failure}"
+        ) from failure
+
+    def urls(self) -> list[StoreURL]:
+        """``find()``, as a URL of each server by itself."""
+        if not self._url.nodes:
+            return [self._url]
+        return [self._at(primary.host, primary.port) for primary in self.find()]
+
+    def url_of(self, slot: int) -> StoreURL:
+        """The server that holds this slot. Errors: as ``find()``; ``StoreUnavailable`` when nobody does."""
+        if not self._url.nodes:
+            return self._url
+        for primary in self.find():
+            if primary.holds(slot):
+                return self._at(primary.host, primary.port)
+        raise StoreUnavailable(f"{self._name}: no node serves slot {slot}")
+
+    def _at(self, host: str, port: int) -> StoreURL:
+        return replace(self._url, scheme="valkey", nodes=(), service="", host=host, port=port)
+
+    def _slots(self, host: str, port: int) -> list[Primary]:
+        import redis
+
+        with self._asking(self._at(host, port)) as server:
+            server.set_response_callback("CLUSTER SLOTS", _as_it_is)  # versions of redis-py differ
+            try:
+                reply = server.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
+            except redis.exceptions.NoPermissionError as error:
+                raise ConfigError(f"{self._name}: {error}; allow +cluster|slots to this user") from error
+            except redis.exceptions.ResponseError as error:
+                if "cluster support disabled" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"{self._name}: {host}:{port} is no node of a cluster; write valkey://"
+                ) from error
+        return _primaries(reply, host)
+
+    def _named(self, host: str, port: int) -> Primary:
+        """The primary that this sentinel names, if it says so itself."""
+        asked = replace(
+            self._at(host, port),
+            user=self._url.sentinel_user,
+            password=self._url.sentinel_password,
+            database=0,
+        )
+        with self._asking(asked) as sentinel:
+            named: Any = sentinel.sentinel_get_master_addr_by_name(self._url.service)
+        if named is None:
+            raise ConfigError(f"{self._name}: {host}:{port} knows no service {self._url.service!r}")
+        primary = _server(*named[:2])
+        with self._asking(self._at(*primary)) as server:
+            role = server.role()
+        if not isinstance(role, list) or not role or role[0] not in (b"master", "master"):
+            raise _Doubtful(f"{primary[0]}:{primary[1]}, which sentinels name, is no primary yet")
+        return Primary(*primary, ((0, LAST_SLOT),))
+
+    @contextmanager
+    def _asking(self, url: StoreURL) -> Iterator[redis.Redis]:
+        with connect(url, timeout_s=TIMEOUT_S, role="topology") as server:
+            yield server
+
+
+class _Doubtful(Exception):
+    """A server said what cannot be so, or not yet."""
+
+
+def _as_it_is(reply: Any, **_: Any) -> Any:
+    return reply
+
+
+def _primaries(reply: Any, asked: str) -> list[Primary]:
+    """From what CLUSTER SLOTS says: ``[[first, last, [host, port, ...], ...], ...]``; no host: the one ``asked``."""
+    if not isinstance(reply, list) or len(reply) > MAX_RANGES:
+        raise _Doubtful("its reply to CLUSTER SLOTS makes no sense")
+    slots: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for entry in reply:
+        try:
+            first, last, (host, port, *_), *_ = entry
+        except (TypeError, ValueError) as error:
+            raise _Doubtful("its reply to CLUSTER SLOTS makes no sense") from error
+        primary = _server(host or asked, port)
+        if not (type(first) is int and type(last) is int and 0 <= first <= last <= LAST_SLOT):
+            raise _Doubtful("its reply to CLUSTER SLOTS names slots that there are not")
+        slots.setdefault(primary, []).append((first, last))
+    if not slots:
+        raise _Doubtful("no node of the cluster serves any slot")
+    if len(slots) > MAX_NODES:
+        raise _Doubtful(f"a cluster has at most {MAX_NODES} nodes")
+    return [Primary(*server, ranges) for server, ranges in sorted(slots.items())]
+
+
+def _server(host: Any, port: Any) -> tuple[str, int]:
+    host = host.decode("ascii", "replace") if isinstance(host, bytes) else host
+    if not isinstance(host, str) or type(port) is not int or not 1 <= port <= 65535:
+        raise _Doubtful("it names a server without an address")
+    return host, port

@@ -1,0 +1,362 @@
+"""The store: what every one of them can do, whatever memory is behind it.
+
+Batch is the primitive, and there is one path: a blocking call is a submit and a wait. This class checks what
+the caller gave; a store adds only how a batch of checked keys and flat views is carried out.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+from kvpool import _native
+from kvpool.errors import ConfigError, StoreClosed
+from kvpool.key.key import KEY_PREFIX, Namespace
+from kvpool.store.batch import Batch, Transfer, check_timeout
+from kvpool.store.buffers import Destination, copy_back, destination, source
+from kvpool.store.lookup import Lookup, LookupGroup, LookupKeys, RecordBatch
+from kvpool.store.notices import Notices
+
+DEFAULT_TIMEOUT_S = 5.0
+MAX_BATCH_KEYS = 1 << 20
+MAX_DOCUMENT_NBYTES = 64 << 10
+MAX_ANNOUNCEMENTS = 4096
+MAX_ANNOUNCEMENT_KEY_CHARS = 512
+MAX_LEASE_S = 366 * 86400.0
+SCAN_KEYS = 1000  # about so many at a time
+LOOK_KEYS = 128  # of scan_keys(): so few that who looks at them does not keep the interpreter from others
+
+_Store = TypeVar("_Store", bound="Store")
+
+
+class StoredBlock(NamedTuple):
+    """One block that lies in a store."""
+
+    key: str
+    nbytes: int  # of its record: 64 more than the payload
+
+
+class Store(ABC):
+    """Values by key, in batches; each answer stands at its key's place.
+
+    Keys are those of ``Namespace.keys``. Buffers are anything with the buffer protocol, of any element type:
+    their bytes count, not their elements. A key may stand twice in a batch. ``timeout_s`` bounds the whole
+    batch, in seconds (above 0, at most 3,600; None: 5). A miss is a value; a fault is ``StoreUnavailable``.
+    Any thread may call any method. Every call after ``close`` raises ``StoreClosed``; wrong arguments raise
+    ``ConfigError`` before anything is read or written.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name  # without secrets: it stands in errors and in repr
+        self._closed = False
+        self._released = False
+
+    # ------------------------------------------------------------------ blocking calls
+
+    def put_many(
+        self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Keep one value per key. False: the store had no room for it.
+
+        A value replaces the one that was there, at once and whole. A buffer that is not contiguous is copied
+        once.
+        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        """
+        return _finish(self.submit_put(keys, buffers, timeout_s=timeout_s))
+
+    def get_many_into(
+        self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Read each key's value into its buffer, which has exactly the value's length. False: a miss.
+
+        A value of another length, or one that does not prove itself, is deleted, counted, and a miss. After a
+        miss or a fault the content of the buffer is unspecified. A buffer that is not contiguous goes through
+        a copy.
+        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        """
+        destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
+        found = _finish(self._submit_get(keys, destinations, timeout_s))
+        copy_back(destinations, found)
+        return found
+
+    def contains_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
+        """Whether each key has a value now; it may be gone, or prove damaged, when it is read.
+
+        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        """
+        return _finish(self.submit_contains(keys, timeout_s=timeout_s))
+
+    def touch_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
+        """``contains_many``, and each value that is there counts as used now: it is evicted, and expires, later.
+
+        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        """
+        return _finish(self.submit_touch(keys, timeout_s=timeout_s))
+
+    def delete_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> int:
+        """Delete the keys' values; returns how many were there.
+
+        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        """
+        return sum(_finish(self._begin(_native.DELETE, "delete", keys, None, timeout_s)))
+
+    # ------------------------------------------------------------------ calls that return at once
+
+    def submit_put(
+        self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
+    ) -> Transfer:
+        """Begin ``put_many``. The buffers must not change until the transfer is done. Errors: as there."""
+        views = [source(buffer, position) for position, buffer in enumerate(buffers)]
+        return self._begin(_native.PUT, "put", keys, views, timeout_s)
+
+    def submit_get(
+        self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
+    ) -> Transfer:
+        """Begin ``get_many_into``. The transfer owns the buffers until it is done. Errors: as there.
+
+        A buffer that is not contiguous is refused here: nobody would copy into it when the transfer is done.
+        """
+        destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
+        for position, (_, copy_to) in enumerate(destinations):
+            if copy_to is not None:
+                raise ConfigError(
+                    f"buffers[{position}] is not contiguous: use get_many_into, or a contiguous one"
+                )
+        return self._submit_get(keys, destinations, timeout_s)
+
+    def submit_contains(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Transfer:
+        """Begin ``contains_many``. Errors: as there."""
+        return self._begin(_native.CONTAINS, "contains", keys, None, timeout_s)
+
+    def submit_touch(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Transfer:
+        """Begin ``touch_many``. Errors: as there."""
+        return self._begin(_native.TOUCH, "touch", keys, None, timeout_s)
+
+    def submit_lookup(
+        self, namespace: Namespace, groups: Sequence[LookupGroup], *, timeout_s: float | None = None
+    ) -> Lookup:
+        """Ask which leading records of a prompt are here, as ``touch_many``, for as long as the answer is of use.
+
+        Of any length: keys are spelled where they are sent, so this call is short.
+        Where a part of a record is missing, what only follows it is not asked for any more; groups that are not
+        windowed are asked for first.
+        Errors: as ``touch_many``; too many lookups under way is ``StoreUnavailable``.
+        """
+        self._check_open()
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else check_timeout(timeout_s)
+        for group in groups:
+            group.check()
+        order = sorted(range(len(groups)), key=lambda place: groups[place].windowed)
+        keys = LookupKeys(namespace, [groups[place] for place in order])
+        batch = self._submit_lookup(keys, timeout_s)
+        transfer = Transfer(batch, f"{self._name}: lookup of at most {len(keys)} keys", timeout_s)
+        return Lookup(transfer, [group.records for group in keys.groups], order)
+
+    # ------------------------------------------------------------------ leased documents
+
+    def announce(self, key: str, document: bytes, *, lease_s: float) -> None:
+        """Keep a small document for ``lease_s`` seconds, instead of the one that was under ``key``.
+
+        ``key``: printable ASCII, 1 to 512 characters. ``document``: 1 to 65,536 bytes. A store keeps 4,096 of
+        them.
+        Blocking, for one small write. Errors: ``ConfigError``; ``StoreUnavailable`` when it cannot be kept.
+        """
+        self._check_open()
+        _check_announcement_key(key)
+        if not isinstance(document, bytes) or not 1 <= len(document) <= MAX_DOCUMENT_NBYTES:
+            raise ConfigError(f"an announcement is bytes, 1 to {MAX_DOCUMENT_NBYTES} of them")
+        if isinstance(lease_s, bool) or not isinstance(lease_s, (int, float)) or not math.isfinite(lease_s):
+            raise ConfigError(f"lease_s is a number of seconds, not {lease_s!r:.40}")
+        if not 0 < lease_s <= MAX_LEASE_S:
+            raise ConfigError(f"lease_s is above 0 and at most {MAX_LEASE_S:g} seconds, not {lease_s}")
+        self._announce(key, document, float(lease_s))
+
+    def withdraw(self, key: str) -> bool:
+        """End an announcement before its lease does; False if there was none under ``key``.
+
+        Blocking, for one small write. Errors: ``ConfigError``; ``StoreUnavailable``, and then the lease ends it.
+        """
+        self._check_open()
+        _check_announcement_key(key)
+        return self._withdraw(key)
+
+    def announcements(self, prefix: str = "") -> dict[str, bytes]:
+        """The documents under keys that start with ``prefix`` whose lease still runs, sorted by key.
+
+        Those that have run out are removed on the way. Blocking, for one small read a document.
+        Errors: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._announcements(prefix)
+
+    def life(self) -> str:
+        """Another text after each start of the server behind the store; empty where there is none, or it does not say.
+
+        Blocking, for one small read. Errors: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._life()
+
+    def withdraw_all(self, prefix: str) -> int:
+        """Take back the documents under keys that start with ``prefix``, whoever announced them; how many.
+
+        Who announces again, is heard again. Blocking, for one small write a document.
+        Errors: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._withdraw_all(prefix)
+
+    # ------------------------------------------------------------------ what is there
+
+    def scan(self, prefix: str = KEY_PREFIX) -> Iterator[list[StoredBlock]]:
+        """The blocks under keys that start with ``prefix``, about a thousand at a time, in no order.
+
+        What is put or deleted meanwhile may be among them or not; a block may come twice, a block that stays
+        comes at least once. Deleting what was given is no harm. A look, not a use: it keeps nothing from
+        being evicted. For maintenance: it walks the whole pool.
+        Blocking at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._scan(prefix)
+
+    def scan_keys(self, prefix: str = KEY_PREFIX) -> Iterator[list[str]]:
+        """As ``scan``, the keys alone: a list for every hundred or so that were walked, which may be empty.
+
+        What stays is given at least once; where it cannot be sure of that (servers changed), the last step fails.
+        Blocking at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._scan_keys(prefix)
+
+    def notices(self) -> Notices | None:
+        """What the servers behind the store say of keys that change, from now on; None: there is no server.
+
+        Close it before the store. Never blocks. Errors: ``StoreClosed``.
+        """
+        self._check_open()
+        return self._notices()
+
+    # ------------------------------------------------------------------ the rest
+
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """What this store has done since it was opened, by name; never blocks for long."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """An eventfd, readable when a batch has ended; ``os.eventfd_read`` resets it. The store owns it."""
+
+    def close(self) -> None:
+        """Cancel what is under way, wait for it, and give everything back; calling it again does nothing.
+
+        Blocking, for at most ``DEFAULT_TIMEOUT_S`` seconds. Errors: ``StoreUnavailable`` if a thread is
+        stuck.
+        """
+        self._closed = True
+        if not self._released:
+            self._close()
+            self._released = True
+
+    def __enter__(self: _Store) -> _Store:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name}{', closed' if self._closed else ''}>"
+
+    # ------------------------------------------------------------------ what a store adds
+
+    @abstractmethod
+    def _submit(
+        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
+    ) -> Batch:
+        """Begin a batch. ``operation``: of ``_native``; ``views``: flat, not empty, as many as keys."""
+
+    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> Batch:
+        """Begin a lookup; the batch has one status a record, ``MISS`` for those that were not asked for."""
+        return RecordBatch(self._submit(_native.TOUCH, keys, None, timeout_s), keys)
+
+    @abstractmethod
+    def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...
+
+    @abstractmethod
+    def _withdraw(self, key: str) -> bool: ...
+
+    @abstractmethod
+    def _announcements(self, prefix: str) -> dict[str, bytes]: ...
+
+    def _life(self) -> str:
+        return ""
+
+    @abstractmethod
+    def _withdraw_all(self, prefix: str) -> int: ...
+
+    @abstractmethod
+    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]: ...
+
+    def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
+        for blocks in self._scan(prefix):
+            for start in range(0, len(blocks), LOOK_KEYS):
+                yield [block.key for block in blocks[start : start + LOOK_KEYS]]
+
+    def _notices(self) -> Notices | None:
+        return None
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    # ------------------------------------------------------------------ how the calls above begin
+
+    def _submit_get(
+        self, keys: Sequence[str], destinations: Sequence[Destination], timeout_s: float | None
+    ) -> Transfer:
+        return self._begin(_native.GET, "get", keys, [target.view for target in destinations], timeout_s)
+
+    def _begin(
+        self,
+        operation: int,
+        verb: str,
+        keys: Sequence[str],
+        views: Sequence[memoryview] | None,
+        timeout_s: float | None,
+    ) -> Transfer:
+        self._check_open()
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else check_timeout(timeout_s)
+        if isinstance(keys, (str, bytes)):
+            raise ConfigError("keys is one key; give a list of keys")
+        if len(keys) > MAX_BATCH_KEYS:
+            raise ConfigError(f"a batch has at most {MAX_BATCH_KEYS} keys, not {len(keys)}")
+        if views is not None and len(views) != len(keys):
+            raise ConfigError(f"{len(keys)} keys need as many buffers, not {len(views)}")
+        batch = self._submit(operation, keys, views, timeout_s)
+        return Transfer(batch, f"{self._name}: {verb} of {len(keys)} keys", timeout_s)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed(f"{self._name}: the store is closed")
+
+
+def _check_announcement_key(key: object) -> None:
+    if not isinstance(key, str) or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"announcement key {key!r:.80} is not printable ASCII")
+    if not 1 <= len(key) <= MAX_ANNOUNCEMENT_KEY_CHARS:
+        raise ConfigError(
+            f"an announcement's key has 1 to {MAX_ANNOUNCEMENT_KEY_CHARS} characters, not {len(key)}"
+        )
+
+
+def _finish(transfer: Transfer) -> list[bool]:
+    """Wait for a batch that nobody else knows of; if the wait itself fails, nothing of it stays under way."""
+    try:
+        return transfer.wait()
+    except BaseException:
+        transfer.abandon()
+        raise

@@ -1,0 +1,321 @@
+"""A store's URL, read once and checked: which store, where, how large."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from urllib.parse import unquote
+
+from kvpool.errors import ConfigError
+from kvpool.store.tls import Tls
+from kvpool.text import format_nbytes, parse_nbytes, redact, unknown
+
+TLS_SCHEMES = ("rediss", "valkeys")
+MANY_SERVERS = ("valkey+cluster", "valkey+sentinel")
+SERVER_SCHEMES = ("redis", "valkey", "valkey+unix", *TLS_SCHEMES, *MANY_SERVERS)
+SCHEMES = ("file", "memory", *SERVER_SCHEMES)
+AVAILABLE = "file:///dir, valkey://host:6379, valkeys://host:6379, valkey+unix:///socket or memory://"
+MIN_CAPACITY_NBYTES = 1 << 20
+DEFAULT_FILE_CAPACITY_NBYTES = 10 << 30
+DEFAULT_MEMORY_CAPACITY_NBYTES = 1 << 30
+DEFAULT_THREADS = 2
+MAX_THREADS = 64
+DEFAULT_PORT = 6379
+DEFAULT_SENTINEL_PORT = 26379
+MAX_NODES = 64
+DEFAULT_TTL_S = 86400
+CLIENTS = ("native", "glide", "redis")
+MAX_TTL_S = 366 * 86400
+MAX_DATABASE = 65535
+MAX_URL_CHARS = 4096
+
+_SYSTEM_DIRECTORIES = frozenset({
+    "/", "/bin", "/boot", "/dev", "/dev/shm", "/etc", "/home", "/lib", "/lib64", "/proc", "/root",  # noqa: S108
+    "/run", "/run/user", "/sbin", "/sys", "/tmp", "/usr", "/usr/bin", "/usr/lib", "/usr/local",  # noqa: S108
+    "/usr/share", "/var", "/var/cache", "/var/lib", "/var/log", "/var/run", "/var/tmp",  # noqa: S108
+})  # fmt: skip
+
+_URL = re.compile(
+    r"(?P<scheme>[^:/?#]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?", re.DOTALL
+)
+_PARAMETERS = {
+    "file": ("capacity", "threads"),
+    "memory": ("capacity",),
+    "redis": ("client", "connections", "ttl"),
+    "rediss": ("ca", "cert", "client", "connections", "key", "ttl"),
+    "valkey": ("client", "connections", "ttl"),
+    "valkey+cluster": ("ca", "cert", "client", "connections", "key", "tls", "ttl"),
+    "valkey+sentinel": (
+        "ca",
+        "cert",
+        "client",
+        "connections",
+        "key",
+        "sentinel_password",
+        "sentinel_user",
+        "tls",
+        "ttl",
+    ),
+    "valkey+unix": ("client", "connections", "db", "ttl"),
+    "valkeys": ("ca", "cert", "client", "connections", "key", "ttl"),
+}
+_HOST = re.compile(
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?"
+)
+_SERVICE = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_DURATION = re.compile(r"([0-9]{1,9})([smhd]?)")
+_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True)
+class StoreURL:
+    """What a store URL says.
+
+    ``path``: absolute directory of a file store, empty for memory. ``capacity_nbytes``: most that the store
+    keeps, 0 where the server decides. ``threads``: native threads that move bytes, 1 to 64; each has a connection
+    of its own to each server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``.
+    ``nodes``: (host, port) of nodes of a cluster, or of the sentinels that know the servers of ``service``.
+    ``password``, ``sentinel_password``: not in ``repr``. ``ttl_s``: how long a server keeps a value. ``client``:
+    of ``CLIENTS``, what moves the values to and from a server. ``opened_by``: whom connections are named after; not in
+    a URL. ``tls``: how servers are spoken to under TLS; None:
+    in plain.
+    """
+
+    scheme: str
+    path: str
+    capacity_nbytes: int
+    threads: int = DEFAULT_THREADS
+    host: str = ""
+    port: int = 0
+    user: str = ""
+    password: str = field(default="", repr=False)
+    database: int = 0
+    ttl_s: int = 0
+    client: str = CLIENTS[0]
+    tls: Tls | None = None
+    nodes: tuple[tuple[str, int], ...] = ()
+    service: str = ""
+    sentinel_user: str = ""
+    sentinel_password: str = field(default="", repr=False)
+    opened_by: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> StoreURL:
+        """Read ``memory://[?capacity=1GiB]``, ``file:///dir[?capacity=10GiB][&threads=2]``,
+        ``valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2][&client=native]`` (or
+        ``redis://``), ``valkeys://`` or ``rediss://`` with ``[?ca=/path.pem][&cert=/path.pem&key=/path.pem]`` besides,
+        or ``valkey+unix://[[user]:password@]/socket[?db=0]`` with the same parameters,
+        ``valkey+cluster://[[user]:password@]host[:6379],...`` or
+        ``valkey+sentinel://[[user]:password@]host[:26379],.../service[/db][?sentinel_user=..&sentinel_password=..]``,
+        with ``ttl`` and ``connections``, and with ``tls=true`` the files of TLS.
+
+        Errors: ``ConfigError`` that says what to write instead, and never shows a password.
+        """
+        match = _URL.fullmatch(url) if isinstance(url, str) and len(url) <= MAX_URL_CHARS else None
+        if match is None or not url.isprintable():
+            raise ConfigError(
+                f"{_shown(url)} is not a store URL: write {AVAILABLE}; percent-encode spaces, # and ?"
+            )
+        scheme = match["scheme"]
+        if scheme not in SCHEMES:
+            raise ConfigError(f"{redact(url)}: {unknown('store', scheme, SCHEMES)}")
+        query = _query(url, match["query"] or "", _PARAMETERS[scheme])
+        if scheme in SERVER_SCHEMES:
+            return _server(url, scheme, match["host"], match["path"], query)
+        if scheme == "memory":
+            if match["host"] or match["path"]:
+                raise ConfigError(
+                    f"{redact(url)}: memory:// takes no name: each one opened is a store of its own"
+                )
+            return cls(scheme, "", _capacity(url, query, DEFAULT_MEMORY_CAPACITY_NBYTES))
+        if match["host"] or not match["path"]:
+            wanted = f"/{match['host']}{match['path']}" if match["host"] else "/absolute/path"
+            raise ConfigError(
+                f"{redact(url)}: a directory is written file:///absolute/path, with three slashes; "
+                f"perhaps file://{wanted}"
+            )
+        path = _decoded(url, "a directory's name", match["path"])
+        _check_own_directory(url, path)
+        capacity_nbytes = _capacity(url, query, DEFAULT_FILE_CAPACITY_NBYTES)
+        return cls(scheme, path, capacity_nbytes, _threads(url, query, "threads"))
+
+
+def _check_own_directory(url: str, path: str) -> None:
+    """A pool writes and deletes: the system's own directories are refused by name, full or empty."""
+    place = posixpath.normpath("/" + path.lstrip("/"))
+    if place in _SYSTEM_DIRECTORIES or place.startswith(("/proc/", "/sys/")):
+        raise ConfigError(
+            f"{redact(url)}: {place} is the system's; name a directory of the pool's own, such as "
+            f"file://{'' if place == '/' or place.startswith(('/proc', '/sys')) else place}/kvpool"
+        )
+
+
+def check_threads(threads: int) -> int:
+    """Return ``threads`` if it is 1 to 64. Errors: ``ConfigError``."""
+    if type(threads) is not int or not 1 <= threads <= MAX_THREADS:
+        raise ConfigError(f"threads is a whole number from 1 to {MAX_THREADS}, not {threads!r}")
+    return threads
+
+
+def _shown(url: object) -> str:
+    if not isinstance(url, str):
+        return f"a {type(url).__name__}"
+    return repr(redact(url)) if len(url) <= MAX_URL_CHARS else f"text of {len(url)} characters"
+
+
+def _query(url: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
+    query: dict[str, str] = {}
+    for part in filter(None, text.split("&")):
+        name, _, value = part.partition("=")
+        if name not in known:
+            raise ConfigError(f"{redact(url)}: {unknown('parameter', unquote(name), known)}")
+        if name in query:
+            raise ConfigError(f"{redact(url)}: {name} is given twice")
+        query[name] = unquote(value)
+    return query
+
+
+def _capacity(url: str, query: Mapping[str, str], default_nbytes: int) -> int:
+    if "capacity" not in query:
+        return default_nbytes
+    try:
+        capacity_nbytes = parse_nbytes(query["capacity"])
+    except ConfigError as error:
+        raise ConfigError(f"{redact(url)}: capacity {error}") from error
+    if capacity_nbytes < MIN_CAPACITY_NBYTES:
+        raise ConfigError(f"{redact(url)}: capacity is at least {format_nbytes(MIN_CAPACITY_NBYTES)}")
+    return capacity_nbytes
+
+
+def _threads(url: str, query: Mapping[str, str], name: str) -> int:
+    return _whole(url, query, name, DEFAULT_THREADS, 1, MAX_THREADS)
+
+
+def _whole(url: str, query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    if name not in query:
+        return default
+    text = query[name]
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= most):
+        raise ConfigError(f"{redact(url)}: {name} is a whole number from {least} to {most}, not {text!r:.20}")
+    return int(text)
+
+
+def _decoded(url: str, what: str, text: str) -> str:
+    try:
+        decoded = unquote(text, errors="strict")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{redact(url)}: {what} is UTF-8 text") from error
+    if "\0" in decoded:
+        raise ConfigError(f"{redact(url)}: {what} cannot hold a zero byte")
+    return decoded
+
+
+def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str]) -> StoreURL:
+    if "@" in path:
+        raise ConfigError(f"{redact(url)}: percent-encode / @ and : in a password")
+    userinfo, at, host = host.rpartition("@")
+    user, _, password = userinfo.partition(":")
+    user, password = _decoded(url, "a user's name", user), _decoded(url, "a password", password)
+    if at and not password:
+        raise ConfigError(f"{redact(url)}: write user:password@ or :password@ before the host")
+    threads, ttl_s = _threads(url, query, "connections"), _ttl_s(url, query)
+    client = query.get("client", CLIENTS[0])
+    if client not in CLIENTS:
+        raise ConfigError(f"{redact(url)}: {unknown('client', client, CLIENTS)}")
+    if scheme == "valkey+unix":
+        if host or not path.strip("/"):
+            raise ConfigError(
+                f"{redact(url)}: a socket is written {scheme}:///absolute/path, with three slashes"
+            )
+        if client == "glide":
+            raise ConfigError(
+                f"{redact(url)}: client=glide cannot use a socket; write client=redis, or a host"
+            )
+        path = _decoded(url, "a socket's path", path)
+        database = _whole(url, query, "db", 0, 0, MAX_DATABASE)
+        return StoreURL(scheme, path, 0, threads, "", 0, user, password, database, ttl_s, client)
+    if scheme in MANY_SERVERS:
+        if client != CLIENTS[0]:
+            raise ConfigError(f"{redact(url)}: client={client} knows one server only; leave client away")
+        return _many_servers(
+            url, host, path, query, StoreURL(scheme, "", 0, threads, "", 0, user, password, 0, ttl_s)
+        )
+    found = _host(host, DEFAULT_PORT)
+    if found is None:
+        raise ConfigError(f"{redact(url)}: write {scheme}://host:{DEFAULT_PORT}, with a port from 1 to 65535")
+    database = _database(url, path[1:])
+    tls = _tls(url, query) if scheme in TLS_SCHEMES else None
+    return StoreURL(scheme, "", 0, threads, *found, user, password, database, ttl_s, client, tls)
+
+
+def _many_servers(url: str, hosts: str, path: str, query: Mapping[str, str], common: StoreURL) -> StoreURL:
+    """A cluster by some of its nodes, or a service by its sentinels."""
+    is_cluster = common.scheme == "valkey+cluster"
+    port = DEFAULT_PORT if is_cluster else DEFAULT_SENTINEL_PORT
+    nodes = [_host(host, port) for host in hosts.split(",")]
+    if not all(nodes) or len(nodes) > MAX_NODES:
+        shape = f"host:{port},host:{port}" + ("" if is_cluster else "/service")
+        raise ConfigError(
+            f"{redact(url)}: write {common.scheme}://{shape}, with 1 to {MAX_NODES} hosts and ports from 1 to 65535"
+        )
+    common = replace(common, nodes=tuple(node for node in nodes if node), tls=_tls_of_many(url, query))
+    if is_cluster:
+        if path not in ("", "/"):
+            raise ConfigError(f"{redact(url)}: a cluster has no databases; leave {path} away")
+        return common
+    service, _, database = path[1:].partition("/")
+    if not _SERVICE.fullmatch(service):
+        raise ConfigError(
+            f"{redact(url)}: name the service that the sentinels watch: {common.scheme}://host:{port}/service"
+        )
+    user, password = query.get("sentinel_user", ""), query.get("sentinel_password", "")
+    if user and not password:
+        raise ConfigError(f"{redact(url)}: a sentinel_user needs a sentinel_password")
+    return replace(
+        common,
+        service=service,
+        database=_database(url, database),
+        sentinel_user=user,
+        sentinel_password=password,
+    )
+
+
+def _host(text: str, default_port: int) -> tuple[str, int] | None:
+    match = _HOST.fullmatch(text)
+    port = int(match["port"] or default_port) if match else 0
+    return (match["v6"] or match["name"], port) if match and 1 <= port <= 65535 else None
+
+
+def _database(url: str, text: str) -> int:
+    return _whole(url, {"a database": text} if text else {}, "a database", 0, 0, MAX_DATABASE)
+
+
+def _tls_of_many(url: str, query: Mapping[str, str]) -> Tls | None:
+    if query.get("tls", "false") not in ("true", "false"):
+        raise ConfigError(f"{redact(url)}: tls is true or false, not {query['tls']!r:.20}")
+    if query.get("tls") == "true":
+        return _tls(url, query)
+    if files := sorted({"ca", "cert", "key"} & set(query)):
+        raise ConfigError(f"{redact(url)}: {files[0]} is for TLS; add tls=true")
+    return None
+
+
+def _tls(url: str, query: Mapping[str, str]) -> Tls:
+    for name in ("ca", "cert", "key"):
+        if not query.get(name, "/").startswith("/") or "\0" in query.get(name, ""):
+            raise ConfigError(f"{redact(url)}: {name} is the absolute path of a PEM file")
+    if ("cert" in query) != ("key" in query):
+        raise ConfigError(f"{redact(url)}: cert and key go together: a certificate and its private key")
+    return Tls(query.get("ca", ""), query.get("cert", ""), query.get("key", ""))
+
+
+def _ttl_s(url: str, query: Mapping[str, str]) -> int:
+    if "ttl" not in query:
+        return DEFAULT_TTL_S
+    match = _DURATION.fullmatch(query["ttl"])
+    ttl_s = int(match[1]) * _UNIT_S[match[2]] if match else 0
+    if not 1 <= ttl_s <= MAX_TTL_S:
+        raise ConfigError(f"{redact(url)}: ttl is a time such as 3600s, 12h or 7d, at most 366d")
+    return ttl_s

@@ -1,0 +1,487 @@
+"""``kvpool doctor`` on real servers and directories: what it finds, and what it says to change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import IndexClient, Namespace, open_store
+from kvpool.cli.doctor.file_system import file_system_findings
+from kvpool.cli.doctor.finding import Finding
+from kvpool.cli.doctor.host_settings import CONGESTION_CONTROL, host_findings
+from kvpool.cli.doctor.server_rules import RULES
+from kvpool.cli.doctor.server_settings import server_findings
+from kvpool.cli.engine_process import free_ports
+from kvpool.cli.index_process import IndexProcess
+from kvpool.discovery.facts import announce_facts
+from kvpool.discovery.registry import Announcer
+from kvpool.discovery.worker import Publisher, Worker
+from kvpool.errors import StoreUnavailable
+from kvpool.key.hashing import seed_id
+from kvpool.store.url import StoreURL
+from tests.cli.test_app import kvpool, refused
+from tests.conftest import eventually
+from tests.index.publisher import misbehaving
+from tests.index.wire import batch, stored
+from tests.store.servers import Server, running
+
+CONF = Path(__file__).parents[3] / "deploy" / "valkey.conf"
+# What the file has for its container only, and what the test's own server has to have otherwise.
+OURS_ALONE = {"bind", "protected-mode"}
+GOOD = ("--include", str(CONF), "--bind", "127.0.0.1")
+
+
+def examined(*arguments: str) -> tuple[int, list[dict[str, str]]]:
+    ended = kvpool("doctor", *arguments, "--json")
+    report: dict[str, Any] = json.loads(ended.stdout)
+    assert report["ok"] is (ended.returncode == 0)
+    return ended.returncode, report["findings"]
+
+
+def about_the_server(findings: list[dict[str, str]]) -> list[dict[str, str]]:
+    """What is to be changed about it. ``host`` and ``workers`` are as this machine and the test have them."""
+    return [one for one in findings if one["about"] in ("pool", "server") and one["level"] != "ok"]
+
+
+def to_change(server: Server) -> list[Finding]:
+    """The same, asked without a process of its own."""
+    return [one for one in server_findings(StoreURL.parse(server.url)) if one.level != "ok"]
+
+
+def sentences(findings: list[dict[str, str]], level: str) -> str:
+    return "\n".join(f"{one['says']} -> {one['change']}" for one in findings if one["level"] == level)
+
+
+@pytest.fixture(params=["redis-server", "valkey-server"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    with running(request.param, tmp_path, *GOOD) as server:
+        yield server
+
+
+def test_the_file_says_what_the_doctor_wants() -> None:
+    lines = [
+        line.split(" ", 1) for line in CONF.read_text().splitlines() if line and not line.startswith("#")
+    ]
+    assert len(dict(lines)) == len(lines), "no setting twice"
+    said = {name: value for name, value in lines if name not in OURS_ALONE}
+    assert said == {rule.name: rule.wanted for rule in RULES}
+
+
+def test_a_server_with_our_file_has_nothing_to_change(server: Server) -> None:
+    code, findings = examined("--pool", server.url)
+    assert code == 0
+    assert about_the_server(findings) == []
+    assert server.client.dbsize() == 0, "the block that was tried is gone again"
+
+
+WRONG = [
+    ("maxmemory", "0", "problem", "maxmemory is 0"),
+    ("maxmemory", str(1 << 50), "problem", "maxmemory is more than the memory of its host"),
+    ("maxmemory-policy", "noeviction", "problem", "maxmemory-policy is noeviction"),
+    ("maxmemory-policy", "volatile-ttl", "note", "maxmemory-policy is volatile-ttl"),
+    ("save", "3600 1", "note", "save is on"),
+    ("appendonly", "yes", "note", "appendonly is on"),
+    ("client-output-buffer-limit", "normal 0 0 0", "note", "client-output-buffer-limit has none"),
+    (
+        "client-output-buffer-limit",
+        "normal 4mb 0 0",
+        "problem",
+        "client-output-buffer-limit ends connections",
+    ),
+    ("maxmemory-clients", "0", "note", "maxmemory-clients is 0"),
+    ("maxmemory-clients", "1%", "problem", "maxmemory-clients allows 10.2 MiB"),
+    ("maxmemory-clients", "20mb", "problem", "maxmemory-clients allows 20 MiB"),
+    ("lazyfree-lazy-user-flush", "no", "note", "lazyfree-lazy-user-flush"),
+    ("hash-max-listpack-value", "1048576", "note", "hash-max-listpack-value is 1048576"),
+    ("io-threads", "2", "note", "io-threads is 2"),
+    ("timeout", "300", "note", "timeout is 300"),
+    ("tcp-keepalive", "0", "note", "tcp-keepalive is 0"),
+]
+
+
+def test_each_rule_has_a_wrong_value_here() -> None:
+    assert {name for name, *_ in WRONG} == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize(("setting", "value", "level", "says"), WRONG)
+def test_each_setting_is_judged(server: Server, setting: str, value: str, level: str, says: str) -> None:
+    """Exactly one finding, whose change makes it go."""
+    if setting == "io-threads":  # neither lets it be changed while it runs
+        server.kill()
+        server.options = (*server.options, "--io-threads", value)
+        server.start()
+    else:
+        server.client.config_set(setting, value)
+    (only,) = to_change(server)
+    assert only.level == level
+    assert only.says.startswith(says)
+    if setting == "io-threads":
+        assert only.change.startswith("write io-threads 1 into its configuration")
+        return
+    command = shlex.split(only.change.partition(",")[0])
+    assert command[:3] == ["CONFIG", "SET", setting]
+    server.client.config_set(*command[2:])
+    assert to_change(server) == []
+
+
+def test_a_server_without_config_is_judged_by_info(server: Server) -> None:
+    """As managed ones are: what could not be judged is named, with what it should be."""
+    server.client.execute_command("ACL", "SETUSER", "default", "-config")
+    code, findings = examined("--pool", server.url)
+    assert code == 0
+    (only,) = about_the_server(findings)
+    assert only["says"].startswith("CONFIG is not allowed")
+    judged = {"maxmemory", "maxmemory-policy", "appendonly"}
+    for rule in RULES:
+        assert (f"{rule.name} {rule.wanted}" in only["change"]) == (rule.name not in judged)
+    server.client.execute_command("ACL", "SETUSER", "default", "+config")
+    for setting, value in (("maxmemory", "0"), ("maxmemory-policy", "noeviction"), ("appendonly", "yes")):
+        server.client.config_set(setting, value)
+    server.client.execute_command("ACL", "SETUSER", "default", "-config")
+    code, findings = examined("--pool", server.url)
+    assert code == 1
+    problems = sentences(findings, "problem")
+    assert "maxmemory is 0" in problems
+    assert "where the server is configured, set maxmemory 1gb" in problems
+    assert "maxmemory-policy is noeviction" in problems
+    assert "appendonly is on" in sentences(findings, "note")
+
+
+def test_connections_that_were_ended_for_their_memory_are_told(server: Server) -> None:
+    server.client.config_set("maxmemory-clients", "2mb")
+    namespace = Namespace("default", {"model": "m"})
+    with open_store(server.url) as store, pytest.raises(StoreUnavailable):
+        store.put_many(namespace.keys([bytes([i]) * 32 for i in range(8)], 0, 0), [bytes(4 << 20)] * 8)
+    server.client.config_set("maxmemory-clients", "20%")
+    _, findings = examined("--pool", server.url)
+    (only,) = about_the_server(findings)
+    assert "connections because all clients together held more than maxmemory-clients" in only["says"]
+
+
+@pytest.mark.parametrize(
+    ("name", "noted"), [("bbr", True), ("bbr3", True), ("cubic", False), ("reno", False)]
+)
+def test_this_hosts_congestion_control_is_judged(tmp_path: Path, name: str, noted: bool) -> None:
+    setting = tmp_path / "tcp_congestion_control"
+    setting.write_text(f"{name}\n")
+    found = list(host_findings(setting))
+    assert bool(found) == noted
+    for finding in found:
+        assert f"on this host uses {name}" in finding.says
+        assert "net.ipv4.tcp_congestion_control=cubic" in finding.change
+    assert list(host_findings(tmp_path / "not shown")) == []
+
+
+def test_the_doctor_looks_at_the_host_of_a_network_only(server: Server) -> None:
+    bbr = CONGESTION_CONTROL.read_text().startswith("bbr")
+    _, findings = examined("--pool", server.url)
+    assert any(one["about"] == "host" for one in findings) == bbr
+    _, findings = examined("--pool", f"valkey+unix://{server.socket_path}")
+    assert not any(one["about"] == "host" for one in findings)
+
+
+def test_a_user_whom_the_server_does_not_tell_of_changes(server: Server) -> None:
+    server.client.execute_command("ACL", "SETUSER", "default", "-client|tracking")
+    (only,) = to_change(server)
+    assert only.level == "note"
+    assert "does not tell this user which keys change" in only.says
+    assert (
+        only.change
+        == "for the user of an index, allow +client|id +client|tracking +subscribe &__redis__:invalidate"
+    )
+    server.client.execute_command("ACL", "SETUSER", "default", "+client|tracking")
+    assert to_change(server) == []
+
+
+@pytest.mark.parametrize(("command", "level"), [("touch", "note"), ("pttl", "note"), ("hset", "problem")])
+def test_a_right_that_is_missing_is_named(server: Server, command: str, level: str) -> None:
+    server.client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+    (about,) = [one for one in to_change(server) if f"refuses {command.upper()} " in one.says]
+    assert about.level == level
+    assert about.change == f"allow +{command} to this user"
+
+
+def test_a_server_without_info_says_so(server: Server) -> None:
+    server.client.execute_command("ACL", "SETUSER", "default", "-info", "-config")
+    code, findings = examined("--pool", server.url)
+    assert code == 0
+    assert "INFO is not allowed" in sentences(findings, "note")
+
+
+def test_a_user_without_the_keys_is_told_which(server: Server) -> None:
+    server.client.execute_command("ACL", "SETUSER", "worker", "on", ">pass-word", "~other:*", "+@all")
+    code, findings = examined("--pool", f"valkey://worker:pass-word@127.0.0.1:{server.port}")
+    assert code == 1
+    text = sentences(findings, "problem")
+    assert "NOPERM" in text
+    assert "kvpool:default:*" in text
+    assert "pass-word" not in json.dumps(findings)
+
+
+@pytest.mark.parametrize("url", ["valkey://127.0.0.1:1", "valkey://nowhere.invalid:6379"])
+def test_no_server_is_a_problem_in_one_sentence(url: str) -> None:
+    code, findings = examined("--pool", url)
+    assert code == 1
+    (only,) = findings
+    assert only["says"].startswith(url)
+
+
+def test_a_wrong_password_is_a_problem_and_not_shown(server: Server) -> None:
+    server.client.config_set("requirepass", "right-word")
+    code, findings = examined("--pool", f"valkey://:wrong-word@127.0.0.1:{server.port}")
+    assert code == 1
+    assert "correct user, password" in sentences(findings, "problem")
+    assert "wrong-word" not in json.dumps(findings)
+
+
+def test_a_replica_is_a_problem(tmp_path: Path, server: Server) -> None:
+    folder = tmp_path / "replica"
+    folder.mkdir()
+    with running(server.name, folder, *GOOD) as replica:
+        replica.client.replicaof("127.0.0.1", server.port)
+        code, findings = examined("--pool", replica.url)
+    assert code == 1
+    assert "replica" in sentences(findings, "problem")
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "foreign"])
+def test_a_directory_that_is_no_pool_is_a_problem_and_stays_as_it_is(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "pool"
+    if kind != "missing":
+        (place if kind == "empty" else place / "tmp").mkdir(parents=True)
+    if kind == "foreign":
+        (place / "tmp" / "thesis.txt").write_text("years of work")
+        (place / "usage").write_text("how to use it")
+    before = sorted(tmp_path.rglob("*"))
+    code, findings = examined("--pool", f"file://{place}")
+    assert code == 1
+    says = {"missing": "no such directory", "empty": "no pool yet", "foreign": "it is not empty"}
+    assert says[kind] in sentences(findings, "problem")
+    assert sorted(tmp_path.rglob("*")) == before
+    ended = kvpool("doctor", "--pool", f"file://{place}")
+    assert ended.returncode == 1
+    assert "Everything works" not in ended.stdout
+
+
+def test_looking_at_a_pool_writes_nothing(tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    open_store(f"file://{pool}").close()
+    (pool / "tmp" / "1.2.3.4").write_text("left by a dead writer")
+    (pool / "usage").unlink()
+
+    def state() -> list[tuple[str, int]]:
+        return sorted((str(path), path.stat().st_mtime_ns) for path in [pool, *pool.rglob("*")])
+
+    before = state()
+    code, findings = examined("--pool", f"file://{pool}")
+    assert code == 0
+    assert f"{pool} is a pool" in sentences(findings, "ok")
+    assert state() == before
+    line = refused("purge", "--pool", f"file://{pool}", "--tenant", "t", "--yes")
+    assert "it is empty" in line
+    assert state() == before
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    open_store(f"file://{tmp_path}/pool").close()
+    code, findings = examined("--pool", f"file://{tmp_path}/pool?capacity=16MiB")
+    assert code == 0
+    assert "capacity 16MiB" in sentences(findings, "ok")
+    code, findings = examined("--pool", f"file://{tmp_path}/pool?capacity=1000TiB")
+    assert code == 1
+    assert "smaller ?capacity=" in sentences(findings, "problem")
+
+
+@pytest.mark.parametrize(
+    ("mounts", "says"),
+    [
+        ("/dev/vda / ext4 rw 0 0", "it is on a disk"),
+        ("/dev/vda / ext4 rw 0 0\ntmpfs /mem tmpfs rw,size=1g 0 0", "mounted with huge=never"),
+        ("tmpfs /mem tmpfs rw,huge=never,size=1g 0 0", "mounted with huge=never"),
+        ("tmpfs /mem tmpfs rw,size=1g,huge=advise 0 0", "mounted with huge=advise"),
+        ("tmpfs /mem tmpfs rw,huge=always 0 0", "takes 2 MiB of memory"),
+        ("tmpfs /mem tmpfs rw,huge=within_size 0 0", None),
+        ("tmpfs /mem tmpfs rw 0 0\ntmpfs /mem tmpfs rw,huge=within_size 0 0", None),  # one over the other
+        ("tmpfs /mem tmpfs rw,huge=within_size 0 0\ntmpfs /mem/p tmpfs rw 0 0", None),
+        ("tmpfs /mem tmpfs rw,huge=within_size 0 0\n/dev/vdb /mem/p\\040q ext4 rw 0 0", "it is on a disk"),
+    ],
+)
+def test_the_file_system_of_a_directory_is_judged(tmp_path: Path, mounts: str, says: str | None) -> None:
+    (tmp_path / "mounts").write_text(f"{mounts}\n")
+    found = list(file_system_findings("/mem/p q/pool", tmp_path / "mounts"))
+    assert [says in finding.says for finding in found] == ([] if says is None else [True])
+    for finding in found:
+        assert says == "it is on a disk" or finding.change.startswith(
+            "mount -o remount,huge=within_size /mem "
+        )
+
+
+def test_namespaces_that_differ_are_told_apart(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    facts = {"model": "m", "hash_algorithm": "sha256_cbor", "tensor_parallel": 1}
+    with open_store(url) as store:
+        announce_facts(store, Namespace("default", facts), "m")
+        _, findings = examined("--pool", url)
+        assert "share one namespace" in sentences(findings, "ok")
+        announce_facts(store, Namespace("default", facts | {"tensor_parallel": 2}), "m")
+        announce_facts(store, Namespace("other", facts | {"tensor_parallel": 4}), "m")
+    _, findings = examined("--pool", url)
+    text = sentences(findings, "note")
+    assert "tensor_parallel is" in text
+    assert "4" not in text.partition("tensor_parallel is")[2].partition(" ->")[0]
+
+
+def test_weights_that_differ_are_named(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    digests = ["3fa9" * 8, "77c0" * 8]
+    with open_store(url) as store:
+        for digest in digests:
+            announce_facts(store, Namespace("default", {"engine": "vllm", "weights": digest}), "m")
+    _, findings = examined("--pool", url)
+    text = sentences(findings, "note")
+    assert 'model "m" has workers that do not share' in text
+    assert any(
+        f'weights is "{one}" here and "{other}" there' in text for one, other in (digests, digests[::-1])
+    )
+
+
+def test_the_table_names_what_to_change(tmp_path: Path) -> None:
+    with running("valkey-server", tmp_path) as server:
+        ended = kvpool("doctor", "--pool", server.url)
+    assert ended.returncode == 1
+    assert "problem" in ended.stdout
+    assert "-> CONFIG SET maxmemory" in ended.stdout
+    assert "To be changed: 2" in ended.stdout
+
+
+def test_wrong_use_is_one_clear_line() -> None:
+    assert "--pool URL" in refused("doctor")
+    assert "three slashes" in refused("doctor", "--pool", "file://x")
+    assert "tenant" in refused("doctor", "--pool", "memory://", "--tenant", "a:b")
+
+
+def worker(name: str, publisher: Publisher, **more: Any) -> Worker:
+    fields: dict[str, Any] = {"model": "m", "block_tokens": 16, "hash_seed_id": seed_id(None)}
+    return Worker(name=name, publishers=(publisher,), incarnation=name, **{**fields, **more})
+
+
+@contextlib.contextmanager
+def announced(url: str, *workers: Worker) -> Iterator[None]:
+    """These announce themselves in the pool for as long as the block runs."""
+    with open_store(url) as store, contextlib.ExitStack() as announcers:
+        for one in workers:
+            announcers.callback(Announcer(store, one).close)
+        assert eventually(lambda: len(store.announcements("kvpool:default:worker:")) == len(workers))
+        yield
+
+
+def test_a_pool_without_workers_says_so(tmp_path: Path) -> None:
+    open_store(f"file://{tmp_path}/pool").close()
+    _, findings = examined("--pool", f"file://{tmp_path}/pool")
+    assert "none of tenant default announces itself" in sentences(findings, "note")
+
+
+def test_workers_in_the_pool_are_judged(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    with misbehaving() as good, misbehaving(replay=False) as no_replay:
+        silent = Publisher(0, f"tcp://127.0.0.1:{free_ports(1)[0]}", "tcp://127.0.0.1:1")
+        with announced(
+            url,
+            worker("good", good.publisher),
+            worker("no-replay", no_replay.publisher),
+            worker("silent", silent),
+            worker("coarse", good.publisher, block_tokens=32),
+        ):
+            code, findings = examined("--pool", url)
+    assert code == 1
+    assert "worker good of model m: blocks of 16 tokens, sha256_cbor" in sentences(findings, "ok")
+    assert "worker no-replay has no replay endpoint" in sentences(findings, "note")
+    problems = sentences(findings, "problem")
+    assert "worker silent announces its events at" in problems
+    assert "advertise_host" in problems
+    assert "hash in different ways" in problems
+    assert "the same block size" in problems
+
+
+def test_a_worker_without_events_is_named(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    with announced(url, worker("mute", Publisher(0, ""))):
+        code, findings = examined("--pool", url)
+    assert code == 1
+    problems = sentences(findings, "problem")
+    assert "worker mute publishes no KV events" in problems
+    assert "--kv-events-config" in problems
+
+
+def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    with (
+        misbehaving() as good,
+        misbehaving() as late,
+        IndexProcess(tmp_path, url) as index,
+        IndexClient(index.address) as client,
+        announced(url, worker("good", good.publisher)),
+    ):
+
+        def followed(count: int) -> bool:
+            return sum(not p.stale for w in client.workers() for p in w.publishers) == count
+
+        assert eventually(lambda: followed(1), within_s=20)
+        code, findings = examined("--pool", url, "--index", index.address)
+        assert code == 0, findings
+        assert "it follows 1 workers with 1 ranks" in sentences(findings, "ok")
+        for block in range(3):
+            late.publish(batch(stored([block]), dp_rank=3))
+        late.forget(2)
+        client.register(worker("late", late.publisher, model="l"))
+        assert eventually(lambda: followed(2), within_s=20)
+        client.register(worker("lost", Publisher(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"), model="n"))
+        client.register(worker("salted", good.publisher, model="s", hash_seed_id="0" * 16))
+        code, findings = examined("--index", index.address)
+    assert code == 1
+    notes = sentences(findings, "note")
+    assert "rank 3 of worker late: incomplete for " in notes
+    assert "its first 2 batches were not heard" in notes
+    problems = sentences(findings, "problem")
+    assert "rank 0 of worker lost is stale" in problems
+    assert "PYTHONHASHSEED" in problems
+
+
+def test_a_worker_that_the_index_does_not_know_is_named(tmp_path: Path) -> None:
+    here, elsewhere = f"file://{tmp_path}/pool", f"file://{tmp_path}/other"
+    with (
+        misbehaving() as good,
+        IndexProcess(tmp_path, elsewhere) as index,
+        announced(here, worker("good", good.publisher)),
+    ):
+        code, findings = examined("--pool", here, "--index", index.address)
+    assert code == 1
+    assert "worker good of tenant default is in the pool and not in the index" in sentences(
+        findings, "problem"
+    )
+    assert "it knows no worker" in sentences(findings, "note")
+
+
+def test_an_index_that_is_none_is_a_problem_in_one_sentence(server: Server) -> None:
+    code, findings = examined("--index", "127.0.0.1:1")
+    assert code == 1
+    assert len(findings) == 1
+    code, findings = examined("--index", f"127.0.0.1:{server.port}")
+    assert code == 1
+    (only,) = findings
+    assert "\n" not in only["says"]
+
+
+def test_looking_at_a_full_directory_evicts_nothing(tmp_path: Path) -> None:
+    """The URL's own capacity is that of whoever writes there."""
+    keys = Namespace("default", {"model": "m"}).keys([bytes([i]) * 32 for i in range(8)], 0, 0)
+    with open_store(f"file://{tmp_path}/pool?capacity=16MiB") as store:
+        assert all(store.put_many(keys, [bytes(1 << 20)] * 8))
+        examined("--pool", f"file://{tmp_path}/pool?capacity=2MiB")
+        assert all(store.contains_many(keys))

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from kvpool import open_store
+from kvpool.discovery.facts import LEASE_S, announce_facts
+from kvpool.key.key import Namespace
+from kvpool.store.store import Store
+from tests.store.servers import SERVERS, running
+
+OURS = {"model": "m", "kv_dtype": "bfloat16", "tp": 2, "prefix": True, "isa": "avx512"}
+
+
+@pytest.fixture(params=["memory", "file", *SERVERS])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param in SERVERS:
+        with running(request.param, tmp_path) as server, open_store(server.url) as store:
+            yield store
+    else:
+        url = "memory://" if request.param == "memory" else f"file://{tmp_path}/pool"
+        with open_store(url) as store:
+            yield store
+
+
+def test_alone_nothing_differs(store: Store) -> None:
+    namespace = Namespace("t", OURS)
+    assert announce_facts(store, namespace, "m") == []
+    assert announce_facts(store, namespace, "m") == []
+    (document,) = store.announcements(namespace.facts_key).values()
+    assert msgpack.unpackb(document) == {"version": 1, "model": "m", "facts": OURS}
+    assert LEASE_S == 30 * 86400
+
+
+def test_the_facts_that_differ_are_named(store: Store) -> None:
+    theirs = {"model": "m", "kv_dtype": "fp8_e4m3", "tp": 2, "prefix": False, "rope": 10000}
+    other = Namespace("t", theirs)
+    announce_facts(store, other, "m")
+    (sentence,) = announce_facts(store, Namespace("t", OURS), "m")
+    assert sentence == (
+        f'namespace {other.hex[:8]} of model "m" holds blocks that this worker cannot share: '
+        'isa is "avx512" here and absent there; kv_dtype is "bfloat16" here and "fp8_e4m3" there; '
+        "prefix is true here and false there; rope is absent here and 10000 there"
+    )
+
+
+def test_a_difference_of_type_alone_is_named(store: Store) -> None:
+    announce_facts(store, Namespace("t", {**OURS, "prefix": 1}), "m")
+    (sentence,) = announce_facts(store, Namespace("t", OURS), "m")
+    assert sentence.endswith("cannot share: prefix is true here and 1 there")
+
+
+def test_every_other_namespace_has_a_sentence_in_a_stable_order(store: Store) -> None:
+    others = sorted((Namespace("t", {**OURS, "tp": tp}) for tp in (1, 4, 8)), key=lambda other: other.hex)
+    for other in others:
+        announce_facts(store, other, "m")
+    sentences = announce_facts(store, Namespace("t", OURS), "m")
+    assert [sentence.split()[1] for sentence in sentences] == [other.hex[:8] for other in others]
+    assert announce_facts(store, Namespace("t", OURS), "m") == sentences
+
+
+def test_other_tenants_and_models_are_none_of_ours(store: Store) -> None:
+    announce_facts(store, Namespace("u", {**OURS, "tp": 1}), "m")
+    announce_facts(store, Namespace("t", {**OURS, "model": "n"}), "n")
+    assert announce_facts(store, Namespace("t", OURS), "m") == []
+
+
+def test_the_same_weights_under_another_name_are_ours(store: Store) -> None:
+    other = Namespace("t", {"weights": "0123", "tp": 4})
+    announce_facts(store, other, "n")
+    announce_facts(store, Namespace("t", {"weights": "4567", "tp": 2}), "o")
+    (sentence,) = announce_facts(store, Namespace("t", {"weights": "0123", "tp": 2}), "m")
+    assert sentence == (
+        f'namespace {other.hex[:8]} of model "n" holds blocks that this worker cannot share: tp is 2 here and 4 there'
+    )
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"\xc1",
+        b"\x00",
+        msgpack.packb([1, 2]),
+        msgpack.packb({"version": 2, "model": "m", "facts": {"tp": 1}}),
+        msgpack.packb({"version": 1, "model": "m", "facts": [1]}),
+        msgpack.packb({"version": 1, "model": "m", "facts": {"tp": 1.5}}),
+        msgpack.packb({"version": 1, "model": "m", "facts": {b"tp": 1}}),
+        msgpack.packb({"version": 1, "model": "m", "facts": {"tp": 1, "forged": True}}),
+        msgpack.packb({"version": 1, "model": "m", "facts": {}}),
+    ],
+)
+def test_a_record_that_does_not_prove_itself_is_passed_over(store: Store, document: bytes) -> None:
+    store.announce(Namespace("t", {"tp": 1}).facts_key, document, lease_s=60)
+    store.announce("kvpool:t:worker", b"\x81", lease_s=60)
+    assert announce_facts(store, Namespace("t", OURS), "m") == []

@@ -1,0 +1,595 @@
+"""Both clients against real servers: answers, every kind of trouble as one line, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvpool
+from kvpool import AsyncIndexClient, BlockHasher, ConfigError, IndexClient, IndexUnavailable, UnknownModel
+from kvpool.index import (
+    FleetStatus,
+    IndexStatus,
+    Lookup,
+    Publisher,
+    PublisherStatus,
+    Row,
+    Worker,
+    WorkerStatus,
+)
+from kvpool.index.client import codec
+from kvpool.index.client.channel import error_of
+from kvpool.index.fleet import Fleet
+from kvpool.key.hashing import seed_id
+from kvpool.v1 import index_pb2 as pb
+from tests.conftest import eventually
+from tests.index.fleets import Served, a_worker, say, serving
+from tests.index.wire import batch, packed64, stored
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+PATIENT_S = 30.0
+
+
+def by_either(target: str, what: str, *arguments: Any, timeout_s: float = PATIENT_S, **options: Any) -> Any:
+    """One call by the blocking client, and the same by the asynchronous one; they must agree, in errors as well."""
+
+    def blocking() -> Any:
+        with IndexClient(target, timeout_s) as client:
+            return getattr(client, what)(*arguments, **options)
+
+    async def asynchronous() -> Any:
+        async with AsyncIndexClient(target, timeout_s) as client:
+            return await getattr(client, what)(*arguments, **options)
+
+    answers: list[Any] = []
+    errors: list[kvpool.KVPoolError] = []
+    for call in (blocking, lambda: asyncio.run(asynchronous())):
+        try:
+            answers.append(call())
+        except kvpool.KVPoolError as error:
+            errors.append(error)
+    if errors:
+        assert len(errors) == 2, (errors, answers)
+        assert type(errors[0]) is type(errors[1])
+        for error in errors:
+            assert "\n" not in str(error)
+        raise errors[0]
+    return answers
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    fleet = Fleet()
+    fleet.add(a_worker("a", ranks=2), "flag")
+    tokens = list(range(64))
+    say(fleet, "default/a", 0, 7, batch(stored(BlockHasher(16).hashes(tokens)[:3])))
+    salted = BlockHasher(16).hashes(tokens, lora=("l", "/l"), cache_salt="s", multimodal=[("i", 3, 20)])
+    say(fleet, "default/a", 1, 8, batch(stored(salted), dp_rank=1))
+    with serving(fleet) as running:
+        yield running
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        list(range(64)), tuple(range(64)), range(64), np.arange(64), np.arange(64, dtype=np.uint32),
+        np.arange(64, dtype=np.int16), memoryview(np.arange(64, dtype=np.uint64)),
+    ],
+)  # fmt: skip
+def test_tokens_of_any_kind(served: Served, tokens: Any) -> None:
+    for answer in by_either(served.target, "lookup", "m", token_ids=tokens):
+        assert [row._replace(staleness_ms=0) for row in answer] == [
+            Row("a", 0, "http://a:8000", 16, 4, 3, 3, 0, 7, 0, False),
+            Row("a", 1, "http://a:8000", 16, 4, 0, 0, 0, 8, 0, False),
+        ]
+
+
+def test_what_enters_the_hash(served: Served) -> None:
+    options = {"lora": ("l", "/l"), "cache_salt": "s", "multimodal": [("i", 3, 20)]}
+    for answer in by_either(served.target, "lookup", "m", token_ids=list(range(64)), **options):
+        assert answer.device_blocks == (0, 4)
+
+
+def test_hashes_and_candidates(served: Served) -> None:
+    served.fleet.add(a_worker("b", tenant="t"), "flag")
+    hashes = BlockHasher(16).hashes64(list(range(64)))
+    for given_ in (hashes, bytearray(hashes), memoryview(hashes), np.frombuffer(hashes, dtype=np.uint64)):
+        for answer in by_either(served.target, "lookup", "m", hashes64=given_):
+            assert answer.device_blocks == (3, 0)
+    for answer in by_either(served.target, "lookup", "m", hashes64=hashes, workers=["nobody"]):
+        assert list(answer) == []
+        assert answer == Lookup()
+    for answer in by_either(served.target, "lookup", "m", hashes64=hashes, tenant="t"):
+        assert answer.workers == ("b",)
+
+
+def test_register_list_remove(served: Served) -> None:
+    worker = a_worker(
+        "b", ranks=2, namespace="a" * 32, incarnation="1", hash_seed_id=seed_id("7"), tenant="t"
+    )
+    assert by_either(served.target, "register", worker, 60.0) == [False, False]
+    for (status,) in by_either(served.target, "workers", tenant="t"):
+        assert status.worker == worker
+        assert (status.source, status.lease_left_ms > 0) == ("call", True)
+        assert [one.dp_rank for one in status.publishers] == [0, 1]
+    assert [len(found) for found in by_either(served.target, "workers", model="m")] == [2, 2]
+    assert by_either(served.target, "remove", "b", tenant="t") == [True, False]
+    with IndexClient(served.target) as client:
+        assert client.register(a_worker("c", incarnation="1")) is False
+        assert client.register(a_worker("c", incarnation="2")) is True
+        assert client.workers()[1].lease_left_ms == 0
+        client.register(a_worker("d", hash_seed_id=""))
+        assert client.workers()[2].worker.hash_seed_id == seed_id(None)
+
+
+def test_the_two_clients_have_one_surface() -> None:
+    def surface(client: type) -> dict[str, Any]:
+        return {
+            name: inspect.signature(method).replace(return_annotation="")
+            for name, method in vars(client).items()
+            if not name.startswith("_")
+        }
+
+    of_tasks = surface(AsyncIndexClient)
+    of_threads = surface(IndexClient)
+    for only_of_tasks in ("stream", "publisher"):  # threads get by with calls
+        del of_tasks[only_of_tasks]
+    del of_threads["snapshot"]  # asked for once, by an index that starts
+    assert of_threads == of_tasks
+    assert set(of_threads) == {
+        "lookup",
+        "route",
+        "release",
+        "workers",
+        "status",
+        "register",
+        "remove",
+        "close",
+    }
+
+
+def test_many_threads_share_a_client(served: Served) -> None:
+    with IndexClient(served.target, PATIENT_S) as client, futures.ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: client.lookup("m", token_ids=list(range(64))), range(200)))
+    assert {answer.device_blocks for answer in answers} == {(3, 0)}
+
+
+# ---- trouble
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments", "options", "error", "says"),
+    [
+        ("lookup", ["mm"], {"hashes64": bytes(8)}, UnknownModel, 'unknown model "mm"; did you mean "m"?'),
+        ("lookup", ["m"], {"hashes64": bytes(8), "tenant": "x"}, UnknownModel, 'no worker of tenant "x"'),
+        ("lookup", ["m"], {}, ConfigError, "as token_ids, hashes64"),
+        ("lookup", ["m"], {"token_ids": [1], "hashes64": bytes(8)}, ConfigError, "only once"),
+        ("lookup", ["m"], {"token_ids": [-1]}, ConfigError, "whole numbers from 0 to 4294967295"),
+        ("lookup", ["m"], {"token_ids": [1 << 32]}, ConfigError, "whole numbers from 0 to 4294967295"),
+        ("lookup", ["m"], {"token_ids": np.array([1 << 32])}, ConfigError, "whole numbers"),
+        ("lookup", ["m"], {"token_ids": [1.5]}, ConfigError, "whole numbers"),
+        ("lookup", ["m"], {"token_ids": "text"}, ConfigError, "whole numbers"),
+        ("lookup", ["m"], {"token_ids": b"1234"}, ConfigError, "ints of 16, 32 or 64 bits"),
+        ("lookup", ["m"], {"token_ids": np.array([1.5])}, ConfigError, "ints of 16, 32 or 64 bits"),
+        ("lookup", ["m"], {"token_ids": np.array([[1]])}, ConfigError, "ints of 16, 32 or 64 bits"),
+        ("lookup", ["m"], {"token_ids": 5}, ConfigError, "sequence of ints"),
+        ("lookup", ["m"], {"token_ids": []}, ConfigError, "1 to 4194304 tokens, not 0"),
+        ("lookup", ["m"], {"token_ids": range(9 << 20)}, ConfigError, "too long"),
+        ("lookup", ["m"], {"hashes64": b"123"}, ConfigError, "8 bytes a block"),
+        ("lookup", ["m"], {"hashes64": b""}, ConfigError, "1 to 4194304 blocks"),
+        ("lookup", ["m"], {"hashes64": [1, 2]}, ConfigError, "what BlockHasher.hashes64 returns"),
+        ("lookup", ["m"], {"hashes64": bytes((32 << 20) + 8)}, ConfigError, "at most"),
+        ("lookup", [7], {"hashes64": bytes(8)}, ConfigError, "cannot be sent to an index"),
+        ("lookup", [""], {"hashes64": bytes(8)}, ConfigError, "name the model"),
+        ("lookup", ["m"], {"hashes64": bytes(8), "workers": []}, ConfigError, "names nobody"),
+        ("lookup", ["m"], {"hashes64": bytes(8), "workers": "ab"}, ConfigError, "list of names"),
+        ("lookup", ["m"], {"hashes64": bytes(8), "tenant": "a/b"}, ConfigError, "tenant"),
+        ("lookup", ["m"], {"token_ids": [1], "lora": "name"}, ConfigError, "(name, path)"),
+        ("lookup", ["m"], {"token_ids": [1], "lora": (1, 2)}, ConfigError, "cannot be sent"),
+        ("lookup", ["m"], {"token_ids": [1], "multimodal": [("i", -1, 2)]}, ConfigError, "cannot be sent"),
+        ("lookup", ["m"], {"token_ids": [1], "multimodal": [("i", 5, 1), ("i", 3, 1)]}, ConfigError, "sort them"),
+        ("register", [a_worker(block_tokens=0)], {}, ConfigError, "the engine's --block-size"),
+        ("register", [a_worker(block_tokens=-1)], {}, ConfigError, "cannot be sent"),
+        ("register", [a_worker(), 0], {}, ConfigError, "a lease"),
+        ("register", [a_worker(), 1e6], {}, ConfigError, "at most 86400 seconds"),
+        ("register", [a_worker(), 1e9], {}, ConfigError, "a lease"),
+        ("remove", [""], {}, ConfigError, "a worker's name"),
+        ("remove", [None], {"tenant": 5}, ConfigError, "cannot be sent"),
+        ("workers", [], {"tenant": 5}, ConfigError, "cannot be sent"),
+    ],
+)  # fmt: skip
+def test_wrong_use(
+    served: Served, what: str, arguments: list[Any], options: Any, error: type, says: str
+) -> None:
+    with pytest.raises(kvpool.KVPoolError) as caught:
+        by_either(served.target, what, *arguments, **options)
+    assert type(caught.value) is error
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("client", [IndexClient, AsyncIndexClient])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["here"], "write HOST:PORT"),
+        (["127.0.0.1"], "write HOST:PORT"),
+        (["http://127.0.0.1:50051"], "write HOST:PORT"),
+        (["127.0.0.1:0"], "port 0 is for listening"),
+        ([5], "write HOST:PORT"),
+        (["127.0.0.1:1", 0], "timeout_s is more than 0"),
+        (["127.0.0.1:1", float("nan")], "timeout_s is more than 0"),
+        (["127.0.0.1:1", float("inf")], "at most 3600 seconds"),
+        (["127.0.0.1:1", "1"], "timeout_s is more than 0"),
+    ],
+)
+def test_where_no_client_can_be(client: Any, arguments: list[Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        client(*arguments)
+    assert says in str(caught.value)
+
+
+@contextmanager
+def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A TCP server that does ``answer`` with each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+        done = threading.Event()
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            while not done.is_set():
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                held.append(connection)
+                answer(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            done.set()
+            thread.join(30)
+            for connection in held:
+                connection.close()
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        target = f"127.0.0.1:{gone.getsockname()[1]}"
+    with pytest.raises(IndexUnavailable) as caught:
+        by_either(target, "workers")
+    assert f"no index answers on {target}; start one with: kvpool index --listen {target}" in str(
+        caught.value
+    )
+
+
+def test_what_listens_says_nothing() -> None:
+    with listening(lambda _: None) as target, pytest.raises(IndexUnavailable) as caught:
+        by_either(target, "lookup", "m", hashes64=bytes(8), timeout_s=0.2)
+    assert f"the index at {target} did not answer within 0.2 s" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "says",
+    [b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", b"-ERR unknown command\r\n", b"\0" * 100],
+)
+def test_what_listens_is_no_grpc(says: bytes) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(says)
+        connection.shutdown(socket.SHUT_WR)
+
+    with listening(answer) as target, pytest.raises(IndexUnavailable) as caught:
+        by_either(target, "workers", timeout_s=10)
+    assert target in str(caught.value)
+    assert "does not speak gRPC" in str(caught.value) or "no index answers" in str(caught.value)
+
+
+@contextmanager
+def grpc_server(handle: Callable[[bytes, Any], bytes] | None) -> Iterator[str]:
+    """A gRPC server that is no index, or a bad one."""
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    if handle is not None:
+        handlers = {name: grpc.unary_unary_rpc_method_handler(handle) for name in codec.REPLIES}
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(codec.SERVICE, handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait(30)
+
+
+def test_another_grpc_server() -> None:
+    with grpc_server(None) as target, pytest.raises(IndexUnavailable) as caught:
+        by_either(target, "workers")
+    assert f"what listens on {target} is no kvpool index" in str(caught.value)
+
+
+def test_a_reply_that_is_no_table() -> None:
+    reply = pb.LookupResponse(worker=["a"], dp_rank=[0, 1]).SerializeToString()
+    with (
+        grpc_server(lambda *_: reply) as target,
+        pytest.raises(IndexUnavailable, match="columns differ in length"),
+    ):
+        by_either(target, "lookup", "m", hashes64=bytes(8))
+
+
+def test_a_reply_that_is_no_message() -> None:
+    with grpc_server(lambda *_: b"\xff\xff") as target, pytest.raises(IndexUnavailable) as caught:
+        by_either(target, "workers")
+    assert target in str(caught.value)
+
+
+def test_a_server_that_hangs_costs_the_deadline() -> None:
+    go_on = threading.Event()
+
+    def hang(*_: Any) -> bytes:
+        go_on.wait(30)
+        return b""
+
+    with grpc_server(hang) as target:
+        try:
+            with pytest.raises(IndexUnavailable, match=r"did not answer within 0\.2 s"):
+                by_either(target, "workers", timeout_s=0.2)
+            with (
+                IndexClient(target, PATIENT_S) as client,
+                pytest.raises(IndexUnavailable, match=r"within 0\.1 s"),
+            ):
+                client.workers(timeout_s=0.1)
+        finally:
+            go_on.set()
+
+
+def test_an_index_that_comes_back_is_found_again() -> None:
+    with serving() as served:
+        client = IndexClient(served.target, PATIENT_S)
+        assert client.workers() == []
+    with client:
+        with pytest.raises(IndexUnavailable, match="no index answers"):
+            client.workers()
+        again = Served(Fleet())
+        again.target = served.target
+        again.start()
+        try:
+
+            def answers() -> bool:
+                try:
+                    return client.workers() == []
+                except IndexUnavailable:
+                    return False
+
+            assert eventually(answers, within_s=20)
+        finally:
+            again.stop()
+
+
+def test_a_closed_client_says_so(served: Served) -> None:
+    client = IndexClient(served.target)
+    client.close()
+    client.close()
+    with pytest.raises(IndexUnavailable, match="was closed"):
+        client.workers()
+
+    async def ask() -> None:
+        closed = AsyncIndexClient(served.target)
+        await closed.close()
+        await closed.close()
+        await closed.workers()
+
+    with pytest.raises(IndexUnavailable, match="was closed"):
+        asyncio.run(ask())
+
+
+def test_closing_ends_a_call_under_way() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> bytes:
+        entered.set()
+        go_on.wait(30)
+        return b""
+
+    with grpc_server(hang) as target, futures.ThreadPoolExecutor(1) as thread:
+        try:
+            client = IndexClient(target, PATIENT_S)
+            call = thread.submit(client.workers)
+            assert entered.wait(30)
+            client.close()
+            with pytest.raises(IndexUnavailable, match="was closed"):
+                call.result(30)
+        finally:
+            go_on.set()
+
+
+def test_a_proxy_in_the_environment_is_not_asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert len(by_either(served.target, "workers")) == 2
+
+
+def test_no_text_of_an_error_is_lost_or_long() -> None:
+    class Failed(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.DATA_LOSS
+
+        def details(self) -> str:
+            return "line one\nline two " + "x" * 5000
+
+    text = str(error_of("h:1", 1.0, Failed()))
+    assert text.startswith("the index at h:1 failed (DATA_LOSS): line one line two xxx")
+    assert len(text) < 400
+
+
+# ---- what is imported
+
+
+def run(code: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def test_what_is_missing_is_named() -> None:
+    code = """
+import sys
+sys.modules[MISSING] = None
+import kvpool
+kvpool.PrefixIndex, kvpool.Worker
+for name in ("IndexClient", "AsyncIndexClient"):
+    try:
+        getattr(kvpool, name)
+    except kvpool.ConfigError as error:
+        print(error)
+"""
+    for missing in ("grpc", "google.protobuf"):
+        lines = run(code.replace("MISSING", repr(missing))).splitlines()
+        package = missing.partition(".")[0]
+        assert lines == [f"the package {package} is not installed: pip install 'kvpool[index]'"] * 2
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    code = """
+import sys, kvpool
+kvpool.PrefixIndex, kvpool.Worker, kvpool.Publisher, kvpool.IndexUnavailable
+print([name for name in ("grpc", "google.protobuf", "zmq", "prometheus_client", "torch") if name in sys.modules])
+kvpool.IndexClient("127.0.0.1:1").close()
+print([name for name in ("zmq", "prometheus_client", "torch", "redis", "pydantic") if name in sys.modules])
+"""
+    assert run(code).splitlines() == ["[]", "[]"]
+
+
+# ---- the codec
+
+
+U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+SOME = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+ROWS = st.builds(Row, TEXT, U32, TEXT, U32, U32, U32, U32, U32, U64, U32, st.booleans())
+PUBLISHERS = st.lists(st.builds(Publisher, U32, TEXT, TEXT), max_size=3).map(tuple)
+WORKERS = st.builds(
+    Worker, name=TEXT, model=TEXT, block_tokens=U32, hash_seed_id=SOME, publishers=PUBLISHERS, tenant=SOME,
+    hash_algorithm=SOME, address=TEXT, incarnation=TEXT, namespace=TEXT,
+)  # fmt: skip
+STATUSES = st.builds(
+    WorkerStatus, worker=WORKERS, source=TEXT, lease_left_ms=U32,
+    publishers=st.lists(
+        st.builds(PublisherStatus, U32, U64, U64, U64, U64, U64, U32, st.booleans(), TEXT, U64, U64, U64), max_size=3
+    ).map(tuple),
+)  # fmt: skip
+INDEX = st.builds(IndexStatus, *[U64] * 9)
+
+
+def sent(message: Any) -> Any:
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(st.lists(ROWS, max_size=5))
+def test_lookups_travel(rows: list[Row]) -> None:
+    lookup = Lookup.of(rows)
+    assert list(lookup) == rows
+    packed = codec.encode_lookup(lookup)
+    reply = pb.LookupResponse.FromString(packed)
+    assert codec.decode_lookup(reply) == lookup
+    assert reply.SerializeToString(deterministic=True) == packed
+
+
+@given(WORKERS)
+def test_workers_travel(worker: Worker) -> None:
+    request = sent(codec.register_call(worker, None).request)
+    assert codec.decode_worker(request.worker, "default") == worker
+    assert request.lease_ms == 0
+
+
+@given(INDEX, st.lists(STATUSES, max_size=3))
+def test_statuses_travel(index: IndexStatus, statuses: list[WorkerStatus]) -> None:
+    status = FleetStatus(index, tuple(statuses))
+    reply = sent(codec.encode_status(status))
+    assert codec.decode_status(reply) == status
+    assert codec.decode_workers(reply) == statuses
+
+
+def test_an_index_of_an_earlier_version_says_nothing_of_itself() -> None:
+    assert codec.decode_status(pb.ListWorkersResponse()) == FleetStatus(IndexStatus(), ())
+
+
+@given(
+    st.lists(U32, max_size=40), st.none() | st.tuples(SOME, TEXT), st.none() | SOME,
+    st.lists(st.tuples(TEXT, U32, U32), max_size=3), st.none() | st.lists(TEXT, min_size=1, max_size=3), SOME,
+)  # fmt: skip
+def test_questions_travel(
+    tokens: list[int],
+    lora: tuple[str, str] | None,
+    salt: str | None,
+    items: list[tuple[str, int, int]],
+    workers: list[str] | None,
+    tenant: str,
+) -> None:
+    call = codec.lookup_call(
+        "m", token_ids=tokens, hashes64=None, tenant=tenant, lora=lora, cache_salt=salt, multimodal=items,
+        workers=workers,
+    )  # fmt: skip
+    model, options, nbytes = codec.decode_question(sent(call.request))
+    assert (model, nbytes) == ("m", 4 * len(tokens))
+    assert options.pop("token_ids").tolist() == tokens
+    assert options == {
+        "tenant": tenant, "lora": lora, "cache_salt": salt, "multimodal": items, "workers": workers,
+    }  # fmt: skip
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused_or_read(noise: bytes) -> None:
+    """Whatever parses is judged by an error of ours, or answered."""
+    fleet = Fleet()
+    fleet.add(a_worker(), "flag")
+    try:
+        request = pb.LookupRequest.FromString(noise)
+    except DecodeError:
+        return
+    try:
+        question = codec.decode_question(request)
+        if question.options.keys() & {"text", "chat"}:
+            return  # for a tokenizer
+        fleet.lookup(question.model, **question.options)
+    except kvpool.KVPoolError as error:
+        lines = str(error).splitlines()
+        assert len(lines) == 1
+
+
+def test_packed_numbers_are_little_endian() -> None:
+    assert codec.pack_tokens([1, 0x01020304]).hex() == "0100000004030201"
+    call = codec.lookup_call(
+        "m", token_ids=None, hashes64=packed64([1, 0x0102030405060708]), tenant="t", lora=None, cache_salt=None,
+        multimodal=(), workers=None,
+    )  # fmt: skip
+    assert call.request.block_hashes.hex() == "01000000000000000807060504030201"

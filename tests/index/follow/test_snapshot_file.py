@@ -1,0 +1,156 @@
+"""The snapshot in a file: whole or not at all, whatever goes wrong with the disk or the clock."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool import ConfigError, SnapshotRefused
+from kvpool.index.fleet import Fleet
+from kvpool.index.follow import snapshot_file as module
+from kvpool.index.follow.snapshot_file import SnapshotFile, age, read, write
+from kvpool.index.snapshot import Snapshot, pack
+from tests.conftest import eventually
+from tests.index.fleets import a_worker, say
+from tests.index.wire import batch, stored
+
+
+def taker(fleet: Fleet, life: str = "") -> Callable[[], Snapshot]:
+    return lambda: Snapshot(time.time(), life, fleet.freeze())
+
+
+def a_fleet() -> Fleet:
+    fleet = Fleet()
+    fleet.add(a_worker(), "call")
+    say(fleet, "default/w", 0, 1, batch(stored([1, 2])))
+    return fleet
+
+
+def test_it_is_written_again_and_again_and_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot"
+    assert read(path) is None
+    fleet = a_fleet()
+    file = SnapshotFile(path, taker(fleet, "1"), every_s=0.1)
+    try:
+        assert eventually(path.exists)
+        first = path.stat().st_ino
+        assert eventually(lambda: path.stat().st_ino != first)
+        say(fleet, "default/w", 0, 2, batch(stored([3])))
+    finally:
+        file.close()
+        file.close()
+    snapshot = read(path)
+    assert snapshot is not None
+    assert snapshot.life == "1"
+    assert age(snapshot) < 60
+    position = snapshot.partitions[0].workers[0].ranks[0].position
+    assert position is not None
+    assert position.sequence == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_last_one_is_written_although_the_interval_is_long(tmp_path: Path) -> None:
+    SnapshotFile(tmp_path / "s", taker(a_fleet()), every_s=86400).close()
+    assert read(tmp_path / "s") is not None
+
+
+def test_what_was_written_half_does_not_take_the_place_of_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "s"
+    write(path, pack(taker(a_fleet())()))
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(path, [b"half"])
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    write(path, [b"a", b"b"])
+    assert path.read_bytes() == b"ab"
+
+
+def test_an_outage_of_the_disk_is_said_once_and_its_end_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "kvpool.index")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    tries = threading.Semaphore(0)
+    take = taker(a_fleet())
+
+    def counted() -> Snapshot:
+        tries.release()
+        return take()
+
+    file = SnapshotFile(folder / "s", counted, every_s=0.1)
+    try:
+        assert eventually((folder / "s").exists)
+        folder.rename(tmp_path / "away")
+        assert eventually(lambda: len(caplog.messages) == 1)
+        for _ in range(20):
+            assert tries.acquire(timeout=10)
+        folder.mkdir()
+        assert eventually((folder / "s").exists)
+    finally:
+        file.close()
+    assert caplog.messages == [
+        f"no snapshot can be written to {folder / 's'}: No such file or directory",
+        f"snapshots are written to {folder / 's'} again",
+    ]
+
+
+def test_a_fault_of_ours_does_not_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "kvpool.index")
+    faults = [ZeroDivisionError("first")]
+    take = taker(a_fleet())
+
+    def broken() -> Snapshot:
+        if faults:
+            raise faults.pop()
+        return take()
+
+    file = SnapshotFile(tmp_path / "s", broken, every_s=0.1)
+    try:
+        assert eventually((tmp_path / "s").exists)
+    finally:
+        file.close()
+    assert "ZeroDivisionError" in caplog.text
+    caplog.clear()
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_bytes(b"something else")
+    with pytest.raises(SnapshotRefused, match=f"^{path}: this is no snapshot of an index"):
+        read(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(SnapshotRefused, match="cannot be read: Is a directory"):
+        read(path)
+    old = tmp_path / "old"
+    write(old, pack(Snapshot(time.time() - 500, "", a_fleet().freeze())))
+    with pytest.raises(SnapshotRefused, match=r"this snapshot is 500 s old, and 400 s is the limit"):
+        read(old, max_age_s=400)
+    assert read(old, max_age_s=600) is not None
+    write(old, pack(Snapshot(time.time() + 500, "", a_fleet().freeze())))
+    future = read(old)
+    assert future is not None
+    assert age(future) == 0
+
+
+def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "no" / "folder", tmp_path / "s" / "x"):
+        (tmp_path / "s").touch()
+        with pytest.raises(ConfigError, match="name a file in a folder that is there"):
+            SnapshotFile(path, taker(a_fleet()))
+    with pytest.raises(ConfigError, match=r"every 0\.1 to 86400 seconds"):
+        SnapshotFile(tmp_path / "t", taker(a_fleet()), every_s=0)

@@ -1,0 +1,334 @@
+"""The feed on real ZMQ sockets: vLLM's own publisher, and publishers that lose, restart, hang and talk nonsense."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvpool.cli.engine_process import free_ports
+from kvpool.discovery.worker import Publisher
+from kvpool.index.follow import subscriber as module
+from kvpool.index.follow.subscriber import EventFeed
+from tests.conftest import eventually
+from tests.index.publisher import misbehaving, worker_of
+from tests.index.test_sequence import Heard
+from tests.index.wire import batch, stored
+
+WITHIN_S = 20.0
+
+
+class Locked(Heard):
+    """A sink for the feed's thread; ``Heard`` checks who is spoken of."""
+
+    def proved(self, numbers: list[int]) -> bool:
+        return self.numbers == numbers and not self.stale
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
+    monkeypatch.setattr(module, "PROBE_S", 0.2)
+    monkeypatch.setattr(module, "ANSWER_S", 0.5)
+    return Locked()
+
+
+@pytest.fixture
+def feed(heard: Heard) -> Iterator[EventFeed]:
+    one = EventFeed(heard)
+    yield one
+    one.close()
+    assert "kvpool-feed" not in {thread.name for thread in threading.enumerate()}
+
+
+def followed(heard: Heard, numbers: list[int]) -> bool:
+    return eventually(lambda: heard.numbers == numbers and not heard.stale, within_s=WITHIN_S)
+
+
+def text(number: int, life: int = 0) -> bytes:
+    return f"{life}:{number}".encode()
+
+
+def test_what_was_published_before_and_after_the_first_contact(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving() as publisher:
+        for number in range(3):
+            publisher.publish(text(number))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0, 1, 2])
+        for number in range(3, 6):
+            publisher.publish(text(number))
+        assert followed(heard, list(range(6)))
+        assert heard.problems == []
+
+
+def test_a_lost_batch_is_fetched(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving() as publisher:
+        publisher.publish(text(0))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+        publisher.publish(text(1), lost=True)
+        publisher.publish(text(2))
+        assert followed(heard, [0, 1, 2])
+        assert heard.gaps == heard.closed <= 1
+
+
+def test_a_lost_last_batch_is_found_by_asking(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving() as publisher:
+        publisher.publish(text(0))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+        publisher.publish(text(1), lost=True)
+        assert followed(heard, [0, 1])
+
+
+def test_an_idle_publisher_proves_itself_again_and_again(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving() as publisher:
+        publisher.publish(text(0))
+        feed.follow(worker_of(publisher.publisher))
+        assert eventually(lambda: heard.proofs >= 5, within_s=WITHIN_S)
+        assert heard.numbers == [0]
+        assert publisher.asked[-1] == 0, "asked from the last batch applied"
+
+
+def test_a_replay_with_holes_is_asked_again(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving() as publisher:
+        for number in range(50):
+            publisher.publish(text(number))
+        publisher.dropped_in_replays = set(range(20, 40))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, list(range(50)))
+
+
+def test_a_gap_wider_than_what_is_kept_forgets(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving() as publisher:
+        publisher.publish(text(0))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+        for number in range(1, 9):
+            publisher.publish(text(number), lost=True)
+        publisher.forget(6)
+        publisher.publish(text(9))
+        assert followed(heard, [6, 7, 8, 9])
+        assert "more batches were missed" in heard.problems[0]
+
+
+@pytest.mark.parametrize("published", [0, 2, 4])
+def test_a_restart_is_a_new_life(feed: EventFeed, heard: Heard, published: int) -> None:
+    with misbehaving() as first:
+        for number in range(3):
+            first.publish(text(number))
+        feed.follow(worker_of(first.publisher))
+        assert followed(heard, [0, 1, 2])
+    with misbehaving(first.ports) as second:
+        for number in range(published):
+            second.publish(text(number, 1), lost=True)
+        assert eventually(
+            lambda: heard.applied == [text(n, 1) for n in range(published)] and not heard.stale,
+            within_s=WITHIN_S,
+        )
+        assert any("started anew" in problem for problem in heard.problems)
+
+
+def test_a_publisher_that_answers_no_replay_is_stale_until_it_does(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving() as publisher:
+        publisher.publish(text(0))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+        publisher.mute = True
+        assert eventually(lambda: heard.stale, within_s=WITHIN_S)
+        publisher.publish(text(1))
+        publisher.mute = False
+        assert followed(heard, [0, 1])
+
+
+def test_what_was_asked_of_a_publisher_that_is_gone_is_asked_of_the_next_one(
+    feed: EventFeed, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 10 * WITHIN_S)
+    with misbehaving() as first:
+        first.publish(text(0))
+        feed.follow(worker_of(first.publisher))
+        assert followed(heard, [0])
+        first.mute = True
+        assert eventually(lambda: first.owes_an_answer, within_s=WITHIN_S)
+    with misbehaving(first.ports) as second:
+        second.publish(text(0, 1), lost=True)
+        assert eventually(lambda: heard.applied == [text(0, 1)] and not heard.stale, within_s=WITHIN_S)
+
+
+def test_nobody_there_is_stale_and_found_when_it_comes(feed: EventFeed, heard: Heard) -> None:
+    ports = free_ports(2)
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+    feed.follow(worker_of(Publisher(3, events, replay)))
+    assert eventually(lambda: hasattr(heard, "marked"), within_s=WITHIN_S)
+    assert heard.stale
+    with misbehaving(ports) as publisher:
+        publisher.publish(text(0))
+        assert followed(heard, [0])
+
+
+def test_without_a_replay_endpoint_it_follows_what_comes(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving(replay=False) as publisher:
+        feed.follow(worker_of(publisher.publisher))
+
+        def published() -> bool:
+            publisher.publish(text(len(publisher.kept)))
+            return bool(heard.applied)
+
+        assert eventually(published, within_s=WITHIN_S)
+        assert not heard.stale
+        publisher.publish(b"lost", lost=True)
+        last = len(publisher.kept)
+        publisher.publish(text(last))
+        assert followed(heard, [last])
+        assert "no replay endpoint" in heard.problems[-1]
+
+
+def test_what_is_no_batch_is_counted_and_left(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving() as publisher:
+        publisher.publish(text(0))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+
+        def counted() -> bool:
+            publisher.send(b"only one frame")
+            publisher.send(b"", b"short", b"payload")
+            publisher.send(b"", b"12345678", b"payload", b"more")
+            return feed.ignored_messages >= 3
+
+        assert eventually(counted, within_s=WITHIN_S)
+        publisher.publish(text(1))
+        assert followed(heard, [0, 1])
+
+
+def test_a_worker_that_is_left_is_not_spoken_of_any_more(feed: EventFeed, heard: Heard) -> None:
+    with misbehaving() as publisher:
+        publisher.publish(text(0))
+        worker = worker_of(publisher.publisher)
+        feed.follow(worker)
+        assert followed(heard, [0])
+        feed.unfollow(worker.id)
+        feed.unfollow("default/nobody")
+        proofs = heard.proofs
+        publisher.publish(text(1))
+        # Another feed shows for how long the first one has had nothing to say.
+        witness = Locked()
+        other = EventFeed(witness)
+        try:
+            other.follow(worker)
+            assert eventually(lambda: witness.numbers == [0, 1] and witness.proofs >= 5, within_s=WITHIN_S)
+        finally:
+            other.close()
+        assert heard.numbers == [0]
+        assert heard.proofs == proofs
+
+
+@pytest.mark.parametrize("replay", ["", "tcp://no host:1"])
+def test_an_address_that_one_cannot_connect_to_is_a_problem_of_that_worker(
+    feed: EventFeed, heard: Heard, replay: str
+) -> None:
+    feed.follow(worker_of(Publisher(3, "tcp://no host:1", replay), "broken"))
+    feed.unfollow("default/broken")
+    assert feed.is_alive
+    with misbehaving() as publisher:
+        publisher.publish(text(0))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+
+
+VLLM_PUBLISHER = """
+import sys
+from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
+events, replay = sys.argv[1:3]
+publisher = ZmqEventPublisher(3, endpoint=events, replay_endpoint=replay, buffer_steps=10000)
+for line in sys.stdin:
+    start, count = map(int, line.split())
+    for at in range(start, start + count):
+        stored = BlockStored([at], None, list(range(16)), 16, None, "GPU", None)
+        publisher.publish(KVEventBatch(ts=float(at), events=[stored]))
+    print("published", flush=True)
+publisher.shutdown()
+"""
+
+
+@pytest.mark.vllm
+def test_vllms_own_publisher_with_more_batches_than_a_replay_carries_at_once(
+    feed: EventFeed, heard: Heard, tmp_path: Path
+) -> None:
+    """Its ROUTER drops what a slow reader leaves in its queue of 1,000, without a word."""
+    events, replay = free_ports(2)
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            # vLLM adds the rank to the port.
+            [sys.executable, "-c", VLLM_PUBLISHER, f"tcp://*:{events - 3}", f"tcp://*:{replay - 3}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write("0 9000\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "published\n", (tmp_path / "log").read_text()
+        feed.follow(worker_of(Publisher(3, f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")))
+        assert eventually(lambda: heard.numbers == list(range(9000)), within_s=60)
+        process.stdin.write("9000 500\n")
+        process.stdin.flush()
+        assert eventually(lambda: heard.numbers == list(range(9500)) and not heard.stale, within_s=60)
+        assert heard.problems == []
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(20)
+
+
+def test_a_batch_that_the_index_takes_for_malformed_is_told(feed: EventFeed, heard: Heard) -> None:
+    heard.malformed = batch(stored([1]))
+    with misbehaving() as publisher:
+        publisher.publish(batch(stored([1])))
+        publisher.publish(text(1))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [1])
+        assert "malformed" in heard.problems[0]
+
+
+class AmongOthers(Locked):
+    """Listens to one worker, and why the others are stale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[str] = []
+
+    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
+        if worker_id == "default/w":
+            super().mark(worker_id, dp_rank, stale=stale, problem=problem)
+        else:
+            self.others.append(problem)
+
+
+def test_more_workers_than_zmq_has_sockets_for_by_itself(tmp_path: Path) -> None:
+    heard = AmongOthers()
+    with misbehaving() as publisher, closing(EventFeed(heard)) as feed:
+        publisher.publish(text(0))
+        nobody = Publisher(0, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+        for number in range(300):
+            feed.follow(worker_of(nobody, f"other-{number}"))
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+
+
+def test_a_worker_that_no_socket_is_left_for_is_stale_and_costs_the_others_nothing() -> None:
+    heard = AmongOthers()
+    with misbehaving() as publisher, closing(EventFeed(heard)) as feed:
+        feed._context.set(zmq.MAX_SOCKETS, 6)  # one worker, and not two
+        feed.follow(worker_of(publisher.publisher))
+        publisher.publish(text(0))
+        assert followed(heard, [0])
+        feed.follow(worker_of(publisher.publisher, "other"))
+        assert eventually(lambda: any("no socket left" in one for one in heard.others), within_s=WITHIN_S)
+        publisher.publish(text(1))
+        assert followed(heard, [0, 1])

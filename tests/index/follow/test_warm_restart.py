@@ -1,0 +1,182 @@
+"""An index that stops and begins with a snapshot, with real publishers: warm at once, and never believed too far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvpool.discovery.worker import Worker
+from kvpool.index.fleet import Fleet
+from kvpool.index.follow import subscriber as feed_module
+from kvpool.index.follow.roster import Roster
+from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.snapshot import Snapshot, pack, unpack
+from tests.conftest import eventually
+from tests.index.publisher import Misbehaving, misbehaving, worker_of
+from tests.index.wire import batch, packed64, removed, stored
+
+WITHIN_S = 20.0
+PROMPT = list(range(1, 11))
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "PROBE_S", 0.2)
+    monkeypatch.setattr(feed_module, "ANSWER_S", 0.5)
+
+
+class Index:
+    """One life of an index, without its port."""
+
+    def __init__(self, snapshot: bytes | None = None, flags: list[Worker] | None = None) -> None:
+        self.fleet = Fleet()
+        self.feed = EventFeed(self.fleet)
+        self.roster = Roster(self.fleet, self.feed)
+        if snapshot is not None:
+            ids = {worker.id for worker in flags or ()}
+            self.roster.restore(unpack(snapshot), age_s=0.0, flags=ids, life="")
+        for worker in flags or ():
+            self.roster.add(worker, "flag")
+
+    def taken(self) -> bytes:
+        return b"".join(pack(Snapshot(time.time(), "", self.fleet.freeze())))
+
+    def row(self) -> tuple[int, int, bool]:
+        """Device blocks, sequence, stale."""
+        (row,) = self.fleet.lookup("m", hashes64=packed64(PROMPT))
+        return row.device_blocks, row.sequence, row.stale
+
+    def settles_at(self, blocks: int, sequence: int) -> bool:
+        return eventually(lambda: self.row() == (blocks, sequence, False), within_s=WITHIN_S)
+
+    def problems(self) -> tuple[int, str]:
+        ((one,),) = (status.publishers for status in self.fleet.workers())
+        return one.resets, one.problem
+
+
+@contextmanager
+def an_index(snapshot: bytes | None = None, flags: list[Worker] | None = None) -> Iterator[Index]:
+    index = Index(snapshot, flags)
+    try:
+        yield index
+    finally:
+        index.roster.close()
+
+
+def until_four(publisher: Misbehaving) -> bytes:
+    """The snapshot of an index that has seen batches 0 to 3, one block each."""
+    for number in range(4):
+        publisher.publish(batch(stored([PROMPT[number]]), at_s=number))
+    with an_index(flags=[worker_of(publisher.publisher)]) as index:
+        assert index.settles_at(4, 3)
+        return index.taken()
+
+
+def test_what_was_known_is_credited_again_without_being_told_again() -> None:
+    with misbehaving() as publisher:
+        worker = worker_of(publisher.publisher)
+        snapshot = until_four(publisher)
+        publisher.forget(3)  # all but the last: only the snapshot still knows of them
+        asked = len(publisher.asked)
+        with an_index(snapshot, [worker]) as index:
+            assert index.settles_at(4, 3)
+            assert index.problems() == (0, "")
+            publisher.publish(batch(stored([PROMPT[4]]), at_s=4))
+            assert index.settles_at(5, 4)
+        assert set(publisher.asked[asked:]) <= {3, 4}
+
+
+def test_nobody_is_credited_before_the_publisher_has_answered() -> None:
+    with misbehaving() as publisher:
+        worker = worker_of(publisher.publisher)
+        snapshot = until_four(publisher)
+        publisher.mute = True
+        asked = len(publisher.asked)
+        with an_index(snapshot, [worker]) as index:
+            assert eventually(lambda: len(publisher.asked) >= asked + 2, within_s=WITHIN_S)
+            assert index.row() == (0, 3, True)
+            assert index.fleet.joining == 1
+            publisher.mute = False
+            assert index.settles_at(4, 3)
+            assert index.fleet.joining == 0
+
+
+def test_what_was_published_meanwhile_comes_by_replay() -> None:
+    with misbehaving() as publisher:
+        worker = worker_of(publisher.publisher)
+        snapshot = until_four(publisher)
+        publisher.publish(batch(removed([PROMPT[2]]), at_s=4))
+        publisher.publish(batch(stored([PROMPT[4]]), at_s=5))
+        publisher.forget(3)
+        with an_index(snapshot, [worker]) as index:
+            assert index.settles_at(2, 5)
+            assert index.problems() == (0, "")
+
+
+@pytest.mark.parametrize("published", [0, 2, 4, 7])
+def test_a_publisher_that_was_started_anew_meanwhile(published: int) -> None:
+    with misbehaving() as first:
+        worker = worker_of(first.publisher)
+        snapshot = until_four(first)
+    with misbehaving(first.ports) as second:
+        for number in range(published):
+            second.publish(batch(stored([PROMPT[number]]), at_s=100 + number))
+        with an_index(snapshot, [worker]) as index:
+            seen = set()
+
+            def settled() -> bool:
+                seen.add(index.row())
+                return index.row() == (published, max(0, published - 1), False) and index.problems()[0] == 1
+
+            assert eventually(settled, within_s=WITHIN_S), index.row()
+            assert all(blocks <= published for blocks, _, _ in seen), (
+                "what the first life held is not credited"
+            )
+            assert index.problems() == (1, "")
+
+
+def test_a_gap_wider_than_what_is_kept_begins_anew() -> None:
+    with misbehaving() as publisher:
+        worker = worker_of(publisher.publisher)
+        snapshot = until_four(publisher)
+        for number in range(4, 10):
+            publisher.publish(batch(stored([PROMPT[number]]), at_s=number))
+        publisher.forget(8)
+        with an_index(snapshot, [worker]) as index:
+            assert index.settles_at(0, 9), "the beginning of the prompt is not known any more"
+            assert index.problems()[0] == 1
+            (row,) = index.fleet.lookup("m", hashes64=packed64(PROMPT[8:]))
+            assert row.device_blocks == 2
+
+
+def test_a_worker_with_another_incarnation_is_another_start() -> None:
+    with misbehaving() as publisher:
+        snapshot = until_four(publisher)
+        publisher.forget(3)
+        worker = Worker("w", "m", 16, "0" * 16, (publisher.publisher,), incarnation="2")
+        with an_index(snapshot, [worker]) as index:
+            assert index.settles_at(0, 3), "only the last batch is still told"
+            (row,) = index.fleet.lookup("m", hashes64=packed64(PROMPT[3:]))
+            assert row.device_blocks == 1
+
+
+def test_a_replica_that_begins_with_a_peers_snapshot_and_is_cut_off_is_right_again() -> None:
+    with misbehaving() as publisher:
+        worker = worker_of(publisher.publisher)
+        for number in range(4):
+            publisher.publish(batch(stored([PROMPT[number]]), at_s=number))
+        with an_index(flags=[worker]) as one:
+            assert one.settles_at(4, 3)
+            publisher.forget(3)
+            with an_index(one.taken(), [worker]) as other:
+                assert other.settles_at(4, 3)
+                publisher.publish(batch(stored([PROMPT[4]]), at_s=4), lost=True)
+                publisher.publish(batch(stored([PROMPT[5]]), at_s=5))
+                for index in (one, other):
+                    assert index.settles_at(6, 5)
+                contents = [index.fleet.workers()[0].publishers[0] for index in (one, other)]
+                assert contents[0].digest == contents[1].digest != 0
+                assert contents[0].blocks == contents[1].blocks == 6

@@ -1,0 +1,340 @@
+"""A ranked pick: the terms of its cost, ties, trust, load and reservations."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool import BlockHasher, ConfigError, KVPoolError, Load, UnknownModel
+from kvpool.index.answer import Row
+from kvpool.index.fleet import Fleet
+from kvpool.index.place import reservations as reservations_module
+from kvpool.index.place.load import KEEP_S, Known
+from kvpool.index.place.route import Pick, Route
+from kvpool.index.place.router import Costs, Router, appraise
+from tests.index.fleets import Clock, a_worker, say
+from tests.index.wire import batch, packed64, stored
+
+COSTS = Costs(local=0.25, pool=0.5, waiting=1000, running=100, usage=200)
+NAMESPACE = "0123456789abcdef" * 2
+
+
+def a_row(**fields: Any) -> Row:
+    known: dict[str, Any] = {
+        "worker": "w", "dp_rank": 0, "address": "", "block_tokens": 16, "prompt_blocks": 10, "device_blocks": 0,
+        "local_blocks": 0, "pool_blocks": 0, "sequence": 1, "staleness_ms": 0, "stale": False,
+    }  # fmt: skip
+    return Row(**{**known, **fields})
+
+
+def known(source: Any = "reported", *, asleep: bool = False, **load: Any) -> Known:
+    return Known(Load("w", **load), source, 0.25, asleep)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt_tokens", "terms"),
+    [
+        ({}, None, (160, 0)),
+        ({}, 167, (167, 0)),
+        ({"device_blocks": 10, "local_blocks": 10}, None, (0, 0)),
+        ({"device_blocks": 10, "local_blocks": 10}, 167, (7, 0)),
+        ({"device_blocks": 10, "local_blocks": 10}, 100, (0, 0)),  # fewer than its blocks hold: not below 0
+        ({"device_blocks": 2, "local_blocks": 6}, None, (64, 16)),
+        ({"device_blocks": 2, "local_blocks": 6, "pool_blocks": 8}, None, (32, 16 + 16)),
+        ({"device_blocks": 2, "local_blocks": 6, "pool_blocks": 4}, None, (64, 16)),  # the nearer tier counts
+        ({"pool_blocks": 10}, None, (0, 80)),
+        ({"prompt_blocks": 0}, 9, (9, 0)),
+    ],
+)
+def test_what_is_left_to_compute_and_to_fetch(
+    row: dict[str, int], prompt_tokens: int | None, terms: tuple[int, int]
+) -> None:
+    pick = appraise(a_row(**row), prompt_tokens, None, 0.0, 0, COSTS)
+    assert (pick.prefill_cost, pick.fetch_cost) == terms
+    assert (pick.queue_cost, pick.cost) == (0, sum(terms))
+
+
+@pytest.mark.parametrize(
+    ("told", "reserved", "queue"),
+    [
+        (None, 0, 77),  # not known: what is typical
+        (None, 5, 82),
+        (known(), 0, 0),
+        (known(running=3), 0, 300),
+        (known(waiting=2, running=1), 40, 2140),
+        (known(waiting=2, queued_tokens=50), 0, 50),  # known: how many wait says no more
+        (known(waiting=2, queued_tokens=0), 0, 0),
+        (known(kv_usage=0.75), 0, 150),
+    ],
+)
+def test_what_is_there_before(told: Known | None, reserved: int, queue: int) -> None:
+    pick = appraise(a_row(), None, told, 77.2, reserved, COSTS)
+    assert (pick.queue_cost, pick.reserved_cost, pick.cost) == (queue, reserved, 160 + queue)
+
+
+def test_a_pick_says_what_it_is_made_of() -> None:
+    told = known("scraped", running=3, waiting=2, queued_tokens=50, kv_usage=0.5, asleep=True)
+    assert appraise(a_row(), None, told, 0.0, 7, COSTS) == Pick(
+        row=a_row(), trust="exact", cost=160 + 50 + 300 + 100 + 7, prefill_cost=160, fetch_cost=0,
+        queue_cost=457, running=3, waiting=2, queued_tokens=50, kv_usage_permille=500, reserved_cost=7,
+        load_source="scraped", load_age_ms=250, asleep=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("coefficient", ["local", "pool", "waiting", "running", "usage"])
+def test_coefficients_are_judged(coefficient: str) -> None:
+    for value in (-0.1, float("nan"), float("inf"), 1e7):
+        with pytest.raises(ConfigError, match=f"the coefficient {coefficient} is a number from 0"):
+            Costs(**{coefficient: value})
+
+
+# ---- over a fleet
+
+
+def a_fleet(*names: str, clock: Clock | None = None, **fields: Any) -> Fleet:
+    """Workers that hold nothing, and are heard."""
+    fleet = Fleet(clock=clock or Clock())
+    for place, name in enumerate(names):
+        fleet.add(a_worker(name, port=5000 + 2 * place, **fields), "flag")
+        fleet.heard(f"default/{name}", 0)
+    return fleet
+
+
+def order(route: Route) -> list[str]:
+    return [pick.worker for pick in route.picks]
+
+
+def test_the_cheapest_comes_first() -> None:
+    fleet = a_fleet("a", "b", "c", namespace=NAMESPACE)
+    hashes = BlockHasher(16).hashes(range(160))
+    say(fleet, "default/a", 0, 0, batch(stored(hashes[:3])))
+    say(fleet, "default/b", 0, 0, batch(stored(hashes[:8])))
+    say(fleet, "default/c", 0, 0, batch(stored(hashes[:5], medium="STORAGE")))
+    router = Router(fleet, costs=COSTS, clock=Clock())
+    route = router.route("m", token_ids=list(range(165)))
+    assert [(pick.worker, pick.cost) for pick in route.picks] == [("b", 37), ("a", 85 + 16), ("c", 85 + 40)]
+    assert route.picks[1].fetch_cost == 16, "a loads two more from the pool that is also its own"
+    assert route.picks[0].address == "http://b:8000"
+    assert route.reservation == ""
+    loads = [Load("a"), Load("b", running=1), Load("c")]
+    assert order(router.route("m", token_ids=list(range(165)), loads=loads, most=2)) == ["a", "c"]
+    as_hashes = router.route(
+        "m", hashes64=BlockHasher(16).hashes64(range(160)), prompt_tokens=165, loads=[Load("b")]
+    )
+    assert [pick.prefill_cost for pick in as_hashes.picks if pick.worker == "b"] == [37]
+    assert order(router.route("m", token_ids=[1], workers=["c"])) == ["c"]
+    assert router.route("m", token_ids=[1], workers=["nobody"]) == Route()
+
+
+def test_trust() -> None:
+    fleet = a_fleet("a", "b")
+    fleet.add(a_worker("c", port=6000), "flag")  # not heard from
+    hashes = packed64([1, 2])
+    for name in "ab":
+        say(fleet, f"default/{name}", 0, 4, batch(stored([1, 2])))
+    fleet.mark("default/b", 0, stale=True, problem="no answer")
+    route = Router(fleet).route("m", hashes64=hashes)
+    trust = {pick.worker: (pick.trust, pick.prefill_cost) for pick in route.picks}
+    assert trust == {"a": ("exact", 0), "b": ("degraded", 32), "c": ("fallback", 32)}
+
+
+def test_who_is_asleep_comes_last() -> None:
+    fleet = a_fleet("a", "b")
+    say(fleet, "default/a", 0, 0, batch(stored([1])))
+    router = Router(fleet)
+    router.loads.scrape("default/a", Load("a"), asleep=True)
+    route = router.route("m", hashes64=packed64([1]), loads=[Load("b", running=500)])
+    assert [(pick.worker, pick.asleep) for pick in route.picks] == [("b", False), ("a", True)]
+
+
+def test_a_load_that_is_not_known_is_the_mean() -> None:
+    router = Router(a_fleet("a", "b", "c"), costs=COSTS)
+    loads = [Load("a", running=2), Load("b", running=6)]
+    queues = {pick.worker: pick.queue_cost for pick in router.route("m", token_ids=[1], loads=loads).picks}
+    assert queues == {"a": 200, "b": 600, "c": 400}
+    assert {pick.load_source for pick in Router(a_fleet("a")).route("m", token_ids=[1]).picks} == {"none"}
+
+
+def test_reported_loads_stay_for_others_and_end() -> None:
+    clock = Clock()
+    router = Router(a_fleet("a", "b"), clock=clock)
+    router.route(
+        "m", token_ids=[1], loads=[Load("a", running=3), Load("x", running=1), Load("b", 9, running=1)]
+    )
+    clock.now_s += 2
+    picks = {pick.worker: pick for pick in router.route("m", token_ids=[1]).picks}
+    assert (picks["a"].running, picks["a"].load_source, picks["a"].load_age_ms) == (3, "reported", 2000)
+    assert picks["b"].load_source == "none"
+    assert router.loads.get("default/x", 0) is None, "nobody of that name was asked about"
+    assert router.loads.get("default/b", 9) is None
+    clock.now_s += KEEP_S
+    assert {pick.load_source for pick in router.route("m", token_ids=[1]).picks} == {"none"}
+
+
+def test_ties_go_to_the_least_load_then_to_the_least_recently_picked() -> None:
+    fleet = a_fleet("a", "b", "c")
+    hashes = BlockHasher(16).hashes(range(16))
+    say(fleet, "default/c", 0, 0, batch(stored(hashes)))
+    router = Router(fleet, costs=Costs(running=16))
+    tokens = list(range(32))
+    # c holds one block, and has one request more: it costs as much, and has the greater load.
+    loads = [Load("a"), Load("b"), Load("c", running=1)]
+    firsts = [order(router.route("m", token_ids=tokens, loads=loads))[0] for _ in range(4)]
+    assert firsts == ["a", "b", "a", "b"]
+    equal = [Load("a"), Load("b"), Load("c")]
+    assert order(router.route("m", token_ids=tokens, loads=equal)) == ["c", "a", "b"]
+    assert order(router.route("m", token_ids=[1], loads=equal)) == ["a", "b", "c"]
+
+
+# ---- reservations
+
+
+def test_a_reservation_is_seen_by_others_until_it_ends() -> None:
+    clock = Clock()
+    router = Router(a_fleet("a", "b"), costs=COSTS, clock=clock)
+    tokens = list(range(50))
+
+    def cost_of(name: str) -> int:
+        (pick,) = router.route("m", token_ids=tokens, workers=[name]).picks
+        return pick.reserved_cost
+
+    first = router.route("m", token_ids=tokens, reserve_s=5)
+    assert order(first) == ["a", "b"]
+    assert first.reservation
+    second = router.route("m", token_ids=tokens, reserve_s=8)
+    assert order(second) == ["b", "a"], "a is busy with the first"
+    assert second.picks[1].reserved_cost == second.picks[1].queue_cost == 50 + 100
+    third = router.route("m", token_ids=tokens, reserve_s=8)
+    assert order(third) == ["a", "b"]
+    assert cost_of("a") == 300
+    clock.now_s += 4.999
+    assert cost_of("a") == 300
+    clock.now_s += 0.001
+    assert cost_of("a") == 150, "the first has ended"
+    assert not router.release("default", first.reservation)
+    assert not router.release("other", third.reservation), "it is of another tenant"
+    assert router.release("default", third.reservation)
+    assert not router.release("default", third.reservation)
+    assert (cost_of("a"), cost_of("b")) == (0, 150)
+    clock.now_s += 60
+    assert (cost_of("a"), cost_of("b")) == (0, 0)
+
+
+def test_there_are_so_many_reservations_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservations_module, "MAX_RESERVATIONS", 3)
+    clock = Clock()
+    router = Router(a_fleet("a"), clock=clock)
+    names = [router.route("m", token_ids=[1], reserve_s=5).reservation for _ in range(5)]
+    assert [bool(name) for name in names] == [True, True, True, False, False]
+    assert len(set(names[:3])) == 3
+    assert router.release("default", names[0])
+    assert router.route("m", token_ids=[1], reserve_s=5).reservation
+    # Those that are released leave nothing behind, however many.
+    for _ in range(50):
+        router.release("default", names[1])
+        names[1] = router.route("m", token_ids=[1], reserve_s=500).reservation
+        assert names[1]
+    clock.now_s += 6
+    assert router.route("m", token_ids=[1], reserve_s=5).reservation
+
+
+def test_routers_that_ask_at_once_spread() -> None:
+    """A second one cannot choose between what the first has read and what it reserves."""
+    fleet = a_fleet("a", "b")
+    tokens = list(range(48))
+    say(fleet, "default/a", 0, 0, batch(stored(BlockHasher(16).hashes(tokens[:16]))))
+    router = Router(fleet)
+    cost_of, found = router._reservations.cost, []
+    reading, chosen = threading.Event(), threading.Event()
+
+    def slowly(worker_id: str, dp_rank: int) -> int:
+        cost = cost_of(worker_id, dp_rank)
+        if not reading.is_set():
+            reading.set()
+            chosen.wait(0.3)  # more than enough for the second, if it may
+        return cost
+
+    router._reservations.cost = slowly  # type: ignore[method-assign]
+
+    def ask() -> None:
+        found.append(order(router.route("m", token_ids=tokens, reserve_s=60))[0])
+
+    first = threading.Thread(target=ask)
+    first.start()
+    assert reading.wait(30)
+    ask()
+    chosen.set()
+    first.join()
+    assert sorted(found) == ["a", "b"], "a is cheaper for one of them"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "says"),
+    [
+        ({"most": 0}, "most is the number of picks"),
+        ({"reserve_s": 0}, "a reservation is for more than 0"),
+        ({"reserve_s": 601}, "a reservation is for more than 0 and at most 600 seconds, not 601"),
+        ({"reserve_s": float("nan")}, "a reservation is for"),
+        ({"prompt_tokens": 0, "token_ids": None, "hashes64": bytes(8)}, "prompt_tokens is from 1"),
+        ({"hashes64": bytes(8)}, "and not as both"),
+    ],
+)
+def test_wishes_that_make_no_sense(wishes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Router(a_fleet("a")).route("m", **{"token_ids": [1], **wishes})
+
+
+def test_what_lookup_refuses() -> None:
+    router = Router(a_fleet("a"))
+    with pytest.raises(UnknownModel):
+        router.route("x", token_ids=[1])
+    with pytest.raises(KVPoolError):
+        router.route("m", token_ids=[])
+
+
+# ---- any fleet
+
+
+@given(st.integers(0, 1 << 32))
+def test_any_ranking_is_by_cost_and_its_terms_add_up(seed: int) -> None:
+    chance = random.Random(seed)
+    names = [f"w{place}" for place in range(chance.randrange(1, 9))]
+    fleet = a_fleet(*names, namespace=NAMESPACE)
+    for name in names:
+        for medium in ("GPU", "CPU", "STORAGE"):
+            say(
+                fleet,
+                f"default/{name}",
+                0,
+                chance.randrange(9),
+                batch(stored(range(1, chance.randrange(1, 12)), medium=medium)),
+            )
+        if chance.random() < 0.2:
+            fleet.mark(f"default/{name}", 0, stale=True, problem="x")
+    router = Router(fleet, costs=COSTS)
+    loads = [
+        Load(name, 0, chance.randrange(5), chance.randrange(5), chance.choice([None, 70]), chance.random())
+        for name in names if chance.random() < 0.7
+    ]  # fmt: skip
+    for name in names:
+        if chance.random() < 0.2:
+            router.loads.scrape(f"default/{name}", Load(name), asleep=True)
+    route = router.route(
+        "m", hashes64=packed64(range(1, 11)), loads=loads, reserve_s=chance.choice([None, 5])
+    )
+    assert {pick.worker for pick in route.picks} == set(names)
+    keys = [(pick.asleep, pick.cost, pick.queue_cost) for pick in route.picks]
+    assert keys == sorted(keys)
+    for pick in route.picks:
+        row = pick.row
+        assert pick.cost == pick.prefill_cost + pick.fetch_cost + pick.queue_cost
+        assert pick.prefill_cost == 160 - 16 * max(row.local_blocks, row.pool_blocks)
+        assert 0 <= pick.fetch_cost <= 160 - pick.prefill_cost, "to fetch is not dearer than to compute"
+        if row.stale:
+            assert pick.trust != "exact"
+            assert row.device_blocks == row.local_blocks == 0

@@ -1,0 +1,337 @@
+"""Reading the metrics of workers: real HTTP, and servers that are slow, huge, wrong or away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from kvpool import Load
+from kvpool.index.fleet import Fleet
+from kvpool.index.place import scraper as scraper_module
+from kvpool.index.place.load import Known, LoadBoard
+from kvpool.index.place.metrics_page import Engine
+from kvpool.index.place.scraper import Scraper
+from tests.index.fleets import a_worker, say
+from tests.index.pages import PageServer, answer, page, serving_page
+from tests.index.wire import batch, packed64, stored
+
+WITHIN_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it waits for, shorter; the order of the waits is the same."""
+    monkeypatch.setattr(scraper_module, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(scraper_module, "MAX_BACKOFF_S", 0.2)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true"
+        await asyncio.sleep(0.005)
+
+
+def scraping(fleet: Fleet, body: Callable[[LoadBoard], Awaitable[None]]) -> None:
+    """Run ``body`` beside a scraper of ``fleet``."""
+
+    async def run() -> None:
+        board = LoadBoard()
+        scraper = Scraper(fleet, board, interval_s=0.05)
+        scraper.start()
+        try:
+            await body(board)
+        finally:
+            await scraper.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def follow(fleet: Fleet, name: str, address: str, **fields: Any) -> None:
+    fleet.add(a_worker(name, address=address, **fields), "flag")
+
+
+def running(board: LoadBoard, name: str, rank: int = 0) -> int | None:
+    known = board.get(f"default/{name}", rank)
+    return None if known is None else known.load.running
+
+
+def test_loads_of_all_ranks(fleet: Fleet) -> None:
+    engines = {0: Engine(3, 5, 0.25), 1: Engine(4, 6, 0.75, asleep=True)}
+    with serving_page(engines) as server:
+        follow(fleet, "a", f"{server.address}/", ranks=2)
+
+        async def body(board: LoadBoard) -> None:
+            await until(lambda: running(board, "a", 1) == 4)
+            known = board.get("default/a", 0)
+            assert known is not None
+            assert known._replace(age_s=0) == Known(Load("a", 0, 3, 5, None, 0.25), "scraped", 0, False)
+            known = board.get("default/a", 1)
+            assert known is not None
+            assert known.asleep
+            server.show({0: Engine(7), 1: Engine(8)})
+            await until(lambda: running(board, "a") == 7)
+            assert server.asked[-1].startswith(b"GET /metrics HTTP/1.1\r\n")
+
+        scraping(fleet, body)
+
+
+def test_a_rank_that_is_a_server_of_its_own(fleet: Fleet) -> None:
+    with serving_page({0: Engine(3)}) as server:
+        (third,) = a_worker(ranks=4).publishers[3:]
+        follow(fleet, "a", server.address, publishers=(third,))
+
+        async def body(board: LoadBoard) -> None:
+            await until(lambda: running(board, "a", 3) == 3)
+
+        scraping(fleet, body)
+
+
+def test_only_those_that_are_there_and_speak_http_are_read(fleet: Fleet) -> None:
+    with serving_page() as server, serving_page() as other:
+        follow(fleet, "a", server.address)
+        follow(fleet, "b", "")
+        follow(fleet, "c", "grpc://127.0.0.1:1")
+
+        async def body(board: LoadBoard) -> None:
+            await until(lambda: len(server.asked) >= 3)
+            fleet.remove("default/a")
+            await until(lambda: not scraper_tasks())
+            asked = len(server.asked)
+            follow(fleet, "a", other.address)
+            await until(lambda: len(other.asked) >= 3)
+            assert len(server.asked) == asked, "it is left when its worker goes"
+
+        scraping(fleet, body)
+
+
+def scraper_tasks() -> list[Any]:
+    return [task for task in asyncio.all_tasks() if "Scraper._read" in repr(task)]
+
+
+def test_a_worker_that_goes_as_its_page_comes_is_left(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(fleet, "a", "http://127.0.0.1:1")
+
+    async def come(scraper: Scraper, url: str) -> bytes:
+        for reader in scraper._readers.values():
+            reader.cancel()
+        return page({0: Engine(7)})
+
+    monkeypatch.setattr(Scraper, "_page", come)
+
+    async def body(board: LoadBoard) -> None:
+        await until(lambda: running(board, "a") == 7)
+        await until(lambda: not scraper_tasks())
+
+    scraping(fleet, body)
+
+
+def never(connection: socket.socket) -> None:
+    connection.recv(1)
+
+
+def drip(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        connection.sendall(b"# x\n")
+        threading.Event().wait(0.05)
+
+
+def endless_head(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n")
+    while True:
+        connection.sendall(b"x-more: " + b"x" * 4000 + b"\r\n")
+
+
+def huge(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        connection.sendall(b"# x\n" * 65536)
+
+
+def saying(raw: bytes) -> Callable[[socket.socket], None]:
+    return lambda connection: connection.sendall(raw)
+
+
+GOOD = page({0: Engine(9)})
+
+
+@pytest.mark.parametrize(
+    ("say", "says"),
+    [
+        (never, "no answer within 0.5 s"),
+        (drip, "no answer within 0.5 s"),
+        (endless_head, ""),
+        (huge, "has more than 8388608 bytes"),
+        (saying(b""), ""),
+        (saying(b"SSH-2.0-x\r\n"), ""),
+        (saying(answer(GOOD, "404 Not Found")), "HTTP status 404"),
+        (saying(answer(GOOD, "302 Found\r\nlocation: /other")), "HTTP status 302"),
+        (saying(answer(GOOD)[:-20]), ""),
+        (saying(answer(b"<html>")), "there is no vllm:num_requests_running"),
+        (saying(answer(b'vllm:num_requests_running{engine="0"} nan\n')), "cannot be nan"),
+        (saying(answer(page({1: Engine(9), 2: Engine(9)}))), "says nothing of engine 0"),
+        (saying(answer(GOOD * 2)), "is there twice"),
+    ],
+    ids=[
+        "never", "drip", "endless head", "huge", "closes", "another protocol", "404", "302", "cut short", "html", "nan",
+        "other engines", "twice",
+    ],
+)  # fmt: skip
+def test_one_that_misbehaves(
+    fleet: Fleet, say: Callable[[socket.socket], None], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds up nobody, nothing of it is taken, it is said once, and it is read again when it is well."""
+    caplog.set_level(logging.INFO, "kvpool.index")
+    with serving_page() as bad, serving_page() as good:
+        bad.say = say
+        follow(fleet, "bad", bad.address)
+        follow(fleet, "good", good.address, port=7000)
+
+        def lines() -> list[str]:
+            return [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
+
+        async def body(board: LoadBoard) -> None:
+            for number in range(1, 4):
+                good.show({0: Engine(number)})
+                await until(lambda number=number: running(board, "good") == number)
+            await until(lambda: len(bad.asked) >= 2 and bool(lines()))
+            assert running(board, "bad") is None
+            (line,) = lines()
+            assert line.startswith("worker default/bad: its metrics cannot be read: ")
+            assert says in line
+            assert "\n" not in line
+            bad.show({0: Engine(5)})
+            await until(lambda: running(board, "bad") == 5)
+            assert lines()[1:] == ["worker default/bad: its metrics are read again"]
+
+        scraping(fleet, body)
+
+
+def test_slow_ones_hold_up_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than pages may be under way: they give their turns back at the deadline, and wait longer."""
+    monkeypatch.setattr(scraper_module, "MAX_AT_A_TIME", 4)
+    servers: list[PageServer] = []
+    try:
+        for place in range(8):
+            servers.append(PageServer(never))
+            follow(fleet, f"slow-{place}", servers[-1].address, port=7000 + 2 * place)
+        servers.append(PageServer(never))
+        servers[-1].show({0: Engine(1)})
+        follow(fleet, "good", servers[-1].address, port=8000)
+
+        async def body(board: LoadBoard) -> None:
+            for number in range(1, 4):
+                servers[-1].show({0: Engine(number)})
+                await until(lambda number=number: running(board, "good") == number)
+
+        scraping(fleet, body)
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_one_that_cannot_be_reached(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvpool.index")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    follow(fleet, "away", f"http://127.0.0.1:{port}")
+    follow(fleet, "nowhere", "http://no-such-host.invalid:1", port=7000)
+    follow(fleet, "wrong", "http://[::1:99999/", port=8000)
+    follow(fleet, "plain", f"https://127.0.0.1:{port}", port=9000)
+
+    async def body(board: LoadBoard) -> None:
+        await until(lambda: len([one for one in caplog.records if "cannot be read" in one.getMessage()]) == 4)
+
+    scraping(fleet, body)
+
+
+# ---- asleep
+
+
+def credited(fleet: Fleet, name: str = "a") -> tuple[int, bool]:
+    (row,) = fleet.lookup("m", hashes64=packed64([1, 2, 3]), workers=[name])
+    return row.device_blocks, row.stale
+
+
+def test_a_worker_that_sleeps_is_not_credited_until_it_says_what_it_holds(fleet: Fleet) -> None:
+    """vLLM empties its cache for a sleep, and sends word of that with the first batch after it."""
+    with serving_page() as server:
+        follow(fleet, "a", server.address)
+        say(fleet, "default/a", 0, 0, batch(stored([1, 2])))
+
+        async def body(board: LoadBoard) -> None:
+            await until(lambda: running(board, "a") == 0)
+            assert credited(fleet) == (2, False)
+            server.show({0: Engine(asleep=True)})
+            await until(lambda: credited(fleet) == (0, True))
+            (status,) = fleet.workers()
+            assert status.publishers[0].problem == "asleep, or no word of what it holds since"
+            assert fleet.totals().stale_ranks == 1
+            server.show({0: Engine(4)})
+            await until(lambda: running(board, "a") == 4)
+            fleet.heard("default/a", 0)
+            assert credited(fleet) == (0, True), "awake, and its cache is empty"
+            fleet.apply("default/a", 0, 1, batch({"type": "AllBlocksCleared"}, stored([1, 2, 3])))
+            assert credited(fleet) == (3, False)
+            (status,) = fleet.workers()
+            assert status.publishers[0].problem == ""
+
+        scraping(fleet, body)
+
+
+def test_a_batch_while_a_page_is_on_its_way_is_believed(fleet: Fleet) -> None:
+    """The page is of before the batch: the engine woke meanwhile."""
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def slowly(connection: socket.socket) -> None:
+        arrived.set()
+        assert go_on.wait(WITHIN_S)
+        connection.sendall(answer(page({0: Engine(asleep=True)})))
+
+    with serving_page() as server:
+        server.say = slowly
+        follow(fleet, "a", server.address)
+        say(fleet, "default/a", 0, 0, batch(stored([1])))
+
+        async def body(board: LoadBoard) -> None:
+            await until(arrived.is_set)
+            fleet.apply("default/a", 0, 1, batch({"type": "AllBlocksCleared"}, stored([1, 2])))
+            server.show({0: Engine(2)})
+            go_on.set()
+            await until(lambda: running(board, "a") == 2)
+            assert credited(fleet) == (2, False)
+
+        scraping(fleet, body)
+
+
+def test_word_of_an_earlier_start_does_not_count(fleet: Fleet) -> None:
+    fleet.add(a_worker("a", incarnation="1"), "call")
+    for number in range(5):
+        say(fleet, "default/a", 0, number, batch(stored([1])))
+    come = fleet.progress("default/a", 0)
+    assert come is not None
+    assert come.batches == 5
+    fleet.add(a_worker("a", incarnation="2"), "call")
+    say(fleet, "default/a", 0, 0, batch(stored([1, 2])))
+    fleet.emptied("default/a", 0, come)
+    assert credited(fleet) == (2, False)
+    now = fleet.progress("default/a", 0)
+    assert now is not None
+    fleet.emptied("default/a", 0, now)
+    assert credited(fleet) == (0, True)
+    assert fleet.progress("default/x", 0) is None
+    fleet.emptied("default/x", 0, now)

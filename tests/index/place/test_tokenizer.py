@@ -1,0 +1,236 @@
+"""Tokens of text and of chats: those that vLLM's own server makes, and one line for what it cannot be."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.index import Chat
+from kvpool.index.client import codec
+from kvpool.index.place.tokenizer import Tokenizer
+from tests.index.tiny_tokenizer import EITHER, PARTS, PLAIN, write_tokenizer
+
+TEMPLATES = {"plain": PLAIN, "parts": PARTS, "either": EITHER}
+
+TOOLS = [
+    {
+        "function": {"parameters": {"type": "object", "properties": {"b": {}, "a": {}}}, "name": "ask"},
+        "type": "function",
+    },
+    {"type": "function", "function": {"name": "say", "description": "aloud", "strict": True}},
+]
+CALL = {"id": "c1", "type": "function", "function": {"name": "ask", "arguments": '{"b": "\u00e9", "a": 1}'}}
+
+FOUR = {"type": "text", "text": "4"}
+
+BODIES: dict[str, dict[str, Any]] = {
+    "one message": {"messages": [{"role": "user", "content": "the user asks"}]},
+    "no generation prompt": {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False},
+    "several turns": {
+        "messages": [
+            {"role": "system", "content": "the system"},
+            {"role": "user", "content": "a\nb", "name": "ann"},
+            {"role": "assistant", "content": "the assistant answers <|im_end|>"},
+            {"role": "user", "content": "\u00fcber \U0001f9c2  end "},
+        ]
+    },
+    "parts": {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+            {"role": "user", "content": [{"type": "text", "text": "three"}, {"type": "text", "text": "four"}]},
+        ]
+    },
+    "tools": {
+        "messages": [
+            {"role": "user", "content": "how many?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": [FOUR, {"type": "text", "text": "2"}], "tool_call_id": "c1"},
+            {"role": "assistant", "content": "42", "tool_calls": []},
+        ],
+        "tools": TOOLS,
+        "tool_choice": "none",
+    },
+    "calls whose arguments are no object": {
+        "messages": [
+            {"role": "user", "content": "x"},
+            *(
+                {"role": "assistant", "content": "", "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "ask", "arguments": arguments}}]}
+                for arguments in ("", "[1]", "{broken", "{}")
+            ),
+        ]
+    },
+    "a developer": {
+        "messages": [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": "x"},
+        ]
+    },
+    "a developer beside the system": {
+        "messages": [
+            {"role": "system", "content": "first"},
+            {"role": "user", "content": "x"},
+            {"role": "developer", "content": "second"},
+        ]
+    },
+    "thoughts": {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y", "reasoning": "because"},
+            {"role": "user", "content": "z"},
+        ],
+        "reasoning_effort": "low",
+    },
+    "options of the template": {
+        "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"enable_thinking": False},
+    },
+    "an answer to go on with": {
+        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "it is"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
+    "a line that differs in each request": {
+        "messages": [
+            {"role": "system", "content": "x-anthropic-billing-header: cch=1;\nbe good"},
+            {"role": "system", "content": "x-anthropic-billing-header: cch=2;"},
+            {"role": "user", "content": "x-anthropic-billing-header"},
+        ]
+    },
+}  # fmt: skip
+USER = {"role": "user", "content": "x"}
+TEXTS = ["the user asks", " x", "<|im_start|>user\n\u00e9", "a" * 3000]
+
+
+NAMES: list[tuple[str, str]] = []
+CASES: list[tuple[str, str, dict[str, Any]]] = []
+for (_template, _source), (_name, _body) in itertools.product(TEMPLATES.items(), BODIES.items()):
+    NAMES.append((_template, _name))
+    CASES.append((_source, "chat/completions", _body))
+for _text in TEXTS:
+    NAMES.append(("text", _text))
+    CASES.append((PLAIN, "completions", {"prompt": _text}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """The library once, without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        assert transformers.AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def vllm_tokens(vllm_server: Any) -> dict[tuple[str, str], list[int]]:
+    """What vLLM's server makes of each body with each template, and of each text."""
+    return dict(zip(NAMES, vllm_server["tokens"], strict=True))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_has_the_tokens_that_vllm_gives_it(
+    template: str, vllm_tokens: dict[tuple[str, str], list[int]], tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.load("m", str(write_tokenizer(tmp_path, TEMPLATES[template])))
+    for name, body in BODIES.items():
+        chat = Chat.of_request(body)
+        assert tokenizer.of_chat(chat) == vllm_tokens[template, name], name
+        sent = codec.lookup_call(
+            "m", token_ids=None, hashes64=None, chat=chat, tenant="t", lora=None, cache_salt=None, multimodal=(),
+            workers=None,
+        ).request.SerializeToString()  # fmt: skip
+        question = codec.decode_question(codec.pb.LookupRequest.FromString(sent))
+        assert tokenizer.of_chat(question.options["chat"]) == vllm_tokens[template, name], name
+    assert len({tuple(vllm_tokens[template, name]) for name in BODIES}) > 5
+
+
+def test_text_has_the_tokens_that_vllm_gives_it(
+    folder: Path, vllm_tokens: dict[tuple[str, str], list[int]]
+) -> None:
+    tokenizer = Tokenizer.load("m", str(folder))
+    for text in TEXTS:
+        assert tokenizer.of_text(text) == vllm_tokens["text", text]
+    assert tokenizer.of_text("x")[0] == 0, "the token that the tokenizer adds"
+
+
+def test_any_thread_may_ask(folder: Path) -> None:
+    tokenizer = Tokenizer.load("m", str(folder))
+    chat = Chat([{"role": "user", "content": "the user asks " * 50}])
+    expected, found = (tokenizer.of_chat(chat), tokenizer.of_text("x y " * 100)), []
+
+    def ask() -> None:
+        for _ in range(30):
+            found.append((tokenizer.of_chat(chat), tokenizer.of_text("x y " * 100)) == expected)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 180
+
+
+def test_where_there_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="no tokenizer for m in") as caught:
+        Tokenizer.load("m", str(tmp_path))
+    assert "\n" not in str(caught.value)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no tokenizer for m in"):
+        Tokenizer.load("m", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("chat", "says"),
+    [
+        (Chat([]), "refuses this chat"),
+        (Chat([{"content": "x"}]), "a message has a role"),
+        (Chat([{"role": "user", "content": 7}]), "text or a list of parts"),
+        (Chat([{"role": "user", "content": [{"type": "image_url"}]}]), "send what is not as token ids"),
+        (Chat([USER], template_options={"tokenize": True}), "cannot hold tokenize"),
+        (Chat([USER], template_options={"chat_template": "x"}), "cannot hold chat_template"),
+        (Chat([USER], tools=[{"type": "function"}]), "a tool is a function with a name"),
+        (Chat([{"role": "assistant", "tool_calls": [{"type": "custom"}]}]), "a tool call is of a function"),
+        (Chat([{"role": "user", "content": "\ud800"}]), "not Unicode text"),
+    ],
+)  # fmt: skip
+def test_chats_that_make_no_sense(folder: Path, chat: Chat, says: str) -> None:
+    tokenizer = Tokenizer.load("m", str(folder))
+    with pytest.raises(ConfigError, match=says) as caught:
+        tokenizer.of_chat(chat)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with a user') }}{% endif %}x"
+    tokenizer = Tokenizer.load("m", str(write_tokenizer(tmp_path, template)))
+    with pytest.raises(ConfigError, match="the chat template of m refuses this chat: begin with a user"):
+        tokenizer.of_chat(Chat([{"role": "tool", "content": "x"}]))
+
+
+def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load("m", str(write_tokenizer(tmp_path, None)))
+    assert tokenizer.of_text("x")
+    with pytest.raises(ConfigError, match="the tokenizer of m has no chat template"):
+        tokenizer.of_chat(Chat([{"role": "user", "content": "x"}]))
+
+
+def test_a_chat_of_a_request() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "documents": [{"text": "y"}]}
+    chat = Chat.of_request({**body, "chat_template_kwargs": {"a": 1}, "add_generation_prompt": None})
+    assert chat == Chat(body["messages"], TOOLS, True, {"documents": [{"text": "y"}], "a": 1})
+    assert Chat.of_request(body["messages"]) == Chat(body["messages"])
+    for wrong in ("x", {}, {"messages": 3}, 3, None):
+        with pytest.raises(ConfigError, match="a chat is"):
+            Chat.of_request(wrong)

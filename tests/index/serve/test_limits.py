@@ -1,0 +1,154 @@
+"""What one caller can take from the others: calls, streams, and replies that it does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
+from kvpool.index.client import codec
+from kvpool.index.fleet import Fleet
+from kvpool.index.serve import service
+from kvpool.index.serve import stream_limiter as turnstile
+from kvpool.index.serve.request_stats import Tally
+from kvpool.v1 import index_pb2 as pb
+from tests.conftest import eventually
+from tests.index.client.test_publisher import QUIET
+from tests.index.fleets import a_worker, serving
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+WAIT_S = 30
+
+
+def a_fleet(workers: int = 1) -> Fleet:
+    fleet = Fleet()
+    for number in range(workers):
+        fleet.add(a_worker(f"w{number}"), "flag")
+    return fleet
+
+
+def test_calls_above_the_limit_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_CALLS", 2)
+    fleet = a_fleet()
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    lookup = fleet.lookup
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        entered.release()
+        assert go_on.wait(WAIT_S)
+        return lookup(*arguments, **options)
+
+    monkeypatch.setattr(fleet, "lookup", slow)
+    asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8 << 17)).SerializeToString()
+    with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
+        method = channel.unary_unary(f"/{codec.SERVICE}/Lookup")
+        try:
+            calls = [method.future(asked, timeout=WAIT_S) for _ in range(2)]
+            for _ in calls:
+                assert entered.acquire(timeout=WAIT_S)
+            with IndexClient(served.target, WAIT_S) as client:
+                with pytest.raises(IndexUnavailable, match=r"RESOURCE_EXHAUSTED.*limit exceeded") as caught:
+                    client.workers()
+                assert "\n" not in str(caught.value)
+                go_on.set()
+                assert [len(call.result(WAIT_S)) > 0 for call in calls] == [True, True]
+                assert eventually(lambda: _is_answered(client))
+        finally:
+            go_on.set()
+
+
+def _is_answered(client: IndexClient) -> bool:
+    try:
+        client.workers()
+    except IndexUnavailable:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        ("MAX_STREAMS_OF_HOST", "2 streams are open from this host"),
+        ("MAX_STREAMS", "2 streams are open on this index"),
+    ],
+)
+def test_streams_above_the_limit_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, limit: str, says: str
+) -> None:
+    monkeypatch.setattr(turnstile, limit, 2)
+
+    async def run(target: str) -> None:
+        async with AsyncIndexClient(target, WAIT_S) as client:
+            streams = [client.stream() for _ in range(2)]
+            for stream in streams:
+                assert len(await stream.lookup("m", hashes64=bytes(8))) == 1
+            with pytest.raises(grpc.RpcError) as caught:
+                await asyncio.to_thread(_open_one_more, target)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert says in caught.value.details()
+            assert len(await client.workers()) == 1, "calls are answered"
+            assert len(await streams[0].lookup("m", hashes64=bytes(8))) == 1
+            await streams[1].close()
+            await asyncio.wait_for(_until_there_is_room(client), WAIT_S)
+            await streams[0].close()
+
+    with serving(a_fleet()) as served:
+        asyncio.run(run(served.target))
+
+
+def _open_one_more(target: str) -> None:
+    with grpc.insecure_channel(target) as channel:
+        list(channel.stream_stream(f"/{codec.SERVICE}/LookupStream")(iter(()), timeout=WAIT_S))
+
+
+async def _until_there_is_room(client: AsyncIndexClient) -> None:
+    while True:
+        async with client.stream() as stream:
+            try:
+                await stream.lookup("m", hashes64=bytes(8))
+                return
+            except IndexUnavailable:
+                await asyncio.sleep(0.005)
+
+
+def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
+    """What waits is bounded by the windows of the connection: the index answers no more until something is read."""
+    workers, most = 300, 20_000
+    asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8000)).SerializeToString()
+    tally = Tally()
+
+    def lookups() -> int:
+        return tally.totals().results["answered"]
+
+    async def run(target: str) -> None:
+        async with grpc.aio.insecure_channel(target, options=QUIET) as channel:
+            call = channel.stream_stream(f"/{codec.SERVICE}/LookupStream")()
+            sent = 0
+            writing: asyncio.Future[None]
+            while sent < most:
+                writing = asyncio.ensure_future(call.write(asked))
+                if not (await asyncio.wait({writing}, timeout=2.0))[0]:
+                    break  # the index takes no more
+                sent += 1
+            assert sent < most
+            answered = lookups()
+            assert answered < sent
+            async with AsyncIndexClient(target, WAIT_S) as other, other.stream() as stream:
+                assert len(await other.lookup("m", hashes64=bytes(8))) == workers
+                assert len(await stream.lookup("m", hashes64=bytes(8))) == workers
+            assert lookups() == answered + 2
+            read = 0
+            while read <= answered or not writing.done():  # it goes on where it stood
+                answer = await asyncio.wait_for(call.read(), WAIT_S)
+                assert len(pb.LookupResponse.FromString(answer).worker) == workers
+                read += 1
+            call.cancel()
+
+    with serving(a_fleet(workers), tally=tally) as served:
+        asyncio.run(run(served.target))

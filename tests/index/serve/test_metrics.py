@@ -1,0 +1,117 @@
+"""The metrics page, as Prometheus reads it."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpool.index.fleet import Fleet
+from kvpool.index.serve import metrics as exporter_module
+from kvpool.index.serve.metrics import Exporter
+from kvpool.index.serve.request_stats import Matched, Tally
+from tests.index.fleets import Clock, a_worker, say
+from tests.index.wire import batch, stored
+
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Page:
+    """A fleet, a tally, and what is shown of them."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.fleet = Fleet(clock=self.clock)
+        self.tally = Tally()
+        self.exporter = Exporter(self.fleet, self.tally)
+        self.port = self.exporter.serve("127.0.0.1:0")
+
+    def read(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        with OPENER.open(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as reply:
+            families = text_string_to_metric_families(reply.read().decode())
+            return {
+                (
+                    sample.name.removeprefix("kvpool_index_"),
+                    tuple(sorted(sample.labels.items())),
+                ): sample.value
+                for family in families
+                for sample in family.samples
+            }
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    made = Page()
+    yield made
+    made.exporter.close()
+
+
+def labelled(figures: dict[Any, float], name: str) -> dict[tuple[str, ...], float]:
+    """By the values of the labels, in the order of their names."""
+    return {
+        tuple(value for _, value in labels): figure
+        for (found, labels), figure in figures.items()
+        if found == name
+    }
+
+
+def test_blocks_by_tier(page: Page) -> None:
+    for name in ("a", "b"):
+        page.fleet.add(a_worker(name, namespace="a" * 32), "flag")
+        events = [stored([1, 2, 3]), stored([1, 9], medium="CPU"), stored([7], medium="DISK")]
+        pool = stored([1, 2, 3, 4], medium="STORAGE")
+        say(page.fleet, f"default/{name}", 0, 0, batch(*events, pool))
+    figures = page.read()
+    held = {("device",): 6, ("host",): 4, ("disk",): 2, ("pool",): 4}
+    assert labelled(figures, "tier_blocks") == held
+    assert figures["blocks", ()] == 6
+    assert figures["memory_bytes", ()] > 0
+    page.fleet.remove("default/a")
+    held = {("device",): 3, ("host",): 2, ("disk",): 1, ("pool",): 4}
+    assert labelled(page.read(), "tier_blocks") == held
+
+
+def test_staleness_of_each_rank(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.fleet.add(a_worker("a", ranks=2, tenant="t"), "flag")
+    page.fleet.add(a_worker('b"\\'), "flag")
+    page.clock.now_s += 2
+    page.fleet.heard("t/a", 1)
+    page.clock.now_s += 1.5
+    # labels by their names: rank, tenant, worker
+    shown = {("0", "default", 'b"\\'): 3.5, ("0", "t", "a"): 3.5, ("1", "t", "a"): 1.5}
+    assert labelled(page.read(), "staleness_seconds") == shown
+    monkeypatch.setattr(exporter_module, "MAX_RANKS_SHOWN", 2)
+    del shown["1", "t", "a"]  # the one that is least behind
+    assert labelled(page.read(), "staleness_seconds") == shown
+
+
+def test_lookups(page: Page) -> None:
+    tally = page.tally
+    tally.looked_up(0.0004, "answered", Matched(10, 5, 10, 0))
+    tally.looked_up(0.5, "answered", Matched(10, 0, 0, 3))
+    tally.looked_up(70.0, "answered", Matched())  # nobody there, or no whole block
+    tally.looked_up(1.0, "wrong")
+    tally.refused("INVALID_ARGUMENT")
+    tally.stream(1)
+    figures = page.read()
+    results = {("answered",): 3, ("wrong",): 1, ("unknown",): 0, ("failed",): 0}
+    assert labelled(figures, "lookups_total") == results
+    assert labelled(figures, "refused_requests_total") == {("INVALID_ARGUMENT",): 1}
+    assert figures["streams", ()] == 1
+    seconds = labelled(figures, "lookup_seconds_bucket")
+    assert (seconds[("0.0002",)], seconds[("0.0005",)], seconds[("0.5",)], seconds[("+Inf",)]) == (0, 1, 2, 3)
+    assert figures["lookup_seconds_count", ()] == 3
+    assert figures["lookup_seconds_sum", ()] == pytest.approx(70.5004)
+    ratios = {
+        (where, bound): figure
+        for (name, labels), figure in figures.items()
+        if name == "matched_ratio_bucket"
+        for bound, where in [tuple(value for _, value in labels)]
+    }
+    assert (ratios["device", "0.0"], ratios["device", "0.5"], ratios["device", "+Inf"]) == (1, 2, 2)
+    assert (ratios["local", "0.99"], ratios["local", "1.0"]) == (1, 2)
+    assert (ratios["pool", "0.25"], ratios["pool", "0.5"]) == (1, 2)
+    assert labelled(figures, "matched_ratio_sum") == {("device",): 0.5, ("local",): 1.0, ("pool",): 0.3}

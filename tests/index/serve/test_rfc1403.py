@@ -1,0 +1,237 @@
+"""RFC 1403's JSON: what is read, what is refused in one line, and both spellings of an answer."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool import ConfigError, UnknownModel
+from kvpool.index import Publisher, Worker
+from kvpool.index.answer import TierRow
+from kvpool.index.serve import rfc1403
+
+
+def packed(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+# ---- requests
+
+
+def test_a_question_as_mooncake_spells_it() -> None:
+    raw = packed(
+        model="deepseek", lora_name="sql-adapter", lora_path="/sql", token_ids=[101, 15, 0], tenant_id="t",
+        instance_id="vllm-1", block_size=64, cache_salt="w8a8", medium=["G1"],
+    )  # fmt: skip
+    query = rfc1403.decode_query(raw, by_hash=False)
+    assert query[:2] + query[3:] == ("deepseek", "t", 64, False)
+    tokens = query.options.pop("token_ids")
+    assert list(tokens) == [101, 15, 0]
+    assert query.options == {
+        "tenant": "t", "workers": ["vllm-1"], "lora": ("sql-adapter", "/sql"), "cache_salt": "w8a8",
+    }  # fmt: skip
+
+
+def test_a_question_as_dynamo_spells_it() -> None:
+    query = rfc1403.decode_query(packed(model_name="m", token_ids=[1], lora_name=None), by_hash=False)
+    assert query[:2] + query[3:] == ("m", "default", None, True)
+    assert query.options["workers"] is query.options["lora"] is query.options["cache_salt"] is None
+
+
+def test_ids_may_be_numbers() -> None:
+    raw = packed(model="m", token_ids=[1], tenant_id=99, instance_id=7, cache_salt=334455, lora_id=-1)
+    query = rfc1403.decode_query(raw, by_hash=False)
+    assert (query.tenant, query.options["workers"], query.options["cache_salt"]) == ("99", ["7"], "334455")
+
+
+@pytest.mark.parametrize("field", ["seq_hashes", "block_hash", "block_hashes"])
+def test_hashes(field: str) -> None:
+    raw = packed(model="m", cache_salt="s", lora_name="l", **{field: [7, -1, -(1 << 63), (1 << 63) + 5]})
+    query = rfc1403.decode_query(raw, by_hash=True)
+    expected = [7, (1 << 64) - 1, 1 << 63, (1 << 63) + 5]
+    assert query.options == {
+        "tenant": "default", "workers": None, "hashes64": rfc1403.array("Q", expected),
+    }  # fmt: skip
+    assert query.options["hashes64"].tobytes() == struct.pack("<4Q", *expected)
+
+
+TOKENS, HASHES = {"model": "m", "token_ids": [1]}, {"model": "m", "seq_hashes": [1]}
+
+
+@pytest.mark.parametrize(
+    ("by_hash", "raw", "says"),
+    [
+        (False, b"", "the request is not JSON"),
+        (False, b"{", "the request is not JSON"),
+        (False, b"\xff\xfe{", "the request is not JSON"),
+        (False, b"[" * 100_000, "the request is not JSON"),
+        (False, b'{"token_ids": [%s]}' % (b"1" * 10_000), "the request is not JSON"),
+        (False, b"[1]", "not a JSON object"),
+        (False, packed(token_ids=[1]), "name the model, as model or as model_name"),
+        (False, packed(**TOKENS, model_name="m"), "and not as both"),
+        (False, packed(model=[], token_ids=[1]), "model is text, not []"),
+        (False, packed(model="m"), "token_ids is a list of whole numbers"),
+        (False, packed(model="m", token_ids=[]), "with one at least"),
+        (False, packed(model="m", token_ids="1"), "token_ids is a list"),
+        (False, packed(model="m", token_ids=[1, True]), "token_ids is a list of whole numbers"),
+        (False, packed(model="m", token_ids=[1.0]), "token_ids is a list of whole numbers"),
+        (False, packed(model="m", token_ids=[None]), "token_ids is a list of whole numbers"),
+        (False, packed(model="m", token_ids=[-1]), "token_ids are whole numbers from 0 to 4294967295"),
+        (False, packed(model="m", token_ids=[1 << 32]), "from 0 to 4294967295"),
+        (False, packed(**TOKENS, block_size=-1), "block_size is a whole number from 0"),
+        (
+            False,
+            packed(**TOKENS, block_size="16"),
+            'block_size is a whole number from 0 to 1048576, not "16"',
+        ),
+        (False, packed(**TOKENS, block_size=True), "block_size is a whole number"),
+        (False, packed(**TOKENS, tenant_id=True), "tenant_id is text"),
+        (False, packed(**TOKENS, instance_id={"a": 1}), "instance_id is text"),
+        (False, packed(**TOKENS, lora_name="l"), "lora_path is missing"),
+        (False, packed(**TOKENS, lora_id=12), "lora_id does not say which adapter"),
+        (True, packed(model="m"), "give the hashes, once, as seq_hashes"),
+        (True, packed(**HASHES, block_hash=[1]), "give the hashes, once"),
+        (True, packed(model="m", seq_hashes=["1"]), "seq_hashes is a list of whole numbers"),
+        (True, packed(model="m", seq_hashes=[1 << 64]), "seq_hashes are whole numbers"),
+        (True, packed(model="m", block_hashes=[1, -(1 << 63) - 1]), "block_hashes are whole numbers"),
+    ],
+)
+def test_what_is_no_question(by_hash: bool, raw: bytes, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rfc1403.decode_query(raw, by_hash=by_hash)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = (
+    "model", "model_name", "modelname", "token_ids", "seq_hashes", "block_hash", "tenant_id", "instance_id", "type",
+    "block_size", "cache_salt", "lora_name", "lora_id", "dp_rank", "endpoint",
+)  # fmt: skip
+
+
+@given(
+    st.binary(max_size=40)
+    | st.dictionaries(st.sampled_from(FIELDS), JSON).map(lambda f: json.dumps(f).encode())
+)
+def test_whatever_is_sent_is_read_or_refused(raw: bytes) -> None:
+    for decode in (
+        lambda: rfc1403.decode_query(raw, by_hash=False), lambda: rfc1403.decode_query(raw, by_hash=True),
+        lambda: rfc1403.decode_registration(raw), lambda: rfc1403.decode_removal(raw),
+    ):  # fmt: skip
+        says = ""
+        try:
+            decode()
+        except ConfigError as error:
+            says = str(error)
+        assert "\n" not in says
+
+
+# ---- registrations
+
+
+REGISTER = {
+    "endpoint": "tcp://1.1.1.1:5557", "replay_endpoint": "tcp://1.1.1.1:5558", "type": "vLLM", "modelname": "deepseek",
+    "lora_name": "sql-adapter", "tenant_id": "t", "instance_id": "vllm-prefill-node1", "block_size": 128, "dp_rank": 1,
+    "additionalsalt": "w8a8",
+}  # fmt: skip
+
+
+def test_a_registration_as_published() -> None:
+    asked = rfc1403.decode_registration(json.dumps(REGISTER).encode())
+    publisher = Publisher(1, "tcp://1.1.1.1:5557", "tcp://1.1.1.1:5558")
+    assert asked == ("t", "vllm-prefill-node1", "deepseek", 128, publisher)
+    dynamo = packed(instance_id=1, endpoint="tcp://h:1", model_name="m", block_size=16)
+    assert rfc1403.decode_registration(dynamo) == ("default", "1", "m", 16, Publisher(0, "tcp://h:1"))
+    removal = packed(instance_id="a", tenant_id="t", dp_rank=3, type="vLLM", modelname="m")
+    assert rfc1403.decode_removal(removal) == ("t", "a", 3)
+    assert rfc1403.decode_removal(packed(instance_id=1, model_name="m")) == ("default", "1", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"endpoint": None}, "endpoint is missing"),
+        ({"instance_id": ""}, "instance_id is missing"),
+        ({"block_size": 0}, "block_size is missing"),
+        ({"modelname": None}, "name the model"),
+        ({"type": "Mooncake"}, 'type "Mooncake" is not followed'),
+        ({"dp_rank": 65536}, "dp_rank is a whole number from 0 to 65535, not 65536"),
+    ],
+)
+def test_what_is_no_registration(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        rfc1403.decode_registration(json.dumps({**REGISTER, **change}).encode())
+
+
+def test_ranks_are_put_together() -> None:
+    def asked(rank: int, model: str = "m", block_tokens: int = 16, port: int = 1) -> rfc1403.Registration:
+        publisher = Publisher(rank, f"tcp://h:{port}")
+        return rfc1403.Registration("t", "w", model, block_tokens, publisher)
+
+    first = rfc1403.with_rank(asked(1), None, "0" * 16)
+    assert first == Worker("w", "m", 16, "0" * 16, (Publisher(1, "tcp://h:1"),), "t")
+    both = rfc1403.with_rank(asked(0, port=2), first, "f" * 16)
+    assert [one.dp_rank for one in both.publishers] == [0, 1]
+    assert both.hash_seed_id == "0" * 16
+    assert rfc1403.with_rank(asked(1, port=3), both, "").publishers[1].events == "tcp://h:3"
+    assert len(rfc1403.with_rank(asked(0, model="n"), both, "0" * 16).publishers) == 1
+    assert len(rfc1403.with_rank(asked(0, block_tokens=32), both, "0" * 16).publishers) == 1
+    assert rfc1403.without_rank(both, 0) == first
+    assert rfc1403.without_rank(first, 1) is None
+
+
+# ---- answers
+
+
+ROWS = [
+    TierRow("a", 0, 16, 10, device_blocks=4, host_blocks=6, disk_blocks=0, local_blocks=7, pool_blocks=2),
+    TierRow("a", 1, 16, 10, device_blocks=5, host_blocks=0, disk_blocks=3, local_blocks=5, pool_blocks=2),
+    TierRow("b", 0, 32, 5, device_blocks=0, host_blocks=0, disk_blocks=0, local_blocks=0, pool_blocks=1),
+]
+
+
+def question(**fields: Any) -> rfc1403.Query:
+    return rfc1403.decode_query(packed(token_ids=[1], **fields), by_hash=False)
+
+
+def test_an_answer_as_mooncake_spells_it() -> None:
+    assert rfc1403.encode_answer(question(model="m", tenant_id="t"), ROWS) == {
+        "t": {
+            "a": {
+                "longest_matched": 112, "GPU": 80, "DP": {"0": 64, "1": 80}, "CPU": 96, "DISK": 48, "POOL": 32,
+            },
+            "b": {"longest_matched": 32, "GPU": 0, "DP": {"0": 0}, "CPU": 0, "DISK": 0, "POOL": 32},
+        }
+    }  # fmt: skip
+    assert rfc1403.encode_answer(question(model="m"), []) == {"default": {}}
+
+
+def test_an_answer_as_dynamo_spells_it() -> None:
+    assert rfc1403.encode_answer(question(model_name="m"), ROWS) == {
+        "scores": {"a": {"0": 64, "1": 80}, "b": {"0": 0}},
+        "frequencies": [],
+        "tree_sizes": {},
+        "instances": {
+            "a": {"longest_matched": 112, "gpu": 80, "dp": {"0": 64, "1": 80}, "cpu": 96, "disk": 112},
+            "b": {"longest_matched": 32, "gpu": 0, "dp": {"0": 0}, "cpu": 0, "disk": 32},
+        },
+    }
+
+
+def test_an_answer_is_of_one_block_size_where_one_is_named() -> None:
+    assert list(rfc1403.encode_answer(question(model="m", block_size=32), ROWS)["default"]) == ["b"]
+    with pytest.raises(
+        UnknownModel, match='no worker of model "m" has blocks of 64 tokens; known are 16, 32'
+    ):
+        rfc1403.encode_answer(question(model="m", block_size=64), ROWS)

@@ -1,0 +1,540 @@
+"""The service as any gRPC client meets it: answers, status codes with one line, health, reflection, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvpool import ConfigError, IndexClient, IndexUnavailable, KVPoolError
+from kvpool.index import fleet as fleet_module
+from kvpool.index.client import client as client_module
+from kvpool.index.client import codec
+from kvpool.index.fleet import Fleet
+from kvpool.index.follow.roster import Roster
+from kvpool.index.serve import service as service_module
+from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve.service import IndexServer
+from kvpool.index.snapshot import Snapshot, pack, unpack
+from kvpool.v1 import index_pb2 as pb
+from kvpool.v1 import index_pb2_grpc
+from tests.conftest import eventually
+from tests.index.fleets import Clock, Served, a_worker, say, serving
+from tests.index.wire import batch, packed64, stored
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+WAIT_S = 30
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    fleet = Fleet()
+    fleet.add(a_worker("a", ranks=2), "flag")
+    say(fleet, "default/a", 0, 4, batch(stored([1, 2])))
+    with serving(fleet) as running:
+        yield running
+
+
+@pytest.fixture
+def channel(served: Served) -> Iterator[grpc.Channel]:
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(served.target, options=options) as opened:
+        yield opened
+
+
+def raw(channel: grpc.Channel, method: str, request: bytes, timeout_s: float = WAIT_S) -> bytes:
+    return channel.unary_unary(f"/{codec.SERVICE}/{method}")(request, timeout=timeout_s)
+
+
+def refused(channel: grpc.Channel, method: str, request: Any) -> tuple[str, str]:
+    """Name of the status code, and its text."""
+    packed = request if isinstance(request, bytes) else request.SerializeToString()
+    with pytest.raises(grpc.RpcError) as caught:
+        raw(channel, method, packed)
+    text = caught.value.details()
+    assert text
+    assert "\n" not in text
+    assert "Traceback" not in text
+    return caught.value.code().name, text
+
+
+# ---- the four calls, by the generated stub
+
+
+def test_lookup(channel: grpc.Channel) -> None:
+    stub = index_pb2_grpc.IndexServiceStub(channel)
+    request = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=packed64([1, 2, 3]))
+    reply = stub.Lookup(request, timeout=WAIT_S)
+    assert list(reply.worker) == ["a", "a"]
+    assert list(reply.dp_rank) == [0, 1]
+    assert list(reply.address) == ["http://a:8000"] * 2
+    assert list(reply.block_tokens) == [16, 16]
+    assert list(reply.prompt_blocks) == [3, 3]
+    assert list(reply.device_blocks) == [2, 0]
+    assert list(reply.local_blocks) == [2, 0]
+    assert list(reply.pool_blocks) == [0, 0]
+    assert list(reply.sequence) == [4, 0]
+    assert len(reply.staleness_ms) == 2
+    assert list(reply.stale) == [False, True]
+
+
+def test_register_list_remove(channel: grpc.Channel) -> None:
+    stub = index_pb2_grpc.IndexServiceStub(channel)
+    worker = pb.Worker(
+        name="b", model="n", block_tokens=32, publishers=[pb.Publisher(events="tcp://127.0.0.1:5557")]
+    )
+    request = pb.RegisterWorkerRequest(worker=worker, lease_ms=60_000)
+    assert stub.RegisterWorker(request, timeout=WAIT_S).replaced is False
+    assert stub.RegisterWorker(request, timeout=WAIT_S).replaced is False
+    (status,) = stub.ListWorkers(pb.ListWorkersRequest(model="n"), timeout=WAIT_S).workers
+    assert status.worker.tenant == "default"
+    assert status.worker.hash_algorithm == "sha256_cbor"
+    assert status.worker.hash_seed_id == Fleet().seed_id
+    assert status.source == "call"
+    assert 50_000 < status.lease_left_ms <= 60_000
+    worker.incarnation = "2"
+    assert stub.RegisterWorker(request.__class__(worker=worker), timeout=WAIT_S).replaced is True
+    assert stub.ListWorkers(pb.ListWorkersRequest(model="n"), timeout=WAIT_S).workers[0].lease_left_ms == 0
+    assert stub.RemoveWorker(pb.RemoveWorkerRequest(name="b"), timeout=WAIT_S).removed is True
+    assert stub.RemoveWorker(pb.RemoveWorkerRequest(name="b"), timeout=WAIT_S).removed is False
+    assert len(stub.ListWorkers(pb.ListWorkersRequest(), timeout=WAIT_S).workers) == 1
+
+
+def test_a_long_prompt_is_answered(channel: grpc.Channel) -> None:
+    stub = index_pb2_grpc.IndexServiceStub(channel)
+    blocks = fleet_module.MAX_PROMPT_BLOCKS
+    request = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8 * blocks))
+    assert list(stub.Lookup(request, timeout=WAIT_S).prompt_blocks) == [blocks, blocks]
+    tokens = pb.LookupRequest(scope=pb.Scope(model="m"), token_ids=bytes(4 * 100_000))
+    assert list(stub.Lookup(tokens, timeout=WAIT_S).prompt_blocks) == [6250, 6250]
+
+
+def test_a_lease_ends(served: Served) -> None:
+    clock = Clock()
+    with serving(Fleet(clock=clock)) as other:
+        other.roster.add(a_worker(), "call", 5)
+        clock.now_s += 6
+        assert eventually(lambda: other.fleet.workers() == [])
+
+
+# ---- what is refused
+
+
+LOOKUP = pb.Scope(model="m")
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "code", "says"),
+    [
+        ("Lookup", b"\xff\xff\xff", "INVALID_ARGUMENT", "not a kvpool.v1.LookupRequest"),
+        ("Lookup", b"\x0a\x03\x0a\x01\xff", "INVALID_ARGUMENT", "not a kvpool.v1.LookupRequest"),  # no UTF-8
+        ("ListWorkers", b"\x08", "INVALID_ARGUMENT", "not a kvpool.v1.ListWorkersRequest"),
+        ("Lookup", b"", "INVALID_ARGUMENT", "holds a prompt"),
+        ("Lookup", pb.LookupRequest(block_hashes=bytes(8)), "INVALID_ARGUMENT", "name the model"),
+        ("Lookup", pb.LookupRequest(scope=LOOKUP), "INVALID_ARGUMENT", "holds a prompt: block_hashes, token_ids,"),
+        ("Lookup", pb.LookupRequest(scope=LOOKUP, block_hashes=b""), "INVALID_ARGUMENT", "blocks, not 0"),
+        ("Lookup", pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(12)), "INVALID_ARGUMENT", "12 bytes are not"),
+        ("Lookup", pb.LookupRequest(scope=LOOKUP, token_ids=b""), "INVALID_ARGUMENT", "tokens, not 0"),
+        ("Lookup", pb.LookupRequest(scope=LOOKUP, token_ids=bytes(6)), "INVALID_ARGUMENT", "6 bytes are not"),
+        ("Lookup", pb.LookupRequest(scope=LOOKUP, token_ids=bytes(4 << 22) + bytes(4)), "INVALID_ARGUMENT",
+         "1 to 4194304 tokens"),
+        ("Lookup", pb.LookupRequest(scope=LOOKUP, block_hashes=bytes((32 << 20) + 8)), "INVALID_ARGUMENT",
+         "1 to 4194304 blocks"),
+        ("Lookup", pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(34 << 20)), "RESOURCE_EXHAUSTED", "max"),
+        ("Lookup", pb.LookupRequest(scope=pb.Scope(model="m", tenant="a/b"), block_hashes=bytes(8)),
+         "INVALID_ARGUMENT", "tenant"),
+        ("Lookup", pb.LookupRequest(scope=pb.Scope(model="x"), block_hashes=bytes(8)), "NOT_FOUND", "known are m"),
+        ("Lookup", pb.LookupRequest(scope=pb.Scope(model="m", tenant="x"), block_hashes=bytes(8)), "NOT_FOUND",
+         'no worker of tenant "x" has joined this index yet'),
+        ("RegisterWorker", b"", "INVALID_ARGUMENT", "holds a worker"),
+        ("RegisterWorker", pb.RegisterWorkerRequest(worker=pb.Worker(name="b", model="m")), "INVALID_ARGUMENT",
+         "the engine's --block-size"),
+        ("RegisterWorker", pb.RegisterWorkerRequest(worker=pb.Worker(name="b\n", model="m")), "INVALID_ARGUMENT",
+         "cannot be printed"),
+        ("RemoveWorker", b"", "INVALID_ARGUMENT", "a worker's name has 1"),
+        ("RemoveWorker", pb.RemoveWorkerRequest(name="a", tenant="/"), "INVALID_ARGUMENT", "tenant"),
+        ("Nothing", b"", "UNIMPLEMENTED", "Method not found"),
+    ],
+)  # fmt: skip
+def test_wrong_calls(channel: grpc.Channel, method: str, request_: Any, code: str, says: str) -> None:
+    found, text = refused(channel, method, request_)
+    assert found == code, text
+    assert says in text
+    assert raw(channel, "ListWorkers", b""), "it goes on"
+
+
+def test_a_full_fleet_says_so(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "MAX_WORKERS", 1)
+    request = pb.RegisterWorkerRequest(worker=codec.encode_worker(a_worker("b")))
+    assert refused(channel, "RegisterWorker", request) == (
+        "RESOURCE_EXHAUSTED", "this index follows 1 workers already: remove one, or start another",
+    )  # fmt: skip
+
+
+def test_a_fault_of_ours_stays_in_our_log(
+    served: Served, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("secret of the house")
+
+    monkeypatch.setattr(served.fleet, "lookup", broken)
+    caplog.set_level(logging.ERROR, "kvpool.index")
+    request = pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(8))
+    code, text = refused(channel, "Lookup", request)
+    assert code == "INTERNAL"
+    assert "secret" not in text
+    assert "ZeroDivisionError" in caplog.text
+    caplog.clear()  # its traceback holds the server
+
+
+def test_what_is_answered_is_counted() -> None:
+    tally, fleet = Tally(), Fleet()
+    fleet.add(a_worker(namespace="a" * 32), "flag")
+    say(
+        fleet,
+        "default/w",
+        0,
+        1,
+        batch(stored([1]), stored([1, 2], medium="CPU"), stored([9], medium="STORAGE")),
+    )
+    with serving(fleet, tally=tally) as served, grpc.insecure_channel(served.target) as channel:
+        asked = [("m", packed64([1, 2, 3, 4])), ("m", bytes(8 << 17)), ("m", b""), ("x", bytes(8))]
+        for model, hashes in asked:
+            request = pb.LookupRequest(scope=pb.Scope(model=model), block_hashes=hashes)
+            try:
+                raw(channel, "Lookup", request.SerializeToString())
+            except grpc.RpcError:
+                continue
+        stub = index_pb2_grpc.IndexServiceStub(channel)
+        status = stub.ListWorkers(pb.ListWorkersRequest(), timeout=WAIT_S).index
+    totals = tally.totals()
+    assert totals.results == {"answered": 2, "wrong": 1, "unknown": 1, "failed": 0}
+    assert totals.refused == {"INVALID_ARGUMENT": 1, "NOT_FOUND": 1}
+    assert totals.matched == (4 + (1 << 17), 1, 2, 0)
+    assert [totals.ratios[where].sum for where in ("device", "local", "pool")] == [0.25, 0.5, 0]
+    assert sum(totals.seconds.counts) == 2
+    assert totals.streams == 0
+    assert (status.lookups, status.prompt_blocks, status.device_blocks, status.local_blocks) == (
+        2, 4 + (1 << 17), 1, 2,
+    )  # fmt: skip
+    assert (status.held_blocks, status.held_pool_blocks) == (3, 1)
+    assert status.memory_nbytes > 0
+    assert status.uptime_ms < WAIT_S * 1000
+
+
+def test_open_streams_are_counted() -> None:
+    tally, fleet = Tally(), Fleet()
+    fleet.add(a_worker(), "flag")
+    with serving(fleet, tally=tally) as served, grpc.insecure_channel(served.target) as channel:
+        stub = index_pb2_grpc.IndexServiceStub(channel)
+        going_on = threading.Event()
+
+        def questions() -> Iterator[Any]:
+            yield pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8))
+            going_on.wait(WAIT_S)
+
+        answers = stub.LookupStream(questions(), timeout=WAIT_S)
+        next(answers)
+        assert tally.totals().streams == 1
+        going_on.set()
+        assert list(answers) == []
+        assert eventually(lambda: tally.totals().streams == 0)
+
+
+# ---- health, reflection, start and end
+
+
+def test_health(channel: grpc.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    for name in ("", "kvpool.v1.IndexService"):
+        reply = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=WAIT_S)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=WAIT_S)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_health_waits_until_it_is_warm_and_not_for_ever() -> None:
+    ask = health_pb2.HealthCheckRequest(service=codec.SERVICE)
+    status = health_pb2.HealthCheckResponse
+    is_warm = threading.Event()
+    options = {"is_warm": is_warm.is_set, "warm_up_s": 3600.0}
+    with serving(**options) as served, grpc.insecure_channel(served.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert stub.Check(ask, timeout=WAIT_S).status == status.NOT_SERVING
+        assert not pb.ListWorkersResponse.FromString(raw(channel, "ListWorkers", b"")).workers, (
+            "it answers all the same"
+        )
+        is_warm.set()
+        assert eventually(lambda: stub.Check(ask, timeout=WAIT_S).status == status.SERVING)
+        is_warm.clear()  # a worker that joins later does not take it away again
+        rounds = []
+        served.roster.expire = lambda: rounds.append(1)  # type: ignore[method-assign]
+        assert eventually(lambda: len(rounds) > 1)
+        assert stub.Check(ask, timeout=WAIT_S).status == status.SERVING
+    options = {"is_warm": lambda: False, "warm_up_s": 0.5}
+    with serving(**options) as served, grpc.insecure_channel(served.target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert eventually(lambda: stub.Check(ask, timeout=WAIT_S).status == status.SERVING)
+
+
+# ---- snapshots
+
+
+def test_a_snapshot_comes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "CHUNK_NBYTES", 100)
+    fleet = Fleet()
+    fleet.add(a_worker("a", ranks=2), "flag")
+    say(fleet, "default/a", 0, 4, batch(stored(range(200))))
+
+    def take() -> Snapshot:
+        return Snapshot(1.0, "life", fleet.freeze())
+
+    with serving(fleet, take=take) as served, IndexClient(served.target, WAIT_S) as client:
+        packed = client.snapshot()
+        assert packed == b"".join(pack(take()))
+        assert unpack(packed).life == "life"
+        monkeypatch.setattr(client_module, "MAX_SNAPSHOT_NBYTES", len(packed) - 1)
+        with pytest.raises(IndexUnavailable, match="has more than"):
+            client.snapshot()
+    with pytest.raises(IndexUnavailable, match="was closed"):
+        client.snapshot()
+
+
+def test_snapshots_are_refused_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    going, may_go = threading.Event(), threading.Event()
+
+    def take() -> Snapshot:
+        going.set()
+        assert may_go.wait(WAIT_S)
+        return Snapshot(1.0, "", ())
+
+    with (
+        serving() as served,
+        IndexClient(served.target, WAIT_S) as client,
+        pytest.raises(IndexUnavailable, match=r"FAILED_PRECONDITION.*: this index has nothing to give"),
+    ):
+        client.snapshot()
+    with serving(take=take) as served, grpc.insecure_channel(served.target) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"\xff", timeout=WAIT_S))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        first = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=WAIT_S)
+        assert going.wait(WAIT_S)
+        with IndexClient(served.target, WAIT_S) as client:
+            with pytest.raises(IndexUnavailable, match="another snapshot is under way"):
+                client.snapshot()
+            may_go.set()
+            assert len(list(first)) == 1
+            assert len(client.snapshot()) > 0
+
+
+def test_a_caller_that_takes_no_chunks_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "CHUNK_TIMEOUT_S", 0.2)
+    fleet = Fleet()
+    fleet.add(a_worker("a"), "flag")
+    say(fleet, "default/a", 0, 4, batch(stored(range(1 << 19))))  # 4 MiB, far beyond what fits on the way
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    begun = threading.Event()
+
+    def take() -> Snapshot:
+        begun.set()
+        return Snapshot(1.0, "", fleet.freeze())
+
+    with (
+        serving(fleet, take=take) as served,
+        grpc.insecure_channel(served.target, options=options) as channel,
+    ):
+        mute = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=3600)
+        assert begun.wait(WAIT_S)
+        with IndexClient(served.target, WAIT_S) as client:
+
+            def is_free() -> bool:
+                try:
+                    return len(client.snapshot()) > 0
+                except IndexUnavailable:
+                    return False
+
+            assert eventually(is_free, within_s=WAIT_S)
+        mute.cancel()
+
+
+def test_reflection(channel: grpc.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    ask = reflection_pb2.ServerReflectionRequest
+    requests = [ask(list_services=""), ask(file_containing_symbol="kvpool.v1.IndexService")]
+    listed, described = stub.ServerReflectionInfo(iter(requests), timeout=WAIT_S)
+    names = {service.name for service in listed.list_services_response.service}
+    assert {"kvpool.v1.IndexService", "grpc.health.v1.Health"} <= names
+    assert pb.DESCRIPTOR.serialized_pb in described.file_descriptor_response.file_descriptor_proto
+
+
+def test_a_call_under_way_is_answered_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet()
+    fleet.add(a_worker(), "flag")
+    entered, go_on = threading.Event(), threading.Event()
+    lookup = fleet.lookup
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        entered.set()
+        assert go_on.wait(WAIT_S)
+        return lookup(*arguments, **options)
+
+    monkeypatch.setattr(fleet, "lookup", slow)
+    request = pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(8 << 17)).SerializeToString()
+    with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
+        call = channel.unary_unary(f"/{codec.SERVICE}/Lookup").future(request, timeout=WAIT_S)
+        assert entered.wait(WAIT_S)
+        ending = threading.Thread(target=served.stop)
+        ending.start()
+        with grpc.insecure_channel(served.target) as late:
+            assert eventually(lambda: _refuses(late)), "new calls are refused while it ends"
+        assert not call.done()
+        go_on.set()
+        assert pb.LookupResponse.FromString(call.result(WAIT_S)).worker == ["w"]
+        ending.join(WAIT_S)
+
+
+def _refuses(channel: grpc.Channel) -> bool:
+    try:
+        raw(channel, "ListWorkers", b"", timeout_s=0.2)
+    except grpc.RpcError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("listen", "says"),
+    [
+        ("nowhere", "'nowhere' is not an address: write HOST:PORT"),
+        ("127.0.0.1:70000", "write HOST:PORT"),
+        ("http://127.0.0.1:1", "write HOST:PORT"),
+        ("192.0.2.1:0", "cannot listen on 192.0.2.1:0: Cannot assign requested address; choose another"),
+        ("does-not-exist.invalid:0", "cannot listen on does-not-exist.invalid:0"),
+    ],
+)
+def test_where_it_cannot_listen(listen: str, says: str) -> None:
+    async def start() -> None:
+        server = IndexServer(Roster(Fleet()))
+        try:
+            await server.start(listen)
+        finally:
+            await server.stop()
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(start())
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_port_in_use_is_refused(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
+    other = Served(Fleet())
+    other.target = served.target
+    with pytest.raises(ConfigError, match=f"cannot listen on {served.target}: Address already in use"):
+        other.start()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_it_listens_on_ipv6() -> None:
+    async def start() -> int:
+        server = IndexServer(Roster(Fleet()))
+        try:
+            port = await server.start("[::1]:0")
+            async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
+                await channel.unary_unary(f"/{codec.SERVICE}/ListWorkers")(b"", timeout=WAIT_S)
+            return port
+        finally:
+            await server.stop()
+
+    assert asyncio.run(start()) > 0
+
+
+# ---- who is followed
+
+
+class Recorded:
+    """A feed that only writes down its orders."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.orders: list[str] = []
+        self._fleet = fleet
+
+    def follow(self, worker: Any) -> None:
+        self.orders.append(f"follow {worker.id} {worker.incarnation}")
+
+    def unfollow(self, worker_id: str) -> None:
+        (known,) = [status.worker for status in self._fleet.workers() if status.worker.id == worker_id] or [
+            None
+        ]
+        self.orders.append(f"unfollow {worker_id}, known as {known and known.incarnation}")
+
+    def close(self) -> None:
+        self.orders.append("close")
+
+    is_alive = True
+
+
+def test_exactly_those_that_are_there_are_followed() -> None:
+    clock = Clock()
+    fleet = Fleet(clock=clock)
+    feed = Recorded(fleet)
+    roster = Roster(fleet, feed)
+    roster.add(a_worker("a", incarnation="1"), "call", 5)
+    roster.add(a_worker("a", incarnation="1"), "call", 5)
+    roster.add(a_worker("a", incarnation="2"), "call", 5)
+    roster.add(a_worker("b", incarnation="1"), "flag")
+    assert roster.add(a_worker("b", incarnation="2"), "pool") == "kept"
+    clock.now_s += 6
+    assert roster.expire() == ["default/a"]
+    assert not roster.remove("default/a")
+    assert roster.remove("default/b")
+    roster.close()
+    assert feed.orders == [
+        "follow default/a 1",
+        "unfollow default/a, known as 1",  # before the next start is known
+        "follow default/a 2",
+        "follow default/b 1",
+        "unfollow default/a, known as None",
+        "unfollow default/b, known as None",
+        "close",
+    ]
+
+
+def test_an_index_whose_feed_has_ended_ends() -> None:
+    feed = Recorded(Fleet())
+
+    async def serve() -> None:
+        server = IndexServer(Roster(Fleet(), feed))
+        try:
+            await server.start("127.0.0.1:0")
+            feed.is_alive = False
+            await asyncio.wait_for(server.wait(asyncio.Event()), WAIT_S)
+        finally:
+            await server.stop()
+
+    with pytest.raises(KVPoolError, match="nobody reads events any more"):
+        asyncio.run(serve())
+
+
+def test_a_start_that_cannot_be_taken_leaves_nobody_half_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet()
+    feed = Recorded(fleet)
+    roster = Roster(fleet, feed)
+    roster.add(a_worker(), "call")
+    with pytest.raises(ConfigError):
+        roster.add(a_worker(block_tokens=0), "call")
+    assert len(feed.orders) == 1, "a worker that makes no sense changes nothing"
+    monkeypatch.setattr(fleet_module, "MAX_RANKS", 1)
+    with pytest.raises(KVPoolError):
+        roster.add(a_worker(ranks=2), "call")
+    assert feed.orders[1:] == ["unfollow default/w, known as "]
+    assert fleet.workers() == []

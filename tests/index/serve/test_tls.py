@@ -1,0 +1,184 @@
+"""TLS between clients and an index: whom either side trusts, and one line for each way in which it goes wrong."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import ConfigError, IndexClient, IndexUnavailable
+from kvpool.index.client.tls import ServerTls
+from tests.conftest import eventually
+from tests.index.client.test_client import by_either
+from tests.index.fleets import serving
+from tests.store.certificates import Authority, Pair
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+WAIT_S = 30
+NAMES = ("127.0.0.1", "localhost")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("certificates")
+
+
+@pytest.fixture(scope="module")
+def authority(folder: Path) -> Authority:
+    return Authority(folder)
+
+
+@pytest.fixture(scope="module")
+def stranger(folder: Path) -> Authority:
+    return Authority(folder, "stranger")
+
+
+@pytest.fixture(scope="module")
+def server(authority: Authority) -> Pair:
+    return authority.issue("server", names=NAMES)
+
+
+def secured(pair: Pair, ca: Authority | None = None) -> Any:
+    return serving(tls=ServerTls(str(pair.cert), str(pair.key), str(ca.ca) if ca else ""))
+
+
+def of(pair: Pair) -> dict[str, str]:
+    return {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
+
+
+def ask(target: str, **options: Any) -> int:
+    with IndexClient(target, WAIT_S, **options) as client:
+        return len(client.workers())
+
+
+def refused(target: str, **options: Any) -> str:
+    with pytest.raises(IndexUnavailable) as caught:
+        ask(target, **options)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert target in line
+    return line
+
+
+def test_an_index_that_proves_its_name_is_asked(authority: Authority, server: Pair) -> None:
+    with secured(server) as served:
+        port = served.target.rpartition(":")[2]
+        for host in NAMES:
+            assert ask(f"{host}:{port}", tls_ca=str(authority.ca)) == 0
+
+
+def test_both_clients(authority: Authority, server: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.index.client import test_client
+
+    class Trusting(IndexClient):
+        def __init__(self, target: str, timeout_s: float) -> None:
+            super().__init__(target, timeout_s, tls_ca=str(authority.ca))
+
+    class AsyncTrusting(test_client.AsyncIndexClient):
+        def __init__(self, target: str, timeout_s: float) -> None:
+            super().__init__(target, timeout_s, tls_ca=str(authority.ca))
+
+    monkeypatch.setattr(test_client, "IndexClient", Trusting)
+    monkeypatch.setattr(test_client, "AsyncIndexClient", AsyncTrusting)
+    with secured(server) as served:
+        assert by_either(served.target, "workers") == [[], []]
+
+
+def test_an_index_that_does_not_prove_itself_is_not_asked(
+    authority: Authority, stranger: Authority, server: Pair
+) -> None:
+    with secured(server) as served:
+        line = refused(served.target, tls_ca=str(stranger.ca))
+        assert "its certificate is of no authority in tls_ca" in line
+        line = refused(served.target)
+        assert "If the index serves TLS, name its authority with tls_ca" in line
+    with secured(authority.issue("old", names=NAMES, days=-1)) as served:
+        assert "its certificate has expired: renew it" in refused(served.target, tls_ca=str(authority.ca))
+    with secured(authority.issue("other", names=("other.invalid",))) as served:
+        line = refused(served.target, tls_ca=str(authority.ca))
+        assert "its certificate is not for this host" in line
+
+
+def test_an_index_without_tls_is_not_asked_over_it(authority: Authority) -> None:
+    with serving() as served:
+        line = refused(served.target, tls_ca=str(authority.ca))
+        assert "speaks no TLS: leave tls_ca out" in line
+
+
+def test_an_index_may_demand_a_certificate(authority: Authority, stranger: Authority, server: Pair) -> None:
+    trusted = {"tls_ca": str(authority.ca)}
+    with secured(server, authority) as served:
+        assert ask(served.target, **trusted, **of(authority.issue("client"))) == 0
+        for wrong in (
+            {},
+            of(stranger.issue("client of another")),
+            of(authority.issue("client of old", days=-1)),
+        ):
+            line = refused(served.target, **trusted, **wrong)
+            assert "add tls_cert and tls_key, of an authority that it trusts and not expired" in line
+
+
+def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
+    authority: Authority, stranger: Authority, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvpool.index")
+    shown = Pair(folder / "shown.crt", folder / "shown.key")
+
+    def show(pair: Pair) -> None:
+        for new, at in ((pair.key, shown.key), (pair.cert, shown.cert)):
+            (folder / "next").write_bytes(new.read_bytes())
+            (folder / "next").replace(at)
+
+    show(authority.issue("first", names=NAMES))
+    with secured(shown) as served:
+        assert ask(served.target, tls_ca=str(authority.ca)) == 0
+        show(stranger.issue("second", names=NAMES))
+        assert eventually(lambda: "read again" in caplog.text)
+        assert ask(served.target, tls_ca=str(stranger.ca)) == 0
+        assert "of no authority" in refused(served.target, tls_ca=str(authority.ca))
+        shown.cert.write_text("nothing")
+        assert eventually(lambda: "stays as it was" in caplog.text)
+        for _ in range(3):
+            assert ask(served.target, tls_ca=str(stranger.ca)) == 0
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "the certificate was read again", "the certificate stays as it was",
+    ]  # fmt: skip
+    caplog.clear()  # its traceback holds the server
+
+
+def test_files_that_cannot_be_used_are_one_line(authority: Authority, server: Pair, folder: Path) -> None:
+    cert, key, ca = str(server.cert), str(server.key), str(authority.ca)
+    other = authority.issue("not its own")
+    hidden = authority.issue("hidden", passphrase=b"hunter2")
+    (folder / "noise").write_bytes(bytes(range(256)))
+    noise, nowhere = str(folder / "noise"), str(folder / "nowhere")
+    (folder / "huge").write_bytes(bytes(2 << 20))
+    for make, says in [
+        (lambda: ServerTls(nowhere, key), f"--tls-cert {nowhere}: No such file"),
+        (lambda: ServerTls(cert, nowhere), f"--tls-key {nowhere}: No such file"),
+        (lambda: ServerTls(cert, str(folder)), f"--tls-key {folder}: Is a directory"),
+        (lambda: ServerTls(cert, key, nowhere), f"--tls-client-ca {nowhere}: No such file"),
+        (lambda: ServerTls(cert, str(other.key)), "not a certificate and its own private key"),
+        (lambda: ServerTls(str(hidden.cert), str(hidden.key)), "without a passphrase"),
+        (lambda: ServerTls(noise, key), "not a certificate and its own private key"),
+        (
+            lambda: ServerTls(cert, key, noise),
+            f"--tls-client-ca {noise}: holds no certificate in PEM",
+        ),
+        (lambda: ServerTls(str(folder / "huge"), key), "this is no PEM file"),
+        (lambda: IndexClient("h:1", tls_ca=nowhere), f"tls_ca {nowhere}: No such file"),
+        (lambda: IndexClient("h:1", tls_ca=noise), f"tls_ca {noise}: holds no certificate in PEM"),
+        (lambda: IndexClient("h:1", tls_ca=ca, tls_cert=cert), "tls_cert and tls_key go together"),
+        (lambda: IndexClient("h:1", tls_cert=cert, tls_key=key), "tls_cert needs tls_ca"),
+        (
+            lambda: IndexClient("h:1", tls_ca=ca, tls_cert=cert, tls_key=noise),
+            "not a certificate and its own",
+        ),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.key import checkpoint
+from kvpool.key.checkpoint import checkpoint_digest
+from tests.conftest import eventually
+
+MIB = 1 << 20
+
+
+def safetensors(path: Path, tensors: dict[str, bytes], **metadata: str) -> None:
+    """A file of one-byte numbers."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
+
+
+def model(folder: Path, *, shards: int = 2, nbytes: int = 50_000, **config: object) -> Path:
+    folder.mkdir(parents=True)
+    for shard in range(shards):
+        name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        tensors = {
+            f"layer{shard}.{part}": bytes((i * 7 + shard) % 251 for i in range(97)) * (nbytes // 97)
+            for part in ("q", "k")
+        }
+        safetensors(folder / name, tensors)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 8, **config}))
+    return folder
+
+
+def change(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a few kilobytes is treated as a large one is."""
+    monkeypatch.setattr(checkpoint, "WHOLE_NBYTES", 0)
+    monkeypatch.setattr(checkpoint, "SPOTS", 64)
+    monkeypatch.setattr(checkpoint, "SPOT_NBYTES", 16)
+    monkeypatch.setattr(checkpoint, "TENSOR_SPOT_NBYTES", 16)
+    monkeypatch.setattr(checkpoint, "PIECE_SPOTS", 8)
+    monkeypatch.setattr(checkpoint, "EDGE_NBYTES", 64)
+
+
+def test_equal_weights_have_one_digest_wherever_they_lie(tmp_path: Path) -> None:
+    first = model(tmp_path / "a" / "one", _name_or_path="/somewhere", transformers_version="1")
+    second = model(tmp_path / "b", _name_or_path="org/name", transformers_version="2")
+    (second / "README.md").write_text("of another origin")
+    (second / "optimizer.bin").write_bytes(b"not loaded")
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in first.iterdir():  # as the cache of a hub has them
+        blob = tmp_path / "blobs" / file.name[::-1]
+        blob.parent.mkdir(exist_ok=True)
+        shutil.copy(file, blob)
+        (linked / file.name).symlink_to(blob)
+    digests = {checkpoint_digest(folder) for folder in (first, second, linked)}
+    assert len(digests) == 1
+    (digest,) = digests
+    assert len(digest.hex) == 32
+    assert digest.files == 2
+    assert (
+        digest.nbytes == digest.read_nbytes == sum(one.stat().st_size for one in first.glob("*.safetensors"))
+    )
+
+
+@pytest.mark.parametrize("every_byte", [False, True])
+def test_any_byte_of_a_small_checkpoint_counts(tmp_path: Path, every_byte: bool) -> None:
+    folder = model(tmp_path / "m", nbytes=970)
+    shard = folder / "model-00002-of-00002.safetensors"
+    before = checkpoint_digest(folder, every_byte=every_byte)
+    size = shard.stat().st_size
+    for offset in (8, size // 2, size - 1):
+        change(shard, offset)
+        if offset > 8:  # a header that is broken is refused where it is looked at
+            assert checkpoint_digest(folder, every_byte=every_byte).hex != before.hex
+        change(shard, offset)
+    assert checkpoint_digest(folder, every_byte=every_byte) == before
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: (folder / "config.json").write_text(json.dumps({"hidden_size": 16})),
+        lambda folder: (folder / "hf_quant_config.json").write_text("{}"),
+        lambda folder: (folder / "model-00001-of-00002.safetensors").rename(folder / "other.safetensors"),
+        lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
+        lambda folder: safetensors(folder / "more.safetensors", {"x": b"x"}),
+    ],
+    ids=["config", "quantization", "name", "one less", "one more"],
+)
+def test_what_lies_beside_the_bytes_counts(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    folder = model(tmp_path / "m")
+    before = checkpoint_digest(folder).hex
+    harm(folder)
+    assert checkpoint_digest(folder).hex != before
+
+
+def test_code_counts_where_the_configuration_names_it(tmp_path: Path) -> None:
+    with_code, without = model(tmp_path / "c", auto_map={"AutoModel": "m.Model"}), model(tmp_path / "w")
+    before = [checkpoint_digest(folder).hex for folder in (with_code, without)]
+    for folder in (with_code, without):
+        (folder / "m.py").write_text("print()")
+    after = [checkpoint_digest(folder).hex for folder in (with_code, without)]
+    assert before[0] != after[0]
+    assert before[1] == after[1]
+
+
+@pytest.mark.usefixtures("sampled")
+def test_of_a_large_checkpoint_every_tensor_and_every_region_is_sampled(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m", nbytes=97_000)
+    shard = folder / "model-00001-of-00002.safetensors"
+    before = checkpoint_digest(folder)
+    assert before.read_nbytes < before.nbytes // 10
+    header = 8 + struct.unpack("<Q", shard.read_bytes()[:8])[0]
+    for tensor in (header, header + 97_000):
+        change(shard, tensor)
+        assert checkpoint_digest(folder).hex != before.hex
+        change(shard, tensor)
+    region = shard.read_bytes()
+    other = bytearray(region)
+    other[header + 30_000 : header + 50_000] = bytes(20_000)  # a part of one tensor, its start left as it is
+    shard.write_bytes(other)
+    assert checkpoint_digest(folder).hex != before.hex
+    shard.write_bytes(region)
+    assert checkpoint_digest(folder) == before
+    assert checkpoint_digest(folder, every_byte=True).hex != before.hex
+
+
+@pytest.mark.usefixtures("sampled")
+def test_files_of_torch_are_told_apart_by_the_sums_at_their_end(tmp_path: Path) -> None:
+    digests = set()
+    for last in (0, 1):
+        folder = tmp_path / str(last)
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as file:
+            for i in range(40):
+                file.writestr(f"archive/data/{i}", bytes(9_999) + bytes([last if i == 39 else 0]))
+        digests.add(checkpoint_digest(folder).hex)
+    assert len(digests) == 2
+
+
+def test_the_files_that_an_engine_loads_are_taken(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    (folder / "pytorch_model.bin").write_bytes(b"also there")
+    assert checkpoint_digest(folder).files == 2
+    other = checkpoint_digest(folder, suffixes=(".bin", ".pt"))
+    assert (other.files, other.nbytes) == (1, 10)
+    single = checkpoint_digest(folder / "model-00001-of-00002.safetensors")
+    assert single.files == 1
+
+
+def refuse_nothing(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def refuse_missing(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def refuse_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "extra.safetensors")
+
+
+def refuse_short(folder: Path) -> None:
+    with (folder / "model-00001-of-00002.safetensors").open("r+b") as file:
+        file.truncate(9_000)
+
+
+def refuse_pointer(folder: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    (folder / "model-00001-of-00002.safetensors").write_text(text)
+
+
+def refuse_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def refuse_link(folder: Path) -> None:
+    (folder / "extra.safetensors").symlink_to(folder / "gone")
+
+
+@pytest.mark.usefixtures("sampled")
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (refuse_nothing, "there are no weights in .*: no file ends in .safetensors"),
+        (refuse_missing, "there are no weights in .*: it is not there"),
+        (refuse_pipe, "is not a file of weights"),
+        (refuse_short, "is shorter than its header says; fetch the checkpoint again"),
+        (refuse_pointer, "is not a whole safetensors file; fetch the checkpoint again"),
+        (refuse_config, "config.json is not JSON; fetch the checkpoint again"),
+        (refuse_link, "cannot be read .*; name a folder that this user can read"),
+    ],
+)
+def test_what_cannot_be_vouched_for_is_refused_in_one_line(
+    tmp_path: Path, harm: Callable[[Path], None], sentence: str
+) -> None:
+    folder = model(tmp_path / "m")
+    harm(folder)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        checkpoint_digest(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_disk_that_hangs_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model(tmp_path / "m")
+    goes_on = threading.Event()
+    read = os.pread
+
+    def hanging(descriptor: int, nbytes: int, offset: int) -> bytes:
+        goes_on.wait(30)
+        return read(descriptor, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", hanging)
+    with pytest.raises(ConfigError, match=r"was not made within 0\.2 s"):
+        checkpoint_digest(folder, timeout_s=0.2)
+    goes_on.set()
+    assert eventually(lambda: not any(one.name == "kvpool-checkpoint" for one in threading.enumerate()))

@@ -1,0 +1,209 @@
+"""What stores with a blocking client promise beyond the kit: deadlines, cancellation, and connections in doubt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import open_store
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.store.clients import blocking
+from kvpool.store.store import Store
+from tests.conftest import eventually
+from tests.store.conformance import MIB, key, keys, payload
+from tests.store.misbehaving import misbehaving, says, to
+from tests.store.servers import Server, running
+
+MARGIN_S = 0.5
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with running("valkey-server", tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(params=["redis", "glide"])
+def store(request: pytest.FixtureRequest, server: Server) -> Iterator[Store]:
+    with open_store(f"{server.url}?client={request.param}&connections=1") as store:
+        yield store
+
+
+@contextlib.contextmanager
+def frozen(server: Server) -> Iterator[None]:
+    server.stop()
+    try:
+        yield
+    finally:
+        server.go_on()
+
+
+def test_a_batch_that_no_thread_has_taken_ends_at_its_deadline(server: Server, store: Store) -> None:
+    with frozen(server):
+        first = store.submit_get([key(1)], [bytearray(10)], timeout_s=3)  # holds the only thread
+        waiting = bytearray(10)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match=r"no answer within 0\.2 s"):
+            store.get_many_into([key(2)], [waiting], timeout_s=0.2)
+        assert time.monotonic() - started < 0.2 + MARGIN_S
+        waiting.extend(b"!")  # nobody holds it any more
+        assert not first.done()
+    assert eventually(first.done)
+    assert store.contains_many([key(1)]) == [False]
+
+
+def test_a_batch_that_no_thread_has_taken_is_cancelled_at_once(server: Server, store: Store) -> None:
+    with frozen(server):
+        first = store.submit_get([key(1)], [bytearray(10)], timeout_s=3)
+        assert eventually(lambda: store.counters()["queued"] == 0)
+        source = bytearray(10)
+        second = store.submit_put([key(2)], [source], timeout_s=60)
+        assert store.counters()["queued"] == 1
+        second.cancel()
+        assert second.done()
+        source.extend(b"!")
+        with pytest.raises(StoreUnavailable, match="cancelled"):
+            second.wait()
+        assert store.counters()["queued"] == 0
+        first.cancel()
+    assert eventually(first.done)
+
+
+def test_close_does_not_wait_for_a_deadline_that_is_far_away(
+    server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocking, "MAX_CALL_S", 1.0)
+    with frozen(server):
+        source = bytearray(4 * MIB)
+        transfer = store.submit_put(
+            keys(4), [memoryview(source)[n * MIB : (n + 1) * MIB] for n in range(4)], timeout_s=600
+        )
+        assert eventually(lambda: store.counters()["queued"] < 4)
+        started = time.monotonic()
+        store.close()
+        assert time.monotonic() - started < 1.0 + 2 * MARGIN_S
+        assert transfer.done()
+        source.extend(b"!")
+        with pytest.raises(StoreUnavailable):
+            transfer.wait()
+
+
+def test_a_queue_that_is_full_says_so(server: Server, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocking, "MAX_QUEUED_KEYS", 10)
+    with frozen(server):
+        first = store.submit_contains([key(1)], timeout_s=3)
+        assert eventually(lambda: store.counters()["queued"] == 0)
+        second = store.submit_contains(keys(8), timeout_s=3)
+        with pytest.raises(StoreUnavailable, match="queue full: 8 keys are waiting, at most 10 may"):
+            store.submit_contains(keys(3))
+        second.cancel()
+    assert eventually(first.done)
+    assert store.contains_many(keys(3)) == [False] * 3
+
+
+def test_a_fork_is_told_to_open_its_own(store: Store) -> None:
+    assert store.put_many([key(1)], [b"x"]) == [True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork() with threads, from Python 3.12
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            store.contains_many([key(1)])
+        except StoreUnavailable as error:
+            store.close()
+            code = 0 if "open one in this process" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.contains_many([key(1)]) == [True]
+
+
+def test_what_one_thread_learns_the_others_know(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLIDE waits for a server that is away until its timeout: once, not once a connection."""
+    monkeypatch.setattr(blocking, "MAX_CALL_S", 2.0)
+    with open_store(f"{server.url}?client=glide&connections=4") as store:
+        value = bytes(2 * MIB)
+        assert eventually(
+            lambda: all(store.put_many(keys(16), [value] * 16)) and store.counters()["up_connections"] == 4
+        )
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            store.contains_many([key(1)], timeout_s=60)
+        for _ in range(12):
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailable, match=r"refused|timed out"):
+                store.contains_many([key(1)], timeout_s=60)
+            assert time.monotonic() - started < MARGIN_S
+
+
+def test_glide_leaves_no_hook_for_forks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
+    server.client.acl_setuser("few", enabled=True, passwords=["+p"], keys=["*"], commands=["+ping"])
+    with pytest.raises(ConfigError, match="GLIDE needs"):
+        open_store(f"valkey://few:p@127.0.0.1:{server.port}?client=glide")
+    with open_store(f"{server.url}?client=glide") as store:
+        assert store.put_many([key(1)], [b"x"]) == [True]
+    assert hooks == []
+
+
+# ---------------------------------------------------------------------- a server that misbehaves
+
+
+def test_an_evicted_value_has_no_room() -> None:
+    """The server kept it, and it was gone when it was told how long to keep it."""
+    with misbehaving() as server, open_store(f"{server.url}?client=redis") as store:
+        server.misbehave(to(b"EXEC", lambda words, good: b"*2\r\n:2\r\n:0\r\n"))
+        assert store.put_many([key(1)], [b"x"]) == [False]
+        assert store.counters()["no_room"] == 1
+        assert store.counters()["puts"] == 0
+
+
+def test_a_server_that_is_away_is_asked_again_in_pauses() -> None:
+    with misbehaving() as server, open_store(f"{server.url}?client=redis") as store:
+        server.misbehave(says(b"-LOADING it is\r\n"), when_dialled=True)
+        started, calls = time.monotonic(), 0
+        while time.monotonic() - started < 0.4:
+            calls += 1
+            with pytest.raises(StoreUnavailable, match="LOADING it is"):
+                store.contains_many([key(1)])
+        assert calls > 30
+        assert store.counters()["failed_dials"] <= 5  # after 0, 50, 150 and 350 ms
+
+
+def test_a_surplus_reply_is_not_taken_for_the_next_one() -> None:
+    with misbehaving() as server, open_store(f"{server.url}?client=redis&connections=1") as store:
+        # The surplus says that the next key is there; it is not.
+        server.misbehave(to(b"EXISTS", lambda words, good: good + b":1\r\n"))
+        for number in range(5):
+            threading.Event().wait(0.05)  # so that the surplus is there
+            assert store.contains_many([key(number)]) == [False]
+        assert store.counters()["disconnections"] == 4
+
+
+@pytest.mark.parametrize(
+    "reply", [b"$1\r\n1\r\n", b"*0\r\n", b":2\r\n", b":-1\r\n", b"?\r\n", b":x\r\n", b"$-1\r\n"]
+)
+@pytest.mark.parametrize("verb", ["put", "get", "contains", "delete"])
+def test_a_reply_that_does_not_fit_is_a_fault_and_costs_the_connection(reply: bytes, verb: str) -> None:
+    value = payload(1, 1000)
+    with misbehaving() as server, open_store(f"{server.url}?client=redis&connections=1") as store:
+        server.misbehave(says(reply))
+        calls: dict[str, Callable[[], object]] = {
+            "put": lambda: store.put_many([key(1)], [value]),
+            "get": lambda: store.get_many_into([key(1)], [bytearray(1000)]),
+            "contains": lambda: store.contains_many([key(1)]),
+            "delete": lambda: store.delete_many([key(1)]),
+        }
+        with pytest.raises(StoreUnavailable):
+            calls[verb]()
+        assert store.counters()["disconnections"] == 1
+        assert store.counters()["faults"] == 1

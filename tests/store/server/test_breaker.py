@@ -1,0 +1,153 @@
+"""A server that is away costs nothing after the first deadline, and is used again within a second of its return.
+
+However it goes: killed (the port refuses), stopped (the port takes connections, nobody answers), cut off (no packet
+comes or goes, and nobody says so), or both killed and cut off (dials get no answer).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from kvpool import open_store
+from kvpool.errors import StoreUnavailable
+from kvpool.store.store import Store
+from kvpool.store.valkey import ValkeyStore
+from tests.conftest import eventually
+from tests.store.conformance import key, keys, payload
+from tests.store.network import Distant, distant, missing
+from tests.store.servers import CLIENTS, Server, running, with_client
+from tests.store.traffic import MARGIN_S, serves
+
+BACK_WITHIN_S = 1.0
+DEADLINE_S = 0.5
+FAR_DEADLINE_S = 30.0  # what a batch would wait for, if it waited
+
+
+class Trouble(Protocol):
+    url: str
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class Killed:
+    def __init__(self, server: Server) -> None:
+        self.url, self.begin, self.end = server.url, server.kill, server.start
+
+
+class Stopped:
+    def __init__(self, server: Server) -> None:
+        self.url, self.begin, self.end = server.url, server.stop, server.go_on
+
+
+class CutOff:
+    def __init__(self, server: Distant) -> None:
+        self.url, self.begin, self.end = server.url, server.drop_packets, server.pass_packets
+
+
+class BlackHole:
+    """The connections end, and those who dial get no answer."""
+
+    def __init__(self, server: Distant) -> None:
+        self.url, self._server = server.url, server
+
+    def begin(self) -> None:
+        self._server.kill()
+        self._server.drop_packets()
+
+    def end(self) -> None:
+        self._server.pass_packets()
+        self._server.start()
+
+
+@pytest.fixture(params=[Killed, Stopped, CutOff, BlackHole])
+def trouble(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trouble]:
+    if request.param in (Killed, Stopped):
+        with running("valkey-server", tmp_path) as server:
+            yield request.param(server)
+    elif missing():
+        pytest.skip(missing())
+    else:
+        with distant("valkey-server", tmp_path) as server_far_away:
+            yield request.param(server_far_away)
+
+
+@pytest.fixture(params=CLIENTS)
+def store(request: pytest.FixtureRequest, trouble: Trouble) -> Iterator[Store]:
+    with open_store(f"{with_client(trouble.url + '?connections=3', request.param)}") as store:
+        count = connections(store)
+        # Every connection stands, and has served.
+        targets = [bytearray(1 << 20) for _ in range(12)]
+        assert eventually(
+            lambda: (
+                store.put_many(keys(12), targets) == [True] * 12
+                and store.counters()["up_connections"] == count
+            )
+        )
+        yield store
+
+
+def connections(store: Store) -> int:
+    """Those of three threads: a native one has another for puts."""
+    return 6 if isinstance(store, ValkeyStore) else 3
+
+
+def refused_after_s(store: Store, timeout_s: float) -> float:
+    """How long a batch of one key takes to be a fault."""
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        store.contains_many([key(1)], timeout_s=timeout_s)
+    return time.monotonic() - started
+
+
+def test_a_dead_server_costs_one_deadline_and_is_back_within_a_second(trouble: Trouble, store: Store) -> None:
+    trouble.begin()
+    assert refused_after_s(store, DEADLINE_S) < DEADLINE_S + MARGIN_S
+    # A key goes over one connection: what it learned, the others know.
+    for _ in range(20):
+        assert refused_after_s(store, FAR_DEADLINE_S) < MARGIN_S
+    # While it is dialled, and between; where dials fail at once, until the pauses are as long as they get.
+    dials = 27 if isinstance(trouble, Killed) and isinstance(store, ValkeyStore) else 3
+    while store.counters()["failed_dials"] < dials:
+        assert refused_after_s(store, FAR_DEADLINE_S) < MARGIN_S
+    assert store.counters()["up_connections"] == 0
+    assert store.counters()["refused"] >= 20
+    trouble.end()
+    returned = time.monotonic()
+    assert eventually(lambda: serves(store, 2))
+    assert time.monotonic() - returned < BACK_WITHIN_S + MARGIN_S
+    if isinstance(store, ValkeyStore):  # each connection dials by itself
+        left_s = returned + BACK_WITHIN_S + MARGIN_S - time.monotonic()
+        assert eventually(lambda: store.counters()["up_connections"] == connections(store), within_s=left_s)
+    value, target = payload(5, 300_000), bytearray(300_000)
+    assert store.put_many([key(5)], [value]) == [True]
+    assert store.get_many_into([key(5)], [target]) == [True]
+    assert target == value
+    assert store.counters()["damaged"] == 0
+
+
+def test_what_is_under_way_ends_in_time_and_is_let_go(trouble: Trouble, store: Store) -> None:
+    """Loads on every connection, while the server goes."""
+    values = [payload(number, 1 << 20) for number in range(12)]
+    assert store.put_many(keys(12), values) == [True] * 12
+    targets = [bytearray(1 << 20) for _ in values]
+    trouble.begin()
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        store.get_many_into(keys(12), targets, timeout_s=DEADLINE_S)
+    assert time.monotonic() - started < DEADLINE_S + MARGIN_S
+    for target in targets:
+        target.extend(b"!")  # refused while somebody holds it
+    trouble.end()
+    assert eventually(lambda: serves(store, 20))
+    targets = [bytearray(1 << 20) for _ in values]
+    found = store.get_many_into(keys(12), targets)
+    # One that was killed comes back empty.
+    assert found == [not isinstance(trouble, (Killed, BlackHole))] * 12
+    assert all(target == value for target, value, hit in zip(targets, values, found, strict=True) if hit)
+    assert store.counters()["damaged"] == 0

@@ -1,0 +1,331 @@
+"""The store on a real cluster: keys find their nodes, slots move, nodes go, and nothing wrong is ever read."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import open_store
+from kvpool.cli.doctor.doctor import run_doctor
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.store.store import Store
+from tests.conftest import eventually
+from tests.store.certificates import Authority
+from tests.store.conformance import OpenStore, StoreConformance, key, keys, payload
+from tests.store.servers import SERVERS, Cluster, Server
+from tests.store.traffic import MARGIN_S, Traffic, serves
+
+# Keys that hold several slots of every node.
+MANY = 40
+OTHER = 99  # a key that Traffic does not use
+
+
+@pytest.fixture(params=SERVERS, scope="module")
+def cluster_of_module(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    cluster = Cluster(request.param, tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    cluster.kill()
+
+
+@pytest.fixture
+def cluster(cluster_of_module: Cluster) -> Cluster:
+    """Three empty nodes without a limit."""
+    for server in cluster_of_module.servers:
+        server.client.flushall()
+        server.client.config_set("maxmemory", 0)
+    return cluster_of_module
+
+
+@pytest.fixture
+def store(cluster: Cluster) -> Iterator[Store]:
+    with open_store(cluster.url) as store:
+        yield store
+
+
+@pytest.fixture(params=SERVERS)
+def with_replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(request.param, tmp_path, replicas=1)
+    yield cluster
+    cluster.kill()
+
+
+class TestClusterStore(StoreConformance):
+    @pytest.fixture
+    def open_one(self, cluster: Cluster) -> OpenStore:
+        def open_one(capacity_nbytes: int) -> Store:
+            for server in cluster.servers:
+                server.client.config_set("maxmemory", server.info("used_memory") + capacity_nbytes)
+            return open_store(cluster.url)
+
+        return open_one
+
+
+def slot(cluster: Cluster, name: str) -> int:
+    return int(cluster.servers[0].client.execute_command("CLUSTER", "KEYSLOT", name))
+
+
+def held(server: Server) -> list[str]:
+    return sorted(name.decode() for name in server.client.keys("kvpool:*"))
+
+
+def puts_and_gets(store: Store, count: int = MANY, timeout_s: float = 5) -> None:
+    """Everything goes in, and comes out as it was."""
+    values = [payload(number, 50_000 + number) for number in range(count)]
+    targets = [bytearray(len(value)) for value in values]
+    assert all(store.put_many(keys(count), values, timeout_s=timeout_s))
+    assert all(store.get_many_into(keys(count), targets, timeout_s=timeout_s))
+    assert targets == values
+
+
+def gets_all(store: Store, count: int = MANY) -> None:
+    values = [payload(number, 50_000 + number) for number in range(count)]
+    targets = [bytearray(len(value)) for value in values]
+    assert all(store.get_many_into(keys(count), targets))
+    assert targets == values
+
+
+# ---------------------------------------------------------------------- where keys are
+
+
+def test_every_node_holds_the_keys_of_its_slots(cluster: Cluster, store: Store) -> None:
+    puts_and_gets(store, 300)
+    holdings = [held(server) for server in cluster.servers]
+    assert all(len(holding) > 50 for holding in holdings)
+    assert sorted(name for holding in holdings for name in holding) == sorted(keys(300))
+    assert store.counters()["moved"] == store.counters()["asked"] == 0
+    # Of two threads to three nodes, and those for puts of who has put something there.
+    assert 2 * 3 < store.counters()["up_connections"] <= 2 * 3 * 2
+
+
+def test_one_node_in_the_url_is_enough(cluster: Cluster) -> None:
+    with open_store(f"valkey+cluster://127.0.0.1:1,127.0.0.1:{cluster.servers[2].port}?ttl=60s") as store:
+        puts_and_gets(store)
+        assert 50_000 < cluster.holder(slot(cluster, key(1))).client.pttl(key(1)) <= 60_000
+
+
+def test_scan_life_and_announcements_are_of_all_nodes(cluster: Cluster, store: Store) -> None:
+    puts_and_gets(store, 100)
+    assert sorted(block.key for blocks in store.scan() for block in blocks) == sorted(keys(100))
+    store.announce("kvpool:t:one", b"1", lease_s=60)
+    store.announce("kvpool:u:two", b"2", lease_s=60)
+    assert store.announcements("") == {"kvpool:t:one": b"1", "kvpool:u:two": b"2"}
+    assert store.withdraw_all("") == 2
+    assert store.announcements("") == {}
+    life = store.life()
+    assert life
+    assert store.life() == life
+
+
+def test_the_doctor_names_the_nodes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    run_doctor(pool=cluster.url, indexes=(), tenant="default", as_json=True)
+    said = capsys.readouterr().out
+    assert all(f"127.0.0.1:{server.port}" in said for server in cluster.servers)
+    assert "cannot be reached" not in said
+
+
+# ---------------------------------------------------------------------- slots that move
+
+
+def test_a_slot_moves_while_it_is_used(cluster: Cluster, store: Store) -> None:
+    puts_and_gets(store)
+    moving = slot(cluster, key(1))
+    giver = cluster.holder(moving)
+    to = next(server for server in cluster.servers if server is not giver)
+    try:
+        cluster.begin_move(moving, to)
+        gets_all(store)  # what is there is read where it is
+        assert store.delete_many([key(1)]) == 1
+        asked = store.counters()["asked"]
+        puts_and_gets(store)  # what is not goes to its next place
+        assert store.counters()["asked"] > asked
+        assert held(to).count(key(1)) == 1
+        cluster.move_keys(moving, giver, to)
+        gets_all(store)
+        assert store.counters()["moved"] == 0
+        cluster.end_move(moving, to)
+        gets_all(store)
+        assert store.counters()["moved"] >= 1
+
+        def is_known() -> bool:
+            before = store.counters()["moved"]
+            gets_all(store)
+            return store.counters()["moved"] == before
+
+        assert eventually(is_known)
+    finally:
+        cluster.begin_move(moving, giver)
+        cluster.move_keys(moving, to, giver)
+        cluster.end_move(moving, giver)
+
+
+def test_slots_move_under_load(cluster: Cluster, store: Store) -> None:
+    moving = {slot(cluster, name) for name in keys(8)}
+    with Traffic(store, timeout_s=5.0) as traffic:
+        for _ in range(4):
+            for one in moving:
+                giver = cluster.holder(one)
+                to = next(server for server in cluster.servers if server is not giver)
+                cluster.begin_move(one, to)
+                seen = traffic.hits
+                assert eventually(lambda seen=seen: traffic.hits > seen + 8)
+                cluster.move_keys(one, giver, to)
+                cluster.end_move(one, to)
+    counters = store.counters()
+    assert traffic.faults == 0
+    assert counters["moved"] > 0
+    assert counters["asked"] > 0
+    assert counters["damaged"] == counters["disconnections"] == 0
+
+
+# ---------------------------------------------------------------------- nodes that go
+
+
+def test_a_primary_is_killed_under_load_and_its_replica_takes_over(with_replicas: Cluster) -> None:
+    cluster = with_replicas
+    with open_store(cluster.url) as store:
+        with Traffic(store, timeout_s=2.0) as traffic:
+            cluster.holder(slot(cluster, key(1))).kill()
+            assert eventually(lambda: traffic.faults > 0)
+            seen = traffic.hits
+            assert eventually(lambda: traffic.hits > seen + 100 and serves(store, OTHER), within_s=60)
+        assert traffic.longest_s < 2.0 + MARGIN_S
+        puts_and_gets(store)
+        assert store.counters()["damaged"] == 0
+
+
+def test_keys_of_a_dead_node_are_faults_at_once_and_those_of_the_others_are_served(
+    with_replicas: Cluster,
+) -> None:
+    cluster = with_replicas
+    with open_store(cluster.url) as store:
+        puts_and_gets(store)
+        dead = cluster.holder(slot(cluster, key(1)))
+        holders = {number: cluster.holder(slot(cluster, key(number))) for number in range(MANY)}
+        replica = next(
+            server for server in cluster.servers if server.info("role") == "slave" and
+            int(server.info("master_port")) == dead.port
+        )  # fmt: skip
+        replica.kill()
+        dead.kill()
+        assert eventually(lambda: not serves(store))
+
+        def at_once() -> bool:
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                store.contains_many([key(1)], timeout_s=60)
+            return time.monotonic() - started < 2
+
+        assert eventually(at_once)
+        others = [key(number) for number, holder in holders.items() if holder is not dead]
+        assert store.contains_many(others, timeout_s=5) == [True] * len(others)
+        dead.start()  # without its keys, with its slots
+        assert eventually(lambda: serves(store), within_s=30)
+        puts_and_gets(store)
+
+
+def test_a_node_that_is_stopped_holds_up_nobody_else(cluster: Cluster, store: Store) -> None:
+    puts_and_gets(store)
+    stopped = cluster.holder(slot(cluster, key(1)))
+    numbers = range(MANY)
+    others = [number for number in numbers if cluster.holder(slot(cluster, key(number))) is not stopped]
+    theirs = [key(number) for number in numbers if number not in others]
+    stopped.stop()
+    try:
+        stuck = store.submit_contains(theirs, timeout_s=3.0)
+        started = time.monotonic()
+        for _ in range(20):
+            targets = [bytearray(50_000 + number) for number in others]
+            assert all(store.get_many_into([key(number) for number in others], targets, timeout_s=2.0))
+            assert [bytes(target) for target in targets] == [payload(n, 50_000 + n) for n in others]
+        assert time.monotonic() - started < 3.0
+        with pytest.raises(StoreUnavailable):
+            stuck.wait()
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            store.put_many(theirs, [bytes(50_000)] * len(theirs), timeout_s=1.0)
+        assert time.monotonic() - started < 1.0 + MARGIN_S
+    finally:
+        stopped.go_on()
+    assert eventually(lambda: serves(store), within_s=30)
+    puts_and_gets(store)
+
+
+def test_closing_while_nobody_answers(cluster: Cluster) -> None:
+    store = open_store(cluster.url)
+    for server in cluster.servers:
+        server.stop()
+    try:
+        with pytest.raises(StoreUnavailable):
+            store.contains_many(keys(MANY), timeout_s=0.5)
+        store.close()
+    finally:
+        for server in cluster.servers:
+            server.go_on()
+
+
+def test_a_store_that_is_dropped_leaves_no_thread(cluster: Cluster) -> None:
+    store = open_store(cluster.url)
+    puts_and_gets(store)
+    del store
+    gc.collect()  # the fixture for every test looks for what is left
+
+
+# ---------------------------------------------------------------------- opening
+
+
+def test_what_is_no_cluster_is_told(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match=r"none of its nodes names the servers of the pool"):
+        open_store("valkey+cluster://127.0.0.1:1,127.0.0.1:2")
+    alone = Server(cluster.servers[0].name, tmp_path)
+    try:
+        alone.start()
+        with pytest.raises(ConfigError, match=r"is no node of a cluster; write valkey://"):
+            open_store(f"valkey+cluster://127.0.0.1:{alone.port}")
+    finally:
+        alone.kill()
+
+
+def test_users_and_their_rights(cluster: Cluster) -> None:
+    rules = {"enabled": True, "passwords": ["+hunter2"], "keys": ["kvpool:t*"]}
+    commands = ["+ping", "+multi", "+exec", "+hset", "+pexpire", "+pttl", "+hmget", "+exists", "+touch", "+unlink",
+                "+cluster|slots"]  # fmt: skip
+    for server in cluster.servers:
+        server.client.acl_setuser("worker", commands=commands, **rules)
+        server.client.acl_setuser("few", commands=["+ping"], **rules)
+    hosts = cluster.url.partition("://")[2]
+    with open_store(f"valkey+cluster://worker:hunter2@{hosts}") as store:
+        puts_and_gets(store)
+    with pytest.raises(ConfigError, match=r"allow \+cluster\|slots"):
+        open_store(f"valkey+cluster://few:hunter2@{hosts}")
+    with pytest.raises(ConfigError, match=r"the server refuses: .*correct user or password") as caught:
+        open_store(f"valkey+cluster://worker:hunter3@{hosts}")
+    assert "hunter3" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_cluster_under_tls(name: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cluster = Cluster(name, tmp_path, authority=authority)
+    try:
+        with open_store(cluster.url) as store:
+            puts_and_gets(store)
+            assert all(held(server) for server in cluster.servers), "every node was reached"
+            moved = slot(cluster, keys(1)[0])
+            giver = cluster.holder(moved)
+            to = next(server for server in cluster.servers if server is not giver)
+            cluster.begin_move(moved, to)
+            cluster.move_keys(moved, giver, to)
+            cluster.end_move(moved, to)
+            puts_and_gets(store)
+            assert store.counters()["moved"] + store.counters()["asked"] > 0
+        with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+            open_store(cluster.url.replace(str(authority.ca), str(Authority(tmp_path, "another").ca)))
+    finally:
+        cluster.kill()

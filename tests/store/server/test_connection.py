@@ -1,0 +1,148 @@
+"""The connections besides those of the values: bounded in time, named, and few."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvpool import __version__, open_store
+from kvpool.errors import StoreUnavailable
+from kvpool.store.server import documents as server_announcements
+from kvpool.store.store import Store
+from tests.conftest import eventually
+from tests.store.conformance import key
+from tests.store.misbehaving import Peer, misbehaving
+from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
+from tests.store.traffic import MARGIN_S
+
+CALLS: dict[str, Callable[[Store], object]] = {
+    "announce": lambda store: store.announce("kvpool:t:x", b"x", lease_s=60),
+    "withdraw": lambda store: store.withdraw("kvpool:t:x"),
+    "announcements": lambda store: store.announcements("kvpool:t:"),
+    "announcements of all": lambda store: store.announcements(""),
+    "withdraw_all": lambda store: store.withdraw_all("kvpool:t:"),
+    "life": lambda store: store.life(),
+}
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    with running(request.param, tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# ---------------------------------------------------------------------- time
+
+
+def trickles(peer: Peer, words: Sequence[bytes], good: bytes) -> None:
+    """A byte now and then, without an end: a timeout of the socket never passes."""
+    peer.drip(b"$60000\r\n" + b"x" * 60000, 0.3)
+
+
+@pytest.mark.parametrize("when_dialled", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_server_that_trickles_costs_one_deadline(
+    monkeypatch: pytest.MonkeyPatch, name: str, when_dialled: bool
+) -> None:
+    for which in ("WRITE_S", "READ_S"):
+        monkeypatch.setattr(server_announcements, which, 1.0)
+    with misbehaving() as server, open_store(server.url) as store:
+        server.misbehave(trickles, when_dialled=when_dialled)
+        started = time.monotonic()
+        if name != "life" or when_dialled:
+            with pytest.raises(StoreUnavailable):
+                CALLS[name](store)
+        assert time.monotonic() - started < 2.0 + MARGIN_S
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b":x\r\n",
+        b"*1\r\n" * 5000,
+        b"+QUEUED\r\n",
+        b"*2\r\n:1\r\n",
+        b"*1\r\n$1\r\nx\r\n",
+        b"?\r\n",
+        b"*-1\r\n",
+    ],
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_nonsense_is_a_fault_like_any_other(
+    monkeypatch: pytest.MonkeyPatch, name: str, nonsense: bytes
+) -> None:
+    for which in ("WRITE_S", "READ_S"):
+        monkeypatch.setattr(server_announcements, which, 0.5)
+    with misbehaving() as server, open_store(server.url) as store:
+        server.misbehave(lambda peer, words, good: peer.send(nonsense))
+        with contextlib.suppress(StoreUnavailable):
+            CALLS[name](store)
+
+
+# ---------------------------------------------------------------------- names and number
+
+
+def clients(server: Server) -> list[dict[str, str]]:
+    """All connections but the test's own."""
+    own = server.client.client_id()
+    return [one for one in server.client.client_list() if int(one["id"]) != own]
+
+
+def test_every_connection_says_whose_it_is(server: Server, client: str) -> None:
+    with open_store(with_client(server.url, client), opened_by="worker 7\n") as store:
+        assert store.put_many([key(1)], [b"value"]) == [True]
+        store.announce("kvpool:t:x", b"x", lease_s=60)
+        notices = store.notices()
+        assert notices is not None
+        assert eventually(lambda: notices.take(0.1).deaf == "")
+        listed = clients(server)
+        notices.close()
+    roles = {"native": {"reads", "writes"}, "redis": {"values"}, "glide": {"values"}}[client]
+    names = {one["name"] for one in listed}
+    assert names == {f"kvpool:{role}:worker-7-" for role in roles | {"announcements", "notices"}}
+    if server.name == "valkey-server" and client != "glide":  # Redis has it from 7.2 on
+        assert {(one["lib-name"], one["lib-ver"]) for one in listed} == {("kvpool", __version__)}
+
+
+def test_without_a_name_it_is_the_host_and_process(server: Server) -> None:
+    with open_store(server.url) as store:
+        assert store.contains_many([key(1)]) == [False]
+        assert all(one["name"].startswith("kvpool:") for one in clients(server))
+        assert all("." in one["name"] for one in clients(server))
+
+
+def test_announcing_keeps_one_connection(server: Server, client: str) -> None:
+    with open_store(with_client(server.url, client)) as store:
+        store.announce("kvpool:t:x", b"x", lease_s=60)
+        assert store.announcements("kvpool:t:") == {"kvpool:t:x": b"x"}
+        before = server.client.info("stats")["total_connections_received"]
+        for _ in range(30):
+            store.announce("kvpool:t:x", b"x", lease_s=60)
+            assert len(store.announcements("")) == 1
+            store.life()
+        assert server.client.info("stats")["total_connections_received"] == before
+        # One that ended is noticed before anything is asked on it.
+        server.client.client_kill_filter(_type="normal", skipme=True)
+        assert store.announcements("kvpool:t:") == {"kvpool:t:x": b"x"}
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            store.announce("kvpool:t:x", b"x", lease_s=60)
+        server.start()
+        store.announce("kvpool:t:y", b"y", lease_s=60)
+        assert "kvpool:t:y" in store.announcements("")
+    assert clients(server) == []
+
+
+def test_the_list_of_tenants_lives_a_day(server: Server) -> None:
+    with open_store(server.url) as store:
+        store.announce("kvpool:t:x", b"x", lease_s=60)
+        assert 86_000_000 < server.client.pttl("kvpool:::announced") <= 86_400_000

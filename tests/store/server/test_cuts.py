@@ -1,0 +1,312 @@
+"""Connections that end, or fall silent, at any stage of what a store and its server say to each other."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+import redis
+
+from kvpool import open_store
+from kvpool.errors import StoreUnavailable
+from kvpool.key.record import pack_header
+from kvpool.store.store import Store
+from tests.conftest import eventually
+from tests.store.conformance import MIB, key, keys, payload
+from tests.store.proxy import Harm, Proxy, Way, proxied
+from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
+from tests.store.traffic import MARGIN_S, Traffic, serves
+
+OLD = [payload(number, 5000) for number in (1, 2)]
+NEW = [payload(number, 5000) for number in (3, 4)]
+ANOTHER = 9  # the number of a key that the exchange leaves alone
+TIMEOUT_S = 5.0
+
+# What a dial and one batch of each kind consist of, as words that must have passed before a sweep counts.
+STAGES = (b"AUTH", b"SELECT", b"PING", b"MULTI", b"HSET", b"PEXPIRE", b"EXEC", b"HMGET", b"EXISTS", b"UNLINK")
+
+_Answer = TypeVar("_Answer")
+
+
+@pytest.fixture(params=SERVERS, scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(request.param, tmp_path_factory.mktemp("server")) as server:
+        server.client.acl_setuser(
+            "worker", enabled=True, passwords=["+hunter2"], keys=["*"], commands=["+@all"]
+        )
+        yield server
+
+
+@pytest.fixture
+def direct(server: Server) -> Iterator[redis.Redis]:
+    """The test's own view of the database that the stores here use."""
+    with redis.Redis(port=server.port, db=3, protocol=2) as direct:
+        direct.flushdb()
+        yield direct
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def url_through(proxy: Proxy, client: str, connections: int) -> str:
+    """With all that a dial can ask for: user, password and database."""
+    url = f"valkey://worker:hunter2@127.0.0.1:{proxy.port}/3?connections={connections}"
+    return with_client(url, client)
+
+
+def on_the_server(number: int, value: bytes) -> dict[bytes, bytes]:
+    return {b"h": pack_header(key(number), value) + value[-128:], b"b": value[:-128]}
+
+
+def answers(store: Store) -> bool:
+    with contextlib.suppress(StoreUnavailable):
+        store.contains_many(keys(2))
+        return True
+    return False
+
+
+def line_positions(said: bytes) -> list[int]:
+    """Where to cut: before each end of line, after it, and in the middle of each line, payloads among them."""
+    positions = {0}
+    start = 0
+    while start < len(said):
+        end = said.find(b"\r\n", start) + 2
+        if end < 2:
+            end = len(said)
+        positions |= {(start + end) // 2, end - 1, end}
+        start = end
+    return sorted(positions)
+
+
+class Exchange:
+    """A store is opened, and asked for one batch of each kind; every answer is judged.
+
+    Before it, keys 0 and 1 hold ``OLD``, and key 2 nothing.
+    """
+
+    def __init__(self, url: str, direct: redis.Redis) -> None:
+        self._url, self._direct = url, direct
+        self._faults: list[str] = []
+
+    def run(self) -> list[str]:
+        """The words of the calls that met a fault; what the others answer has to be right."""
+        self._direct.flushdb()
+        for number, value in enumerate(OLD):
+            self._direct.hset(key(number), mapping=on_the_server(number, value))
+        store = self._try(lambda: open_store(self._url))
+        with store if store is not None else open_store(self._url) as store:
+            self._ask(store, self._direct)
+            assert eventually(lambda: serves(store, ANOTHER)), "it does not recover"
+            assert store.counters()["damaged"] == 0
+        assert not any("hunter" in words for words in self._faults)
+        return self._faults
+
+    def _ask(self, store: Store, direct: redis.Redis) -> None:
+        kept = self._try(lambda: store.put_many(keys(2), NEW, timeout_s=TIMEOUT_S))
+        assert kept in (None, [True, True])
+        candidates = [NEW] if kept else [OLD, NEW]
+        for number in (0, 1):
+            allowed = [on_the_server(number, values[number]) for values in candidates]
+            assert direct.hgetall(key(number)) in allowed, "torn, or another value than the one that was put"
+            assert not kept or direct.pttl(key(number)) > 0
+
+        targets = [bytearray(5000) for _ in range(3)]
+        found = self._try(lambda: store.get_many_into(keys(3), targets, timeout_s=TIMEOUT_S))
+        assert found in (None, [True, True, False])
+        for number in (0, 1) if found else ():
+            assert targets[number] in [values[number] for values in candidates], "a hit of other bytes"
+
+        there = self._try(lambda: store.contains_many(keys(3), timeout_s=TIMEOUT_S))
+        assert there in (None, [True, True, False])
+        deleted = self._try(lambda: store.delete_many([key(0), key(2)], timeout_s=TIMEOUT_S))
+        assert deleted in (None, 1)
+        if deleted:
+            assert not direct.exists(key(0))
+        assert direct.exists(key(1))
+
+    def _try(self, call: Callable[[], _Answer]) -> _Answer | None:
+        started = time.monotonic()
+        try:
+            return call()
+        except StoreUnavailable as error:
+            self._faults.append(str(error))
+            return None
+        finally:
+            assert time.monotonic() - started < TIMEOUT_S, "the deadline was waited for"
+
+
+# The reset is swept for our own client alone: it is a minute for each of the others.
+@pytest.mark.parametrize(
+    ("client", "harm"),
+    [*((client, Harm.CLOSE) for client in CLIENTS), ("native", Harm.RESET)],
+    indirect=["client"],
+)
+@pytest.mark.parametrize("way", Way)
+def test_a_connection_that_ends_at_every_stage(
+    server: Server, direct: redis.Redis, client: str, way: Way, harm: Harm
+) -> None:
+    with proxied(server.port) as proxy:
+        url = url_through(proxy, client, connections=1)
+        assert Exchange(url, direct).run() == []
+        said = proxy.passed(way)
+        assert all(word in proxy.passed(Way.ASKED) for word in STAGES)
+        disturbed = 0
+        # Nothing is disturbed where the look at rights is cut, which is most of what is said: some of these cuts do.
+        rights_end = said.rfind(b"kvpool::rights")
+        minded = [position for position in line_positions(said) if position > rights_end]
+        for position in [*line_positions(said[: max(rights_end, 0)])[::7], *minded]:
+            harmed = proxy.harmed
+            proxy.arm(way, position, harm)
+            try:
+                disturbed += Exchange(url, direct).run() != []
+            except BaseException:
+                print(
+                    f"{harm.name} after {position} bytes {way.name}: {said[max(0, position - 60) : position]!r}"
+                )
+                raise
+            assert proxy.harmed == harmed + 1, f"nothing was harmed at byte {position}"
+        assert disturbed > len(minded) // 2
+
+
+def test_a_record_is_never_without_a_time_to_live(server: Server, direct: redis.Redis, client: str) -> None:
+    """A put is cut before each of its last bytes: all of what is said after the value."""
+    value = payload(1, 300)
+    with proxied(server.port) as proxy, open_store(url_through(proxy, client, connections=1)) as store:
+        assert store.put_many([key(1)], [value]) == [True]
+        said_nbytes = len(b"".join(proxy.passed(Way.ASKED).rpartition(b"*1\r\n$5\r\nMULTI")[1:]))
+        assert store.contains_many([key(1)]) == [True]
+        kept = []
+        # GLIDE takes a second or more to dial again.
+        for position in range(said_nbytes - 150, said_nbytes + 1, 1 if client != "glide" else 25):
+            direct.flushdb()
+            harmed = proxy.harmed
+            proxy.arm(Way.ASKED, position, Harm.CLOSE)
+            with contextlib.suppress(StoreUnavailable):
+                store.put_many([key(1)], [value], timeout_s=TIMEOUT_S)
+            assert eventually(lambda harmed=harmed: proxy.harmed == harmed + 1)
+            assert eventually(lambda: serves(store, ANOTHER))
+            left_ms = direct.pttl(key(1))
+            assert left_ms == -2 or left_ms > 0, f"cut after {position} bytes, it stays for ever"
+            kept.append(left_ms > 0)
+        assert kept[-1]
+        assert not kept[0]
+
+
+@pytest.mark.parametrize("harm", [Harm.CLOSE, Harm.RESET])
+@pytest.mark.parametrize("passed_nbytes", [MIB, 16 * MIB, 31 * MIB])
+def test_a_value_larger_than_the_sockets_hold_is_cut(
+    server: Server, direct: redis.Redis, client: str, passed_nbytes: int, harm: Harm
+) -> None:
+    """A put ends while it is being sent: above, the sockets have taken all of a request before it is cut."""
+    value, target = payload(1, 32 * MIB), bytearray(32 * MIB)
+    with proxied(server.port) as proxy, open_store(url_through(proxy, client, connections=1)) as store:
+        assert serves(store, ANOTHER)
+        proxy.arm(Way.ASKED, passed_nbytes, harm)
+        with pytest.raises(StoreUnavailable):
+            store.put_many([key(1)], [value], timeout_s=60)
+        assert proxy.harmed == 1
+        assert not direct.exists(key(1))
+        assert eventually(lambda: serves(store, ANOTHER))
+        assert store.get_many_into([key(1)], [target], timeout_s=60) == [False]
+        assert store.put_many([key(1)], [value], timeout_s=60) == [True]
+        proxy.arm(Way.ANSWERED, passed_nbytes, harm)
+        with pytest.raises(StoreUnavailable):
+            store.get_many_into([key(1)], [target], timeout_s=60)
+        assert proxy.harmed == 2
+        assert eventually(lambda: serves(store, ANOTHER))
+        assert store.get_many_into([key(1)], [target], timeout_s=60) == [True]
+        assert target == value
+        assert store.counters()["damaged"] == 0
+        # Each cut costs one; a native store has one for puts and one for all else.
+        count = 4 if client == "native" else 3
+        assert store.counters().get("connections", count) == count
+
+
+@pytest.mark.parametrize(
+    ("verb", "way", "nbytes"),
+    [
+        pytest.param("put", Way.ASKED, 40, id="in the head of a put"),
+        pytest.param("put", Way.ASKED, 2500, id="in the payload of a put"),
+        pytest.param("put", Way.ANSWERED, 0, id="before the reply to a put"),
+        pytest.param("put", Way.ANSWERED, 4, id="in the replies to a put"),
+        pytest.param("get", Way.ASKED, 30, id="in a get"),
+        pytest.param("get", Way.ANSWERED, 0, id="before the reply to a get"),
+        pytest.param("get", Way.ANSWERED, 50, id="in the header of a value"),
+        pytest.param("get", Way.ANSWERED, 2500, id="in a value"),
+        pytest.param("get", Way.ANSWERED, 7500, id="in the second value"),
+        pytest.param("contains", Way.ANSWERED, 4, id="between the replies to EXISTS"),
+    ],
+)
+def test_a_connection_that_falls_silent_costs_the_deadline(
+    server: Server, direct: redis.Redis, client: str, verb: str, way: Way, nbytes: int
+) -> None:
+    for number, value in enumerate(OLD):
+        direct.hset(key(number), mapping=on_the_server(number, value))
+    targets = [bytearray(5000), bytearray(5000)]
+    with proxied(server.port) as proxy, open_store(url_through(proxy, client, connections=1)) as store:
+        assert serves(store, ANOTHER)
+        calls: dict[str, Callable[[], object]] = {
+            "put": lambda: store.put_many(keys(2), NEW, timeout_s=0.3),
+            "get": lambda: store.get_many_into(keys(2), targets, timeout_s=0.3),
+            "contains": lambda: store.contains_many(keys(2), timeout_s=0.3),
+        }
+        proxy.arm(way, nbytes, Harm.SILENCE)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            calls[verb]()
+        assert time.monotonic() - started < 0.3 + MARGIN_S
+        assert proxy.harmed == 1
+        assert eventually(lambda: serves(store, ANOTHER))
+        assert store.get_many_into(keys(2), targets) == [True, True]
+        assert all(target in (OLD[n], NEW[n]) for n, target in enumerate(targets))
+        assert verb == "put" or targets == OLD
+        assert store.counters()["damaged"] == 0
+
+
+@pytest.mark.parametrize("way", Way)
+def test_a_dial_that_falls_silent(server: Server, direct: redis.Redis, client: str, way: Way) -> None:
+    with proxied(server.port) as proxy:
+        url = url_through(proxy, client, connections=1)
+        proxy.arm(way, 3, Harm.SILENCE)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="cannot connect"):
+            open_store(url)
+        assert time.monotonic() - started < 2.0 + MARGIN_S
+        with open_store(url) as store:
+            assert eventually(lambda: answers(store))  # a put would dial a connection of its own
+            proxy.arm(way, 0, Harm.SILENCE)
+            server.client.client_kill_filter(_type="normal", skipme=True)
+            if client == "native":  # it dials again without being asked
+                assert eventually(lambda: proxy.harmed == 2)
+            started = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                store.contains_many(keys(2), timeout_s=0.3)
+            assert time.monotonic() - started < 0.3 + MARGIN_S
+            assert eventually(lambda: serves(store))
+            assert proxy.harmed == 2
+
+
+def test_connections_that_are_cut_again_and_again_under_traffic(
+    server: Server, direct: redis.Redis, client: str
+) -> None:
+    chance = random.Random(3)
+    with (
+        proxied(server.port) as proxy,
+        open_store(url_through(proxy, client, connections=2)) as store,
+        Traffic(store, timeout_s=TIMEOUT_S) as traffic,
+    ):
+        for number in range(60):
+            seen = traffic.hits
+            way, harm = chance.choice(list(Way)), chance.choice([Harm.CLOSE, Harm.RESET])
+            proxy.arm(way, chance.randrange(3 * MIB), harm)
+            assert eventually(lambda number=number: proxy.harmed == number + 1)
+            assert eventually(lambda seen=seen: traffic.hits > seen)
+        assert traffic.longest_s < TIMEOUT_S
+        assert store.counters()["damaged"] == 0
+        assert eventually(lambda: serves(store))

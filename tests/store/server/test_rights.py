@@ -1,0 +1,133 @@
+"""What a server does not allow: told when a store is opened, a fault of the command that needs it, and of no other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import open_store
+from kvpool.errors import StoreUnavailable
+from kvpool.store import StoreURL, visit_store
+from kvpool.store.server.rights import COSTS, refused_commands
+from tests.store.conformance import key, keys, payload
+from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
+
+# As docs/stores.md has it.
+DOCUMENTED = [
+    "+ping", "+select", "+client|setname", "+multi", "+exec", "+hset", "+pexpire", "+pttl", "+hmget", "+exists",
+    "+touch", "+unlink", "+time", "+set", "+mget", "+zadd", "+zcard", "+zscore", "+zrange", "+zrem",
+    "+zremrangebyscore", "+zremrangebyrank",
+]  # fmt: skip
+
+
+@pytest.fixture(params=SERVERS, scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(request.param, tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def url_of(server: Server, *, without: tuple[str, ...] = (), keys: str = "kvpool:tenant-1:*") -> str:
+    """For a user who may do what the documentation says, but for these."""
+    commands = [one for one in DOCUMENTED if one[1:] not in without] + ["+info"]  # GLIDE's own
+    if server.name == "valkey-server":
+        commands.append("+client|setinfo")  # Redis has it from 7.2 on
+    server.client.acl_setuser(
+        "worker", enabled=True, reset=True, passwords=["+p"], keys=[keys], commands=commands
+    )
+    return f"valkey://worker:p@127.0.0.1:{server.port}"
+
+
+def test_the_documented_rights_are_enough(server: Server, client: str) -> None:
+    url = url_of(server)
+    server.client.execute_command("ACL LOG RESET")
+    server.client.flushall()
+    assert refused_commands(StoreURL.parse(url)) == []
+    with open_store(with_client(url, client)) as store:
+        assert store.put_many([key(1)], [b"value"]) == [True]
+        assert store.touch_many(keys(2)) == [False, True]
+        assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
+        assert store.delete_many([key(1)]) == 1
+        store.announce("kvpool:tenant-1:x", b"x", lease_s=60)
+        assert store.withdraw("kvpool:tenant-1:x") is True
+    refused = {entry["object"] for entry in server.client.acl_log()}
+    # Of a tenant's user: the list of tenants is not its own, and the key by which rights are asked is nobody's.
+    expected = {"kvpool:::announced", "kvpool::rights"}
+    assert refused <= expected, refused
+
+
+@pytest.mark.parametrize("command", sorted(COSTS))
+def test_looking_at_rights_names_what_is_missing_and_leaves_nothing(server: Server, command: str) -> None:
+    server.client.flushall()
+    url = url_of(server, without=(command.lower(),), keys="*")
+    assert [refused.command for refused in refused_commands(StoreURL.parse(url))] == [command]
+    assert server.client.dbsize() == 0
+    assert server.client.info("clients")["connected_clients"] >= 1
+
+
+def test_a_missing_right_is_told_when_a_store_is_opened(
+    server: Server, client: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = with_client(url_of(server, without=("hset",)), client)
+    with caplog.at_level(logging.WARNING, "kvpool.store"), open_store(url):
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "kvpool.store"]
+    assert "nothing can be put: the server refuses HSET to this user" in line
+    assert "kvpool doctor" in line
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "kvpool.store"), visit_store(url):
+        assert not [record for record in caplog.records if record.name == "kvpool.store"]
+
+
+def test_a_refused_put_harms_no_load(server: Server, client: str) -> None:
+    """An error reply is an answer: the connections stay, and so does all else on them."""
+    value = payload(1, 100_000)
+    server.client.flushall()
+    with open_store(server.url) as other:
+        assert other.put_many(keys(8), [value] * 8) == [True] * 8
+    with open_store(with_client(url_of(server, without=("hset",)), client)) as store:
+        for _ in range(20):
+            put = store.submit_put([key(number) for number in range(20, 28)], [value] * 8)
+            targets = [bytearray(len(value)) for _ in range(8)]
+            assert store.get_many_into(keys(8), targets) == [True] * 8
+            assert all(target == value for target in targets)
+            with pytest.raises(StoreUnavailable, match=r"(?i)permission"):
+                put.wait()
+        assert store.contains_many([key(20)]) == [False]
+        assert store.counters().get("disconnections", 0) == 0
+
+
+@pytest.mark.parametrize("client", ["native", "redis"])  # GLIDE ends its connection when EXEC fails like this
+def test_a_server_without_a_command_harms_no_load(client: str, tmp_path: Path) -> None:
+    """It is renamed, as some operators do: an error without a word of its own."""
+    value = payload(1, 100_000)
+    (tmp_path / "renamed").mkdir()
+    with (
+        running("redis-server", tmp_path / "renamed", "--rename-command", "HSET", "keep") as server,
+        open_store(with_client(server.url, client)) as store,
+    ):
+        assert [one.command for one in refused_commands(StoreURL.parse(server.url))] == ["HSET"]
+        for _ in range(20):
+            put = store.submit_put(keys(8), [value] * 8)
+            assert store.contains_many(keys(8)) == [False] * 8
+            assert store.get_many_into([key(9)], [bytearray(5)]) == [False]
+            with pytest.raises(StoreUnavailable, match="unknown command"):
+                put.wait()
+        assert store.counters().get("disconnections", 0) == 0
+
+
+def test_who_may_not_touch_looks_up_all_the_same(server: Server, client: str) -> None:
+    server.client.flushall()
+    with open_store(with_client(url_of(server, without=("touch", "pttl")), client)) as store:
+        assert store.put_many([key(1)], [b"value"]) == [True]
+        for _ in range(3):
+            assert store.touch_many(keys(3)) == [False, True, False]
+        assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
+        assert store.counters()["faults"] == 0
+        assert store.counters().get("disconnections", 0) == 0

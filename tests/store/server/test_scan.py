@@ -1,0 +1,137 @@
+"""Looking through a pool, on every kind of store: what ``scan`` gives, in which portions, and what it passes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import Namespace, open_store
+from kvpool.errors import StoreClosed, StoreUnavailable
+from kvpool.key.key import namespace_prefix, tenant_prefix
+from kvpool.store.store import SCAN_KEYS, Store
+from tests.store.conformance import NAMESPACE, keys
+from tests.store.servers import SERVERS, running
+
+OTHER = Namespace("tenant-10", dict(NAMESPACE.facts))  # its prefix begins with the other's letters
+COUNT = 2 * SCAN_KEYS + 1
+
+
+@pytest.fixture(params=["memory", "file", *SERVERS])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "memory":
+        with open_store("memory://") as store:
+            yield store
+    elif request.param == "file":
+        with open_store(f"file://{tmp_path}/pool") as store:
+            yield store
+    else:
+        with running(request.param, tmp_path) as server, open_store(server.url) as store:
+            yield store
+
+
+def found(store: Store, prefix: str = "kvpool:") -> dict[str, int]:
+    return {key: nbytes for batch in store.scan(prefix) for key, nbytes in batch}
+
+
+def test_every_block_comes_in_portions_with_its_size(store: Store) -> None:
+    assert found(store) == {}
+    assert all(store.put_many(keys(COUNT), [b"x" * 200] * COUNT, timeout_s=60))
+    portions = [len(batch) for batch in store.scan()]
+    assert sum(portions) >= COUNT
+    assert max(portions) <= 2 * SCAN_KEYS, "a server may give some more than it was asked for"
+    assert found(store) == dict.fromkeys(keys(COUNT), 264)
+
+
+def test_the_keys_alone(store: Store) -> None:
+    store.put_many(keys(COUNT), [b"x"] * COUNT, timeout_s=60)
+    store.announce("kvpool:tenant-1:worker:a", b"document", lease_s=60)
+    given = [key for step in store.scan_keys() for key in step]
+    assert sorted(set(given)) == sorted(keys(COUNT))
+    assert [key for step in store.scan_keys(tenant_prefix(OTHER.tenant)) for key in step] == []
+    assert [key for step in store.scan_keys(keys(1)[0]) for key in step] == keys(1)
+
+
+def test_keys_of_servers_that_change_meanwhile_are_not_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running("valkey-server", tmp_path) as server, open_store(server.url) as store:
+        store.put_many(keys(3), [b"x"] * 3)
+        found = iter(["before", "after"])
+        monkeypatch.setattr(store._primaries, "find", lambda: next(found))  # type: ignore[attr-defined]
+        looking = store.scan_keys()
+        assert sorted(next(looking)) == sorted(keys(3))
+        with pytest.raises(StoreUnavailable, match="its servers changed while its blocks were looked at"):
+            list(looking)
+
+
+def test_only_servers_have_notices(store: Store, request: pytest.FixtureRequest) -> None:
+    notices = store.notices()
+    assert (notices is not None) == (request.node.callspec.params["store"] in SERVERS)
+    if notices is not None:
+        notices.close()
+    store.close()
+    for look in (store.notices, store.scan_keys):
+        with pytest.raises(StoreClosed):
+            look()
+
+
+def test_a_prefix_is_a_prefix_and_no_pattern(store: Store) -> None:
+    theirs = OTHER.key(bytes(32), 0, 0)
+    store.put_many([*keys(3), theirs], [b"x"] * 4)
+    assert found(store, tenant_prefix("tenant-1")).keys() == set(keys(3))
+    assert found(store, namespace_prefix(OTHER.tenant, OTHER.hex)).keys() == {theirs}
+    assert found(store, keys(1)[0]).keys() == set(keys(1))
+    for nothing in ("kvpool:*", "kvpool:tenant-?:", "kvpool:[t]", "kvpool:tenant-\\1", "other"):
+        assert found(store, nothing) == {}
+
+
+def test_deleting_what_was_given_loses_nothing(store: Store) -> None:
+    store.put_many(keys(COUNT), [b"x"] * COUNT, timeout_s=60)
+    deleted = sum(store.delete_many([block.key for block in batch]) for batch in store.scan())
+    assert deleted == COUNT
+    assert found(store) == {}
+
+
+def test_announcements_are_no_blocks_and_go_by_prefix(store: Store) -> None:
+    for key in ("kvpool:tenant-1:worker:a", "kvpool:tenant-10:worker:a", NAMESPACE.facts_key):
+        store.announce(key, b"document", lease_s=60)
+    assert found(store) == {}
+    assert store.withdraw_all(tenant_prefix("tenant-1")) == 2
+    assert list(store.announcements()) == ["kvpool:tenant-10:worker:a"]
+    assert store.withdraw_all(tenant_prefix("tenant-1")) == 0
+
+
+def test_a_closed_store_is_not_looked_through(store: Store) -> None:
+    store.close()
+    with pytest.raises(StoreClosed):
+        store.scan()
+    with pytest.raises(StoreClosed):
+        store.withdraw_all("kvpool:")
+
+
+def test_what_is_no_record_of_a_directory_is_passed_over(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/pool") as store:
+        store.put_many(keys(1), [b"x"])
+        (record,) = (tmp_path / "pool" / "blocks").glob("*/*")
+        name = record.name
+        other = "0" if name[-3] != "0" else "1"
+        (record.parent / f"{name[:-3]}{other}.7").mkdir()
+        (record.parent / f"{name}.0").write_bytes(b"x")
+        (record.parent / "note").write_bytes(b"x")
+        elsewhere = record.parent.with_name("zzz")
+        elsewhere.mkdir()
+        (elsewhere / name).write_bytes(b"x")
+        (tmp_path / "pool" / "blocks" / "file").write_bytes(b"x")
+        assert found(store) == {keys(1)[0]: 65}
+
+
+def test_a_server_that_goes_in_the_middle_is_a_fault(tmp_path: Path) -> None:
+    with running("valkey-server", tmp_path) as server, open_store(server.url) as store:
+        store.put_many(keys(COUNT), [b"x"] * COUNT, timeout_s=60)
+        looking = store.scan()
+        assert next(looking)
+        server.kill()
+        with pytest.raises(StoreUnavailable, match="cannot look at its blocks"):
+            list(looking)

@@ -1,0 +1,165 @@
+"""The store on a server that sentinels watch: it follows the primary wherever that goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvpool import open_store
+from kvpool.cli.doctor.doctor import run_doctor
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.store.store import Store
+from tests.conftest import eventually
+from tests.store.certificates import Authority
+from tests.store.conformance import OpenStore, StoreConformance, key
+from tests.store.misbehaving import bulk, misbehaving, says
+from tests.store.servers import SERVERS, Server, Watched
+from tests.store.traffic import MARGIN_S, Traffic, serves
+
+OTHER = 99  # a key that Traffic does not use
+
+
+def role(server: Server) -> str:
+    """What it says to be; empty while it says nothing."""
+    try:
+        return str(server.info("role"))
+    except redis.ConnectionError:  # a primary that becomes a replica hangs up on everybody
+        return ""
+
+
+@pytest.fixture(params=SERVERS, scope="module")
+def watched_of_module(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Watched]:
+    watched = Watched(request.param, tmp_path_factory.mktemp("watched"))
+    yield watched
+    watched.kill()
+
+
+@pytest.fixture
+def watched(watched_of_module: Watched) -> Watched:
+    watched_of_module.primary.client.flushall()
+    watched_of_module.primary.client.config_set("maxmemory", 0)
+    return watched_of_module
+
+
+class TestSentinelStore(StoreConformance):
+    @pytest.fixture
+    def open_one(self, watched: Watched) -> OpenStore:
+        def open_one(capacity_nbytes: int) -> Store:
+            server = watched.primary
+            server.client.config_set("maxmemory", server.info("used_memory") + capacity_nbytes)
+            return open_store(watched.url)
+
+        return open_one
+
+
+def test_a_database_of_its_own(watched: Watched) -> None:
+    with open_store(f"{watched.url}/3") as three, open_store(watched.url) as zero:
+        three.put_many([key(1)], [b"x"])
+        assert zero.contains_many([key(1)]) == [False]
+        three.announce("kvpool:t:x", b"x", lease_s=60)
+        assert zero.announcements("kvpool:t:") == {}
+        assert [len(blocks) for blocks in three.scan()] == [1]
+        assert three.life() == zero.life() == watched.primary.info("run_id")
+        assert repr(three) == f"<ValkeyStore {watched.url}/3>"
+
+
+def test_what_cannot_be_is_told(watched: Watched) -> None:
+    with pytest.raises(ConfigError, match=r"knows no service 'other'"):
+        open_store(watched.url.replace("/pool", "/other"))
+    with pytest.raises(StoreUnavailable, match=r"none of its sentinels names the servers of the pool"):
+        open_store("valkey+sentinel://127.0.0.1:1/pool")
+    hosts = watched.url.partition("://")[2]
+    with pytest.raises(ConfigError, match=r"the server refuses: .*correct user or password") as caught:
+        open_store(f"valkey+sentinel://u:hunter2@{hosts}")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_sentinels_may_want_a_password_of_their_own(watched: Watched) -> None:
+    for one in watched.sentinels:
+        one.client.execute_command(
+            "ACL", "SETUSER", "asks", "on", ">hunter2", "resetkeys", "-@all", "+sentinel", "+auth"
+        )
+    with open_store(f"{watched.url}?sentinel_user=asks&sentinel_password=hunter2") as store:
+        assert serves(store)
+    with pytest.raises(ConfigError, match="correct user or password"):
+        open_store(f"{watched.url}?sentinel_user=asks&sentinel_password=hunter3")
+
+
+def test_the_doctor_names_the_primary(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    run_doctor(pool=watched.url, indexes=(), tenant="default", as_json=True)
+    assert f"127.0.0.1:{watched.primary.port}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_the_primary_is_killed_under_load(name: str, tmp_path: Path) -> None:
+    watched = Watched(name, tmp_path)
+    try:
+        with open_store(watched.url) as store:
+            with Traffic(store, timeout_s=2.0) as traffic:
+                watched.primary.kill()
+                assert eventually(lambda: traffic.faults > 0)
+                seen = traffic.hits
+                assert eventually(lambda: traffic.hits > seen + 100 and serves(store, OTHER), within_s=60)
+            assert traffic.longest_s < 2.0 + MARGIN_S
+            assert role(watched.replica) == "master"
+            assert watched.replica.client.exists(key(OTHER)) == 1
+            # The old one comes back as a replica, and nobody writes to it.
+            watched.primary.start()
+            assert eventually(lambda: role(watched.primary) == "slave", within_s=60)
+            assert serves(store)
+    finally:
+        watched.kill()
+
+
+@pytest.mark.parametrize("name", SERVERS[1:])
+def test_a_primary_that_hands_over_is_left(name: str, tmp_path: Path) -> None:
+    """It lives on as a replica, and says READONLY to whoever has not noticed."""
+    watched = Watched(name, tmp_path)
+    try:
+        with open_store(watched.url) as store:
+            assert serves(store)
+            watched.sentinels[0].client.execute_command("SENTINEL", "FAILOVER", Watched.SERVICE)
+            assert eventually(lambda: role(watched.replica) == "master", within_s=30)
+            assert eventually(lambda: role(watched.primary) == "slave", within_s=30)
+            assert eventually(lambda: serves(store), within_s=30)
+            assert watched.replica.client.exists(key(1)) == 1
+    finally:
+        watched.kill()
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_everybody_speaks_tls(name: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    watched = Watched(name, tmp_path, authority=authority)
+    try:
+        with open_store(watched.url) as store:
+            assert serves(store)
+            watched.primary.kill()
+            assert eventually(lambda: role(watched.replica) == "master", within_s=30)
+            assert eventually(lambda: serves(store, OTHER), within_s=30)
+            assert watched.replica.client.exists(key(OTHER)) == 1
+        with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+            open_store(watched.url.replace(str(authority.ca), str(Authority(tmp_path, "another").ca)))
+    finally:
+        watched.kill()
+
+
+def test_a_sentinel_that_names_a_replica_is_not_believed(watched: Watched) -> None:
+    """As one does that has not heard of a failover yet."""
+
+    def named(port: int) -> bytes:
+        return b"*2\r\n" + bulk(b"127.0.0.1") + bulk(b"%d" % port)
+
+    with misbehaving() as sentinel:
+        url = f"valkey+sentinel://127.0.0.1:{sentinel.port}/pool"
+        sentinel.misbehave(says(named(watched.replica.port)))
+        with pytest.raises(StoreUnavailable, match="which sentinels name, is no primary yet"):
+            open_store(url)
+        sentinel.misbehave(says(named(watched.primary.port)))
+        with open_store(url) as store:
+            assert serves(store)

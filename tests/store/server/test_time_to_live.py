@@ -1,0 +1,93 @@
+"""A record's time to live runs from its last use, for every client, without a write at each use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool import open_store
+from tests.conftest import eventually
+from tests.store.conformance import key, keys
+from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
+
+TTL_MS = 86_400_000
+
+
+@pytest.fixture(params=SERVERS, scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(request.param, tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(params=CLIENTS)
+def url(request: pytest.FixtureRequest, server: Server) -> str:
+    server.client.flushall()
+    return with_client(server.url, request.param)
+
+
+def put_aged(server: Server, url: str, *, left_ms: int | None) -> None:
+    """Four keys, put by somebody else, which have so much left; None: no time to live at all."""
+    with open_store(url) as other:
+        assert other.put_many(keys(4), [b"value"] * 4) == [True] * 4
+    for name in keys(4):
+        assert TTL_MS - 60_000 < server.client.pttl(name) <= TTL_MS
+        assert server.client.persist(name) if left_ms is None else server.client.pexpire(name, left_ms)
+
+
+def writes(server: Server) -> int:
+    stats = server.client.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("pexpire", "hset"))
+
+
+@pytest.mark.parametrize("left_ms", [None, 1_000_000, TTL_MS * 3 // 4])
+def test_lookups_and_loads_renew_it(server: Server, url: str, left_ms: int | None) -> None:
+    put_aged(server, url, left_ms=left_ms)
+    with open_store(url) as store:
+        assert store.touch_many(keys(2)) == [True, True]
+        assert store.get_many_into([key(2)], [bytearray(5)]) == [True]
+        renewed = [key(0), key(1), key(2)]
+        assert eventually(lambda: all(server.client.pttl(name) > TTL_MS - 60_000 for name in renewed))
+        assert store.contains_many([key(3)]) == [True]
+        assert server.client.pttl(key(3)) <= (left_ms or -1), "to look is no use"
+
+
+def test_one_that_is_young_is_not_written(server: Server, url: str) -> None:
+    """Each write is told to every index that follows the server."""
+    put_aged(server, url, left_ms=TTL_MS - 1000)
+    before = writes(server)
+    with open_store(url) as store:
+        for _ in range(20):
+            assert store.touch_many(keys(4)) == [True] * 4
+            assert store.get_many_into([key(2)], [bytearray(5)]) == [True]
+    assert writes(server) == before
+
+
+def test_a_key_in_use_outlives_its_time(server: Server, url: str) -> None:
+    with open_store(f"{url}{'&' if '?' in url else '?'}ttl=2s") as store:
+        assert store.put_many(keys(3), [b"value"] * 3) == [True] * 3
+
+        def unused_one_has_gone() -> bool:
+            assert store.touch_many([key(0)]) == [True]
+            assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
+            return store.contains_many([key(2)]) == [False]
+
+        assert eventually(unused_one_has_gone, within_s=10)
+        assert store.touch_many([key(0)]) == [True]
+        assert store.contains_many([key(1)]) == [True]
+
+
+def test_a_lookup_again_costs_one_command(server: Server, url: str) -> None:
+    put_aged(server, url, left_ms=TTL_MS - 1000)
+
+    def looks() -> int:
+        return int(server.client.info("commandstats").get("cmdstat_pttl", {}).get("calls", 0))
+
+    with open_store(url) as store:
+        assert store.touch_many(keys(4)) == [True] * 4
+        assert store.touch_many(keys(4)) == [True] * 4
+        before = looks()
+        for _ in range(100):
+            assert store.touch_many(keys(4)) == [True] * 4
+        # By each of two threads once, at the most.
+        assert looks() - before <= 4

@@ -1,0 +1,709 @@
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from kvpool import open_store
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.store.documents import ORPHAN_AGE_S, Announcements
+from kvpool.store.file import FileStore
+from kvpool.store.store import Store
+from tests.conftest import eventually
+from tests.store.conformance import (
+    MIB,
+    EvictionConformance,
+    OpenStore,
+    StoreConformance,
+    key,
+    keys,
+    payload,
+)
+from tests.store.file_user import HOT, RECORD_NBYTES, SMALL_CAPACITY_NBYTES, VALUE_NBYTES
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "pool"
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    with FileStore(str(root), 64 * MIB, 2) as store:
+        yield store
+
+
+class TestFileStore(EvictionConformance, StoreConformance):
+    @pytest.fixture
+    def open_one(self, root: Path) -> OpenStore:
+        return lambda capacity_nbytes: FileStore(str(root), capacity_nbytes, 2)
+
+    @pytest.fixture
+    def store(self, open_one: OpenStore) -> Iterator[Store]:
+        with open_one(256 * MIB) as store:
+            yield store
+
+
+def run_user(what: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.store.file_user", what, *arguments]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def held_and_counted_nbytes(root: Path) -> tuple[int, int]:
+    """Sizes of all files and the shared counter, under the lock of an eviction pass: nothing moves meanwhile."""
+    with (root / "usage").open("rb") as usage:
+
+        def locked() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            return False
+
+        assert eventually(locked)
+        files = [path for folder in ("tmp", "blocks") for path in (root / folder).rglob("*")]
+        held = sum(path.stat().st_size for path in files if path.is_file())
+        counts = usage.read()[24:]  # bytes << 16 | check, for each bucket and for tmp/
+        return held, sum(int.from_bytes(counts[at + 2 : at + 8], "little") for at in range(0, len(counts), 8))
+
+
+def record_files(root: Path) -> list[Path]:
+    return sorted(path for path in (root / "blocks").rglob("*") if path.is_file())
+
+
+# ---------------------------------------------------------------------- what the records must survive
+
+
+def flip(position: int) -> Callable[[bytearray], None]:
+    def change(record: bytearray) -> None:
+        record[position] ^= 0x10
+
+    return change
+
+
+def cut(nbytes: int) -> Callable[[bytearray], None]:
+    def change(record: bytearray) -> None:
+        del record[nbytes:]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(flip(0), id="magic"),
+        pytest.param(flip(4), id="version"),
+        pytest.param(flip(6), id="flags"),
+        pytest.param(flip(8), id="payload_nbytes"),
+        pytest.param(flip(16), id="fingerprint"),
+        pytest.param(flip(32), id="hash"),
+        pytest.param(flip(52), id="group"),
+        pytest.param(flip(54), id="rank"),
+        pytest.param(flip(56), id="checksum"),
+        pytest.param(flip(64), id="first payload byte"),
+        pytest.param(flip(-1), id="last payload byte"),
+        pytest.param(cut(0), id="empty"),
+        pytest.param(cut(63), id="less than a header"),
+        pytest.param(cut(64), id="header only"),
+        pytest.param(cut(-1), id="a byte short"),
+        pytest.param(lambda record: record.extend(b"\0"), id="a byte long"),
+    ],
+)
+def test_a_damaged_record_is_a_miss_and_goes(
+    root: Path, store: Store, damage: Callable[[bytearray], None]
+) -> None:
+    store.put_many([key(1)], [bytes(1000)])
+    (path,) = record_files(root)
+    record = bytearray(path.read_bytes())
+    damage(record)
+    path.write_bytes(record)
+    assert store.get_many_into([key(1)], [bytearray(1000)]) == [False]
+    assert record_files(root) == []
+    assert store.counters()["damaged"] == 1
+    assert store.put_many([key(1)], [b"again"]) == [True]
+    assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
+
+
+def test_a_record_in_another_records_place_is_a_miss(root: Path, store: Store) -> None:
+    store.put_many([key(0)], [bytes(1000)])
+    (first,) = record_files(root)
+    record = first.read_bytes()
+    store.put_many([key(6)], [b"!" * 1000])  # the same group and rank
+    (second,) = [path for path in record_files(root) if path != first]
+    second.write_bytes(record)
+    assert store.get_many_into([key(0), key(6)], [bytearray(1000), bytearray(1000)]) == [True, False]
+
+
+def test_a_killed_writer_leaves_nothing_torn(root: Path) -> None:
+    writer = run_user("put_for_ever", str(root))
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "begun\n"
+    with FileStore(str(root), 256 * MIB, 2) as store:
+        nbytes = 8 * MIB // 10
+        targets = [bytearray(nbytes) for _ in range(20)]
+        for _ in range(3):  # while it writes
+            for hit, target in zip(store.get_many_into(keys(20), targets), targets, strict=True):
+                assert hit
+                assert target == target[:1] * nbytes
+        writer.kill()
+        writer.communicate()
+        for hit, target in zip(store.get_many_into(keys(20), targets), targets, strict=True):
+            assert hit
+            assert target == target[:1] * nbytes
+        assert store.counters()["damaged"] == 0
+        assert store.put_many(keys(20), [b"anew"] * 20) == [True] * 20
+    with FileStore(str(root), 256 * MIB, 2):
+        assert len(record_files(root)) == 20
+        assert list((root / "tmp").iterdir()) == []
+
+
+# ---------------------------------------------------------------------- room
+
+
+def test_the_least_recently_used_go_first_and_capacity_holds(root: Path) -> None:
+    with FileStore(str(root), 2 * MIB, 1) as store:
+        value = bytes(100_000 - 64)
+        store.put_many(keys(15), [value] * 15)
+        assert all(store.get_many_into(keys(3), [bytearray(len(value)) for _ in range(3)]))
+        for number in range(15, 25):
+            assert store.put_many([key(number)], [value]) == [True]
+            assert sum(path.stat().st_size for path in record_files(root)) <= 2 * MIB
+        held = store.contains_many(keys(25))
+        assert held[:3] == [True] * 3  # read just before it became full
+        assert not held[3]  # written first, never read
+        assert held[20:] == [True] * 5
+        assert store.counters()["evicted"] > 0
+
+
+def test_a_smaller_capacity_at_open_is_kept(root: Path) -> None:
+    with FileStore(str(root), 8 * MIB, 1) as store:
+        store.put_many(keys(6), [bytes(MIB)] * 6)
+    with FileStore(str(root), 3 * MIB, 1) as store:
+        assert sum(path.stat().st_size for path in record_files(root)) <= 3 * MIB
+        assert sum(store.contains_many(keys(6))) == 2
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def test_processes_share_a_directory(root: Path) -> None:
+    users = [run_user("share", str(root), str(seed)) for seed in range(4)]
+    for user in users:
+        out, err = user.communicate(timeout=120)
+        assert user.returncode == 0, err
+        assert int(out) > 0
+    assert sum(path.stat().st_size for path in record_files(root)) <= 4 * MIB
+    assert {path.stat().st_size for path in record_files(root)} <= {VALUE_NBYTES + 64}
+
+
+def test_the_capacity_and_what_is_used_hold_under_many_writers(root: Path) -> None:
+    """A put reserves its bytes before it writes: the files never exceed the capacity, by nothing."""
+    writers = 4
+    with FileStore(str(root), SMALL_CAPACITY_NBYTES, 1) as store:
+        names, values = [key(number) for number in HOT], [payload(number, 10_000) for number in HOT]
+        assert all(store.put_many(names, values))
+        users = [run_user("fill", str(root), str(number * 1000)) for number in range(writers)]
+        looks = 0
+        try:
+            while any(user.poll() is None for user in users):
+                held, counted = held_and_counted_nbytes(root)
+                assert held <= counted <= SMALL_CAPACITY_NBYTES
+                looks += 1
+                threading.Event().wait(0.01)  # the writers need the lock, too
+        finally:
+            for user in users:
+                if looks == 0 or user.poll() is None:
+                    user.kill()
+            outs = [user.communicate(timeout=120) for user in users]
+        assert [user.returncode for user in users] == [0] * writers, outs
+        assert looks > 3
+        targets = [bytearray(10_000) for _ in names]
+        assert store.get_many_into(names, targets) == [True] * len(names)
+        assert targets == values
+
+        # Each record was evicted once, and no pass followed another for the same need: each frees a tenth.
+        evicted, passes = (sum(int(out.split()[column]) for out, _ in outs) for column in (0, 1))
+        assert evicted + len(record_files(root)) == writers * 400 + len(names)
+        opened = writers  # each passes once when it opens
+        assert passes - opened <= evicted * RECORD_NBYTES / (SMALL_CAPACITY_NBYTES / 10) + 1
+
+
+def test_two_stores_on_one_directory_see_each_other(root: Path) -> None:
+    with FileStore(str(root), 64 * MIB, 1) as one, FileStore(str(root), 64 * MIB, 1) as other:
+        one.put_many([key(1)], [b"value"])
+        target = bytearray(5)
+        assert other.get_many_into([key(1)], [target]) == [True]
+        assert target == b"value"
+        one.announce("kvpool:t:x", b"hello", lease_s=60)
+        assert other.announcements("kvpool:t:") == {"kvpool:t:x": b"hello"}
+        assert other.delete_many([key(1)]) == 1
+        assert one.contains_many([key(1)]) == [False]
+
+
+def test_what_was_put_outlives_the_process(root: Path) -> None:
+    with open_store(f"file://{root}?capacity=8MiB") as store:
+        store.put_many([key(1)], [b"value"])
+        store.announce("kvpool:t:x", b"hello", lease_s=60)
+    with open_store(f"file://{root}?capacity=8MiB") as store:
+        assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
+        assert store.announcements("") == {"kvpool:t:x": b"hello"}
+
+
+# ---------------------------------------------------------------------- what may happen to the directory
+
+
+def test_the_directory_is_removed_while_open(root: Path, store: Store) -> None:
+    store.put_many(keys(3), [b"value"] * 3)
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    shutil.rmtree(root)
+    assert store.get_many_into(keys(3), [bytearray(5) for _ in range(3)]) == [False] * 3
+    assert store.contains_many(keys(3)) == [False] * 3
+    assert store.delete_many(keys(3)) == 0
+    assert store.announcements("") == {}
+    assert store.put_many([key(1)], [b"value"]) == [True]
+    assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    assert store.announcements("") == {"kvpool:t:x": b"hello"}
+
+
+def test_the_directory_becomes_a_file_while_open(root: Path, store: Store) -> None:
+    store.put_many([key(1)], [b"value"])
+    shutil.rmtree(root)
+    root.write_text("no directory")
+    with pytest.raises(StoreUnavailable, match=rf"^file://{root}: put of 1 keys: put .*: Not a directory"):
+        store.put_many([key(1)], [b"value"])
+    with pytest.raises(StoreUnavailable, match=rf"^file://{root}: cannot keep an announcement"):
+        store.announce("kvpool:t:x", b"hello", lease_s=60)
+
+
+def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:3]:
+        if parent.stat().st_uid == os.getuid() and parent != Path("/tmp"):
+            parent.chmod(0o755)
+    directory = tmp_path / "pool"
+    directory.mkdir(mode=0o555)
+    user = run_user("open_as_nobody", str(directory))
+    out, err = user.communicate(timeout=60)
+    assert out == (
+        f"ConfigError: file://{directory}: cannot write: Permission denied; "
+        "give this user write access or choose another directory\n"
+    ), err
+
+
+@pytest.mark.parametrize("below", ["", "/deeper/still"])
+def test_a_path_that_is_a_file(tmp_path: Path, below: str) -> None:
+    path = tmp_path / "file"
+    path.write_text("text")
+    with pytest.raises(ConfigError) as caught:
+        FileStore(f"{path}{below}", MIB, 1)
+    assert (
+        str(caught.value)
+        == f"file://{path}{below}: cannot write: Not a directory; choose a directory, not a file"
+    )
+    assert path.read_text() == "text"
+
+
+def test_a_directory_with_odd_characters(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/a%20b%3F%23%C3%BC?capacity=1MiB&threads=3") as store:
+        store.put_many([key(1)], [b"x"])
+        assert store.contains_many([key(1)]) == [True]
+    assert record_files(tmp_path / "a b?#ü")
+
+
+def test_a_fault_is_no_miss(root: Path, store: Store) -> None:
+    store.put_many([key(1)], [b"value"])
+    (path,) = record_files(root)
+    directory = path.parent
+    shutil.rmtree(directory)
+    directory.write_text("in the way")
+    with pytest.raises(StoreUnavailable, match=rf"^file://{root}: get of 2 keys: get .*Not a directory"):
+        store.get_many_into(keys(2), [bytearray(5), bytearray(5)])
+    assert store.counters()["faults"] == 1
+    assert store.put_many([key(2)], [b"value"]) == [True]
+
+
+def test_a_deadline_that_cannot_be_kept(root: Path) -> None:
+    with FileStore(str(root), 512 * MIB, 1) as store:
+        value = bytes(64 * MIB)
+        transfer = store.submit_put(keys(4), [value] * 4, timeout_s=0.001)
+        with pytest.raises(StoreUnavailable, match=r"put of 4 keys: no answer within 0\.001 s"):
+            transfer.wait()
+        assert transfer.done()
+        assert store.counters()["timed_out"] > 0
+        assert store.put_many([key(9)], [b"after"]) == [True]
+
+
+def test_waiting_less_than_the_batch_takes(root: Path) -> None:
+    with FileStore(str(root), 512 * MIB, 1) as store:
+        value = bytes(64 * MIB)
+        transfer = store.submit_put(keys(4), [value] * 4, timeout_s=60)
+        with pytest.raises(StoreUnavailable, match="still under way"):
+            transfer.wait(0.001)
+        assert transfer.wait() == [True] * 4
+
+
+def test_a_store_does_not_survive_a_fork(root: Path, store: Store) -> None:
+    program = (
+        "import os, sys\n"
+        "from kvpool.store.file import FileStore\n"
+        "from kvpool.errors import StoreUnavailable\n"
+        f"store = FileStore({str(root)!r}, 1 << 20, 1)\n"
+        "if (child := os.fork()) == 0:\n"
+        "    try:\n"
+        "        store.contains_many([])\n"
+        "    except StoreUnavailable as error:\n"
+        "        os._exit(7 if 'fork' in str(error) else 8)\n"
+        "    os._exit(9)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "store.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------- whose directory it is
+
+
+def refused(path: Path, capacity_nbytes: int | None = MIB) -> str:
+    with pytest.raises(ConfigError) as caught:
+        FileStore(str(path), capacity_nbytes, 1)
+    text = str(caught.value)
+    assert text.startswith(f"file://{path}: ")
+    assert "\n" not in text
+    return text.removeprefix(f"file://{path}: ")
+
+
+def tree(path: Path) -> dict[str, bytes | None]:
+    return {
+        str(one.relative_to(path)): one.read_bytes() if one.is_file() else None for one in path.rglob("*")
+    }
+
+
+def foreign_directory(path: Path) -> Path:
+    """Everything in it has a name that a pool has, too."""
+    for folder in ("tmp", "announcements", "blocks"):
+        (path / folder).mkdir(parents=True)
+    (path / "tmp" / "thesis.txt").write_text("years of work")
+    (path / "tmp" / "1.2.3.4").write_text("of another program")
+    (path / "usage").write_text("how to use it")
+    old = path / "announcements" / "2019.txt"
+    old.write_text("party")
+    os.utime(old, (0, 0))
+    return path
+
+
+@pytest.mark.parametrize("capacity_nbytes", [MIB, None])
+def test_a_foreign_directory_is_refused_and_nothing_in_it_is_touched(
+    tmp_path: Path, capacity_nbytes: int | None
+) -> None:
+    place = foreign_directory(tmp_path / "home")
+    before = tree(place)
+    says = refused(place, capacity_nbytes)
+    assert "it is not empty (" in says
+    assert "name a directory that is empty or not there yet" in says
+    assert tree(place) == before
+
+
+def test_an_empty_directory_is_made_a_pool_and_says_so(root: Path) -> None:
+    root.mkdir()
+    (root / "lost+found").mkdir()  # a file system of its own
+    with FileStore(str(root), MIB, 1) as store:
+        assert store.put_many([key(1)], [b"x"]) == [True]
+    marker = (root / "kvpool-pool").read_text()
+    assert marker.startswith("kvpool pool, format 2\n")
+    assert "Delete the whole directory" in marker
+
+
+def test_a_missing_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    FileStore(str(tmp_path / "a" / "pool"), MIB, 1).close()
+    modes = {
+        str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in (tmp_path / "a").rglob("*")
+    }
+    assert modes == {
+        "a/pool": 0o700, "a/pool/blocks": 0o700, "a/pool/kvpool-pool": 0o600,
+        "a/pool/tmp": 0o700, "a/pool/usage": 0o600,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("marker", "says"),
+    [
+        (b"kvpool pool, format 3\n", "it is a pool of format 3, and this kvpool has format 2"),
+        (b"kvpool pool, format 1\nx", "it is a pool of format 1"),
+        (b"kvpool pool, for", "is cut short"),
+        (b"", "is cut short"),
+        (b"kvpool pool, format two\n", "none that kvpool wrote"),
+        (b"kvpool pool, format 3", "none that kvpool wrote"),
+        (b"\0" * 4097, "none that kvpool wrote"),
+        (b"\xff\xfe", "none that kvpool wrote"),
+    ],
+)
+@pytest.mark.parametrize("capacity_nbytes", [MIB, None])
+def test_a_marker_that_is_not_ours_is_refused(
+    tmp_path: Path, marker: bytes, says: str, capacity_nbytes: int | None
+) -> None:
+    place = foreign_directory(tmp_path / "home")
+    (place / "kvpool-pool").write_bytes(marker)
+    before = tree(place)
+    assert says in refused(place, capacity_nbytes)
+    assert tree(place) == before
+
+
+def test_a_marker_that_is_a_link_a_folder_a_pipe_or_huge_is_refused(root: Path, tmp_path: Path) -> None:
+    FileStore(str(root), MIB, 1).close()
+    marker = root / "kvpool-pool"
+    whole = tmp_path / "whole"
+    marker.rename(whole)
+    for make, remove in (
+        (lambda: marker.symlink_to(whole), marker.unlink),
+        (marker.mkdir, marker.rmdir),
+        (lambda: os.mkfifo(marker), marker.unlink),
+        (lambda: (marker.touch(), os.truncate(marker, 1 << 30)), marker.unlink),
+    ):
+        make()
+        assert "none that kvpool wrote" in refused(root)
+        remove()
+    whole.rename(marker)
+    FileStore(str(root), MIB, 1).close()
+
+
+def test_a_maker_that_was_killed_is_finished_by_the_next(root: Path) -> None:
+    FileStore(str(root), MIB, 1).close()
+    whole = (root / "kvpool-pool").read_bytes()
+    shutil.rmtree(root)
+    for cut in range(len(whole)):
+        root.mkdir()
+        (root / "kvpool-pool").write_bytes(whole[:cut])
+        FileStore(str(root), MIB, 1).close()
+        if cut <= whole.index(b"\n"):
+            assert (root / "kvpool-pool").read_bytes() == whole
+        shutil.rmtree(root)
+
+
+def test_processes_that_make_the_pool_at_once_all_succeed(tmp_path: Path) -> None:
+    for attempt in range(30):
+        root, failed = tmp_path / str(attempt), []
+        barrier = threading.Barrier(6)
+
+        def make(
+            root: Path = root, failed: list[BaseException] = failed, barrier: threading.Barrier = barrier
+        ) -> None:
+            try:
+                barrier.wait()
+                FileStore(str(root), MIB, 1).close()
+            except BaseException as error:
+                failed.append(error)
+
+        makers = [threading.Thread(target=make) for _ in range(6)]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
+        assert not failed
+
+
+@pytest.mark.parametrize("part", ["tmp", "blocks", "announcements", "usage"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "other"])
+def test_a_part_of_the_pool_that_is_something_else_is_refused(
+    root: Path, tmp_path: Path, part: str, kind: str
+) -> None:
+    """Through a link, files elsewhere would be written and deleted."""
+    FileStore(str(root), MIB, 1).close()
+    elsewhere = foreign_directory(tmp_path / "home")
+    before = tree(elsewhere)
+    place = root / part
+    with contextlib.suppress(FileNotFoundError):
+        place.unlink() if part == "usage" else place.rmdir()
+    if kind == "link":
+        place.symlink_to(elsewhere / part)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    elif part == "usage":
+        place.mkdir()
+    else:
+        place.write_text("x")
+    assert f"its {part} is no " in refused(root)
+    assert tree(elsewhere) == before
+
+
+def test_a_directory_that_everyone_may_write_is_refused(root: Path) -> None:
+    root.mkdir()
+    for mode in (0o777, 0o1777, 0o702):
+        root.chmod(mode)
+        assert "everyone may write in it: name a directory in it" in refused(root)
+        assert list(root.iterdir()) == []
+        FileStore(f"{root}/own", MIB, 1).close()
+        shutil.rmtree(root / "own")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(root: Path) -> None:
+    root.mkdir()
+    os.chown(root, 65534, 65534)
+    assert "it belongs to user 65534 and this process is user 0: name a directory in it" in refused(root)
+    assert list(root.iterdir()) == []
+    FileStore(f"{root}/own", MIB, 1).close()
+
+
+def test_a_directory_that_a_group_shares_stays_so_whatever_the_umask(root: Path) -> None:
+    root.mkdir()
+    root.chmod(0o2770)
+    old = os.umask(0o077)
+    try:
+        with FileStore(str(root), MIB, 1) as store:
+            store.put_many([key(1)], [b"x"])
+            store.announce("kvpool:t:x", b"hello", lease_s=60)
+    finally:
+        os.umask(old)
+    folders = {path.stat().st_mode & 0o7777 for path in root.rglob("*") if path.is_dir()}
+    files = {path.stat().st_mode & 0o777 for path in root.rglob("*") if path.is_file()}
+    assert folders == {0o2770}
+    assert files == {0o660}
+
+
+def test_cutting_the_counts_kills_nobody(root: Path, store: Store) -> None:
+    for number in range(50):
+        os.truncate(root / "usage", 0)
+        assert store.put_many([key(number)], [b"value"]) == [True]
+        assert store.counters()["stored_nbytes"] == (number + 1) * 69
+
+
+def test_hits_are_about_those_of_an_exact_order(root: Path) -> None:
+    """Requests distributed as Zipf's law says, beside a model that evicts the least recently used one exactly."""
+    held, asked, value = 2000, 12_000, bytes(100)
+    chance = random.Random(1)
+    weights = [1 / (rank + 1) for rank in range(8000)]
+    exact: dict[int, None] = {}
+    hits = exact_hits = 0
+    with FileStore(str(root), held * 164, 1) as store:
+        for number in chance.choices(range(8000), weights, k=asked):
+            exact_hits += number in exact
+            exact.pop(number, None)
+            exact[number] = None
+            if len(exact) > held:
+                del exact[next(iter(exact))]
+            (hit,) = store.get_many_into([key(number)], [bytearray(100)])
+            hits += hit
+            if not hit:
+                assert store.put_many([key(number)], [value]) == [True]
+        assert store.counters()["evicted"] > held / 2
+    assert hits > exact_hits * 0.97
+
+
+# ---------------------------------------------------------------------- announcements on disk
+
+
+def announcement_file(root: Path) -> Path:
+    (path,) = (root / "announcements").iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01\x02\x03",
+        b"x" * 200_000,
+        msgpack.packb({"key": "kvpool:t:x", "document": b"forged", "expires_unix_s": "never"}),
+        msgpack.packb({"key": "kvpool:t:other", "document": b"forged", "expires_unix_s": 1e12}),
+        msgpack.packb({"key": "kvpool:t:x", "document": [[[[]]]], "expires_unix_s": 1e12}),
+        msgpack.packb({"document": b"forged", "expires_unix_s": 1e12}),
+        msgpack.packb({"key": "kvpool:t:x", "document": b"f", "expires_unix_s": 1e12})[:-2],
+        msgpack.packb(msgpack.ExtType(5, b"x" * 100)),
+        b"\xdf\xff\xff\xff\xff",
+        b"\x91" * 5000,
+    ],
+)
+def test_an_unreadable_announcement_is_passed_over(root: Path, store: Store, content: bytes) -> None:
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    announcement_file(root).write_bytes(content)
+    assert store.announcements("") == {}
+    store.announce("kvpool:t:x", b"hello again", lease_s=60)
+    assert store.announcements("") == {"kvpool:t:x": b"hello again"}
+
+
+def test_an_expired_announcement_is_removed_by_the_next_new_one(root: Path, store: Store) -> None:
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    path = announcement_file(root)
+    fields = msgpack.unpackb(path.read_bytes())
+    assert fields.keys() == {"key", "document", "expires_unix_s"}
+    assert 50 < fields["expires_unix_s"] - time.time() <= 60
+    path.write_bytes(msgpack.packb({**fields, "expires_unix_s": time.time() - 0.001}))
+    assert store.announcements("") == {}
+    assert path.exists(), "who only reads deletes nothing"
+    store.announce("kvpool:t:y", b"hello", lease_s=60)
+    assert not path.exists()
+    assert list(store.announcements("")) == ["kvpool:t:y"]
+
+
+def test_an_announcement_renewed_while_it_is_removed_stays(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = root / "announcements"
+    root.mkdir()
+    announced = Announcements(directory)
+    announced.put("kvpool:t:x", b"old", 60.0)
+    path = announcement_file(root)
+    path.write_bytes(msgpack.packb({"key": "kvpool:t:x", "document": b"old", "expires_unix_s": 1.0}))
+    remove_expired = announced._remove_expired
+
+    def renewed_just_before(folder: int, name: str, now_unix_s: float) -> None:
+        announced.put("kvpool:t:x", b"renewed", 60.0)
+        remove_expired(folder, name, now_unix_s)
+
+    monkeypatch.setattr(announced, "_remove_expired", renewed_just_before)
+    announced.put("kvpool:t:y", b"new", 60.0)
+    assert announced.all("") == {"kvpool:t:x": b"renewed", "kvpool:t:y": b"new"}
+    assert len(list(directory.iterdir())) == 2
+
+
+def test_what_a_dead_writer_left_is_removed_in_time_and_nothing_else(root: Path, store: Store) -> None:
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    folder = root / "announcements"
+    young, old = (folder / f".{'0' * 32}.17.{end * 16}" for end in "ab")
+    foreign, link = folder / ".thesis", folder / f".{'0' * 32}.17.{'c' * 16}"
+    for path in (young, old, foreign):
+        path.write_bytes(b"half an announ")
+    link.symlink_to(foreign)
+    long_ago_s = time.time() - ORPHAN_AGE_S - 1
+    for path in (old, foreign):
+        os.utime(path, (long_ago_s, long_ago_s))
+    os.utime(link, (long_ago_s, long_ago_s), follow_symlinks=False)
+    store.announce("kvpool:t:y", b"hello", lease_s=60)
+    assert list(store.announcements("")) == ["kvpool:t:x", "kvpool:t:y"]
+    assert young.exists()
+    assert not old.exists()
+    assert foreign.read_bytes() == b"half an announ"
+    assert link.is_symlink()
+
+
+def test_a_pipe_among_announcements_holds_nobody_up(root: Path, store: Store) -> None:
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    path = announcement_file(root)
+    path.unlink()
+    os.mkfifo(path)
+    assert store.announcements("") == {}
+    store.announce("kvpool:t:x", b"hello", lease_s=60)
+    assert list(store.announcements("")) == ["kvpool:t:x"]
+
+
+def test_its_text_is_its_url(root: Path, store: Store) -> None:
+    assert repr(store) == f"<FileStore file://{root}>"

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import pytest
+
+from kvpool import open_store
+from kvpool.errors import ConfigError
+from kvpool.store.tls import Tls
+from kvpool.store.url import StoreURL
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("memory://", StoreURL("memory", "", GIB)),
+        ("memory://?capacity=5MiB", StoreURL("memory", "", 5 << 20)),
+        ("file:///var/kv", StoreURL("file", "/var/kv", 10 * GIB, 2)),
+        ("file:///b/?capacity=1048576", StoreURL("file", "/b/", 1 << 20, 2)),
+        ("file:///dev/shm/kvpool", StoreURL("file", "/dev/shm/kvpool", 10 * GIB, 2)),
+        ("file:///a?capacity=2TiB&threads=64", StoreURL("file", "/a", 2 << 40, 64)),
+        ("file:///a?threads=1&capacity=500MB", StoreURL("file", "/a", 500_000_000, 1)),
+        ("file:///a%20b%3F", StoreURL("file", "/a b?", 10 * GIB, 2)),
+        ("file:///a@b:c", StoreURL("file", "/a@b:c", 10 * GIB, 2)),
+        ("valkey://h", StoreURL("valkey", "", 0, 2, "h", 6379, "", "", 0, 86400)),
+        ("redis://10.0.0.1:7/", StoreURL("redis", "", 0, 2, "10.0.0.1", 7, "", "", 0, 86400)),
+        ("valkey://[::1]:7/3", StoreURL("valkey", "", 0, 2, "::1", 7, "", "", 3, 86400)),
+        (
+            "valkey://u%40:p%2Fw%3A@h?ttl=2h&connections=4",
+            StoreURL("valkey", "", 0, 4, "h", 6379, "u@", "p/w:", 0, 7200),
+        ),
+        ("valkey://:p@h?ttl=1", StoreURL("valkey", "", 0, 2, "h", 6379, "", "p", 0, 1)),
+        (
+            "valkey+unix:///run/a%20b?db=2&ttl=366d",
+            StoreURL("valkey+unix", "/run/a b", 0, 2, "", 0, "", "", 2, 366 * 86400),
+        ),
+        ("valkey://h?client=native", StoreURL("valkey", "", 0, 2, "h", 6379, "", "", 0, 86400, "native")),
+        (
+            "redis://h?client=glide&ttl=1m",
+            StoreURL("redis", "", 0, 2, "h", 6379, "", "", 0, 60, "glide"),
+        ),
+        (
+            "valkey+unix:///s?client=redis&db=1",
+            StoreURL("valkey+unix", "/s", 0, 2, "", 0, "", "", 1, 86400, "redis"),
+        ),
+        (
+            "valkey+cluster://u:p@a,[::1]:7,10.0.0.1:8?ttl=2h&connections=4",
+            StoreURL(
+                "valkey+cluster",
+                "",
+                0,
+                4,
+                "",
+                0,
+                "u",
+                "p",
+                0,
+                7200,
+                nodes=(("a", 6379), ("::1", 7), ("10.0.0.1", 8)),
+            ),
+        ),
+        (
+            "valkey+sentinel://a,b:7/my-pool/2?sentinel_user=s&sentinel_password=q%26?client=native",
+            StoreURL(
+                "valkey+sentinel",
+                "",
+                0,
+                2,
+                "",
+                0,
+                "",
+                "",
+                2,
+                86400,
+                nodes=(("a", 26379), ("b", 7)),
+                service="my-pool",
+                sentinel_user="s",
+                sentinel_password="q&?client=native",
+            ),
+        ),
+        (
+            "valkey+cluster://a?tls=true&ca=/x",
+            StoreURL(
+                "valkey+cluster",
+                "",
+                0,
+                2,
+                "",
+                0,
+                "",
+                "",
+                0,
+                86400,
+                nodes=(("a", 6379),),
+                tls=Tls("/x", "", ""),
+            ),
+        ),
+        ("valkeys://h", StoreURL("valkeys", "", 0, 2, "h", 6379, "", "", 0, 86400, "native", Tls())),
+        (
+            "rediss://u:p@[::1]:7/1?ca=/a%20b.pem&cert=/c&key=/k&client=redis",
+            StoreURL("rediss", "", 0, 2, "::1", 7, "u", "p", 1, 86400, "redis", Tls("/a b.pem", "/c", "/k")),
+        ),
+        ("valkey+unix://u:p@/run/s", StoreURL("valkey+unix", "/run/s", 0, 2, "", 0, "u", "p", 0, 86400)),
+    ],
+)
+def test_parse(url: str, expected: StoreURL) -> None:
+    assert StoreURL.parse(url) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("flie:///x", 'unknown store "flie"; did you mean "file"?'),
+        ("Memory://", 'unknown store "Memory"; did you mean "memory"?'),
+        ("http://x", 'unknown store "http"; known are file, memory, redis'),
+        ("file://rel", "three slashes; perhaps file:///rel"),
+        ("file://host/dir", "file:///absolute/path, with three slashes; perhaps file:///host/dir"),
+        ("file://", "perhaps file:///absolute/path"),
+        ("file:///", "/ is the system's; name a directory of the pool's own, such as file:///kvpool"),
+        ("file:////", "/ is the system's"),
+        ("file:///x/..", "/ is the system's"),
+        (
+            "file:///var",
+            "/var is the system's; name a directory of the pool's own, such as file:///var/kvpool",
+        ),
+        ("file:///dev/shm/", "such as file:///dev/shm/kvpool"),
+        ("file:///dev/%73hm", "such as file:///dev/shm/kvpool"),
+        ("file:///tmp", "such as file:///tmp/kvpool"),
+        ("file:///proc/self/cwd/x", "/proc/self/cwd/x is the system's"),
+        ("memory://shared", "takes no name"),
+        ("memory:///x", "takes no name"),
+        ("memory://?threads=2", 'unknown parameter "threads"; known are capacity'),
+        ("file:///x?capcity=1GiB", 'unknown parameter "capcity"; did you mean "capacity"?'),
+        ("file:///x?capacity=1GiB&capacity=2GiB", "capacity is given twice"),
+        ("file:///x?capacity=1gb", '"1gb" is not a size'),
+        ("file:///x?capacity=", '"" is not a size'),
+        ("file:///x?capacity=-1", '"-1" is not a size'),
+        ("file:///x?capacity=1.5GiB", '"1.5GiB" is not a size'),
+        ("file:///x?capacity=99999999TiB", "too large"),
+        ("file:///x?capacity=1023KiB", "capacity is at least 1MiB"),
+        ("file:///x?threads=0", "1 to 64"),
+        ("file:///x?threads=65", "1 to 64"),
+        ("file:///x?threads=two", "1 to 64"),
+        ("file:///x%00y", "zero byte"),
+        ("file:///x%ff", "UTF-8"),
+        ("/var/kv", "is not a store URL: write file:///dir, valkey://host:6379, "),
+        ("valkey://", "write valkey://host:6379"),
+        ("valkey://h:0", "with a port from 1 to 65535"),
+        ("valkey://h:65536", "with a port from 1 to 65535"),
+        ("valkey://::1:6379", "write valkey://host:6379"),
+        ("redis://h h", "write redis://host:6379"),
+        ("valkey://h/x", "a database is a whole number"),
+        ("valkey://h/65536", "a database is a whole number from 0 to 65535"),
+        ("valkey://h?ttl=0", "ttl is a time such as 3600s, 12h or 7d"),
+        ("valkey://h?ttl=367d", "at most 366d"),
+        ("valkey://h?ttl=1w", "ttl is a time"),
+        ("valkey://h?connections=65", "connections is a whole number from 1 to 64"),
+        ("valkey://h?capacity=1GiB", 'unknown parameter "capacity"; known are client, connections, ttl'),
+        ("valkey://h?client=redi", 'unknown client "redi"; did you mean "redis"?'),
+        ("valkey://h?client=", 'unknown client ""; known are glide, native, redis'),
+        ("valkey://h?ca=/x", 'unknown parameter "ca"; known are client, connections, ttl'),
+        ("valkeys://h?ca=x.pem", "ca is the absolute path of a PEM file"),
+        ("valkeys://h?ca=", "ca is the absolute path of a PEM file"),
+        ("valkeys://h?ca=/x%00", "ca is the absolute path of a PEM file"),
+        ("valkeys://h?cert=/x", "cert and key go together"),
+        ("rediss://h?key=/x", "cert and key go together"),
+        ("valkeys://h?verify=none", 'unknown parameter "verify"; known are ca, cert, client, '),
+        ("valkeys:///s", "write valkeys://host:6379"),
+        ("valkey+unix:///s?client=glide", "client=glide cannot use a socket"),
+        ("file:///x?client=redis", 'unknown parameter "client"; known are capacity, threads'),
+        ("valkey+cluster://", "write valkey+cluster://host:6379,host:6379, with 1 to 64 hosts"),
+        ("valkey+cluster://a,,b", "write valkey+cluster://host:6379,host:6379"),
+        ("valkey+cluster://a,b:0", "ports from 1 to 65535"),
+        ("valkey+cluster://" + ",".join(["a"] * 65), "1 to 64 hosts"),
+        ("valkey+cluster://a/1", "a cluster has no databases; leave /1 away"),
+        ("valkey+cluster://a?client=redis", "client=redis knows one server only; leave client away"),
+        ("valkey+sentinel://a/x?client=glide", "client=glide knows one server only; leave client away"),
+        (
+            "valkey+cluster://a?db=1",
+            'unknown parameter "db"; known are ca, cert, client, connections, key, tls',
+        ),
+        ("valkey+cluster://a?tls=yes", "tls is true or false, not 'yes'"),
+        ("valkey+cluster://a?ca=/x", "ca is for TLS; add tls=true"),
+        ("valkey+sentinel://a/x?tls=true&cert=/x", "cert and key go together"),
+        (
+            "valkey+sentinel://a",
+            "name the service that the sentinels watch: valkey+sentinel://host:26379/service",
+        ),
+        ("valkey+sentinel:///x", "write valkey+sentinel://host:26379,host:26379/service"),
+        ("valkey+sentinel://a/x/y", "a database is a whole number"),
+        ("valkey+sentinel://a/x%20y", "name the service"),
+        ("valkey+sentinel://a/x?sentinel_user=s", "a sentinel_user needs a sentinel_password"),
+        ("valkey+sentinel://a/x?sentinel_password=hunter2&db=1", 'unknown parameter "db"'),
+        ("valkey://hunter2@h", "write user:password@ or :password@"),
+        ("valkey://u:hunter2/x@h", "percent-encode"),
+        ("valkey://u:hunter2%00@h", "cannot hold a zero byte"),
+        ("valkey+unix://", "with three slashes"),
+        ("valkey+unix://h/x", "with three slashes"),
+        ("file:/x", "is not a store URL"),
+        ("file:///x#y", "percent-encode"),
+        ("file:///x\ny", "is not a store URL"),
+        ("", "is not a store URL"),
+        (None, "a NoneType is not a store URL"),
+        ("file:///" + "x" * 5000, "text of 5008 characters is not a store URL"),
+    ],
+)
+def test_refuse(url: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert words in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_password_is_not_shown() -> None:
+    assert "hunter2" not in repr(StoreURL.parse("valkey://u:hunter2@h"))
+    assert "hunter2" not in repr(StoreURL.parse("valkey+sentinel://h/x?sentinel_password=hunter2"))

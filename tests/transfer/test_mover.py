@@ -1,0 +1,392 @@
+"""The transfer engine on a real file store, and on a store that stalls on purpose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool import _native, metrics
+from kvpool.errors import ConfigError
+from kvpool.key.key import Namespace
+from kvpool.metrics import Counters
+from kvpool.store import Store, Transfer, open_store
+from kvpool.transfer import BlockCopier, TransferEngine
+from kvpool.transfer.mover import ABANDON_AFTER_S, Block, Finished
+from tests.conftest import eventually
+from tests.transfer.block_store import BlockStore
+
+NAMESPACE = Namespace("default", {"model": "test"})
+BLOCKS = 40
+
+
+def layers(groups: int = 2) -> list[list[torch.Tensor]]:
+    """KV caches of a few groups: contiguous, strided and of several element types."""
+    made = []
+    for group in range(groups):
+        contiguous = torch.zeros((BLOCKS, 4, 32, 16), dtype=torch.bfloat16)
+        strided = torch.zeros((BLOCKS, 2, 32, 4, 16), dtype=torch.float32).transpose(2, 3)
+        made.append(
+            [contiguous, strided] if group % 2 == 0 else [torch.zeros((BLOCKS, 48), dtype=torch.int8)]
+        )
+    return made
+
+
+def fill(caches: list[list[torch.Tensor]], seed: int) -> None:
+    torch.manual_seed(seed)
+    for group in caches:
+        for layer in group:
+            layer.copy_(torch.randint(-100, 100, layer.shape).to(layer.dtype))
+
+
+def key(number: int, group: int) -> str:
+    return NAMESPACE.key(number.to_bytes(32, "big"), group, 0)
+
+
+def engine_on(
+    store: Store,
+    caches: list[list[torch.Tensor]],
+    slots: int = 16,
+    cap: int = 0,
+    blocks_per_record: int = 1,
+) -> TransferEngine:
+    copiers = [BlockCopier(group, blocks_per_record) for group in caches]
+    slot_nbytes = max(copier.payload_nbytes for copier in copiers)
+    return TransferEngine(
+        store,
+        copiers,
+        staging_nbytes=slots * slot_nbytes,
+        max_store_nbytes_per_s=cap,
+        counters=Counters(),
+    )
+
+
+def run(engine: TransferEngine, *, within_s: float = 20.0) -> Finished:
+    """Poll until nothing is under way; everything that ended."""
+    all_of_it = Finished([], [], [])
+
+    def over() -> bool:
+        finished = engine.poll()
+        all_of_it.loads.extend(finished.loads)
+        all_of_it.stored.extend(finished.stored)
+        return not engine.busy
+
+    assert eventually(over, within_s=within_s)
+    return all_of_it
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"file://{tmp_path}/pool") as store:
+        yield store
+
+
+def blocks(numbers: Sequence[int], groups: int = 2, shift: int = 0) -> list[Block]:
+    return [Block(key(n, g), g, (1 + (n + shift) % (BLOCKS - 1),)) for g in range(groups) for n in numbers]
+
+
+def test_blocks_come_back_byte_for_byte_in_other_places(store: Store) -> None:
+    source, target = layers(), layers()
+    fill(source, 1)
+    fill(target, 2)
+    writer, reader = engine_on(store, source, slots=128), engine_on(store, target, slots=5)
+    numbers = range(20)
+    writer.store(blocks(numbers), tags=list(range(40)))
+    assert sorted(run(writer).stored) == [(tag, True) for tag in range(40)]
+    untouched = [[layer.clone() for layer in group] for group in target]
+    reader.load("job", blocks(numbers, shift=7), timeout_s=5, max_s=20)
+    assert [(load.job, load.ok) for load in run(reader).loads] == [("job", True)]
+    for group, (ours, theirs, before) in enumerate(zip(target, source, untouched, strict=True)):
+        written = {block.block_ids[0] for block in blocks(numbers, shift=7) if block.group == group}
+        for mine, other, old in zip(ours, theirs, before, strict=True):
+            for n in numbers:
+                assert torch.equal(mine[1 + (n + 7) % (BLOCKS - 1)], other[1 + n % (BLOCKS - 1)])
+            for index in set(range(BLOCKS)) - written:
+                assert torch.equal(mine[index], old[index])
+    assert writer.slots_in_use == reader.slots_in_use == 0
+
+
+def test_of_a_record_of_several_blocks_a_load_writes_those_that_are_wanted(store: Store) -> None:
+    source, target = layers(), layers()
+    fill(source, 1)
+    fill(target, 2)
+    writer = engine_on(store, source, blocks_per_record=3)
+    records = [Block(key(n, g), g, (3 * n + 1, 3 * n + 3, 3 * n + 2)) for g in range(2) for n in range(5)]
+    writer.store(records, tags=list(range(10)))
+    assert sorted(run(writer).stored) == [(tag, True) for tag in range(10)]
+    assert store.counters()["puts"] == 10
+    untouched = [[layer.clone() for layer in group] for group in target]
+    reader = engine_on(store, target, slots=4, blocks_per_record=3)
+    places = {1: 0, 3: 0, 2: 21, 4: 22, 6: 0, 5: 24}  # by block of the source; the rest go where they were
+    wanted = [
+        record._replace(block_ids=tuple(places.get(block, block) for block in record.block_ids))
+        for record in records
+    ]
+    reader.load("job", wanted, timeout_s=5, max_s=20)
+    assert [(load.job, load.ok) for load in run(reader).loads] == [("job", True)]
+    came_from = {places.get(block, block): block for block in range(1, 16) if places.get(block, block)}
+    for ours, theirs, before in zip(target, source, untouched, strict=True):
+        for mine, other, old in zip(ours, theirs, before, strict=True):
+            for at in range(BLOCKS):
+                assert torch.equal(mine[at], other[came_from[at]] if at in came_from else old[at])
+
+
+def test_a_load_of_a_lower_number_gets_the_next_slots(store: Store) -> None:
+    caches = layers(1)
+    writer = engine_on(store, caches, slots=64)
+    writer.store(blocks(range(24), groups=1), tags=list(range(24)))
+    run(writer)
+    engine = engine_on(store, caches, slots=2)
+    engine.load("first", blocks(range(8), groups=1), timeout_s=5, max_s=20)  # takes both slots
+    engine.load("late", blocks(range(8, 16), groups=1), timeout_s=5, max_s=20, priority=1)
+    engine.load("soon", blocks(range(16, 24), groups=1), timeout_s=5, max_s=20, priority=-1)
+    assert [(load.job, load.ok) for load in run(engine).loads] == [
+        ("soon", True),
+        ("first", True),
+        ("late", True),
+    ]
+
+
+def test_a_load_with_one_missing_block_fails_and_names_it(store: Store) -> None:
+    caches = layers(1)
+    engine = engine_on(store, caches)
+    engine.store(blocks(range(6), groups=1), tags=list(range(6)))
+    run(engine)
+    store.delete_many([key(4, 0)])
+    fill(caches, 9)
+    before = [layer.clone() for layer in caches[0]]
+    engine.load("job", blocks(range(6), groups=1), timeout_s=5, max_s=20)
+    (load,) = run(engine).loads
+    assert not load.ok
+    assert load.missing == [key(4, 0)]
+    assert engine.slots_in_use == 0
+    assert all(torch.equal(layer, old) for layer, old in zip(caches[0], before, strict=True)), (
+        "nothing is copied"
+    )
+
+
+def test_a_key_already_there_is_not_sent_again(store: Store) -> None:
+    caches = layers(1)
+    engine = engine_on(store, caches)
+    engine.store(blocks(range(4), groups=1), tags=[0, 1, 2, 3])
+    run(engine)
+    sent = store.counters()["puts"]
+    engine.store(blocks(range(6), groups=1), tags=list(range(6)))
+    assert sorted(run(engine).stored) == [(tag, True) for tag in range(6)]
+    assert store.counters()["puts"] == sent + 2
+
+
+def test_stores_without_a_slot_are_dropped_and_loads_wait(store: Store) -> None:
+    caches = layers(1)
+    fill(caches, 3)
+    engine = engine_on(store, caches, slots=4)
+    engine.store(blocks(range(10), groups=1), tags=list(range(10)))
+    stored = dict(run(engine).stored)
+    assert sum(stored.values()) == 3, "a quarter of the slots, here one, is kept for loads"
+    assert len(stored) == 10
+    skipped = engine._counters.take()[f"{metrics.STORE_SKIPPED_BLOCKS.name}/staging_full"]
+    assert skipped == 7
+    for start in range(0, 10, 3):
+        engine.store(
+            blocks(range(start, min(10, start + 3)), groups=1), tags=[0, 1, 2][: min(10, start + 3) - start]
+        )
+        run(engine)
+    for job in "abc":
+        engine.load(job, blocks(range(10), groups=1), timeout_s=5, max_s=20)
+    assert engine.slots_in_use == 4, "30 blocks wait for 4 slots"
+    assert {load.job: load.ok for load in run(engine).loads} == {"a": True, "b": True, "c": True}
+
+
+def test_the_cap_on_store_bandwidth_holds(store: Store) -> None:
+    caches = layers(1)
+    payload = BlockCopier(caches[0]).payload_nbytes
+    engine = engine_on(store, caches, slots=64, cap=3 * payload)
+    engine.store(blocks(range(20), groups=1), tags=list(range(20)))
+    assert sum(ok for _, ok in run(engine).stored) == 3
+
+
+def test_a_load_is_submitted_once() -> None:
+    store = StallingStore()
+    engine = engine_on(store, layers(1))
+    engine.load("job", blocks([1], groups=1), timeout_s=5, max_s=5)
+    with pytest.raises(AssertionError):
+        engine.load("job", blocks([1], groups=1), timeout_s=5, max_s=5)
+    engine.close()
+    store.close()
+
+
+class StallingBatch:
+    """A batch that ends when the test says so, whatever its deadline was."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.ended, self.cancelled = count, False, False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self.ended:
+            time.sleep(min(timeout_s, 0.01))
+        return self.ended
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def results(self) -> bytes:
+        return bytes([_native.OK]) * self.count
+
+    def error(self) -> str | None:
+        return None
+
+
+class StallingStore(BlockStore):
+    """Takes every batch and never ends one by itself: a disk that hangs inside the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__("stalling")
+        self.batches: list[tuple[StallingBatch, list[memoryview]]] = []
+
+    def _submit(
+        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
+    ) -> StallingBatch:
+        self.batches.append((StallingBatch(len(keys)), list(views or ())))
+        return self.batches[-1][0]
+
+    def _close(self) -> None: ...
+
+
+def test_a_load_that_the_store_never_ends_fails_in_time_and_late_bytes_go_nowhere() -> None:
+    store, caches = StallingStore(), layers(1)
+    fill(caches, 5)
+    before = [layer.clone() for layer in caches[0]]
+    engine = engine_on(store, caches, slots=4)
+    started = time.monotonic()
+    engine.load("job", blocks(range(4), groups=1), timeout_s=0.2, max_s=5)
+    (load,) = run(engine).loads
+    assert not load.ok
+    # The budget, the grace for a batch that is stopping, and half a second for a busy machine.
+    assert time.monotonic() - started < 0.2 + ABANDON_AFTER_S + 0.5
+    assert engine.slots_in_use == 4, "the store may still write into them"
+    for batch, views in store.batches:
+        assert batch.cancelled
+        for view in views:
+            view[:] = b"\xff" * view.nbytes
+        batch.ended = True
+    engine.poll()
+    assert engine.slots_in_use == 0
+    assert all(torch.equal(layer, old) for layer, old in zip(caches[0], before, strict=True))
+    store.close()
+
+
+def test_a_slow_load_ends_at_its_cap_however_much_progress_it_makes() -> None:
+    store, caches = StallingStore(), layers(1)
+    engine = engine_on(store, caches, slots=2)
+    engine.load("job", blocks(range(30), groups=1), timeout_s=10, max_s=0.3)
+    ended: list[bool] = []
+
+    def one_more_block() -> bool:
+        for batch, _ in store.batches[-1:] if len(store.batches) < 20 else store.batches:
+            batch.ended = True
+        ended.extend(load.ok for load in engine.poll().loads)
+        time.sleep(0.02)
+        return bool(ended)
+
+    assert eventually(one_more_block, within_s=5)
+    assert ended == [False]
+    store.close()
+
+
+def refuse(*_: object, **__: object) -> Transfer:
+    raise ConfigError("planted")
+
+
+@pytest.mark.parametrize("call", ["submit_touch", "submit_put"])
+def test_a_batch_of_stores_that_is_refused_costs_those_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    engine = engine_on(store, layers())
+    with monkeypatch.context() as broken:
+        broken.setattr(store, call, refuse)
+        engine.store(blocks(range(2)), tags=[0, 1, 2, 3])
+        assert sorted(run(engine).stored) == [(tag, False) for tag in range(4)]
+    assert engine.slots_in_use == 0
+    engine.store(blocks(range(2)), tags=[4, 5, 6, 7])
+    assert sorted(run(engine).stored) == [(tag, True) for tag in range(4, 8)]
+
+
+def test_a_batch_of_a_load_that_is_refused_costs_that_load_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(store, layers())
+    engine.store(blocks(range(2)), tags=[0, 1, 2, 3])
+    run(engine)
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "submit_get", refuse)
+        engine.load("refused", blocks(range(2)), timeout_s=5, max_s=5)
+        assert [(load.job, load.ok) for load in run(engine).loads] == [("refused", False)]
+    assert engine.slots_in_use == 0
+    engine.load("again", blocks(range(2)), timeout_s=5, max_s=5)
+    assert [(load.job, load.ok) for load in run(engine).loads] == [("again", True)]
+
+
+def test_cancel_ends_a_load_and_returns_its_slots() -> None:
+    store, caches = StallingStore(), layers(1)
+    engine = engine_on(store, caches, slots=4)
+    engine.load("job", blocks(range(30), groups=1), timeout_s=10, max_s=10)
+    engine.cancel("job")
+    assert all(batch.cancelled for batch, _ in store.batches)
+    submitted = len(store.batches)
+    assert engine.poll().loads == [], "its slots are still the store's"
+    for batch, _ in store.batches:
+        batch.ended = True
+    assert [load.ok for load in engine.poll().loads] == [False]
+    assert len(store.batches) == submitted, "a cancelled load submits no further part"
+    assert engine.slots_in_use == 0
+    store.close()
+
+
+def test_close_ends_everything() -> None:
+    store, caches = StallingStore(), layers(1)
+    engine = engine_on(store, caches, slots=4)
+    engine.load("job", blocks([1, 2], groups=1), timeout_s=10, max_s=10)
+    engine.store(blocks([5], groups=1), tags=[5])
+    engine.close()
+    assert all(batch.cancelled for batch, _ in store.batches)
+    assert not engine._parts
+    store.close()
+
+
+def test_a_fault_while_parts_arrive_releases_each_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, caches = StallingStore(), layers(1)
+    engine = engine_on(store, caches, slots=4)
+    engine.load("job", blocks(range(4), groups=1), timeout_s=10, max_s=10)
+    assert len(store.batches) == 2
+
+    def broken(*arguments: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(BlockCopier, "scatter", broken)
+    for batch, _ in store.batches:
+        batch.ended = True
+    with pytest.raises(ZeroDivisionError):
+        engine.poll()
+    engine.close()
+    assert engine.slots_in_use == 0
+    store.close()
+
+
+def test_a_load_that_ended_in_time_is_good_however_late_it_is_polled() -> None:
+    """An engine that is paused polls nothing for minutes."""
+    store, caches = StallingStore(), layers(1)
+    engine = engine_on(store, caches, slots=8)
+    engine.load("job", blocks([1, 2], groups=1), timeout_s=10, max_s=0.01)
+    (batch, _) = store.batches[0]
+    batch.ended = True
+    started = time.monotonic()
+    assert eventually(lambda: time.monotonic() > started + 0.02)
+    assert [load.ok for load in engine.poll().loads] == [True]
+    store.close()
