@@ -55,7 +55,7 @@ help:
 	@echo "make test      all tests but the soak tests: test-parts, then test-sglang, then test-engines, with real vLLM engines"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
-	@echo "make fuzz      replies of servers, records and events of engines, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
+	@echo "make fuzz      replies of servers, records, events of engines and lookups, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
 	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, engines of other versions of vLLM; make fuzz for SOAK_S in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
@@ -119,7 +119,7 @@ compose-down:
 	scripts/docker-engine --running .cache/docker scripts/test-compose $(BIN)/python .cache/docker down
 
 # What was found stays in .cache/fuzz and is where the next run goes on.
-FUZZED := record events resp_lane
+FUZZED := record events resp_lane lookup_request
 fuzz: $(VENV)/.stamp-cmake
 	@scripts/system-packages fuzz
 	cmake=$$(command -v cmake || echo $(BIN)/cmake); \

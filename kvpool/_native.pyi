@@ -216,13 +216,6 @@ class Matches:
     def dp_ranks(self) -> bytes: ...
     def column(self, column: int) -> bytes:
         """Leading blocks. 0 to 3: in the device, host, disk, pool tier; 4: in any of the first three; 5: in any."""
-    def placed(
-        self, places: dict[str, tuple[int, ...]], count: int, columns: Sequence[int]
-    ) -> list[list[int]]:
-        """Each of ``columns`` as ``count`` numbers, in the places that ``places`` has for a worker, 0 elsewhere."""
-
-def pack_varints(values: tuple[int, ...]) -> bytes:
-    """Protobuf's packed varints. Errors: RuntimeError for what is not a whole number from 0 to 2**64 - 1."""
 
 class MemoryBudget:
     """kvpool/_native/memory_budget.h: what the tables that share it may take. Any thread."""
@@ -269,6 +262,54 @@ class Table:
     # Blocks of all its ranks and groups in the device, host, disk and pool tier; zeros for one that is not known.
     def held_by(self, worker: str) -> tuple[int, int, int, int]: ...
     def stats(self) -> dict[str, Any]: ...
+
+class RankState:
+    """kvpool/_native/index/answer.h. Any thread reads; one at a time writes."""
+
+    version: int  # odd: a change is under way
+    sequence: int
+    heard_at_ms: int
+    stale: bool
+    def __init__(self) -> None: ...
+
+class Answer:
+    """What the ranks of Rows hold of a prompt."""
+
+    def moved(self) -> tuple[int, ...]:
+        """Rows that have to be asked again under the lock of their rank."""
+    def columns(
+        self,
+    ) -> tuple[
+        tuple[int, ...],
+        tuple[int, ...],
+        tuple[int, ...],
+        tuple[int, ...],
+        tuple[int, ...],
+        tuple[int, ...],
+        tuple[bool, ...],
+    ]:
+        """Prompt, device, local and pool blocks, sequences, staleness in ms, whether stale."""
+    def most(self) -> tuple[int, int, int, int]:
+        """Prompt blocks, and the most that one row has on its device, locally and in the pool."""
+    def pack(self) -> bytes:
+        """A packed LookupResponse, byte for byte as protobuf makes it."""
+
+class Rows:
+    """Ranks in the order of their answer; immutable. The GIL is released while the table is read."""
+
+    # rows: worker, dp_rank, address, block_tokens, name in the table, name of its pool there (empty: none), state.
+    # are_all: they are all that the table has.
+    def __init__(
+        self, rows: tuple[tuple[str, int, str, int, str, str, RankState], ...], are_all: bool
+    ) -> None: ...
+
+    # hashes64: packed little-endian u64. now_ms: by the clock of heard_at_ms.
+    def answer(self, table: Table, hashes64: Buffer, now_ms: int) -> Answer: ...
+    def again(self, row: int, table: Table, hashes64: Buffer, now_ms: int, answer: Answer) -> None: ...
+
+# (model, tenant, workers, whether the prompt is token ids, its first byte, the byte behind its last) of a packed
+# LookupRequest; None: protobuf has to judge it (kvpool/_native/index/lookup_request.h).
+def read_lookup_request(packed: bytes) -> tuple[str, str, list[str], bool, int, int] | None: ...
 
 class DamagedImage(ValueError):
     """Raised by table_of. Says what is wrong."""

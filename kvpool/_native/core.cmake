@@ -26,6 +26,8 @@ add_library(kvpool_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/flatmap.cpp
   ${CMAKE_CURRENT_LIST_DIR}/hashing.cpp
   ${CMAKE_CURRENT_LIST_DIR}/holders.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/index/answer.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/index/lookup_request.cpp
   ${CMAKE_CURRENT_LIST_DIR}/lookup.cpp
   ${CMAKE_CURRENT_LIST_DIR}/pool_directory.cpp
   ${CMAKE_CURRENT_LIST_DIR}/record.cpp

@@ -27,6 +27,8 @@
 #include "events.h"
 #include "file.h"
 #include "hashing.h"
+#include "index/answer.h"
+#include "index/lookup_request.h"
 #include "lookup.h"
 #include "record.h"
 #include "resp.h"
@@ -549,17 +551,6 @@ nb::bytes packed(const std::vector<std::uint32_t>& column) {
   return nb::bytes(column.data(), column.size() * sizeof(std::uint32_t));
 }
 
-// Protobuf's packed varints of a column of an answer: protobuf's own takes a call for each number.
-nb::bytes pack_varints(const nb::tuple& values) {
-  std::vector<std::uint8_t> packed;
-  for (const nb::handle value : values) {
-    auto left = nb::cast<std::uint64_t>(value);
-    for (; left >= 0x80; left >>= 7) packed.push_back(static_cast<std::uint8_t>(left | 0x80));
-    packed.push_back(static_cast<std::uint8_t>(left));
-  }
-  return nb::bytes(packed.data(), packed.size());
-}
-
 class PyMatches {
  public:
   explicit PyMatches(Matches matches) : matches_(std::move(matches)) {}
@@ -574,38 +565,6 @@ class PyMatches {
   nb::bytes column(std::size_t column) const {
     if (column >= kColumnCount) throw std::invalid_argument("there is no such column");
     return packed(matches_.columns[column]);
-  }
-
-  // Columns in the order of somebody's own rows: of `count` rows, those that `places` names for a worker get what it
-  // has, and the others 0. Of several rows of one worker the least counts.
-  nb::list placed(const nb::dict& places, std::size_t count, const std::vector<std::size_t>& columns) const {
-    std::vector<std::vector<std::uint32_t>> found(columns.size(), std::vector<std::uint32_t>(count));
-    std::vector<bool> taken(count);
-    for (std::size_t row = 0; row < rows(); ++row) {
-      const nb::str name = to_str(*matches_.workers[row]);
-      const nb::handle theirs = PyDict_GetItemWithError(places.ptr(), name.ptr());
-      if (!theirs.is_valid()) {
-        if (PyErr_Occurred() != nullptr) throw nb::python_error();
-        continue;
-      }
-      if (!PyTuple_Check(theirs.ptr())) throw nb::type_error("places are tuples");
-      for (const nb::handle one : nb::borrow<nb::tuple>(theirs)) {
-        const auto place = nb::cast<std::size_t>(one);
-        if (place >= count) throw std::invalid_argument("a place is beyond the last row");
-        for (std::size_t i = 0; i < columns.size(); ++i) {
-          const std::uint32_t blocks = matches_.columns.at(columns[i])[row];
-          found[i][place] = taken[place] ? std::min(found[i][place], blocks) : blocks;
-        }
-        taken[place] = true;
-      }
-    }
-    nb::list result;
-    for (const auto& column : found) {
-      nb::list numbers;
-      for (const std::uint32_t blocks : column) numbers.append(blocks);
-      result.append(numbers);
-    }
-    return result;
   }
 
  private:
@@ -693,6 +652,8 @@ class PyTable {
         without_gil([&] { return table_->match(bytes.get(), workers.is_none() ? nullptr : &names); }));
   }
 
+  const Table& native() const { return *table_; }
+
   bool remove_worker(nb::handle worker) {
     const std::string_view name = utf8_view(worker, "worker must be a str");
     return without_gil([&] { return table_->remove_worker(name); });
@@ -764,6 +725,82 @@ class PyTable {
   std::uint64_t malformed_batches_ = 0;
 };
 
+class PyAnswer {
+ public:
+  PyAnswer(std::shared_ptr<const Rows> rows, Answer answer)
+      : rows_(std::move(rows)), answer_(std::move(answer)) {}
+
+  Answer& native() { return answer_; }
+  nb::tuple moved() const { return to_tuple(answer_.moved); }
+  nb::tuple columns() const {
+    return nb::make_tuple(to_tuple(std::vector(rows_->size(), answer_.prompt_blocks)),
+                          to_tuple(answer_.device), to_tuple(answer_.local), to_tuple(answer_.pool),
+                          to_tuple(answer_.sequences), to_tuple(answer_.staleness_ms),
+                          to_tuple(std::vector<bool>(answer_.stale.begin(), answer_.stale.end())));
+  }
+  nb::tuple most() const {
+    const auto most_of = [](const std::vector<std::uint32_t>& blocks) {
+      return blocks.empty() ? 0 : std::ranges::max(blocks);
+    };
+    return nb::make_tuple(answer_.prompt_blocks, most_of(answer_.device), most_of(answer_.local),
+                          most_of(answer_.pool));
+  }
+  nb::bytes pack() const {
+    const std::string packed = rows_->pack(answer_);
+    return nb::bytes(packed.data(), packed.size());
+  }
+
+ private:
+  template <typename Number>
+  static nb::tuple to_tuple(const std::vector<Number>& column) {
+    nb::list numbers;
+    for (const Number number : column) numbers.append(number);
+    return nb::tuple(numbers);
+  }
+
+  std::shared_ptr<const Rows> rows_;
+  Answer answer_;
+};
+
+using PyRow = std::tuple<std::string, std::uint32_t, std::string, std::uint32_t, std::string, std::string,
+                         const RankState*>;
+
+class PyRows {
+ public:
+  PyRows(const nb::tuple& rows, bool are_all) : kept_(rows) {
+    std::vector<Rows::Row> native;
+    for (const nb::handle row : rows) {
+      native.push_back(std::make_from_tuple<Rows::Row>(nb::cast<PyRow>(row)));
+    }
+    rows_ = std::make_shared<const Rows>(std::move(native), are_all);
+  }
+
+  PyAnswer answer(const PyTable& table, nb::handle hashes64, std::int64_t now_ms) const {
+    const Bytes hashes(hashes64);
+    return {rows_, without_gil([&] { return rows_->answer(table.native(), hashes.get(), now_ms); })};
+  }
+  void again(std::size_t row, const PyTable& table, nb::handle hashes64, std::int64_t now_ms,
+             PyAnswer& answer) const {
+    const Bytes hashes(hashes64);
+    without_gil([&] { rows_->again(row, table.native(), hashes.get(), now_ms, answer.native()); });
+  }
+
+ private:
+  nb::tuple kept_;  // the RankStates
+  std::shared_ptr<const Rows> rows_;
+};
+
+nb::object py_read_lookup_request(nb::handle packed) {
+  const Bytes message(packed);
+  const std::optional<LookupRequest> request = read_lookup_request(message.get());
+  if (!request) return nb::none();
+  nb::list workers;
+  for (const std::string_view name : request->workers) workers.append(to_str(name));
+  const auto begin = static_cast<std::size_t>(request->prompt.data() - message.get().data());
+  return nb::make_tuple(to_str(request->model), to_str(request->tenant), workers, request->in_tokens, begin,
+                        begin + request->prompt.size());
+}
+
 PyTable* py_table_of(nb::handle packed, std::size_t max_blocks, bool reuse_reports,
                      std::uint32_t block_tokens, const PyMemoryBudget* budget) {
   const Bytes bytes(packed);
@@ -824,9 +861,7 @@ NB_MODULE(_native, m) {
       .def("__len__", &PyMatches::rows)
       .def("workers", &PyMatches::workers)
       .def("dp_ranks", &PyMatches::dp_ranks)
-      .def("column", &PyMatches::column, "column"_a)
-      .def("placed", &PyMatches::placed, "places"_a, "count"_a, "columns"_a);
-  m.def("pack_varints", &pack_varints, "values"_a);
+      .def("column", &PyMatches::column, "column"_a);
   nb::class_<PyMemoryBudget>(m, "MemoryBudget")
       .def(nb::init<std::size_t>(), "limit_nbytes"_a)
       .def_prop_ro("used_nbytes", &PyMemoryBudget::used_nbytes);
@@ -846,6 +881,30 @@ NB_MODULE(_native, m) {
       .def("image", &PyTable::image)
       .def("held_by", &PyTable::held_by, "worker"_a.none())
       .def("stats", &PyTable::stats);
+  nb::class_<RankState>(m, "RankState")
+      .def(nb::init<>())
+      .def_prop_rw(
+          "version", [](const RankState& state) { return state.version.load(); },
+          [](RankState& state, std::uint64_t version) { state.version = version; })
+      .def_prop_rw(
+          "sequence", [](const RankState& state) { return state.sequence.load(); },
+          [](RankState& state, std::uint64_t sequence) { state.sequence = sequence; })
+      .def_prop_rw(
+          "heard_at_ms", [](const RankState& state) { return state.heard_at_ms.load(); },
+          [](RankState& state, std::int64_t heard_at_ms) { state.heard_at_ms = heard_at_ms; })
+      .def_prop_rw(
+          "stale", [](const RankState& state) { return state.stale.load(); },
+          [](RankState& state, bool stale) { state.stale = stale; });
+  nb::class_<PyAnswer>(m, "Answer")
+      .def("moved", &PyAnswer::moved)
+      .def("columns", &PyAnswer::columns)
+      .def("most", &PyAnswer::most)
+      .def("pack", &PyAnswer::pack);
+  nb::class_<PyRows>(m, "Rows")
+      .def(nb::init<const nb::tuple&, bool>(), "rows"_a, "are_all"_a)
+      .def("answer", &PyRows::answer, "table"_a, "hashes64"_a, "now_ms"_a)
+      .def("again", &PyRows::again, "row"_a, "table"_a, "hashes64"_a, "now_ms"_a, "answer"_a);
+  m.def("read_lookup_request", &py_read_lookup_request, "packed"_a);
   nb::exception<DamagedImage>(m, "DamagedImage", PyExc_ValueError);
   nb::class_<PyTableImage>(m, "TableImage").def("pack", &PyTableImage::pack);
   m.def("table_of", &py_table_of, "packed"_a.none(), "max_blocks"_a, "reuse_reports"_a, "block_tokens"_a,

@@ -36,7 +36,6 @@ from kvpool.cli.simulated_fleet import BlockCache, Request, SimulatedFleet, Take
 from kvpool.errors import IndexUnavailable, KVPoolError
 from kvpool.index import PrefixIndex, Worker
 from kvpool.index.client.client import IndexClient
-from kvpool.index.table import Places
 from kvpool.key.hashing import seed_id
 
 MODEL = "bench"
@@ -92,13 +91,14 @@ class _OwnHistory:
     """Each router keeps what each worker's cache would be if nobody else placed anything there."""
 
     def __init__(self, workers: int, routers: int) -> None:
-        self._places: Places = {f"{worker}": (worker,) for worker in range(workers)}
+        self._workers = workers
         self._caches = [[BlockCache() for _ in range(workers)] for _ in range(routers)]
         self._indexes = [PrefixIndex() for _ in range(routers)]
 
     def hits(self, request: Request) -> Sequence[int]:
-        matches = self._indexes[request.router].match(_packed(request.prompt))
-        [hits] = matches.placed(self._places, len(self._places), "device")
+        hits = [0] * self._workers
+        for match in self._indexes[request.router].match(_packed(request.prompt)):
+            hits[int(match.worker)] = match.device_blocks
         return hits
 
     def placed(self, request: Request, worker: int, taken: Taken) -> None:

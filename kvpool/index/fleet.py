@@ -26,7 +26,7 @@ from kvpool.discovery.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_wo
 from kvpool.discovery.worker import DEFAULT_TENANT, Position, Worker
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused, UnknownModel
 from kvpool.index.answer import Lookup, TierRow, WorkerStatus
-from kvpool.index.partition import Key, Members, Partition
+from kvpool.index.partition import Answer, Key, Members, Partition
 from kvpool.index.rank import Progress, Rank, pool_holder
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, MemoryBudget, PrefixIndex
@@ -441,12 +441,29 @@ class Fleet:
         Errors: ``ConfigError``; ``UnknownModel`` for a model or tenant that no worker has named, and when no worker's
         hashes can be computed.
         """
+        return merged(
+            self.ask(
+                model, token_ids=token_ids, hashes64=hashes64, tenant=tenant, lora=lora, cache_salt=cache_salt,
+                multimodal=multimodal, workers=workers,
+            )
+        )  # fmt: skip
+
+    def ask(
+        self,
+        model: str,
+        *,
+        token_ids: Sequence[int] | Buffer | None = None,
+        hashes64: Buffer | None = None,
+        tenant: str = DEFAULT_TENANT,
+        lora: tuple[str, str] | None = None,
+        cache_salt: str | None = None,
+        multimodal: Sequence[Multimodal] = (),
+        workers: Sequence[str] | None = None,
+    ) -> list[Answer]:
+        """``lookup``, of each partition by itself: one, unless workers of the model differ in how they hash."""
         candidates = _candidates(workers)
         asked = self._asked(model, token_ids, hashes64, tenant, lora, cache_salt, multimodal)
-        answers = [partition.answer(hashes, candidates) for partition, hashes in asked]
-        if len(answers) == 1:
-            return answers[0]
-        return Lookup.of(sorted((row for answer in answers for row in answer), key=lambda row: row[:2]))
+        return [partition.answer(hashes, candidates) for partition, hashes in asked]
 
     def lookup_tiers(
         self,
@@ -713,6 +730,13 @@ def _same_start(known: Worker, worker: Worker) -> bool:
         worker.publishers,
         worker.incarnation,
     )
+
+
+def merged(answers: Sequence[Answer]) -> Lookup:
+    """All rows of the answers, by worker and rank."""
+    if len(answers) == 1:
+        return answers[0].lookup()
+    return Lookup.of(sorted((row for one in answers for row in one.lookup()), key=lambda row: row[:2]))
 
 
 def _candidates(workers: Sequence[str] | None) -> frozenset[str] | None:

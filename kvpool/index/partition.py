@@ -1,8 +1,8 @@
 """``Partition``: the workers of a fleet that share a table, and what each of them holds of a prompt.
 
-**A row is true as of its sequence**: the blocks credited are those after exactly that batch. A lookup reads the
-versions of all ranks, asks the table, reads the sequences, and reads the versions again; for a rank whose version moved
-or was odd it asks once more, under the rank's lock.
+**A row is true as of its sequence**: the blocks credited are those after exactly that batch. Answers are native
+(``kvpool/_native/index/answer.h``); rows of which a batch was applied meanwhile are asked again here, under the rank's
+lock.
 
 Threads: any may ask. Whoever changes ``members`` or ``namespaces`` holds the fleet's lock; a reader takes ``members``
 once.
@@ -16,22 +16,19 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpool import _native
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.index.answer import Lookup, TierRow
-from kvpool.index.rank import Rank, staleness_ms
-from kvpool.index.table import Places, PrefixIndex
+from kvpool.index.rank import Rank
+from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import BlockHasher, seed_id
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _NOTHING = (0, 0, 0, 0)
-# Of many ranks at once, and so without a line of Python for each.
-_VERSION = attrgetter("version")
-_SEQUENCE = attrgetter("sequence")
 _STALE = attrgetter("stale")
-_HEARD_AT_MS = attrgetter("heard_at_ms")
 
 
 class Key(NamedTuple):
@@ -53,23 +50,28 @@ class Key(NamedTuple):
 class Members:
     """Ranks by name and number, and what an answer says of them whatever is asked. Immutable; a change makes another.
 
-    So the columns of an answer are made without a call a row.
+    ``are_all``: all of their partition, not some candidates among them.
     """
 
-    __slots__ = ("addresses", "block_tokens", "dp_ranks", "names", "places", "places_of_pool", "ranks")
+    __slots__ = ("places", "places_of_pool", "ranks", "rows")
 
-    def __init__(self, ranks: Iterable[Rank]) -> None:
+    def __init__(self, ranks: Iterable[Rank], *, are_all: bool = True) -> None:
         self.ranks = tuple(sorted(ranks, key=lambda rank: (rank.worker.name, rank.publisher.dp_rank)))
-        self.names = tuple(rank.worker.name for rank in self.ranks)
-        self.dp_ranks = tuple(rank.publisher.dp_rank for rank in self.ranks)
-        self.addresses = tuple(rank.worker.address for rank in self.ranks)
-        self.block_tokens = tuple(rank.worker.block_tokens for rank in self.ranks)
-        self.places: Places = {rank.holder: (place,) for place, rank in enumerate(self.ranks)}
-        of_pool: dict[str, list[int]] = {}
+        self.rows = _native.Rows(
+            tuple(
+                (
+                    rank.worker.name, rank.publisher.dp_rank, rank.worker.address, rank.worker.block_tokens,
+                    rank.holder, rank.pool, rank,
+                )
+                for rank in self.ranks
+            ),
+            are_all,
+        )  # fmt: skip
+        self.places = {rank.holder: place for place, rank in enumerate(self.ranks)}
+        self.places_of_pool: dict[str, list[int]] = {}
         for place, rank in enumerate(self.ranks):
             if rank.pool:
-                of_pool.setdefault(rank.pool, []).append(place)
-        self.places_of_pool: Places = {pool: tuple(places) for pool, places in of_pool.items()}
+                self.places_of_pool.setdefault(rank.pool, []).append(place)
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -78,6 +80,31 @@ class Members:
     def holders(self) -> list[str]:
         """Theirs in the table, and their pools'."""
         return [*self.places, *self.places_of_pool]
+
+
+class Answer(NamedTuple):
+    """A row for every rank of ``members``, with what it holds of a prompt."""
+
+    members: Members
+    rows: _native.Answer
+
+    def lookup(self) -> Lookup:
+        """It in columns."""
+        ranks = self.members.ranks
+        prompt_blocks, device, local, pool, sequences, staleness_ms, stale = self.rows.columns()
+        return Lookup(
+            tuple(rank.worker.name for rank in ranks),
+            tuple(rank.publisher.dp_rank for rank in ranks),
+            tuple(rank.worker.address for rank in ranks),
+            tuple(rank.worker.block_tokens for rank in ranks),
+            prompt_blocks,
+            device,
+            local,
+            pool,
+            sequences,
+            staleness_ms,
+            stale,
+        )
 
 
 class Partition:
@@ -104,52 +131,20 @@ class Partition:
             except ConfigError:  # the one case that check_worker leaves: xxhash_cbor without a seed
                 self.no_hasher = f"hash with {key.hash_algorithm}: start the index with their PYTHONHASHSEED"
 
-    def answer(self, hashes: Buffer, candidates: frozenset[str] | None) -> Lookup:
+    def answer(self, hashes: Buffer, candidates: frozenset[str] | None) -> Answer:
         """A row for every rank of the candidates; None: of all."""
-        members, holders = self._among(candidates)
-        if not members:
-            return Lookup()
-        ranks, count = members.ranks, len(members)
-        versions = list(map(_VERSION, ranks))
-        matches = self.index.match(hashes, workers=holders)
-        device, local = matches.placed(members.places, count, "device", "local")
-        pool = [0] * count
-        if members.places_of_pool:
-            [pool] = matches.placed(members.places_of_pool, count, "pool")
-        now_s = self._clock()
-        sequences = list(map(_SEQUENCE, ranks))
-        stale = list(map(_STALE, ranks))
-        heard_at_ms = list(map(_HEARD_AT_MS, ranks))
-        versions_after = list(map(_VERSION, ranks))
-        for place, (before, after) in enumerate(zip(versions, versions_after, strict=True)):
-            if before & 1 or before != after:
-                rank = ranks[place]
-                with rank.lock:
-                    again = rank.index.match(hashes, workers=[rank.holder])
-                    [device[place]], [local[place]] = again.placed({rank.holder: (0,)}, 1, "device", "local")
-                    sequences[place], stale[place] = rank.sequence, rank.stale
-                    heard_at_ms[place] = rank.heard_at_ms
-        if True in stale:
-            for place, untrusted in enumerate(stale):
-                if untrusted:
-                    device[place] = local[place] = 0
-        return Lookup(
-            members.names,
-            members.dp_ranks,
-            members.addresses,
-            members.block_tokens,
-            (memoryview(hashes).nbytes // 8,) * count,
-            tuple(device),
-            tuple(local),
-            tuple(pool),
-            tuple(sequences),
-            staleness_ms(now_s, heard_at_ms),
-            tuple(stale),
-        )
+        members = self._among(candidates)
+        now_ms = int(self._clock() * 1000)
+        answer = self.index.answer(members.rows, hashes, now_ms)
+        for place in answer.moved():
+            with members.ranks[place].lock:
+                self.index.answer_again(place, members.rows, hashes, now_ms, answer)
+        return Answer(members, answer)
 
     def tiers(self, hashes: Buffer, candidates: frozenset[str] | None) -> list[TierRow]:
         """``answer``, tier by tier, as of some batch of each rank that is not named."""
-        members, holders = self._among(candidates)
+        members = self._among(candidates)
+        holders = None if candidates is None else members.holders
         # Nobody is credited who was stale just before or after: what was read may be of that time.
         stale_before = list(map(_STALE, members.ranks))
         held: dict[int, tuple[int, ...]] = {}  # by place: device, host, disk, local
@@ -158,8 +153,9 @@ class Partition:
             for place in members.places_of_pool.get(match.worker, ()):
                 pool[place] = match.pool_blocks
             blocks = (match.device_blocks, match.host_blocks, match.disk_blocks, match.local_blocks)
-            for place in members.places.get(match.worker, ()):  # what all ranks that its batches name have
-                held[place] = tuple(map(min, blocks, held.get(place, blocks)))
+            if (mine := members.places.get(match.worker)) is not None:
+                # what all ranks that its batches name have
+                held[mine] = tuple(map(min, blocks, held.get(mine, blocks)))
         rows = []
         for place, (rank, was_stale) in enumerate(zip(members.ranks, stale_before, strict=True)):
             untrusted = was_stale or rank.stale
@@ -172,9 +168,8 @@ class Partition:
             )  # fmt: skip
         return rows
 
-    def _among(self, candidates: frozenset[str] | None) -> tuple[Members, list[str] | None]:
-        """Those who are asked about, and their holders in the table; None: all."""
+    def _among(self, candidates: frozenset[str] | None) -> Members:
+        """Those who are asked about; None: all."""
         if candidates is None:
-            return self.members, None
-        members = Members(rank for rank in self.members.ranks if rank.worker.name in candidates)
-        return members, members.holders
+            return self.members
+        return Members((rank for rank in self.members.ranks if rank.worker.name in candidates), are_all=False)

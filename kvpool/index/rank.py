@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvpool import _native
 from kvpool.discovery.worker import Position, Publisher, Worker
 from kvpool.index.answer import PublisherStatus
 from kvpool.index.sequence import batch_digest
@@ -31,33 +31,32 @@ class Progress(NamedTuple):
     batches: int
 
 
-class Rank:
-    """``holder``: its name in the table. ``stale``: not to be trusted now."""
+class Rank(_native.RankState):
+    """``holder``: its name in the table. What an answer says of it is native: ``version``, ``sequence``, ``stale`` (not
+    to be trusted now) and ``heard_at_ms`` (when it was last known that no later batch is missing)."""
 
     __slots__ = (
-        "asked", "batch_digest", "batches", "emptied_at", "gaps", "gone", "heard_at_ms", "holder", "index", "joining",
-        "lacking", "lacking_since_s", "lock", "malformed", "marked", "pool", "problem", "publisher", "replays",
-        "resets", "sequence", "stale", "untold", "version", "worker",
+        "asked", "batch_digest", "batches", "emptied_at", "gaps", "gone", "holder", "index", "joining", "lacking",
+        "lacking_since_s", "lock", "malformed", "marked", "pool", "problem", "publisher", "replays", "resets", "untold",
+        "worker",
     )  # fmt: skip
 
     def __init__(
         self, worker: Worker, publisher: Publisher, index: PrefixIndex, holder: str, now_s: float
     ) -> None:
+        super().__init__()
         self.worker = worker
         self.publisher = publisher
         self.index = index
         self.holder = holder
         self.pool = pool_holder(worker.namespace)
         self.lock = threading.Lock()
-        self.version = 0  # odd: a change is under way
-        self.sequence = 0
         self.batch_digest = 0  # of the batch of that number; 0: there is none
         self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
         self.joining = True  # until it is known for the first time that no later batch is missing
-        self.heard_at_ms = int(now_s * 1000)  # when that was last known
+        self.heard_at_ms = int(now_s * 1000)
         self.marked = False  # stale, says the feed
         self.emptied_at = -1  # batches after which it was seen asleep; a later one says what it holds now
-        self.stale = True
         self.problem = ""
         # Why only a part of what it holds is known; empty: it has told all. A rank that has told from its batch 0 on,
         # or from a clear on, has told all.
@@ -93,7 +92,7 @@ class Rank:
             gaps=self.gaps,
             replays=self.replays,
             resets=self.resets,
-            staleness_ms=staleness_ms(now_s, [self.heard_at_ms])[0],
+            staleness_ms=staleness_ms(now_s, self.heard_at_ms),
             stale=self.stale,
             problem=self._problem(now_s, evicted),
             device_blocks=held["device"],
@@ -275,12 +274,9 @@ def pool_holder(namespace: str) -> str:
     return f"pool/{namespace}" if namespace else ""
 
 
-def staleness_ms(now_s: float, heard_at_ms: Sequence[int]) -> tuple[int, ...]:
-    """How long ago each was, within a u32."""
-    since_ms = tuple(map(int(now_s * 1000).__sub__, heard_at_ms))
-    if min(since_ms) < 0 or max(since_ms) > MAX_STALENESS_MS:  # heard just now, or never
-        return tuple(min(max(0, one_ms), MAX_STALENESS_MS) for one_ms in since_ms)
-    return since_ms
+def staleness_ms(now_s: float, heard_at_ms: int) -> int:
+    """How long ago that was, within a u32."""
+    return min(max(0, int(now_s * 1000) - heard_at_ms), MAX_STALENESS_MS)
 
 
 def _why_less(evicted: int) -> str:

@@ -24,7 +24,6 @@ DEFAULT_MAX_BLOCKS = 1 << 27  # 134 million: 2 to 4 GB
 MAX_BLOCKS = 1 << 32
 
 Column = Literal["device", "host", "disk", "pool", "local", "any"]
-Places = dict[str, tuple[int, ...]]  # by worker: the rows of an answer that are about it
 
 _LOCAL, _ANY = len(TIERS), len(TIERS) + 1
 _COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any")  # as in kvpool/_native/table.h
@@ -150,13 +149,6 @@ class Matches:
         """Leading blocks in any tier, the pool among them, block by block."""
         return self._column(_ANY)
 
-    def placed(self, places: Places, count: int, *columns: Column) -> list[list[int]]:
-        """Each of ``columns`` in the order of the caller's own ``count`` rows, 0 where a row's worker has none.
-
-        A worker with several data-parallel ranks gets what all of them have.
-        """
-        return self._native.placed(places, count, [_COLUMNS.index(column) for column in columns])
-
     def __iter__(self) -> Iterator[Match]:
         columns = [self._column(column).tolist() for column in range(_ANY + 1)]
         return map(Match._make, zip(self.workers, self.dp_ranks.tolist(), *columns, strict=True))
@@ -265,6 +257,16 @@ class PrefixIndex:
             return Matches(self._table.match(hashes64, workers))
         except (ValueError, TypeError, BufferError) as error:
             raise ConfigError(str(error)) from error
+
+    def answer(self, rows: _native.Rows, hashes64: Buffer, now_ms: int) -> _native.Answer:
+        """What the ranks of ``rows`` hold of a prompt; some may have to be asked again (``answer_again``)."""
+        return rows.answer(self._table, hashes64, now_ms)
+
+    def answer_again(
+        self, row: int, rows: _native.Rows, hashes64: Buffer, now_ms: int, answer: _native.Answer
+    ) -> None:
+        """One row of an answer once more, under the lock of its rank."""
+        rows.again(row, self._table, hashes64, now_ms, answer)
 
     def remove_worker(self, worker: str) -> bool:
         """Forget a worker and all it holds, at once; False if it is not known.

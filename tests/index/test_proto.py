@@ -190,4 +190,5 @@ def test_golden_exchanges(case: dict[str, Any]) -> None:
         fleet.heard(worker.id, dp_rank)
     request = index_pb2.LookupRequest.FromString(bytes.fromhex(case["request"]))
     model, options, _ = codec.decode_question(request)
-    assert codec.encode_lookup(fleet.lookup(model, **options)).hex() == case["reply"]
+    lookup = codec.encode_lookup(fleet.lookup(model, **options))
+    assert lookup.SerializeToString(deterministic=True).hex() == case["reply"]

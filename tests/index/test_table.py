@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kvpool
 from kvpool import BlockHasher, ConfigError, MalformedEvents, PrefixIndex
 from kvpool.index import Match
-from kvpool.index.table import TIERS, Applied, Places
+from kvpool.index.table import TIERS, Applied
 from tests.index.model import Model
 from tests.index.wire import Hash, batch, cleared, packed64, removed, stored
 
@@ -257,21 +257,6 @@ def test_the_answer_is_columns() -> None:
     assert "Match(worker='a', dp_rank=0, device_blocks=2" in repr(matches)
     nothing = index.match(b"")
     assert list(nothing) == list(nothing.any_blocks) == nothing.workers == []
-
-
-def test_columns_in_an_order_of_ones_own() -> None:
-    index = PrefixIndex()
-    index.apply("a", batch(stored([1, 2, 3]), stored([1, 2], medium="STORAGE"), dp_rank=0))
-    index.apply("a", batch(stored([1, 2], medium="CPU"), stored([1]), dp_rank=1))
-    index.apply("b", batch(stored([1], medium="STORAGE")))
-    matches = index.match(packed64([1, 2, 3]))
-    places: Places = {"b": (4, 0), "a": (2,), "unknown": (3,)}
-    device, local, pool = matches.placed(places, 5, "device", "local", "pool")
-    assert (device, local) == ([0, 0, 1, 0, 0], [0, 0, 2, 0, 0]), "what both ranks of a have"
-    assert pool == [1, 0, 0, 0, 1]
-    assert matches.placed({}, 2, "any") == [[0, 0]]
-    with pytest.raises(ValueError, match="beyond"):
-        matches.placed({"a": (5,)}, 5, "any")
 
 
 def test_an_empty_list_of_workers_is_nobody() -> None:

@@ -10,10 +10,9 @@ import json
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from kvpool._native import pack_varints
+from kvpool._native import read_lookup_request
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.errors import ConfigError
 from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, WorkerStatus
@@ -42,9 +41,6 @@ _TRUST: Mapping[Trust, int] = {"exact": 1, "degraded": 2, "fallback": 3}
 _LOAD_SOURCE: Mapping[LoadSource, int] = {"none": 0, "reported": 1, "scraped": 2}
 _TRUST_OF = {number: name for name, number in _TRUST.items()}
 _LOAD_SOURCE_OF = {number: name for name, number in _LOAD_SOURCE.items()}
-
-# Tags of LookupResponse's packed columns from prompt_blocks to stale: field number, wire type 2.
-_NUMBER_TAGS = tuple(bytes((field << 3 | 2,)) for field in range(5, 12))
 
 Answer = TypeVar("Answer")
 
@@ -382,6 +378,24 @@ class Question(NamedTuple):
     nbytes: int  # of the prompt
 
 
+def read_lookup(packed: bytes) -> Any:
+    """The ``Question`` of a packed ``LookupRequest`` in its usual form, read by the native core; else the message.
+
+    Errors: ``DecodeError`` of protobuf.
+    """
+    found = read_lookup_request(packed)
+    if found is None:
+        return pb.LookupRequest.FromString(packed)
+    model, tenant, workers, in_tokens, begin, end = found
+    prompt = memoryview(packed)[begin:end]
+    options: dict[str, Any] = {"tenant": tenant or DEFAULT_TENANT, "workers": workers or None}
+    if in_tokens:
+        options["token_ids"] = prompt.cast("I")
+    else:
+        options["hashes64"] = prompt
+    return Question(model, options, end - begin)
+
+
 def decode_question(request: Any) -> Question:
     """Of ``LookupRequest``, and of ``RouteRequest``, which has the same fields."""
     prompt = request.WhichOneof("prompt")
@@ -469,35 +483,21 @@ def decode_route_options(request: Any) -> dict[str, Any]:
     }
 
 
-def encode_lookup(lookup: Lookup) -> bytes:
-    """A packed ``LookupResponse``: byte for byte what protobuf makes of it, in a third of the time.
-
-    A router asks about the same workers again and again, so what does not change from prompt to prompt is kept packed.
-    """
-    parts = [_pack_who(lookup.workers, lookup.dp_ranks, lookup.addresses, lookup.block_tokens)]
-    numbers = (
-        lookup.prompt_blocks, lookup.device_blocks, lookup.local_blocks, lookup.pool_blocks, lookup.sequences,
-        lookup.staleness_ms, lookup.stale,
-    )  # fmt: skip
-    for tag, column in zip(_NUMBER_TAGS, numbers, strict=True):
-        packed = pack_varints(column)
-        parts += (tag, pack_varints((len(packed),)), packed)
-    return b"".join(parts) if lookup.workers else b""
-
-
-@lru_cache(maxsize=8)
-def _pack_who(
-    workers: tuple[str, ...],
-    dp_ranks: tuple[int, ...],
-    addresses: tuple[str, ...],
-    block_tokens: tuple[int, ...],
-) -> bytes:
-    """The first four fields: they stand in front, so the others can be put behind."""
-    message = pb.LookupResponse(
-        worker=workers, dp_rank=dp_ranks, address=addresses, block_tokens=block_tokens
+def encode_lookup(lookup: Lookup) -> Any:
+    """``LookupResponse``."""
+    return pb.LookupResponse(
+        worker=lookup.workers,
+        dp_rank=lookup.dp_ranks,
+        address=lookup.addresses,
+        block_tokens=lookup.block_tokens,
+        prompt_blocks=lookup.prompt_blocks,
+        device_blocks=lookup.device_blocks,
+        local_blocks=lookup.local_blocks,
+        pool_blocks=lookup.pool_blocks,
+        sequence=lookup.sequences,
+        staleness_ms=lookup.staleness_ms,
+        stale=lookup.stale,
     )
-    packed: bytes = message.SerializeToString()
-    return packed
 
 
 def encode_route(route: Route) -> Any:
@@ -505,7 +505,7 @@ def encode_route(route: Route) -> Any:
     if not route.picks:
         return pb.RouteResponse(rows=pb.LookupResponse())
     columns: dict[str, Any] = dict(zip(Pick._fields, zip(*route.picks, strict=True), strict=True))
-    columns["rows"] = pb.LookupResponse.FromString(encode_lookup(Lookup.of(columns.pop("row"))))
+    columns["rows"] = encode_lookup(Lookup.of(columns.pop("row")))
     columns["trust"] = [_TRUST[one.trust] for one in route.picks]
     columns["load_source"] = [_LOAD_SOURCE[one.load_source] for one in route.picks]
     return pb.RouteResponse(reservation=route.reservation, **columns)

@@ -32,6 +32,7 @@ from kvpool.index import snapshot
 from kvpool.index.answer import FleetStatus, IndexStatus
 from kvpool.index.client import codec
 from kvpool.index.client.tls import ServerTls
+from kvpool.index.fleet import merged
 from kvpool.index.follow.push import NotRegistered
 from kvpool.index.follow.roster import Roster
 from kvpool.index.place.router import Router
@@ -64,8 +65,6 @@ Value = TypeVar("Value")
 
 logger = logging.getLogger("kvpool.index")
 
-_MALFORMED = object()
-
 
 class _NotWarm(KVPoolError):
     """There is no snapshot yet."""
@@ -91,12 +90,14 @@ class _Method(NamedTuple):
     """One call of the protocol: which right it takes, and about whose workers a request is.
 
     ``tenant``: None: of no tenant in particular, so ``answer`` itself leaves out whom the caller may not see.
+    ``read``: makes of the bytes what the others are given; None: ``request.FromString``.
     """
 
     request: Any
     right: Right
     tenant: Callable[[Any], str | None]
     answer: Callable[[Any, Pass], Awaitable[Any]]
+    read: Callable[[bytes], Any] | None = None
 
 
 class IndexServer:
@@ -281,33 +282,34 @@ class IndexServer:
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
                 self._answering(name, method),
-                request_deserializer=_reader(method.request),
                 # the answer of a lookup is packed already
                 response_serializer=None if name == "Lookup" else codec.REPLIES[name].SerializeToString,
             )
             for name, method in unary.items()
         }
-        for name, stream, request, reply in (
-            ("LookupStream", self._lookups, pb.LookupRequest, None),
-            ("Publish", self._published, pb.EventBatch, pb.PublishAck.SerializeToString),
+        for name, stream, reply in (
+            ("LookupStream", self._lookups, None),
+            ("Publish", self._published, pb.PublishAck.SerializeToString),
         ):
             handlers[name] = grpc.stream_stream_rpc_method_handler(
-                self._stream(name, stream), request_deserializer=_reader(request), response_serializer=reply
+                self._stream(name, stream), response_serializer=reply
             )
-        handlers["Snapshot"] = grpc.unary_stream_rpc_method_handler(
-            self._snapshot, request_deserializer=_reader(pb.SnapshotRequest)
-        )
+        handlers["Snapshot"] = grpc.unary_stream_rpc_method_handler(self._snapshot)
         return handlers
 
     def _asking(self) -> _Method:
-        return _Method(pb.LookupRequest, "ask", lambda request: _tenant(request.scope.tenant), self._lookup)
+        return _Method(pb.LookupRequest, "ask", _tenant_asked, self._lookup, codec.read_lookup)
 
     async def _lookup(self, request: Any, _: Pass) -> Any:
-        def answer(question: codec.Question) -> tuple[Any, Matched]:
-            lookup = self._roster.fleet.lookup(question.model, **question.options)
-            return codec.encode_lookup(lookup), Matched.of(lookup)
+        return await self._asked(request, self._looked_up)
 
-        return await self._asked(request, answer)
+    def _looked_up(self, question: codec.Question) -> tuple[bytes, Matched]:
+        """The packed reply: native, unless workers of the model differ in how they hash."""
+        answers = self._roster.fleet.ask(question.model, **question.options)
+        if len(answers) == 1:
+            return answers[0].rows.pack(), Matched(*answers[0].rows.most())
+        lookup = merged(answers)
+        return codec.encode_lookup(lookup).SerializeToString(), Matched.of(lookup)
 
     async def _route(self, request: Any, _: Pass) -> Any:
         def answer(question: codec.Question) -> tuple[Any, Matched]:
@@ -325,7 +327,10 @@ class IndexServer:
         result: Result = "failed"
         matched = None
         try:
-            question = await self._in_tokens(codec.decode_question(request))
+            if isinstance(request, codec.Question):
+                question = request
+            else:
+                question = await self._in_tokens(codec.decode_question(request))
             if question.nbytes + beside_nbytes <= INLINE_NBYTES:
                 reply, matched = answer(question)
             else:
@@ -479,13 +484,16 @@ class IndexServer:
     def _answering(
         self, name: str, method: _Method
     ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-        """The handler of one call, or of one message of a stream: who may not is refused before anything is done."""
+        """The handler of one call, or of one message of a stream: who may not is refused before anything is read."""
+        read = method.read or method.request.FromString
 
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
                 caller = self._doors.admit(_authorization(context))
-                if request is _MALFORMED:
-                    raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}")
+                try:
+                    request = read(packed)
+                except DecodeError:
+                    raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}") from None
                 caller.check(method.right, method.tenant(request))
                 return await method.answer(request, caller)
             except Exception as error:
@@ -533,18 +541,6 @@ class IndexServer:
         await _abort(context, code, text)
 
 
-def _reader(message: Any) -> Callable[[bytes], Any]:
-    """Bytes that are no such message are the caller's fault, not ours as gRPC would have it."""
-
-    def read(raw: bytes) -> Any:
-        try:
-            return message.FromString(raw)
-        except DecodeError:
-            return _MALFORMED
-
-    return read
-
-
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str) -> None:
     try:
         await context.abort(code, text)
@@ -558,6 +554,13 @@ def _authorization(context: grpc.aio.ServicerContext) -> str | None:
     return next(
         (str(value) for key, value in context.invocation_metadata() or () if key == "authorization"), None
     )
+
+
+def _tenant_asked(request: Any) -> str:
+    """Of what ``codec.read_lookup`` returns."""
+    if isinstance(request, codec.Question):
+        return str(request.options["tenant"])
+    return _tenant(request.scope.tenant)
 
 
 def _tenant(name: str) -> str:

@@ -37,14 +37,14 @@ def test_calls_above_the_limit_are_refused_in_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(service, "MAX_CALLS", 2)
     fleet = a_fleet()
     entered, go_on = threading.Semaphore(0), threading.Event()
-    lookup = fleet.lookup
+    ask = fleet.ask
 
     def slow(*arguments: Any, **options: Any) -> Any:
         entered.release()
         assert go_on.wait(WAIT_S)
-        return lookup(*arguments, **options)
+        return ask(*arguments, **options)
 
-    monkeypatch.setattr(fleet, "lookup", slow)
+    monkeypatch.setattr(fleet, "ask", slow)
     asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8 << 17)).SerializeToString()
     with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
         method = channel.unary_unary(f"/{codec.SERVICE}/Lookup")

@@ -186,7 +186,7 @@ def test_a_fault_of_ours_stays_in_our_log(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("secret of the house")
 
-    monkeypatch.setattr(served.fleet, "lookup", broken)
+    monkeypatch.setattr(served.fleet, "ask", broken)
     caplog.set_level(logging.ERROR, "kvpool.index")
     request = pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(8))
     code, text = refused(channel, "Lookup", request)
@@ -382,14 +382,14 @@ def test_a_call_under_way_is_answered_before_the_end(monkeypatch: pytest.MonkeyP
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
     entered, go_on = threading.Event(), threading.Event()
-    lookup = fleet.lookup
+    ask = fleet.ask
 
     def slow(*arguments: Any, **options: Any) -> Any:
         entered.set()
         assert go_on.wait(WAIT_S)
-        return lookup(*arguments, **options)
+        return ask(*arguments, **options)
 
-    monkeypatch.setattr(fleet, "lookup", slow)
+    monkeypatch.setattr(fleet, "ask", slow)
     request = pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(8 << 17)).SerializeToString()
     with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
         call = channel.unary_unary(f"/{codec.SERVICE}/Lookup").future(request, timeout=WAIT_S)
