@@ -222,9 +222,13 @@ def test_pool_lost_while_a_load_is_in_flight(
     os.kill(worker, signal.SIGSTOP)
     try:
         pair.second.send({"do": "generate", "tokens": LONG[name], "max_tokens": GENERATED_TOKENS})
+
         # The core asks the pool by itself, which touches what is there, and then waits for its worker without using
         # the processor.
-        assert eventually(lambda: found[-1].stat().st_mtime_ns > looked_up and quiet(core) and quiet(core))
+        def waits_for_its_worker() -> bool:
+            return found[-1].stat().st_mtime_ns > looked_up and quiet(core) and quiet(core)
+
+        assert eventually(waits_for_its_worker, within_s=60)
         damage(pair, found)
     finally:
         os.kill(worker, signal.SIGCONT)
