@@ -200,6 +200,14 @@ def _delete(pair: Pair, found: list[Path]) -> None:
         record.unlink(missing_ok=True)
 
 
+def _has_stored_all(pair: Pair) -> bool:
+    """Whether another request finds nothing to be stored any more."""
+    stored = "kvpool_stored_blocks_total"
+    before = pair.metrics().get(stored, 0)
+    pair.second.generate(prompt(400, 60), 1)  # less than a block
+    return pair.metrics().get(stored, 0) == before
+
+
 def _replace_folder(pair: Pair, found: list[Path]) -> None:
     """Every further open fails with ENOTDIR: a fault, not a miss."""
     blocks = pair.pool / "blocks"
@@ -216,9 +224,11 @@ def test_pool_lost_while_a_load_is_in_flight(
 ) -> None:
     """The worker is held while its blocks go: the pool was asked and said yes, and the load finds them gone."""
     found = records(pair.pool, LONG[name])
-    looked_up = found[-1].stat().st_mtime_ns
-    before = pair.metrics()
     core, worker = process_named(pair.second, "VLLM::EngineCor"), process_named(pair.second, "VLLM::Worker")
+    # In the middle of a step, as those that store what the request before computed, the core would ask nothing.
+    assert eventually(lambda: _has_stored_all(pair), within_s=60)
+    before = pair.metrics()
+    looked_up = found[-1].stat().st_mtime_ns
     os.kill(worker, signal.SIGSTOP)
     try:
         pair.second.send({"do": "generate", "tokens": LONG[name], "max_tokens": GENERATED_TOKENS})
