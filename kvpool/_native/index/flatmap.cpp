@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <random>
 
 namespace kvpool {
 namespace {
@@ -12,6 +13,11 @@ constexpr std::size_t kFirstBuckets = 4;
 constexpr std::size_t limit_of(std::size_t capacity) { return capacity - capacity / 8; }
 
 }  // namespace
+
+std::uint64_t random_seed() {
+  std::random_device device;
+  return std::uint64_t{device()} << 32 | device();
+}
 
 FlatMap::FlatMap(std::uint64_t seed) : seed_(seed), directory_{add_segment(0, kFirstBuckets)} {}
 

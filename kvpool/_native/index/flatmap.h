@@ -23,6 +23,9 @@
 
 namespace kvpool {
 
+// For maps of hashes that others choose: they must not know the seed.
+std::uint64_t random_seed();
+
 class FlatMap {
  public:
   static constexpr std::size_t kBucketEntries = 5;

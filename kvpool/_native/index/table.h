@@ -148,6 +148,10 @@ class Table {
   static constexpr std::size_t kMaxRanks = 1024;  // of a worker
   static constexpr std::size_t kMaxGroups = 256;  // of a rank
   static constexpr std::size_t kMaxWorkers = 65536;
+  // Cache lines on their way while one block is looked at: enough to hide a miss of the last cache.
+  static constexpr std::size_t kAhead = 16;
+  // One segment is swept for so many hashes of a batch, and one more for the batch.
+  static constexpr std::size_t kHashesPerSweep = 1024;
 
   struct Doubts {
     explicit Doubts(std::uint64_t seed) : blocks(seed) {}
