@@ -1,10 +1,7 @@
+// Requests on a connection: taken, waiting, sent again, given up. See resp_connection.h.
 #include "store/resp_connection.h"
 
 #include <algorithm>
-#include <cassert>
-#include <cerrno>
-#include <cstring>
-#include <system_error>
 #include <utility>
 
 namespace kvpool {
@@ -25,18 +22,8 @@ constexpr std::size_t kWaitingNbytes = 8 << 20;
 // do, each until its deadline: the server may only be slow.
 constexpr auto kQuiet = 250ms;
 constexpr std::size_t kMaxWaiting = 65536;
-constexpr std::size_t kMaxParts = 64;  // of one sendmsg
 // Until then a reply that nobody waits for any more has to have come, however much moves.
 constexpr auto kLongestDrain = 60s;
-constexpr auto kFirstBackoff = 10ms;
-// A pause and an attempt together stay below a second: so soon is a server that came back used again.
-constexpr auto kMaxBackoff = 400ms;
-constexpr auto kConnectPatience = 500ms;
-// For a first attempt to dial again; then requests do not wait for it any more.
-constexpr auto kDialGrace = 250ms;
-
-// What is sent for the rest of a put that was given up.
-constexpr std::array<std::byte, kChunkNbytes> kZeros{};
 
 std::size_t cost_of(const Item& item) {
   const bool moves_bytes = item.op() == Op::kPut || item.op() == Op::kGet;
@@ -108,168 +95,6 @@ void RespConnection::came(short events) {
   readable_ = socket_ && (events & (POLLIN | POLLHUP | POLLERR)) != 0;
 }
 
-// ---- connection
-
-void RespConnection::keep_up(Clock::time_point now) {
-  if (!socket_ && is_wanted_) dial(now);
-  if (socket_ && seen_doubts_ != node_->doubts.load()) look_after_doubt(now);
-}
-
-void RespConnection::dial(Clock::time_point now) {
-  if (!dial_) {
-    if (now < next_dial_) return;
-    if (!find_addresses()) {
-      ++attempts_;
-      back_off();
-      return;
-    }
-    seen_doubts_ = node_->doubts.load();
-    dialled_at_ = now;
-    dial_.emplace(settings_, addresses_, role_ == Role::kReads ? "reads" : "writes", now, kConnectPatience);
-  }
-  switch (dial_->step(now)) {
-    case Dial::State::kUnderWay:
-      if (!failing_ && now >= dialled_at_ + grace()) fail_all();
-      return;
-    case Dial::State::kReady:
-      socket_ = dial_->take();
-      dial_.reset();
-      parser_.reset();
-      readable_ = false;
-      failing_ = false;
-      stood_ = true;
-      touches_ = true;  // its rights may have changed
-      renews_ = true;
-      is_full_ = false;
-      moved_at_ = now;
-      count_up(true);
-      counts_.connections.fetch_add(1, std::memory_order_relaxed);
-      return;
-    case Dial::State::kFailed:
-      last_error_ = dial_->error();
-      dial_.reset();
-      counts_.failed_dials.fetch_add(1, std::memory_order_relaxed);
-      ++attempts_;
-      back_off();
-      return;
-  }
-}
-
-// A name may stand for another address by now. The resolver blocks, so it is asked only when the server is
-// gone, and only where there is no other: the addresses of a cluster's nodes are looked up by whoever installs
-// its topology.
-bool RespConnection::find_addresses() {
-  try {
-    if (!node_->asks_resolver) addresses_ = node_->addresses();
-    // While one lane asks, the others go on refusing.
-    if (node_->asks_resolver && attempts_ > 1 && !node_->resolving.test_and_set()) {
-      const std::unique_ptr<std::atomic_flag, void (*)(std::atomic_flag*)> asking(
-          &node_->resolving, [](std::atomic_flag* flag) { flag->clear(); });
-      addresses_ = resolve(settings_.endpoint);
-    }
-  } catch (const Unreachable& error) {
-    last_error_ = error.what();
-  }
-  if (!addresses_.empty()) return true;
-  last_error_ = settings_.endpoint.name() + ": the name has no address";
-  return false;
-}
-
-void RespConnection::back_off() {
-  const unsigned doublings = std::min(attempts_ - 1, 10U);
-  const auto longest = std::min<Clock::duration>(kFirstBackoff * (1U << doublings), kMaxBackoff);
-  const double share = std::uniform_real_distribution<double>(0.5, 1.0)(random_);
-  next_dial_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(longest * share);
-  fail_all();
-}
-
-Clock::duration RespConnection::grace() const { return stood_ ? kDialGrace : kConnectPatience; }
-
-// From here on until a PING is answered, whatever wants this server is a fault at once.
-void RespConnection::fail_all() {
-  failing_ = true;
-  topology_.doubt();
-  if (last_error_.empty()) last_error_ = settings_.endpoint.name() + ": no connection stands yet";
-  for (const auto& request : requests_) {
-    if (request->item) counts_.refused.fetch_add(1, std::memory_order_relaxed);
-    end_item(*request, Status::kFault, last_error_);
-  }
-  std::erase_if(requests_, [](const auto& request) { return request->kind != Kind::kCleanup; });
-  for (Item& item : take_waiting()) {
-    counts_.refused.fetch_add(1, std::memory_order_relaxed);
-    item.finish(item.stopped().value_or(Status::kFault), last_error_);
-  }
-  count_window();
-}
-
-// Another connection fell silent, and perhaps the server with it. Where a reply is due it will tell: until it
-// does, nothing more is asked here. Where none is, nothing would tell but the PING of another dial.
-void RespConnection::look_after_doubt(Clock::time_point now) {
-  count_up(false);
-  last_error_ = settings_.endpoint.name() + ": the server does not answer in time";
-  if (awaiting()) return;
-  hang_up();
-  next_dial_ = now;
-  fail_all();
-  dial(now);
-}
-
-void RespConnection::count_up(bool up) {
-  if (std::exchange(up_, up) == up) return;
-  if (up) {
-    node_->up.fetch_add(1);
-    counts_.up.fetch_add(1, std::memory_order_relaxed);
-  } else {
-    node_->up.fetch_sub(1);
-    counts_.up.fetch_sub(1, std::memory_order_relaxed);
-  }
-}
-
-void RespConnection::hang_up() {
-  dial_.reset();
-  if (!socket_) return;
-  socket_.reset();
-  count_up(false);
-  counts_.disconnections.fetch_add(1, std::memory_order_relaxed);
-}
-
-// Gives the connection up with all that is on it: its replies can no longer be told apart. What was not yet
-// sent waits for the next one.
-void RespConnection::lose(Cause cause, std::string_view why) {
-  hang_up();
-  // Before any item ends: who sees one end, and asks again, finds the other connections warned.
-  if (cause == Cause::kSilence) node_->doubts.fetch_add(1);
-  last_error_ = settings_.endpoint.name() + ": " + std::string(why);
-  std::deque<std::unique_ptr<Request>> lost;
-  lost.swap(requests_);
-  for (auto& request : lost) {
-    if (!request->on_the_wire()) {
-      requests_.push_back(std::move(request));
-    } else if (request->kind == Kind::kCleanup) {
-      // A damaged record still has to go.
-      end_item(*request, Status::kMiss, {});
-      again(std::move(request));
-    } else if (request->item && cause == Cause::kOurselves && request->kind != Kind::kDelete &&
-               !request->item->stopped()) {
-      // Sending it again changes nothing, except how many a deletion finds.
-      again(std::move(request));
-    } else {
-      end_item(*request, Status::kFault, last_error_);
-    }
-  }
-  count_window();
-  if (cause == Cause::kOurselves) return;
-  topology_.doubt();
-  if (cause == Cause::kSilence) ++attempts_;
-  if (attempts_ == 0) {
-    next_dial_ = Clock::now();
-    ++attempts_;
-  } else {
-    back_off();
-    ++attempts_;
-  }
-}
-
 void RespConnection::again(std::unique_ptr<Request> request) {
   auto fresh = std::make_unique<Request>();
   fresh->kind = request->kind;
@@ -304,8 +129,6 @@ void RespConnection::end_item(Request& request, Status status, std::string words
   }
   request.item.reset();
 }
-
-// ---- requests
 
 void RespConnection::push(Item&& taken) {
   is_wanted_ = true;
@@ -455,96 +278,6 @@ void RespConnection::give_up_stopped(Clock::time_point now) {
     lose(Cause::kSilence, "the server does not answer in time");
   } else if (torn) {
     lose(Cause::kOurselves, "a put was cancelled in the middle");
-  }
-}
-
-// ---- sending
-
-bool RespConnection::send_some() {
-  if (first_unsent_ == requests_.size() && !socket_.owes()) return false;
-  iovec parts[kMaxParts];
-  std::size_t count = 0;
-  std::size_t nbytes = 0;
-  for (std::size_t i = first_unsent_; i < requests_.size(); ++i) {
-    if (count + 4 > kMaxParts || nbytes >= kChunkNbytes) break;
-    if (!gather(*requests_[i], parts, count, nbytes)) break;
-  }
-  const Stream::Result result = socket_.send({parts, count});
-  is_full_ = result.state == Stream::State::kBlocked || result.nbytes < nbytes;
-  if (result.state == Stream::State::kBlocked) return false;
-  if (result.state != Stream::State::kMoved) {
-    const std::string why = socket_.error();
-    // What the server said before it closed may still be there to be read.
-    if (!awaiting() || !receive_some()) {
-      if (socket_) lose(Cause::kServer, why);
-    }
-    return true;
-  }
-  advance(result.nbytes);
-  return true;
-}
-
-// Adds what is next to be sent of a request, hashing at most one chunk ahead. False: there is more of it.
-bool RespConnection::gather(Request& request, iovec* parts, std::size_t& count, std::size_t& nbytes) const {
-  const auto add_part = [&](const void* data, std::size_t size) {
-    if (size == 0) return;
-    parts[count++] = {const_cast<void*>(data), size};
-    nbytes += size;
-  };
-  std::size_t at = request.sent;
-  if (at < request.head.size()) {
-    add_part(request.head.data() + at, request.head.size() - at);
-    at = request.head.size();
-  }
-  if (request.kind != Kind::kPut) return true;
-  at -= request.head.size();
-  if (at < request.body.size()) {
-    const std::size_t until = std::min(request.body.size(), at + kChunkNbytes);
-    if (request.item) hash_up_to(request, until);
-    add_part(request.item ? request.body.data() + at : kZeros.data(), until - at);
-    if (until < request.body.size()) return false;
-    at = request.body.size();
-  }
-  if (!request.end_made) make_end(request);
-  at -= request.body.size();
-  add_part(request.end.data() + at, request.end.size() - at);
-  return true;
-}
-
-void RespConnection::hash_up_to(Request& request, std::size_t until) {
-  if (!request.checksum) {
-    const Item& item = *request.item;
-    request.checksum.emplace(make_header(item.key(), item.buffer().size()));
-  }
-  if (request.hashed >= until) return;
-  request.checksum->update(request.body.subspan(request.hashed, until - request.hashed));
-  request.hashed = until;
-}
-
-void RespConnection::make_end(Request& request) const {
-  if (!request.item) return request.make_end(std::nullopt, request.key_text, settings_.ttl);
-  const Item& item = *request.item;
-  const std::span<const std::byte> tail = item.buffer().subspan(request.body.size());
-  hash_up_to(request, request.body.size());  // also when there is no body
-  request.checksum->update(tail);
-  RecordHeader header = make_header(item.key(), item.buffer().size());
-  header.checksum = request.checksum->digest();
-  std::string h(kRecordHeaderNbytes + tail.size(), '\0');
-  std::memcpy(h.data(), &header, sizeof header);
-  if (!tail.empty()) std::memcpy(h.data() + sizeof header, tail.data(), tail.size());
-  request.make_end(h, item.key().text, settings_.ttl);
-}
-
-void RespConnection::advance(std::size_t nbytes) {
-  while (nbytes != 0) {
-    Request& request = *requests_[first_unsent_];
-    const std::size_t left = request.total_nbytes() - request.sent;
-    const std::size_t now = std::min(left, nbytes);
-    request.sent += now;
-    nbytes -= now;
-    if (request.kind == Kind::kPut) pay(request, std::min(now, request.cost_left - kRequestNbytes));
-    if (!request.is_sent()) return;
-    ++first_unsent_;
   }
 }
 

@@ -15,6 +15,9 @@
 // What does not fit into its window waits beside it, up to a bound, so that a server that is slow or silent does
 // not hold up the others of its lane.
 //
+// Its parts: resp_connection.cpp (requests), resp_reconnect.cpp, resp_sending.cpp, resp_replies.cpp and, for records
+// that come, resp_records.cpp.
+//
 // It belongs to one lane, whose thread alone calls it. Nothing here blocks, except the resolver (see
 // find_addresses).
 #pragma once
@@ -101,6 +104,8 @@ class RespConnection {
   void came(short events);
 
  private:
+  static constexpr const char* kUnexpected = "its reply does not fit what it was asked";
+
   // Why a connection is given up.
   enum class Cause : std::uint8_t {
     kServer,    // it closed, or what it says cannot be understood
