@@ -1,3 +1,4 @@
+// Batches, their items, where lanes get them, and the threads that run lanes. See engine.h.
 #include "store/engine.h"
 
 #include <pthread.h>
@@ -5,44 +6,20 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <deque>
-#include <exception>
-#include <iterator>
-#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
-#include <unordered_map>
 
 #include "store/descriptor.h"
+#include "store/executor_core.h"
 
 namespace kvpool {
 namespace {
 
-constexpr std::size_t kQueueCount = 3;
 constexpr Clock::duration kDestructorTimeout = std::chrono::seconds(5);
 constexpr const char* kForked = "the engine was made before fork(): make one in this process";
-// So many keys of a long lookup, then it is another batch's turn.
-constexpr std::size_t kTurnKeys = 256;
-constexpr Clock::duration kPauseAfterException = std::chrono::milliseconds(10);
-
-// Lookups are cheap and somebody waits for them; loads have a request waiting; stores have nobody.
-std::size_t queue_of(Op op) {
-  switch (op) {
-    case Op::kContains:
-    case Op::kTouch:
-    case Op::kDelete:
-      return 0;
-    case Op::kGet:
-      return 1;
-    case Op::kPut:
-      return 2;
-  }
-  return 2;
-}
 
 // Signals of the process are for the threads of the caller (Python runs its handlers in the main thread).
 class BlockSignals {
@@ -61,267 +38,6 @@ class BlockSignals {
 };
 
 }  // namespace
-
-struct Core {
-  explicit Core(std::unique_ptr<Backend> backend_) : backend(std::move(backend_)), pid(getpid()) {}
-
-  const std::unique_ptr<Backend> backend;
-  const pid_t pid;
-  std::vector<std::unique_ptr<Lane>> lanes;  // fixed from before the threads start until after they ended
-
-  mutable std::mutex mutex;
-  std::condition_variable work_arrived;
-  std::condition_variable deadlines_changed;
-  std::condition_variable thread_ended;
-  std::array<std::list<std::shared_ptr<Batch>>, kQueueCount> queues;
-  std::size_t queued_items = 0;
-  // One item of a batch that is in nobody's hands, but for its batch's `waiting_`.
-  struct Waiter {
-    std::shared_ptr<Batch> batch;
-    std::size_t index;
-  };
-  // A put in the hands of a lane, and those of the same key and length that get its result.
-  struct Writing {
-    const Batch* batch;
-    std::size_t index;
-    std::vector<Waiter> waiters;
-  };
-  std::unordered_map<std::string_view, Writing> writing;  // by key, whose text the batch of the put holds
-  std::deque<Waiter> bereft;                              // the put that they waited for was given up
-  // Every batch that is not done, by deadline; `expired` once the deadline has been acted on.
-  std::map<std::pair<Clock::time_point, std::uint64_t>, std::shared_ptr<Batch>> deadlines;
-  std::map<std::uint64_t, std::shared_ptr<Batch>> expired;
-  std::uint64_t last_sequence = 0;
-  unsigned live_threads = 0;
-  std::vector<std::thread> threads;
-  Descriptor completions;
-
-  std::atomic<bool> closing{false};
-  std::array<std::array<std::atomic<std::uint64_t>, kStatusCount>, kOpCount> counts{};
-  std::array<std::atomic<std::uint64_t>, kOpCount> ok_nbytes{};
-  std::atomic<std::uint64_t> joined_puts{0};
-
-  using Lock = std::unique_lock<std::mutex>;
-
-  void count_given_up(const Batch& batch, std::size_t items, Status status) {
-    counts[static_cast<std::size_t>(batch.op_)][static_cast<std::size_t>(status)].fetch_add(
-        items, std::memory_order_relaxed);
-  }
-
-  void count(const Batch& batch, std::size_t index, Status status) {
-    const auto op = static_cast<std::size_t>(batch.op_);
-    counts[op][static_cast<std::size_t>(status)].fetch_add(1, std::memory_order_relaxed);
-    if (status == Status::kOk && !batch.buffers_.empty()) {
-      ok_nbytes[op].fetch_add(batch.buffers_[index].size(), std::memory_order_relaxed);
-    }
-  }
-
-  // Under the lock. The order matters: whoever reads the eventfd then sees done(), and whoever wait()s (under
-  // the same lock) then finds the eventfd readable.
-  void complete(Batch& batch) {
-    batch.done_.store(true, std::memory_order_release);
-    if (completions) {
-      // EAGAIN would mean 2^64 - 2 unread completions.
-      [[maybe_unused]] const int ignored = eventfd_write(completions.get(), 1);
-    }
-    batch.done_changed_.notify_all();
-    // The caller holds a reference of its own.
-    deadlines.erase({batch.deadline_, batch.sequence_});
-    expired.erase(batch.sequence_);
-  }
-
-  void leave_queue(Batch& batch) {
-    if (!batch.queued_) return;
-    batch.queued_ = false;
-    queues[queue_of(batch.op_)].erase(batch.place_);
-    if (batch.lookup_) --queued_items;
-  }
-
-  // Under the lock: ends what of a lookup no lane has taken.
-  void pass_over(Batch& batch, std::size_t until, Status status) {
-    const std::size_t end = batch.lookup_->record_of(until);
-    for (std::size_t record = batch.lookup_->record_of(batch.next_); record < end; ++record) {
-      batch.set_record(record, status);
-    }
-    batch.next_ = until;
-  }
-
-  // Under the lock: what of a lookup is not worth asking any more is not there.
-  void skip_unwanted(Batch& batch) {
-    const std::size_t wanted = batch.lookup_->next_wanted(batch.next_);
-    const std::size_t skipped = wanted - batch.next_;
-    if (skipped == 0) return;
-    pass_over(batch, wanted, Status::kMiss);
-    if (wanted == batch.item_count()) leave_queue(batch);
-    if (batch.unfinished_.fetch_sub(skipped, std::memory_order_acq_rel) == skipped) complete(batch);
-  }
-
-  // Under the lock: gives up what no lane has taken, and tells the lanes to give up the rest.
-  void stop(const std::shared_ptr<Batch>& batch, Status status) {
-    if (batch->done()) return;
-    Status expected = Status::kOk;
-    if (!batch->stop_.compare_exchange_strong(expected, status)) return;
-    const std::size_t untaken = batch->item_count() - batch->next_;
-    const std::size_t given_up = untaken + batch->waiting_.size();
-    leave_queue(*batch);
-    if (batch->lookup_) {
-      pass_over(*batch, batch->item_count(), status);
-    } else {
-      for (; batch->next_ < batch->keys_.size(); ++batch->next_) batch->results_[batch->next_] = status;
-      queued_items -= untaken;
-    }
-    for (const std::size_t index : batch->waiting_) batch->results_[index] = status;
-    count_given_up(*batch, given_up, status);
-    batch->waiting_.clear();
-    if (given_up != 0 && batch->unfinished_.fetch_sub(given_up, std::memory_order_acq_rel) == given_up) {
-      complete(*batch);
-    } else {
-      for (const auto& lane : lanes) lane->wake();
-    }
-  }
-
-  // Under the lock.
-  std::optional<Item> take(bool puts_too = true) {
-    for (auto& queue : queues) {
-      if (&queue == &queues[queue_of(Op::kPut)]) {
-        if (!puts_too) break;
-        if (auto item = take_bereft()) return item;
-      }
-      while (!queue.empty()) {
-        const std::shared_ptr<Batch> batch = queue.front();
-        if (Clock::now() >= batch->deadline_) {
-          stop(batch, Status::kTimedOut);
-          continue;
-        }
-        if (batch->lookup_) {
-          skip_unwanted(*batch);
-          if (!batch->queued_) continue;
-        } else {
-          --queued_items;
-        }
-        const std::size_t index = batch->next_++;
-        if (batch->next_ == batch->item_count()) {
-          leave_queue(*batch);
-        } else if (batch->lookup_ && batch->next_ % kTurnKeys == 0) {
-          queue.splice(queue.end(), queue, batch->place_);
-        }
-        if (batch->op_ == Op::kPut && joins(batch, index)) continue;
-        return std::optional<Item>(std::in_place, batch, index);
-      }
-    }
-    return std::nullopt;
-  }
-
-  // Under the lock: whether this put waits for one that is under way. If not, others will wait for it.
-  bool joins(const std::shared_ptr<Batch>& batch, std::size_t index) {
-    const auto [place, first] =
-        writing.try_emplace(batch->keys_[index].text, Writing{batch.get(), index, {}});
-    if (first) return false;
-    Writing& other = place->second;
-    // Of another length it cannot be the same content: whoever is wrong, this is not to be answered for it.
-    if (other.batch->buffers_[other.index].size() != batch->buffers_[index].size()) return false;
-    other.waiters.push_back({batch, index});
-    batch->waiting_.insert(index);
-    return true;
-  }
-
-  // Under the lock.
-  std::optional<Item> take_bereft() {
-    while (!bereft.empty()) {
-      const Waiter waiter = std::move(bereft.front());
-      bereft.pop_front();
-      // The batch was stopped, and this item with it.
-      if (waiter.batch->waiting_.erase(waiter.index) == 0) continue;
-      if (joins(waiter.batch, waiter.index)) continue;
-      return std::optional<Item>(std::in_place, waiter.batch, waiter.index);
-    }
-    return std::nullopt;
-  }
-
-  // A put has ended: so have those that waited for it, unless it was given up.
-  void end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error) {
-    const Lock lock(mutex);
-    const auto found = writing.find(batch.keys_[index].text);
-    if (found == writing.end() || found->second.batch != &batch || found->second.index != index) return;
-    std::vector<Waiter> waiters = std::move(found->second.waiters);
-    writing.erase(found);
-    if (waiters.empty()) return;
-    if (status == Status::kCancelled || status == Status::kTimedOut) {
-      std::move(waiters.begin(), waiters.end(), std::back_inserter(bereft));
-      work_arrived.notify_all();
-      for (const auto& lane : lanes) lane->wake();
-      return;
-    }
-    for (const Waiter& waiter : waiters) {
-      if (waiter.batch->waiting_.erase(waiter.index) == 0) continue;
-      waiter.batch->results_[waiter.index] = status;
-      counts[static_cast<std::size_t>(Op::kPut)][static_cast<std::size_t>(status)].fetch_add(
-          1, std::memory_order_relaxed);
-      joined_puts.fetch_add(1, std::memory_order_relaxed);
-      if (!error.empty() && !waiter.batch->error_) waiter.batch->error_ = error;
-      if (waiter.batch->unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(*waiter.batch);
-    }
-  }
-
-  void finish(Batch& batch, std::size_t index, Status status, std::string error) {
-    count(batch, index, status);
-    if (batch.lookup_) {
-      batch.set_record(batch.lookup_->record_of(index), status);
-      if (status == Status::kMiss) batch.lookup_->missed(index);
-      if (status != Status::kMiss && status != Status::kOk) batch.lookup_->give_up();
-    } else {
-      batch.results_[index] = status;
-    }
-    if (batch.op_ == Op::kPut) end_waiters(batch, index, status, error);
-    if (!error.empty()) {
-      const Lock lock(mutex);
-      if (!batch.error_) batch.error_ = std::move(error);
-    }
-    if (batch.unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      const Lock lock(mutex);
-      complete(batch);
-    }
-  }
-
-  void run_lane(Lane& lane) {
-    Source source(*this);
-    while (!closing.load()) {
-      try {
-        lane.run(source);
-      } catch (...) {
-        // The items it held were finished as faults by their destructors. What throws here is an allocation:
-        // give it a moment rather than spin.
-        std::this_thread::sleep_for(kPauseAfterException);
-      }
-    }
-  }
-
-  void run_deadlines() {
-    Lock lock(mutex);
-    while (!closing.load()) {
-      if (deadlines.empty()) {
-        deadlines_changed.wait(lock);
-        continue;
-      }
-      const auto first = deadlines.begin();
-      const Clock::time_point deadline = first->first.first;
-      if (Clock::now() < deadline) {
-        deadlines_changed.wait_until(lock, deadline);
-        continue;
-      }
-      const std::shared_ptr<Batch> batch = first->second;
-      expired.emplace(batch->sequence_, batch);
-      deadlines.erase(first);
-      stop(batch, Status::kTimedOut);
-    }
-  }
-
-  void end_thread() {
-    const Lock lock(mutex);
-    --live_threads;
-    thread_ended.notify_all();
-  }
-};
 
 Batch::Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::time_point deadline)
     : op_(op),
