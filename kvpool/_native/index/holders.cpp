@@ -17,25 +17,26 @@ HolderSets::HolderSets(std::uint64_t seed) : seed_(seed), by_digest_(seed), memo
   size_ = 0;
 }
 
-Tiers HolderSets::tiers(SetId set, SeatId seat) const {
+Tiers HolderSets::tiers(SetId set, HolderId holder) const {
   const auto holdings = at(set).holdings();
-  const auto found = std::lower_bound(holdings.begin(), holdings.end(), seat,
-                                      [](Holding holding, SeatId wanted) { return holding.seat() < wanted; });
-  return found != holdings.end() && found->seat() == seat ? found->tiers() : Tiers{0};
+  const auto found =
+      std::lower_bound(holdings.begin(), holdings.end(), holder,
+                       [](Holding holding, HolderId wanted) { return holding.holder() < wanted; });
+  return found != holdings.end() && found->holder() == holder ? found->tiers() : Tiers{0};
 }
 
-SetId HolderSets::with(SetId set, SeatId seat, Tier tier) { return changed(set, seat, tier, true); }
-SetId HolderSets::without(SetId set, SeatId seat, Tier tier) { return changed(set, seat, tier, false); }
+SetId HolderSets::with(SetId set, HolderId holder, Tier tier) { return changed(set, holder, tier, true); }
+SetId HolderSets::without(SetId set, HolderId holder, Tier tier) { return changed(set, holder, tier, false); }
 
 std::uint64_t HolderSets::digest_of(Holding holding) const {
-  std::uint64_t mixed = seed_ + holding.seat() * std::uint64_t{kAllTiers + 1} + holding.tiers();
+  std::uint64_t mixed = seed_ + holding.holder() * std::uint64_t{kAllTiers + 1} + holding.tiers();
   mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9ULL;  // splitmix64
   mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebULL;
   return mixed ^ (mixed >> 31);
 }
 
-SetId HolderSets::changed(SetId set, SeatId seat, Tier tier, bool add) {
-  const std::uint32_t step = seat << 3 | static_cast<std::uint32_t>(tier) << 1 | (add ? 1U : 0U);
+SetId HolderSets::changed(SetId set, HolderId holder, Tier tier, bool add) {
+  const std::uint32_t step = holder << 3 | static_cast<std::uint32_t>(tier) << 1 | (add ? 1U : 0U);
   const std::uint32_t slot = (set * 0x9e3779b1U ^ step * 0x85ebca77U) >> 16;
   Memo& memo = memos_[slot % kMemos];
   if (memo.from == set && memo.step == step && memo.from_generation == at(set).generation &&
@@ -44,21 +45,22 @@ SetId HolderSets::changed(SetId set, SeatId seat, Tier tier, bool add) {
   }
 
   const auto before = at(set).holdings();
-  const auto found = std::lower_bound(before.begin(), before.end(), seat,
-                                      [](Holding holding, SeatId wanted) { return holding.seat() < wanted; });
-  const bool seated = found != before.end() && found->seat() == seat;
-  const unsigned old_tiers = seated ? found->tiers() : 0U;
+  const auto found =
+      std::lower_bound(before.begin(), before.end(), holder,
+                       [](Holding holding, HolderId wanted) { return holding.holder() < wanted; });
+  const bool present = found != before.end() && found->holder() == holder;
+  const unsigned old_tiers = present ? found->tiers() : 0U;
   const unsigned new_tiers = add ? old_tiers | tiers_of(tier) : old_tiers & ~unsigned{tiers_of(tier)};
   if (old_tiers == new_tiers) return set;
 
   std::uint64_t digest = at(set).digest;
   scratch_.assign(before.begin(), found);
   if (new_tiers != 0) {
-    scratch_.emplace_back(seat, new_tiers);
+    scratch_.emplace_back(holder, new_tiers);
     digest += digest_of(scratch_.back());
   }
-  if (seated) digest -= digest_of(*found);
-  scratch_.insert(scratch_.end(), seated ? found + 1 : found, before.end());
+  if (present) digest -= digest_of(*found);
+  scratch_.insert(scratch_.end(), present ? found + 1 : found, before.end());
 
   const SetId to = scratch_.empty() ? kNobody : intern(scratch_, digest);
   memo = {set, to, at(set).generation, at(to).generation, step};
@@ -148,7 +150,7 @@ std::size_t HolderSets::drop(std::span<const Tiers> gone) {
   for (SetId id = kNobody + 1; id < used_; ++id) {
     Set& set = at(id);
     const auto before = set.holdings();
-    const auto hit = [&](Holding holding) { return (holding.tiers() & gone[holding.seat()]) != 0; };
+    const auto hit = [&](Holding holding) { return (holding.tiers() & gone[holding.holder()]) != 0; };
     if (std::ranges::none_of(before, hit)) continue;
 
     // In place, so that no lack of memory can stop it half way.
@@ -157,9 +159,9 @@ std::size_t HolderSets::drop(std::span<const Tiers> gone) {
     std::uint32_t left = 0;
     set.digest = 0;
     for (std::uint32_t i = 0; i < set.count; ++i) {
-      const unsigned tiers = all[i].tiers() & ~unsigned{gone[all[i].seat()]};
+      const unsigned tiers = all[i].tiers() & ~unsigned{gone[all[i].holder()]};
       if (tiers == 0) continue;
-      all[left] = Holding(all[i].seat(), tiers);
+      all[left] = Holding(all[i].holder(), tiers);
       set.digest += digest_of(all[left++]);
     }
     set.count = left;

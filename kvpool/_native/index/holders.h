@@ -1,7 +1,7 @@
 // Who may hold a block, and hash-consed sets of them: a block keeps the 32-bit number of its set, so it costs
 // the same whether 8 or 256 workers hold it, and dropping a worker touches sets, not blocks.
 //
-// A seat is one KV-cache group of one data-parallel rank of one worker; a holder is a seat and a tier.
+// A holder is one KV-cache group of one data-parallel rank of one worker; a holding is a holder and its tiers.
 //
 // No locks: the owner has one.
 #pragma once
@@ -25,15 +25,15 @@ constexpr Tiers tiers_of(Tier tier) { return static_cast<Tiers>(1U << static_cas
 inline constexpr Tiers kAllTiers = (1U << kTierCount) - 1;
 inline constexpr Tiers kLocalTiers = tiers_of(Tier::kDevice) | tiers_of(Tier::kHost) | tiers_of(Tier::kDisk);
 
-using SeatId = std::uint32_t;
-inline constexpr SeatId kMaxSeats = 1U << 20;
+using HolderId = std::uint32_t;
+inline constexpr HolderId kMaxHolders = 1U << 20;
 
-// A seat and the tiers, at least one, in which it holds the block.
+// A holder and the tiers, at least one, in which it holds the block.
 class Holding {
  public:
   Holding() = default;
-  Holding(SeatId seat, unsigned tiers) : bits_(seat << kTierCount | tiers) {}
-  SeatId seat() const { return bits_ >> kTierCount; }
+  Holding(HolderId holder, unsigned tiers) : bits_(holder << kTierCount | tiers) {}
+  HolderId holder() const { return bits_ >> kTierCount; }
   Tiers tiers() const { return bits_ & kAllTiers; }
   bool operator==(const Holding&) const = default;
 
@@ -50,19 +50,19 @@ class HolderSets {
   HolderSets(const HolderSets&) = delete;
   HolderSets& operator=(const HolderSets&) = delete;
 
-  // By seat, rising. Empty for kNobody, and for a set whose holders were all dropped.
+  // By holder, rising. Empty for kNobody, and for a set whose holders were all dropped.
   std::span<const Holding> operator[](SetId set) const { return at(set).holdings(); }
-  Tiers tiers(SetId set, SeatId seat) const;
+  Tiers tiers(SetId set, HolderId holder) const;
 
   // The set that differs from `set` by one holder. No block counts for the answer yet: move() one there.
-  SetId with(SetId set, SeatId seat, Tier tier);
-  SetId without(SetId set, SeatId seat, Tier tier);
-  // The set of exactly these holdings, at least one, by seat, rising. move() a block there.
+  SetId with(SetId set, HolderId holder, Tier tier);
+  SetId without(SetId set, HolderId holder, Tier tier);
+  // The set of exactly these holdings, at least one, by holder, rising. move() a block there.
   SetId of(std::span<const Holding> holdings);
   // One block goes from one set to another, or comes from or goes to kNobody. A set without blocks is freed.
   void move(SetId from, SetId to);
 
-  // Takes the tiers in `gone`, by seat, out of every set; returns how many blocks nobody holds any more. Their
+  // Takes the tiers in `gone`, by holder, out of every set; returns how many blocks nobody holds any more. Their
   // sets stay, empty, until move() has taken the last block away.
   std::size_t drop(std::span<const Tiers> gone);
 
@@ -103,7 +103,7 @@ class HolderSets {
   Set& at(SetId set) { return chunks_[set / kChunkSets][set % kChunkSets]; }
   const Set& at(SetId set) const { return chunks_[set / kChunkSets][set % kChunkSets]; }
   std::uint64_t digest_of(Holding holding) const;
-  SetId changed(SetId set, SeatId seat, Tier tier, bool add);
+  SetId changed(SetId set, HolderId holder, Tier tier, bool add);
   SetId intern(std::span<const Holding> holdings, std::uint64_t digest);
   SetId allocate();
   void fill(Set& set, std::span<const Holding> holdings);

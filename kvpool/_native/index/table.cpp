@@ -54,16 +54,16 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
     const std::uint32_t dp_rank = elsewhere ? 0 : its_rank;
     if (event.kind == Event::Kind::kRemoved) {
       // A removal does not say what its group needs, so it must not be what makes the group known.
-      const auto seat = known_seat(by, dp_rank, event.group);
-      if (seat) {
-        remove(*seat, batch, event, applied);
+      const auto holder = known_holder(by, dp_rank, event.group);
+      if (holder) {
+        remove(*holder, batch, event, applied);
       } else {
         applied.unknown += event.count;
       }
-    } else if (const auto seat = seat_of(by, dp_rank, event.group)) {
+    } else if (const auto holder = holder_of(by, dp_rank, event.group)) {
       // In a worker's own name the pool's blocks, which may be larger, say nothing of what its memory holds.
-      if (elsewhere || event.tier != Tier::kPool) learn_group(*seat, event);
-      store(*seat, batch, event, applied);
+      if (elsewhere || event.tier != Tier::kPool) learn_group(*holder, event);
+      store(*holder, batch, event, applied);
     } else {
       applied.refused += event.count;
     }
@@ -75,16 +75,16 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
   return applied;
 }
 
-void Table::store(SeatId seat, const EventBatch& batch, const Event& event, Applied& applied) {
+void Table::store(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied) {
   std::size_t begin = event.begin;
   const std::size_t end = event.begin + event.count;
-  Doubts* const doubts = event.tier == Tier::kPool ? seats_[seat].doubts.get() : nullptr;
+  Doubts* const doubts = event.tier == Tier::kPool ? holders_[holder].doubts.get() : nullptr;
   const bool may_report = event.tier == Tier::kDevice && reuse_reports_ && event.root;
   const bool counts_copies = event.tier == Tier::kDevice && !may_report;
-  if (may_report && (seats_[seat].partial || seats_[seat].stride != 1)) {
+  if (may_report && (holders_[holder].partial || holders_[holder].stride != 1)) {
     // A report names every block from the root on, though only those at the end are surely there; of larger blocks
     // not even the last one, which may be there in part.
-    const std::size_t sure = seats_[seat].stride == 1 ? seats_[seat].last : 0;
+    const std::size_t sure = holders_[holder].stride == 1 ? holders_[holder].last : 0;
     const std::size_t believed = std::min(event.count, sure);
     applied.doubted += event.count - believed;
     begin = end - believed;
@@ -106,24 +106,24 @@ void Table::store(SeatId seat, const EventBatch& batch, const Event& event, Appl
       continue;
     }
     const std::size_t sets_nbytes = may_grow ? 0 : sets_.nbytes();
-    const SetId to = sets_.with(*set, seat, event.tier);
+    const SetId to = sets_.with(*set, holder, event.tier);
     if (to == *set) {
       if (!counts_copies) {
         ++applied.repeated;
         continue;
       }
-      std::unique_ptr<FlatMap>& more = seats_[seat].more_copies;
+      std::unique_ptr<FlatMap>& more = holders_[holder].more_copies;
       if (!more) {
         more = std::make_unique<FlatMap>(random_seed());
-        seats_nbytes_ += more->nbytes();
+        holders_nbytes_ += more->nbytes();
       }
       const std::size_t nbytes_before = more->nbytes();
       // Where there is no room for it the copy is not counted: less is credited than could be.
       const auto [copies, is_new] = more->insert(hash, 0, may_grow);
-      seats_nbytes_ += more->nbytes() - nbytes_before;
+      holders_nbytes_ += more->nbytes() - nbytes_before;
       if (copies != nullptr && *copies != ~std::uint32_t{0}) {
         ++*copies;
-        seats_[seat].digests[static_cast<std::size_t>(Tier::kDevice)] += digest_of_copy(hash);
+        holders_[holder].digests[static_cast<std::size_t>(Tier::kDevice)] += digest_of_copy(hash);
       }
       ++applied.copied;
       continue;
@@ -131,27 +131,27 @@ void Table::store(SeatId seat, const EventBatch& batch, const Event& event, Appl
     if (sets_[*set].empty()) ++held_;
     sets_.move(*set, to);
     *set = to;
-    enter(seat, event.tier, hash);
+    enter(holder, event.tier, hash);
     ++applied.stored;
     // A set of its own is memory, too: another block goes for it.
     if (!may_grow && sets_.nbytes() > sets_nbytes) make_room(hash, applied);
   }
 }
 
-void Table::remove(SeatId seat, const EventBatch& batch, const Event& event, Applied& applied) {
-  FlatMap* const more = event.tier == Tier::kDevice ? seats_[seat].more_copies.get() : nullptr;
+void Table::remove(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied) {
+  FlatMap* const more = event.tier == Tier::kDevice ? holders_[holder].more_copies.get() : nullptr;
   for (std::size_t i = event.begin; i < event.begin + event.count; ++i) {
     const std::uint64_t hash = batch.hashes[i];
     load_ahead(batch, i);
     std::uint32_t* set = blocks_.find(hash);
-    const SetId to = set == nullptr ? kNobody : sets_.without(*set, seat, event.tier);
+    const SetId to = set == nullptr ? kNobody : sets_.without(*set, holder, event.tier);
     if (set == nullptr || to == *set) {
       ++applied.unknown;
       continue;
     }
     if (more != nullptr && more->size() != 0) {
       if (std::uint32_t* copies = more->find(hash)) {
-        seats_[seat].digests[static_cast<std::size_t>(Tier::kDevice)] -= digest_of_copy(hash);
+        holders_[holder].digests[static_cast<std::size_t>(Tier::kDevice)] -= digest_of_copy(hash);
         if (--*copies == 0) more->erase(hash);
         ++applied.uncopied;
         continue;
@@ -163,7 +163,7 @@ void Table::remove(SeatId seat, const EventBatch& batch, const Event& event, App
       blocks_.erase(hash);
       --held_;
     }
-    leave(seat, event.tier, hash);
+    leave(holder, event.tier, hash);
     ++applied.removed;
   }
 }
@@ -172,14 +172,14 @@ void Table::load_ahead(const EventBatch& batch, std::size_t at) const {
   if (at + kAhead < batch.hashes.size()) blocks_.prefetch(batch.hashes[at + kAhead]);
 }
 
-void Table::enter(SeatId seat, Tier tier, std::uint64_t hash) {
-  ++seats_[seat].blocks[static_cast<std::size_t>(tier)];
-  seats_[seat].digests[static_cast<std::size_t>(tier)] += digest_of(hash);
+void Table::enter(HolderId holder, Tier tier, std::uint64_t hash) {
+  ++holders_[holder].blocks[static_cast<std::size_t>(tier)];
+  holders_[holder].digests[static_cast<std::size_t>(tier)] += digest_of(hash);
 }
 
-void Table::leave(SeatId seat, Tier tier, std::uint64_t hash) {
-  --seats_[seat].blocks[static_cast<std::size_t>(tier)];
-  seats_[seat].digests[static_cast<std::size_t>(tier)] -= digest_of(hash);
+void Table::leave(HolderId holder, Tier tier, std::uint64_t hash) {
+  --holders_[holder].blocks[static_cast<std::size_t>(tier)];
+  holders_[holder].digests[static_cast<std::size_t>(tier)] -= digest_of(hash);
 }
 
 // Takes the places of blocks that nobody holds any more, a few at a time.
@@ -207,16 +207,16 @@ bool Table::make_room(std::uint64_t hash, Applied& applied) {
 // All that is known of a block, its copies as well: a count that outlived it would be more than the engine has.
 void Table::forget(std::uint64_t hash, SetId set, Applied& applied) {
   for (const Holding holding : sets_[set]) {
-    Seat& seat = seats_[holding.seat()];
-    const std::uint32_t* copies = seat.more_copies ? seat.more_copies->find(hash) : nullptr;
+    GroupHolder& holder = holders_[holding.holder()];
+    const std::uint32_t* copies = holder.more_copies ? holder.more_copies->find(hash) : nullptr;
     if (copies != nullptr) {
-      seat.digests[static_cast<std::size_t>(Tier::kDevice)] -= *copies * digest_of_copy(hash);
-      seat.more_copies->erase(hash);
+      holder.digests[static_cast<std::size_t>(Tier::kDevice)] -= *copies * digest_of_copy(hash);
+      holder.more_copies->erase(hash);
     }
     for (unsigned tiers = holding.tiers(); tiers != 0; tiers &= tiers - 1) {
-      leave(holding.seat(), static_cast<Tier>(std::countr_zero(tiers)), hash);
+      leave(holding.holder(), static_cast<Tier>(std::countr_zero(tiers)), hash);
     }
-    ++seat.evicted;
+    ++holder.evicted;
   }
   if (!sets_[set].empty()) {
     --held_;
@@ -226,9 +226,9 @@ void Table::forget(std::uint64_t hash, SetId set, Applied& applied) {
 }
 
 std::size_t Table::nbytes() const {
-  return sizeof *this - sizeof blocks_ - sizeof sets_ + blocks_.nbytes() + sets_.nbytes() + seats_nbytes_ +
+  return sizeof *this - sizeof blocks_ - sizeof sets_ + blocks_.nbytes() + sets_.nbytes() + holders_nbytes_ +
          workers_.capacity() * sizeof(Worker) + ranks_.capacity() * sizeof(Rank) +
-         seats_.capacity() * sizeof(Seat);
+         holders_.capacity() * sizeof(GroupHolder);
 }
 
 void Table::account() { share_.set(nbytes()); }

@@ -158,11 +158,12 @@ class Table {
     FlatMap blocks;
     std::uint64_t cursor = 0;  // of expel()
   };
-  struct Seat {
+  // What a holder is, needs and has: one KV-cache group of one rank.
+  struct GroupHolder {
     std::uint32_t rank = 0;
     std::uint32_t group = 0;
     bool in_use = false;
-    bool plain = true;         // as its rank
+    bool uniform = true;       // as its rank
     bool partial = false;      // engines may report blocks of it that are gone
     std::uint32_t last = 0;    // blocks at the end of a prefix that it needs; 0: all
     std::uint32_t stride = 1;  // hashed blocks in a block of the group
@@ -177,8 +178,8 @@ class Table {
   struct Rank {
     std::uint32_t worker = 0;
     std::uint32_t dp_rank = 0;
-    std::vector<SeatId> seats;
-    bool plain = true;  // every group needs all of a prefix, in blocks as they are hashed
+    std::vector<HolderId> holders;
+    bool uniform = true;  // every group needs all of a prefix, in blocks as they are hashed
   };
   struct Worker {
     std::shared_ptr<const std::string> name;
@@ -191,31 +192,32 @@ class Table {
 
   std::uint32_t worker_of(std::string_view name);
   std::optional<std::uint32_t> rank_of(std::uint32_t worker, std::uint32_t dp_rank);
-  std::vector<SeatId> seats_of(std::string_view worker) const;
-  std::optional<SeatId> known_seat(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group) const;
-  std::optional<SeatId> seat_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group);
-  void learn_group(SeatId seat, const Event& event);
-  void learn_plain(std::uint32_t rank);
+  std::vector<HolderId> holders_of(std::string_view worker) const;
+  std::optional<HolderId> known_holder(std::uint32_t worker, std::uint32_t dp_rank,
+                                       std::uint32_t group) const;
+  std::optional<HolderId> holder_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group);
+  void learn_group(HolderId holder, const Event& event);
+  void learn_uniform(std::uint32_t rank);
 
-  void store(SeatId seat, const EventBatch& batch, const Event& event, Applied& applied);
-  void remove(SeatId seat, const EventBatch& batch, const Event& event, Applied& applied);
+  void store(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied);
+  void remove(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied);
   // While the batch's hash number `at` is looked at, has what a later one will look at loaded.
   void load_ahead(const EventBatch& batch, std::size_t at) const;
-  void enter(SeatId seat, Tier tier, std::uint64_t hash);
-  void leave(SeatId seat, Tier tier, std::uint64_t hash);
+  void enter(HolderId holder, Tier tier, std::uint64_t hash);
+  void leave(HolderId holder, Tier tier, std::uint64_t hash);
   void drop(std::span<const std::uint32_t> ranks, Tiers tiers);
   void drop(std::span<const Tiers> gone);
   void sweep(std::size_t segments);
-  void let_go(Seat& seat, Tiers tiers);
+  void let_go(GroupHolder& holder, Tiers tiers);
   bool make_room(std::uint64_t hash, Applied& applied);
   void forget(std::uint64_t hash, SetId set, Applied& applied);
   std::size_t nbytes() const;
   void account();
 
-  // Adds the rows of the ranks that are not plain. wanted: by worker; null: all.
-  void match_uneven(std::span<const std::byte> hashes, const std::vector<bool>* wanted,
+  // Adds the rows of the ranks that are hybrid. wanted: by worker; null: all.
+  void match_hybrid(std::span<const std::byte> hashes, const std::vector<bool>* wanted,
                     Matches& matches) const;
-  void find_held(const Seat& seat, SeatId id, SetRuns& runs, std::uint64_t bound,
+  void find_held(const GroupHolder& holder, HolderId id, SetRuns& runs, std::uint64_t bound,
                  std::array<Spans, kColumnCount>& held) const;
 
   const std::size_t max_blocks_;
@@ -228,15 +230,15 @@ class Table {
   std::map<std::string, std::uint32_t, std::less<>> worker_by_name_;
   std::vector<Worker> workers_;
   std::vector<Rank> ranks_;
-  std::vector<Seat> seats_;
-  std::vector<std::uint32_t> free_workers_, free_ranks_, free_seats_;
+  std::vector<GroupHolder> holders_;
+  std::vector<std::uint32_t> free_workers_, free_ranks_, free_holders_;
 
   FlatMap blocks_;  // block hash -> set of holders
   HolderSets sets_;
-  std::size_t uneven_ = 0;  // ranks that are not plain
-  std::size_t held_ = 0;    // blocks with a holder; the others wait to be swept
+  std::size_t hybrid_ranks_ = 0;  // how many are not uniform
+  std::size_t held_ = 0;          // blocks with a holder; the others wait to be swept
   std::uint64_t sweep_cursor_ = 0;
-  std::size_t seats_nbytes_ = 0;  // of all more_copies and doubts
+  std::size_t holders_nbytes_ = 0;  // of all more_copies and doubts
   BudgetShare share_;
   Applied total_;
   std::uint64_t batches_ = 0;

@@ -92,15 +92,15 @@ void read_sets(Reader& reader, TableImage& image) {
   for (std::size_t set = 0; set < sets; ++set) {
     const std::size_t holdings = reader.count(1, "holders of a set");
     if (holdings == 0) throw DamagedImage("a set of holders is empty");
-    std::uint64_t seat = 0;
+    std::uint64_t holder = 0;
     for (std::size_t i = 0; i < holdings; ++i) {
-      const std::uint64_t holding = reader.number(std::uint64_t{kMaxSeats} << kTierBits, "holders");
+      const std::uint64_t holding = reader.number(std::uint64_t{kMaxHolders} << kTierBits, "holders");
       const std::uint64_t step = holding >> kTierBits;
       const auto tiers = static_cast<unsigned>(holding & kAllTiers);
       if (tiers == 0 || (i > 0 && step == 0)) throw DamagedImage("a holder makes no sense");
-      seat += step;
-      if (seat >= image.seats.size()) throw DamagedImage("a holder is not known");
-      image.holdings.emplace_back(static_cast<SeatId>(seat), tiers);
+      holder += step;
+      if (holder >= image.holders.size()) throw DamagedImage("a holder is not known");
+      image.holdings.emplace_back(static_cast<HolderId>(holder), tiers);
     }
     image.set_ends.push_back(image.holdings.size());
     const std::size_t blocks = reader.count(sizeof(std::uint64_t), "blocks");
@@ -119,16 +119,16 @@ std::vector<std::byte> pack_image(const TableImage& image) {
   Writer writer(sizeof(Header) + image.hashes.size() * (sizeof(std::uint64_t) + 1));
   writer.bytes().resize(sizeof(Header));
 
-  writer.number(image.seats.size());
-  for (const TableImage::Seat& seat : image.seats) {
-    writer.number(seat.worker.size());
-    writer.raw(seat.worker.data(), seat.worker.size());
-    writer.number(seat.dp_rank);
-    writer.number(seat.group);
-    writer.number(seat.partial ? 1 : 0);
-    writer.number(seat.last);
-    writer.number(seat.stride);
-    writer.number(seat.evicted);
+  writer.number(image.holders.size());
+  for (const TableImage::GroupHolder& holder : image.holders) {
+    writer.number(holder.worker.size());
+    writer.raw(holder.worker.data(), holder.worker.size());
+    writer.number(holder.dp_rank);
+    writer.number(holder.group);
+    writer.number(holder.partial ? 1 : 0);
+    writer.number(holder.last);
+    writer.number(holder.stride);
+    writer.number(holder.evicted);
   }
 
   // The hashes by set: where those of each set begin, then each to its place.
@@ -142,10 +142,10 @@ std::vector<std::byte> pack_image(const TableImage& image) {
   writer.number(image.set_ends.size());
   for (std::size_t set = 0; set < image.set_ends.size(); ++set) {
     writer.number(image.set(set).size());
-    SeatId before = 0;
+    HolderId before = 0;
     for (const Holding holding : image.set(set)) {
-      writer.number(std::uint64_t{holding.seat() - before} << kTierBits | holding.tiers());
-      before = holding.seat();
+      writer.number(std::uint64_t{holding.holder() - before} << kTierBits | holding.tiers());
+      before = holding.holder();
     }
     const std::size_t blocks = begins[set + 1] - begins[set];
     writer.number(blocks);
@@ -154,7 +154,7 @@ std::vector<std::byte> pack_image(const TableImage& image) {
 
   writer.number(image.copies.size());
   for (const TableImage::Copies& copies : image.copies) {
-    writer.number(copies.seat);
+    writer.number(copies.holder);
     writer.number(copies.more);
     writer.raw(&copies.hash, sizeof copies.hash);
   }
@@ -183,10 +183,10 @@ TableImage unpack_image(std::span<const std::byte> packed) {
   // From here on only a writer with a fault, or with bad intent, can be met.
   Reader reader(body);
   TableImage image;
-  const std::size_t seats = reader.count(7, "seats");
-  if (seats > kMaxSeats) throw DamagedImage("there are too many: seats");
-  image.seats.reserve(seats);
-  for (std::size_t i = 0; i < seats; ++i) {
+  const std::size_t holders = reader.count(7, "holders");
+  if (holders > kMaxHolders) throw DamagedImage("there are too many: holders");
+  image.holders.reserve(holders);
+  for (std::size_t i = 0; i < holders; ++i) {
     const auto nbytes = static_cast<std::size_t>(reader.number(kMaxNameNbytes, "bytes of a name"));
     if (nbytes == 0) throw DamagedImage("a holder has no name");
     const auto name = reader.take(nbytes, "names");
@@ -198,18 +198,18 @@ TableImage unpack_image(std::span<const std::byte> packed) {
     if (stride == 0) throw DamagedImage("a group has no blocks");
     const std::uint64_t evicted =
         header.version == 1 ? 0 : reader.number(~std::uint64_t{0}, "evicted blocks");
-    image.seats.push_back({std::string(reinterpret_cast<const char*>(name.data()), name.size()), dp_rank,
-                           group, partial, last, stride, evicted});
+    image.holders.push_back({std::string(reinterpret_cast<const char*>(name.data()), name.size()), dp_rank,
+                             group, partial, last, stride, evicted});
   }
   read_sets(reader, image);
   const std::size_t copies = reader.count(sizeof(std::uint64_t) + 2, "copies");
   image.copies.reserve(copies);
   for (std::size_t i = 0; i < copies; ++i) {
     TableImage::Copies one{};
-    one.seat = static_cast<SeatId>(reader.number(kMaxSeats, "copies"));
+    one.holder = static_cast<HolderId>(reader.number(kMaxHolders, "copies"));
     one.more = static_cast<std::uint32_t>(reader.number(~std::uint32_t{0}, "copies"));
     std::memcpy(&one.hash, reader.take(sizeof one.hash, "copies").data(), sizeof one.hash);
-    if (one.seat >= image.seats.size() || one.more == 0) throw DamagedImage("a copy makes no sense");
+    if (one.holder >= image.holders.size() || one.more == 0) throw DamagedImage("a copy makes no sense");
     image.copies.push_back(one);
   }
   if (!reader.at_end()) throw DamagedImage("something follows it");

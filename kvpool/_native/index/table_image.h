@@ -3,12 +3,12 @@
 //
 // The bytes, little-endian; a number is 7 bits a byte, lowest first, the highest bit says that more follow:
 //   header  "KVPTABLE", u32 version, u32 zero, u64 bytes of the body, u64 XXH3-64 of header (this field zero) and body
-//   body    how many seats; each: length of its worker's name, the name, data-parallel rank, group, 1 if engines
+//   body    how many holders; each: length of its worker's name, the name, data-parallel rank, group, 1 if engines
 //             may report blocks of it that are gone else 0, how many blocks at the end of a prefix it needs (0: all), how
 //             many hashed blocks are in a block of it
-//           how many sets; each: how many holdings, each (seat - the seat before, tiers as the low 4 bits); then how
+//           how many sets; each: how many holdings, each (holder - the holder before, tiers as the low 4 bits); then how
 //             many blocks have this set, and their hashes, 8 bytes each
-//           how many copies; each: seat, physical copies beyond the first, hash in 8 bytes
+//           how many copies; each: holder, physical copies beyond the first, hash in 8 bytes
 // So a block costs 8 bytes where prompts share prefixes: sets are few, and a hash has nothing to be squeezed out.
 #pragma once
 
@@ -24,7 +24,7 @@
 namespace kvpool {
 
 struct TableImage {
-  struct Seat {
+  struct GroupHolder {
     std::string worker;
     std::uint32_t dp_rank;
     std::uint32_t group;
@@ -34,12 +34,12 @@ struct TableImage {
     std::uint64_t evicted;
   };
   struct Copies {
-    SeatId seat;
+    HolderId holder;
     std::uint32_t more;  // beyond the first, at least 1
     std::uint64_t hash;
   };
 
-  std::vector<Seat> seats;  // a SeatId here is a place in it
+  std::vector<GroupHolder> holders;  // a HolderId here is a place in it
   std::vector<Holding> holdings;
   std::vector<std::size_t> set_ends;  // set i: the holdings from set_ends[i - 1] on, and before set_ends[i]
   std::vector<std::uint64_t> hashes;

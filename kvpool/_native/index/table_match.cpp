@@ -31,9 +31,9 @@ constexpr std::array<Columns, kAllTiers + 1> kColumnsOf = [] {
 
 using Counts = std::array<std::uint32_t, kColumnCount>;
 
-// A seat while a prompt is walked along.
+// A holder while a prompt is walked along.
 struct Runner {
-  SeatId seat;
+  HolderId holder;
   Columns running;  // columns whose run has not ended
   std::uint32_t result;
 };
@@ -79,11 +79,11 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
 
   SetId last = set_of(0);
   for (const Holding holding : sets_[last]) {
-    const Seat& seat = seats_[holding.seat()];
-    if (!seat.plain || (workers != nullptr && !wanted[ranks_[seat.rank].worker])) continue;
+    const GroupHolder& holder = holders_[holding.holder()];
+    if (!holder.uniform || (workers != nullptr && !wanted[ranks_[holder.rank].worker])) continue;
     runners.push_back(
-        {holding.seat(), kColumnsOf[holding.tiers()], static_cast<std::uint32_t>(results.size())});
-    results.push_back({seat.rank, {}});
+        {holding.holder(), kColumnsOf[holding.tiers()], static_cast<std::uint32_t>(results.size())});
+    results.push_back({holder.rank, {}});
   }
 
   std::size_t reached = 1;
@@ -91,13 +91,13 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
     const SetId set = set_of(reached);
     if (set == last) continue;
     last = set;
-    // Both are sorted by seat: whoever still runs and is not in the set, or not in the right tiers, stops here.
+    // Both are sorted by holder: whoever still runs and is not in the set, or not in the right tiers, stops here.
     const auto holdings = sets_[set];
     auto holding = holdings.begin();
     std::size_t kept = 0;
     for (Runner runner : runners) {
-      while (holding != holdings.end() && holding->seat() < runner.seat) ++holding;
-      const bool there = holding != holdings.end() && holding->seat() == runner.seat;
+      while (holding != holdings.end() && holding->holder() < runner.holder) ++holding;
+      const bool there = holding != holdings.end() && holding->holder() == runner.holder;
       const unsigned running = runner.running & (there ? kColumnsOf[holding->tiers()] : 0U);
       for (unsigned ended = runner.running & ~running; ended != 0; ended &= ended - 1) {
         results[runner.result].blocks[static_cast<std::size_t>(std::countr_zero(ended))] =
@@ -127,35 +127,35 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
       }
     }
     const std::size_t any = static_cast<std::size_t>(Column::kAny);
-    if (end - begin < rank.seats.size() || blocks[any] == 0) continue;
+    if (end - begin < rank.holders.size() || blocks[any] == 0) continue;
     matches.workers.push_back(workers_[rank.worker].name);
     matches.dp_ranks.push_back(rank.dp_rank);
     for (std::size_t column = 0; column < kColumnCount; ++column) {
       matches.columns[column].push_back(blocks[column]);
     }
   }
-  if (uneven_ != 0) match_uneven(hashes, workers == nullptr ? nullptr : &wanted, matches);
+  if (hybrid_ranks_ != 0) match_hybrid(hashes, workers == nullptr ? nullptr : &wanted, matches);
   return matches;
 }
 
-void Table::match_uneven(std::span<const std::byte> hashes, const std::vector<bool>* wanted,
+void Table::match_hybrid(std::span<const std::byte> hashes, const std::vector<bool>* wanted,
                          Matches& matches) const {
   const std::uint64_t count = hashes.size() / sizeof(std::uint64_t);
   std::map<std::uint32_t, SetRuns> runs;  // by stride
   std::array<Spans, kColumnCount> usable, held;
   for (const Rank& rank : ranks_) {
-    if (rank.plain || (wanted != nullptr && !(*wanted)[rank.worker])) continue;
+    if (rank.uniform || (wanted != nullptr && !(*wanted)[rank.worker])) continue;
     usable.fill({{1, count}});
     std::uint64_t bound = count, unit = 1;
     // Those that need all of a prefix come first: nobody has to look behind the end of what they hold.
     for (const bool window : {false, true}) {
-      for (const SeatId id : rank.seats) {
-        const Seat& seat = seats_[id];
-        if ((seat.last != 0) != window || bound == 0) continue;
-        unit = std::lcm(unit, std::uint64_t{seat.stride});
+      for (const HolderId id : rank.holders) {
+        const GroupHolder& holder = holders_[id];
+        if ((holder.last != 0) != window || bound == 0) continue;
+        unit = std::lcm(unit, std::uint64_t{holder.stride});
         if (unit > count) unit = count + 1;  // no length is a multiple
-        const auto walk = runs.try_emplace(seat.stride, blocks_, hashes, seat.stride).first;
-        find_held(seat, id, walk->second, bound, held);
+        const auto walk = runs.try_emplace(holder.stride, blocks_, hashes, holder.stride).first;
+        find_held(holder, id, walk->second, bound, held);
         bound = 0;
         for (std::size_t column = 0; column < kColumnCount; ++column) {
           keep_common(usable[column], held[column]);
@@ -172,8 +172,8 @@ void Table::match_uneven(std::span<const std::byte> hashes, const std::vector<bo
   }
 }
 
-// What a seat holds of a prompt, by column, of its first `bound` hashed blocks at least.
-void Table::find_held(const Seat& seat, SeatId id, SetRuns& runs, std::uint64_t bound,
+// What a holder holds of a prompt, by column, of its first `bound` hashed blocks at least.
+void Table::find_held(const GroupHolder& holder, HolderId id, SetRuns& runs, std::uint64_t bound,
                       std::array<Spans, kColumnCount>& held) const {
   for (Spans& spans : held) spans.clear();
   std::array<std::uint64_t, kColumnCount> since{};
@@ -182,14 +182,14 @@ void Table::find_held(const Seat& seat, SeatId id, SetRuns& runs, std::uint64_t 
   const SetRuns::Run* run = nullptr;
   for (std::size_t i = 0;; ++i) {
     // Whoever needs all of a prefix is not asked behind its first hole.
-    const bool on = begin * seat.stride < bound && (seat.last != 0 || from_root != 0);
+    const bool on = begin * holder.stride < bound && (holder.last != 0 || from_root != 0);
     run = on ? runs.at(i) : nullptr;
     const Columns now = run == nullptr ? Columns{0} : kColumnsOf[sets_.tiers(run->set, id)];
     // Most changes of the set are somebody else's.
     for (std::size_t column = 0; column < kColumnCount && now != running; ++column) {
       const bool was = (running >> column & 1U) != 0, is = (now >> column & 1U) != 0;
       if (is && !was) since[column] = begin;
-      if (was && !is) add_held(held[column], since[column], begin, seat.last, seat.stride);
+      if (was && !is) add_held(held[column], since[column], begin, holder.last, holder.stride);
     }
     running = now;
     from_root = static_cast<Columns>(from_root & now);

@@ -9,17 +9,17 @@ namespace kvpool {
 Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
              std::shared_ptr<MemoryBudget> budget, const TableImage& image)
     : Table(max_blocks, reuse_reports, block_tokens, std::move(budget)) {
-  // Nobody else knows this table yet: no lock. Seats are given out from 0 on, so a place in the image is a SeatId.
-  for (std::size_t i = 0; i < image.seats.size(); ++i) {
-    const TableImage::Seat& seat = image.seats[i];
-    const auto place = seat_of(worker_of(seat.worker), seat.dp_rank, seat.group);
-    if (place != static_cast<SeatId>(i))
-      throw DamagedImage("a seat stands there twice, or there are too many");
-    seats_[*place].partial = seat.partial;
-    seats_[*place].last = seat.last;
-    seats_[*place].stride = seat.stride;
-    seats_[*place].evicted = seat.evicted;
-    learn_plain(seats_[*place].rank);
+  // Nobody else knows this table yet: no lock. Holders are given out from 0 on, so a place in the image is a HolderId.
+  for (std::size_t i = 0; i < image.holders.size(); ++i) {
+    const TableImage::GroupHolder& holder = image.holders[i];
+    const auto place = holder_of(worker_of(holder.worker), holder.dp_rank, holder.group);
+    if (place != static_cast<HolderId>(i))
+      throw DamagedImage("a holder stands there twice, or there are too many");
+    holders_[*place].partial = holder.partial;
+    holders_[*place].last = holder.last;
+    holders_[*place].stride = holder.stride;
+    holders_[*place].evicted = holder.evicted;
+    learn_uniform(holders_[*place].rank);
   }
   std::vector<SetId> sets(image.set_ends.size());
   for (std::size_t i = 0; i < sets.size(); ++i) {
@@ -37,7 +37,7 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
     if (place == nullptr) {
       // What was cold there is not in the image, so one block is as good as another.
       ++total_.refused;
-      for (const Holding holding : sets_[set]) ++seats_[holding.seat()].evicted;
+      for (const Holding holding : sets_[set]) ++holders_[holding.holder()].evicted;
       continue;
     }
     if (!is_new) throw DamagedImage("a block stands there twice");
@@ -45,7 +45,7 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
     ++held_;
     for (const Holding holding : sets_[set]) {
       for (unsigned tiers = holding.tiers(); tiers != 0; tiers &= tiers - 1) {
-        enter(holding.seat(), static_cast<Tier>(std::countr_zero(tiers)), hash);
+        enter(holding.holder(), static_cast<Tier>(std::countr_zero(tiers)), hash);
       }
     }
   }
@@ -53,21 +53,21 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
   for (const TableImage::Copies& copies : image.copies) {
     const std::uint32_t* set = blocks_.find(copies.hash);
     if (set == nullptr) continue;  // refused
-    if ((sets_.tiers(*set, copies.seat) & tiers_of(Tier::kDevice)) == 0) {
+    if ((sets_.tiers(*set, copies.holder) & tiers_of(Tier::kDevice)) == 0) {
       throw DamagedImage("copies of a block that their holder does not have");
     }
-    std::unique_ptr<FlatMap>& more = seats_[copies.seat].more_copies;
+    std::unique_ptr<FlatMap>& more = holders_[copies.holder].more_copies;
     if (!more) {
       more = std::make_unique<FlatMap>(random_seed());
-      seats_nbytes_ += more->nbytes();
+      holders_nbytes_ += more->nbytes();
     }
     const std::size_t nbytes_before = more->nbytes();
     account();
     const auto [place, is_new] = more->insert(copies.hash, copies.more, share_.may_grow());
-    seats_nbytes_ += more->nbytes() - nbytes_before;
+    holders_nbytes_ += more->nbytes() - nbytes_before;
     if (place == nullptr) continue;  // no room for it: less is credited than could be
     if (!is_new) throw DamagedImage("copies stand there twice");
-    seats_[copies.seat].digests[static_cast<std::size_t>(Tier::kDevice)] +=
+    holders_[copies.holder].digests[static_cast<std::size_t>(Tier::kDevice)] +=
         copies.more * digest_of_copy(copies.hash);
   }
   account();
@@ -77,17 +77,17 @@ TableImage Table::image() const {
   constexpr std::uint32_t kNowhere = ~std::uint32_t{0};
   TableImage image;
   const auto held = read();
-  std::vector<SeatId> places(seats_.size(), kNowhere);
-  for (SeatId seat = 0; seat < seats_.size(); ++seat) {
-    if (!seats_[seat].in_use) continue;
-    const Rank& rank = ranks_[seats_[seat].rank];
-    const auto place = static_cast<SeatId>(image.seats.size());
-    places[seat] = place;
-    image.seats.push_back({*workers_[rank.worker].name, rank.dp_rank, seats_[seat].group,
-                           seats_[seat].partial, seats_[seat].last, seats_[seat].stride,
-                           seats_[seat].evicted});
-    if (!seats_[seat].more_copies) continue;
-    seats_[seat].more_copies->for_each(
+  std::vector<HolderId> places(holders_.size(), kNowhere);
+  for (HolderId holder = 0; holder < holders_.size(); ++holder) {
+    if (!holders_[holder].in_use) continue;
+    const Rank& rank = ranks_[holders_[holder].rank];
+    const auto place = static_cast<HolderId>(image.holders.size());
+    places[holder] = place;
+    image.holders.push_back({*workers_[rank.worker].name, rank.dp_rank, holders_[holder].group,
+                             holders_[holder].partial, holders_[holder].last, holders_[holder].stride,
+                             holders_[holder].evicted});
+    if (!holders_[holder].more_copies) continue;
+    holders_[holder].more_copies->for_each(
         [&](std::uint64_t hash, std::uint32_t more) { image.copies.push_back({place, more, hash}); });
   }
   image.hashes.reserve(held_);
@@ -99,7 +99,7 @@ TableImage Table::image() const {
     if (set_places[set] == kNowhere) {
       set_places[set] = static_cast<std::uint32_t>(image.set_ends.size());
       for (const Holding holding : holdings)
-        image.holdings.emplace_back(places[holding.seat()], holding.tiers());
+        image.holdings.emplace_back(places[holding.holder()], holding.tiers());
       image.set_ends.push_back(image.holdings.size());
     }
     image.hashes.push_back(hash);

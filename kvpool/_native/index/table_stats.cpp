@@ -30,7 +30,7 @@ Applied& Applied::operator+=(const Applied& other) {
 std::uint64_t Table::evicted(std::string_view worker) const {
   const auto held = read();
   std::uint64_t evicted = 0;
-  for (const SeatId seat : seats_of(worker)) evicted += seats_[seat].evicted;
+  for (const HolderId holder : holders_of(worker)) evicted += holders_[holder].evicted;
   return evicted;
 }
 
@@ -48,7 +48,7 @@ TierBlocks Table::held_by(std::string_view worker) const {
   const auto known = worker_by_name_.find(worker);
   if (known == worker_by_name_.end()) return blocks;
   for (const std::uint32_t rank : workers_[known->second].ranks) {
-    for (const SeatId seat : ranks_[rank].seats) add(seats_[seat].blocks, blocks);
+    for (const HolderId holder : ranks_[rank].holders) add(holders_[holder].blocks, blocks);
   }
   return blocks;
 }
@@ -59,13 +59,13 @@ std::optional<Content> Table::content(std::string_view worker) const {
   if (known == worker_by_name_.end()) return std::nullopt;
   Content content;
   for (const std::uint32_t rank : workers_[known->second].ranks) {
-    for (const SeatId seat : ranks_[rank].seats) {
+    for (const HolderId holder : ranks_[rank].holders) {
       for (unsigned tier = 0; tier < kTierCount; ++tier) {
-        if (seats_[seat].blocks[tier] == 0) continue;
+        if (holders_[holder].blocks[tier] == 0) continue;
         const std::uint64_t where =
-            (std::uint64_t{ranks_[rank].dp_rank} << 16 | seats_[seat].group) << 2 | tier;
-        content.digest += mix(seats_[seat].digests[tier] ^ mix(where + 1));
-        content.blocks += seats_[seat].blocks[tier];
+            (std::uint64_t{ranks_[rank].dp_rank} << 16 | holders_[holder].group) << 2 | tier;
+        content.digest += mix(holders_[holder].digests[tier] ^ mix(where + 1));
+        content.blocks += holders_[holder].blocks[tier];
       }
     }
   }
@@ -82,12 +82,12 @@ TableStats Table::stats() const {
   stats.workers = worker_by_name_.size();
   stats.unswept = blocks_.size() - held_;
   stats.nbytes = nbytes();
-  for (const Seat& seat : seats_) {
-    if (seat.in_use) {
+  for (const GroupHolder& holder : holders_) {
+    if (holder.in_use) {
       ++stats.holders;
-      add(seat.blocks, stats.tier_blocks);
+      add(holder.blocks, stats.tier_blocks);
     }
-    if (seat.more_copies) stats.copies += seat.more_copies->size();
+    if (holder.more_copies) stats.copies += holder.more_copies->size();
   }
   return stats;
 }

@@ -47,122 +47,123 @@ std::optional<std::uint32_t> Table::rank_of(std::uint32_t worker, std::uint32_t 
   return rank;
 }
 
-std::optional<SeatId> Table::known_seat(std::uint32_t worker, std::uint32_t dp_rank,
-                                        std::uint32_t group) const {
+std::optional<HolderId> Table::known_holder(std::uint32_t worker, std::uint32_t dp_rank,
+                                            std::uint32_t group) const {
   for (const std::uint32_t rank : workers_[worker].ranks) {
     if (ranks_[rank].dp_rank != dp_rank) continue;
-    for (const SeatId seat : ranks_[rank].seats) {
-      if (seats_[seat].group == group) return seat;
+    for (const HolderId holder : ranks_[rank].holders) {
+      if (holders_[holder].group == group) return holder;
     }
   }
   return std::nullopt;
 }
 
-std::optional<SeatId> Table::seat_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group) {
-  if (const auto known = known_seat(worker, dp_rank, group)) return known;
+std::optional<HolderId> Table::holder_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group) {
+  if (const auto known = known_holder(worker, dp_rank, group)) return known;
   const std::optional<std::uint32_t> rank = rank_of(worker, dp_rank);
   if (!rank) return std::nullopt;
-  if (ranks_[*rank].seats.size() >= kMaxGroups) return std::nullopt;
-  if (seats_.size() >= kMaxSeats && free_seats_.empty()) return std::nullopt;
-  ranks_[*rank].seats.reserve(ranks_[*rank].seats.size() + 1);
-  const SeatId seat = take_place(seats_, free_seats_);
-  seats_[seat] = Seat{};
-  seats_[seat].rank = *rank;
-  seats_[seat].group = group;
-  seats_[seat].in_use = true;
-  seats_[seat].plain = ranks_[*rank].plain;
-  ranks_[*rank].seats.push_back(seat);
-  return seat;
+  if (ranks_[*rank].holders.size() >= kMaxGroups) return std::nullopt;
+  if (holders_.size() >= kMaxHolders && free_holders_.empty()) return std::nullopt;
+  ranks_[*rank].holders.reserve(ranks_[*rank].holders.size() + 1);
+  const HolderId holder = take_place(holders_, free_holders_);
+  holders_[holder] = GroupHolder{};
+  holders_[holder].rank = *rank;
+  holders_[holder].group = group;
+  holders_[holder].in_use = true;
+  holders_[holder].uniform = ranks_[*rank].uniform;
+  ranks_[*rank].holders.push_back(holder);
+  return holder;
 }
 
-std::vector<SeatId> Table::seats_of(std::string_view worker) const {
-  std::vector<SeatId> seats;
+std::vector<HolderId> Table::holders_of(std::string_view worker) const {
+  std::vector<HolderId> holders;
   const auto known = worker_by_name_.find(worker);
-  if (known == worker_by_name_.end()) return seats;
+  if (known == worker_by_name_.end()) return holders;
   for (const std::uint32_t rank : workers_[known->second].ranks) {
-    seats.insert(seats.end(), ranks_[rank].seats.begin(), ranks_[rank].seats.end());
+    holders.insert(holders.end(), ranks_[rank].holders.begin(), ranks_[rank].holders.end());
   }
-  return seats;
+  return holders;
 }
 
-void Table::learn_group(SeatId id, const Event& event) {
-  Seat& seat = seats_[id];
-  const std::uint32_t stride = seat.stride;
-  const std::uint32_t needed = seat.last;
+void Table::learn_group(HolderId id, const Event& event) {
+  GroupHolder& holder = holders_[id];
+  const std::uint32_t stride = holder.stride;
+  const std::uint32_t needed = holder.last;
   // The end of a prompt may be told in smaller pieces, so a group's blocks are as large as the largest.
   if (block_tokens_ != 0 && event.block_tokens % block_tokens_ == 0) {
-    seat.stride = std::max(seat.stride, event.block_tokens / block_tokens_);
+    holder.stride = std::max(holder.stride, event.block_tokens / block_tokens_);
   }
   if (event.reach != Reach::kUnsaid) {
     const bool partial = event.reach != Reach::kWhole;
     std::uint32_t last = event.reach == Reach::kState ? 1 : 0;
     if (event.reach == Reach::kWindow) {
       // As vLLM's SlidingWindowManager: what the next token sees, but at least one block.
-      last = seat.last;
+      last = holder.last;
       if (event.window_tokens != 0 && event.block_tokens != 0) {
         last = std::max(1U, (event.window_tokens - 1 + event.block_tokens - 1) / event.block_tokens);
       }
     }
-    if (partial != seat.partial || last != seat.last) {
-      seat.partial = partial;
-      seat.last = last;
+    if (partial != holder.partial || last != holder.last) {
+      holder.partial = partial;
+      holder.last = last;
       // What was believed of it as long as it was taken for something else.
-      std::vector<Tiers> gone(seats_.size());
+      std::vector<Tiers> gone(holders_.size());
       gone[id] = tiers_of(Tier::kDevice);
       drop(gone);
     }
   }
-  if (seat.stride != stride || seat.last != needed) learn_plain(seat.rank);
+  if (holder.stride != stride || holder.last != needed) learn_uniform(holder.rank);
 }
 
-void Table::learn_plain(std::uint32_t id) {
+void Table::learn_uniform(std::uint32_t id) {
   Rank& rank = ranks_[id];
-  const bool plain = std::ranges::all_of(
-      rank.seats, [this](SeatId one) { return seats_[one].last == 0 && seats_[one].stride == 1; });
-  if (plain == rank.plain) return;
-  rank.plain = plain;
-  uneven_ = plain ? uneven_ - 1 : uneven_ + 1;
-  for (const SeatId one : rank.seats) seats_[one].plain = plain;
+  const bool uniform = std::ranges::all_of(
+      rank.holders, [this](HolderId one) { return holders_[one].last == 0 && holders_[one].stride == 1; });
+  if (uniform == rank.uniform) return;
+  rank.uniform = uniform;
+  hybrid_ranks_ = uniform ? hybrid_ranks_ - 1 : hybrid_ranks_ + 1;
+  for (const HolderId one : rank.holders) holders_[one].uniform = uniform;
 }
 
 void Table::drop(std::span<const std::uint32_t> ranks, Tiers tiers) {
-  std::vector<Tiers> gone(seats_.size());
+  std::vector<Tiers> gone(holders_.size());
   for (const std::uint32_t rank : ranks) {
-    for (const SeatId seat : ranks_[rank].seats) gone[seat] = tiers;
+    for (const HolderId holder : ranks_[rank].holders) gone[holder] = tiers;
   }
   drop(gone);
 }
 
-// `gone`: by seat.
+// `gone`: by holder.
 void Table::drop(std::span<const Tiers> gone) {
   bool anything = false;
-  for (SeatId seat = 0; seat < gone.size(); ++seat) {
+  for (HolderId holder = 0; holder < gone.size(); ++holder) {
     // What it held is gone altogether: what it will be told to hold is whole again.
-    if ((gone[seat] & kLocalTiers) == kLocalTiers) seats_[seat].evicted = 0;
+    if ((gone[holder] & kLocalTiers) == kLocalTiers) holders_[holder].evicted = 0;
     for (unsigned tier = 0; tier < kTierCount; ++tier) {
-      anything = anything || ((gone[seat] >> tier & 1U) != 0 && seats_[seat].blocks[tier] != 0);
+      anything = anything || ((gone[holder] >> tier & 1U) != 0 && holders_[holder].blocks[tier] != 0);
     }
   }
   // Walking over all sets for nothing is what a publisher of empty clears would make us do.
   if (!anything) return;
   held_ -= sets_.drop(gone);
-  for (SeatId seat = 0; seat < gone.size(); ++seat) {
+  for (HolderId holder = 0; holder < gone.size(); ++holder) {
     for (unsigned tier = 0; tier < kTierCount; ++tier) {
-      if ((gone[seat] >> tier & 1U) != 0) seats_[seat].blocks[tier] = seats_[seat].digests[tier] = 0;
+      if ((gone[holder] >> tier & 1U) != 0)
+        holders_[holder].blocks[tier] = holders_[holder].digests[tier] = 0;
     }
-    let_go(seats_[seat], gone[seat]);
+    let_go(holders_[holder], gone[holder]);
   }
 }
 
-// What a seat keeps beside its blocks of these tiers.
-void Table::let_go(Seat& seat, Tiers tiers) {
-  if (seat.more_copies && (tiers & tiers_of(Tier::kDevice)) != 0) {
-    seats_nbytes_ -= seat.more_copies->nbytes();
-    seat.more_copies.reset();
+// What a holder keeps beside its blocks of these tiers.
+void Table::let_go(GroupHolder& holder, Tiers tiers) {
+  if (holder.more_copies && (tiers & tiers_of(Tier::kDevice)) != 0) {
+    holders_nbytes_ -= holder.more_copies->nbytes();
+    holder.more_copies.reset();
   }
-  if (seat.doubts && (tiers & tiers_of(Tier::kPool)) != 0) {
-    seats_nbytes_ -= seat.doubts->blocks.nbytes();
-    seat.doubts.reset();
+  if (holder.doubts && (tiers & tiers_of(Tier::kPool)) != 0) {
+    holders_nbytes_ -= holder.doubts->blocks.nbytes();
+    holder.doubts.reset();
   }
 }
 
@@ -187,12 +188,12 @@ bool Table::remove_worker(std::string_view worker) {
   drop(workers_[place].ranks, kAllTiers);
   // From here on nothing needs memory. The numbers may be given to others: no set names them any more.
   for (const std::uint32_t rank : workers_[place].ranks) {
-    for (const SeatId seat : ranks_[rank].seats) {
-      let_go(seats_[seat], kAllTiers);
-      seats_[seat] = Seat{};
-      free_seats_.push_back(seat);
+    for (const HolderId holder : ranks_[rank].holders) {
+      let_go(holders_[holder], kAllTiers);
+      holders_[holder] = GroupHolder{};
+      free_holders_.push_back(holder);
     }
-    if (!ranks_[rank].plain) --uneven_;
+    if (!ranks_[rank].uniform) --hybrid_ranks_;
     ranks_[rank] = Rank{};
     free_ranks_.push_back(rank);
   }

@@ -199,7 +199,7 @@ TEST(image_that_lies_is_refused_or_harmless) {
 TEST(image_names_what_makes_no_sense) {
   const auto refused = [](auto change) {
     TableImage image;
-    image.seats = {{"w", 0, 0, true, 0, 1, 0}, {"w", 0, 1, false, 0, 1, 0}};
+    image.holders = {{"w", 0, 0, true, 0, 1, 0}, {"w", 0, 1, false, 0, 1, 0}};
     image.holdings = {Holding(0, 1)};
     image.set_ends = {1};
     image.hashes = {5, 6};
@@ -209,17 +209,17 @@ TEST(image_names_what_makes_no_sense) {
     return is_refused(pack_image(image));
   };
   CHECK(!refused([](TableImage&) {}));
-  CHECK(refused([](TableImage& image) { image.seats[1] = image.seats[0]; }));
-  CHECK(refused([](TableImage& image) { image.seats[0].worker = ""; }));
-  CHECK(refused([](TableImage& image) { image.seats[0].worker = std::string(257, 'w'); }));
-  CHECK(refused([](TableImage& image) { image.seats[0].dp_rank = 65536; }));
+  CHECK(refused([](TableImage& image) { image.holders[1] = image.holders[0]; }));
+  CHECK(refused([](TableImage& image) { image.holders[0].worker = ""; }));
+  CHECK(refused([](TableImage& image) { image.holders[0].worker = std::string(257, 'w'); }));
+  CHECK(refused([](TableImage& image) { image.holders[0].dp_rank = 65536; }));
   CHECK(refused(
       [](TableImage& image) { image.holdings[0] = Holding(1, 1); }));  // of a group that has no blocks
   CHECK(refused([](TableImage& image) { image.holdings[0] = Holding(2, 1); }));
   CHECK(refused([](TableImage& image) { image.holdings[0] = Holding(0, 0); }));
   CHECK(refused([](TableImage& image) { image.hashes[1] = 5; }));
   CHECK(refused([](TableImage& image) { image.copies[0].more = 0; }));
-  CHECK(refused([](TableImage& image) { image.copies[0].seat = 1; }));
+  CHECK(refused([](TableImage& image) { image.copies[0].holder = 1; }));
   CHECK(refused([](TableImage& image) { image.copies.push_back({0, 1, 5}); }));
   CHECK(refused(
       [](TableImage& image) { image.holdings[0] = Holding(0, 2); }));  // copies of what is not on the device
