@@ -45,7 +45,7 @@ SOAKED = $(shell grep -rl --include='test_*.py' 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
 PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer
-CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)
+CPP := $(shell find kvpool/_native tests/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
 .PHONY: help demo test test-parts test-sglang test-engines check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean

@@ -94,7 +94,7 @@ class Engine:
     def lookup(
         self, prefix: str, groups: Sequence[tuple[bytes, int, int, int, int, bool]], timeout_s: float
     ) -> Batch:
-        """A lookup as in kvpool/_native/lookup.h; groups: hashes, hash_nbytes, group, ranks, record_tokens, windowed.
+        """A lookup as in _native/store/lookup.h; groups: hashes, hash_nbytes, group, ranks, record_tokens, windowed.
 
         Never blocks; the hashes stay held until the batch is done. It has one result a record: MISS for those that were
         not asked for, too. It counts as one key that waits. ValueError when anything in it is not right; RuntimeError
@@ -181,7 +181,7 @@ class BareFiles:
     def get(self, names: list[str], buffers: list[memoryview]) -> None: ...
 
 class Topology:
-    """Which node serves which of the 16,384 hash slots (kvpool/_native/topology.h). Any thread."""
+    """Which node serves which of the 16,384 hash slots (kvpool/_native/store/topology.h). Any thread."""
 
     # (host, port, [(first slot, last slot), ...]) of each node. Blocks for the resolver where a host is a name.
     # ValueError: what a server said makes no sense.
@@ -225,14 +225,14 @@ def pack_varints(values: tuple[int, ...]) -> bytes:
     """Protobuf's packed varints. Errors: RuntimeError for what is not a whole number from 0 to 2**64 - 1."""
 
 class MemoryBudget:
-    """kvpool/_native/memory_budget.h: what the tables that share it may take. Any thread."""
+    """kvpool/_native/index/memory_budget.h: what the tables that share it may take. Any thread."""
 
     def __init__(self, limit_nbytes: int) -> None: ...
     @property
     def used_nbytes(self) -> int: ...
 
 class Table:
-    """kvpool/_native/table.h. Any thread; the GIL is released while the table is read or changed."""
+    """kvpool/_native/index/table.h. Any thread; the GIL is released while the table is read or changed."""
 
     # max_blocks: 1 to 2**32. block_tokens: of a block that is hashed; 0: not known.
     def __init__(
@@ -274,7 +274,7 @@ class DamagedImage(ValueError):
     """Raised by table_of. Says what is wrong."""
 
 class TableImage:
-    """A copy of what a table holds (kvpool/_native/table_image.h)."""
+    """A copy of what a table holds (kvpool/_native/index/table_image.h)."""
 
     def pack(self) -> bytes: ...
 

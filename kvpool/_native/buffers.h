@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine.h"
+#include "store/engine.h"
 
 namespace kvpool {
 

@@ -1,7 +1,7 @@
 """``Snapshot``: what an index knows, at rest, and its form as bytes: in a file, or on the way to another index. Pure.
 
 The bytes, little-endian: a header (below), a head in msgpack, then an image of the table of each partition, one after
-the other (``kvpool/_native/table_image.h``). The header's checksum is of header and head; an image has its own. So no
+the other (``_native/index/table_image.h``). The header's checksum is of header and head; an image has its own. So no
 byte is believed that is not covered.
 
 What a snapshot says is credited to nobody before the publisher itself has proved it: see ``Fleet.thaw``.

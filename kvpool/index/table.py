@@ -1,6 +1,6 @@
 """``PrefixIndex``: KV events in, leading blocks per worker and tier out.
 
-The table and the decoding are native (``kvpool/_native/table.h``, ``events.h``); here are types and errors.
+The table and the decoding are native (``kvpool/_native/index/table.h``, ``events.h``); here are types and errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Tier = Literal["device", "host", "disk", "pool"]
-TIERS: tuple[Tier, ...] = ("device", "host", "disk", "pool")  # as in kvpool/_native/holders.h
+TIERS: tuple[Tier, ...] = ("device", "host", "disk", "pool")  # as in kvpool/_native/index/holders.h
 
 DEFAULT_MAX_BLOCKS = 1 << 27  # 134 million: 2 to 4 GB
 MAX_BLOCKS = 1 << 32
@@ -27,7 +27,7 @@ Column = Literal["device", "host", "disk", "pool", "local", "any"]
 Places = dict[str, tuple[int, ...]]  # by worker: the rows of an answer that are about it
 
 _LOCAL, _ANY = len(TIERS), len(TIERS) + 1
-_COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any")  # as in kvpool/_native/table.h
+_COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any")  # as in kvpool/_native/index/table.h
 
 
 class Applied(NamedTuple):

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "check.h"
-#include "resp.h"
+#include "store/resp.h"
 
 using namespace kvpool;
 using namespace std::chrono_literals;
