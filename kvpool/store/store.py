@@ -192,18 +192,18 @@ class Store(ABC):
         self._check_open()
         return self._announcements(prefix)
 
-    def life(self) -> str:
-        """Another text after each start of the server behind the store; empty where there is none, or it does not say.
+    def server_run_id(self) -> str:
+        """A text that changes with each start of the server; empty without a server, or if it may not be asked.
 
         Blocking, for one small read. Errors: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
-        return self._life()
+        return self._server_run_id()
 
     def withdraw_all(self, prefix: str) -> int:
-        """Take back the documents under keys that start with ``prefix``, whoever announced them; how many.
+        """Delete the documents under keys that start with ``prefix``, whoever announced them; returns how many.
 
-        Who announces again, is heard again. Blocking, for one small write a document.
+        Announcers that are alive write theirs again. Blocking, for one small write a document.
         Errors: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
@@ -232,7 +232,7 @@ class Store(ABC):
         return self._scan_keys(prefix)
 
     def notices(self) -> Notices | None:
-        """What the servers behind the store say of keys that change, from now on; None: there is no server.
+        """Notices of keys that change from now on; None: there is no server.
 
         Close it before the store. Never blocks. Errors: ``StoreClosed``.
         """
@@ -293,7 +293,7 @@ class Store(ABC):
     @abstractmethod
     def _announcements(self, prefix: str) -> dict[str, bytes]: ...
 
-    def _life(self) -> str:
+    def _server_run_id(self) -> str:
         return ""
 
     @abstractmethod
