@@ -2,22 +2,17 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <deque>
 #include <exception>
 #include <iterator>
 #include <map>
 #include <mutex>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 #include <unordered_map>
-
-#include "descriptor.h"
 
 namespace kvpool {
 namespace {
@@ -39,6 +34,7 @@ std::size_t queue_of(Op op) {
     case Op::kGet:
       return 1;
     case Op::kPut:
+    case Op::kPutAbsent:
       return 2;
   }
   return 2;
@@ -94,7 +90,6 @@ struct Core {
   std::uint64_t last_sequence = 0;
   unsigned live_threads = 0;
   std::vector<std::thread> threads;
-  Descriptor completions;
 
   std::atomic<bool> closing{false};
   std::array<std::array<std::atomic<std::uint64_t>, kStatusCount>, kOpCount> counts{};
@@ -116,14 +111,9 @@ struct Core {
     }
   }
 
-  // Under the lock. The order matters: whoever reads the eventfd then sees done(), and whoever wait()s (under
-  // the same lock) then finds the eventfd readable.
+  // Under the lock.
   void complete(Batch& batch) {
     batch.done_.store(true, std::memory_order_release);
-    if (completions) {
-      // EAGAIN would mean 2^64 - 2 unread completions.
-      [[maybe_unused]] const int ignored = eventfd_write(completions.get(), 1);
-    }
     batch.done_changed_.notify_all();
     // The caller holds a reference of its own.
     deadlines.erase({batch.deadline_, batch.sequence_});
@@ -205,7 +195,7 @@ struct Core {
         } else if (batch->lookup_ && batch->next_ % kTurnKeys == 0) {
           queue.splice(queue.end(), queue, batch->place_);
         }
-        if (batch->op_ == Op::kPut && joins(batch, index)) continue;
+        if (is_put(batch->op_) && joins(batch, index)) continue;
         return std::optional<Item>(std::in_place, batch, index);
       }
     }
@@ -220,6 +210,8 @@ struct Core {
     Writing& other = place->second;
     // Of another length it cannot be the same content: whoever is wrong, this is not to be answered for it.
     if (other.batch->buffers_[other.index].size() != batch->buffers_[index].size()) return false;
+    // What is there has to be replaced, which the other one may not do.
+    if (batch->op_ == Op::kPut && other.batch->op_ == Op::kPutAbsent) return false;
     other.waiters.push_back({batch, index});
     batch->waiting_.insert(index);
     return true;
@@ -254,9 +246,10 @@ struct Core {
     }
     for (const Waiter& waiter : waiters) {
       if (waiter.batch->waiting_.erase(waiter.index) == 0) continue;
-      waiter.batch->results_[waiter.index] = status;
-      counts[static_cast<std::size_t>(Op::kPut)][static_cast<std::size_t>(status)].fetch_add(
-          1, std::memory_order_relaxed);
+      const bool is_present = status == Status::kOk && waiter.batch->op_ == Op::kPutAbsent;
+      const Status result = is_present ? Status::kPresent : status;
+      waiter.batch->results_[waiter.index] = result;
+      count_given_up(*waiter.batch, 1, result);
       joined_puts.fetch_add(1, std::memory_order_relaxed);
       if (!error.empty() && !waiter.batch->error_) waiter.batch->error_ = error;
       if (waiter.batch->unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(*waiter.batch);
@@ -272,7 +265,7 @@ struct Core {
     } else {
       batch.results_[index] = status;
     }
-    if (batch.op_ == Op::kPut) end_waiters(batch, index, status, error);
+    if (is_put(batch.op_)) end_waiters(batch, index, status, error);
     if (!error.empty()) {
       const Lock lock(mutex);
       if (!batch.error_) batch.error_ = std::move(error);
@@ -420,8 +413,6 @@ bool Source::closing() const { return core_.closing.load(); }
 
 Engine::Engine(std::unique_ptr<Backend> backend, unsigned threads)
     : core_(std::make_shared<Core>(std::move(backend))) {
-  core_->completions = Descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-  if (!core_->completions) throw std::system_error(errno, std::generic_category(), "eventfd");
   for (unsigned i = 0; i < threads; ++i) core_->lanes.push_back(core_->backend->make_lane(i));
 
   const BlockSignals blocked;
@@ -506,13 +497,6 @@ std::shared_ptr<Batch> Engine::submit(std::shared_ptr<Batch> batch) {
   return batch;
 }
 
-int Engine::fileno() const {
-  if (forked()) throw std::runtime_error(kForked);
-  const Core::Lock lock(core_->mutex);
-  if (!core_->completions) throw std::runtime_error("the engine is closed");
-  return core_->completions.get();
-}
-
 Counters Engine::counters() const {
   if (forked()) throw std::runtime_error(kForked);
   const auto read = [this](Op op, Status status) {
@@ -520,15 +504,16 @@ Counters Engine::counters() const {
         std::memory_order_relaxed);
   };
   const auto sum = [&read](Status status) {
-    return read(Op::kPut, status) + read(Op::kGet, status) + read(Op::kContains, status) +
-           read(Op::kDelete, status) + read(Op::kTouch, status);
+    return read(Op::kPut, status) + read(Op::kPutAbsent, status) + read(Op::kGet, status) +
+           read(Op::kContains, status) + read(Op::kDelete, status) + read(Op::kTouch, status);
   };
   const auto nbytes = [this](Op op) {
     return core_->ok_nbytes[static_cast<std::size_t>(op)].load(std::memory_order_relaxed);
   };
   Counters counters = {
-      {"puts", read(Op::kPut, Status::kOk)},
-      {"put_nbytes", nbytes(Op::kPut)},
+      {"puts", read(Op::kPut, Status::kOk) + read(Op::kPutAbsent, Status::kOk)},
+      {"put_nbytes", nbytes(Op::kPut) + nbytes(Op::kPutAbsent)},
+      {"present_puts", read(Op::kPutAbsent, Status::kPresent)},
       {"get_hits", read(Op::kGet, Status::kOk)},
       {"get_misses", read(Op::kGet, Status::kMiss)},
       {"get_nbytes", nbytes(Op::kGet)},
@@ -573,12 +558,11 @@ bool Engine::close(Clock::duration timeout) {
   }
   // Each has announced its end: joining does not wait for anything but its last instructions.
   for (auto& thread : ended) thread.join();
-  // Batches outlive this: they keep the Core, but no descriptor.
+  // Batches outlive this, and keep the Core.
   const Core::Lock lock(core_->mutex);
   core_->writing.clear();
   core_->bereft.clear();
   core_->lanes.clear();
-  core_->completions.reset();
   return true;
 }
 

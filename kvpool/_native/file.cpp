@@ -149,6 +149,8 @@ class FileLane : public Lane {
     switch (item.op()) {
       case Op::kPut:
         return put(item, path);
+      case Op::kPutAbsent:
+        return put_absent(item, path);
       case Op::kGet:
         return get(item, path);
       case Op::kContains:
@@ -282,6 +284,13 @@ class FileLane : public Lane {
   }
 
   // ---- put
+
+  // Two writers that both find nothing both put, and the record is that of the last.
+  Outcome put_absent(const Item& item, const std::string& path) {
+    const Outcome found = touch(path);
+    if (found.status == Status::kOk) return {Status::kPresent};
+    return found.status == Status::kMiss ? put(item, path) : found;
+  }
 
   Outcome put(const Item& item, const std::string& path) {
     const std::uint64_t nbytes = kRecordHeaderNbytes + item.buffer().size();

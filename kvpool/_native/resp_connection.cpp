@@ -39,8 +39,7 @@ constexpr auto kDialGrace = 250ms;
 constexpr std::array<std::byte, kChunkNbytes> kZeros{};
 
 std::size_t cost_of(const Item& item) {
-  const bool moves_bytes = item.op() == Op::kPut || item.op() == Op::kGet;
-  return kRequestNbytes + (moves_bytes ? item.buffer().size() : 0);
+  return kRequestNbytes + (moves_bytes(item.op()) ? item.buffer().size() : 0);
 }
 
 }  // namespace
@@ -351,6 +350,7 @@ void RespConnection::begin(Item&& taken) {
       request->kind = Kind::kDelete;
       break;
     case Op::kTouch:
+    case Op::kPutAbsent:
       request->kind = touches_ ? Kind::kTouch : Kind::kContains;
       break;
   }
@@ -371,7 +371,7 @@ void RespConnection::end_redirected(Redirect&& redirect, std::string words) {
 }
 
 void RespConnection::add(std::unique_ptr<Request> request) {
-  request->cost_left = kRequestNbytes + request->body.size() + request->into.size();
+  request->cost_left = request->cost();
   in_flight_nbytes_ += request->cost_left;
   if (requests_.empty()) moved_at_ = Clock::now();
   next_deadline_ = std::min(next_deadline_, request->deadline);
@@ -390,7 +390,7 @@ void RespConnection::count_window() {
   in_flight_nbytes_ = 0;
   next_deadline_ = Clock::time_point::max();
   for (const auto& request : requests_) {
-    request->cost_left = kRequestNbytes + request->body.size() + request->into.size();
+    request->cost_left = request->cost();
     in_flight_nbytes_ += request->cost_left;
     next_deadline_ = std::min(next_deadline_, request->deadline);
   }

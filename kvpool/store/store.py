@@ -112,6 +112,18 @@ class Store(ABC):
         views = [source(buffer, position) for position, buffer in enumerate(buffers)]
         return self._begin(_native.PUT, "put", keys, views, timeout_s)
 
+    def submit_put_absent(
+        self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
+    ) -> Transfer:
+        """Begin to put the values that are not there; those that are count as used now, as in ``touch_many``.
+
+        ``Transfer.results`` has a byte a key: ``_native.OK``: put here; ``PRESENT``: it was there, or another put of
+        the key did it; ``NO_ROOM``. ``Transfer.wait`` says which values are there now. A value that is there is not
+        compared with the buffer. The buffers must not change until the transfer is done. Errors: as ``put_many``.
+        """
+        views = [source(buffer, position) for position, buffer in enumerate(buffers)]
+        return self._begin(_native.PUT_ABSENT, "put absent", keys, views, timeout_s)
+
     def submit_get(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> Transfer:
@@ -244,10 +256,6 @@ class Store(ABC):
     @abstractmethod
     def counters(self) -> dict[str, int]:
         """What this store has done since it was opened, by name; never blocks for long."""
-
-    @abstractmethod
-    def fileno(self) -> int:
-        """An eventfd, readable when a batch has ended; ``os.eventfd_read`` resets it. The store owns it."""
 
     def close(self) -> None:
         """Cancel what is under way, wait for it, and give everything back; calling it again does nothing.
