@@ -11,6 +11,7 @@ GET: int
 CONTAINS: int
 DELETE: int
 TOUCH: int
+PUT_ABSENT: int
 
 # Result of one key of a batch; Batch.results() has one byte per key, in the order of the keys.
 MISS: int  # get, contains, touch, delete: not there (or damaged, and then deleted and counted)
@@ -19,6 +20,7 @@ NO_ROOM: int  # put: the store is full and could not make room
 FAULT: int  # an I/O error; Batch.error() has the first one in words
 CANCELLED: int  # Batch.cancel() came first
 TIMED_OUT: int  # the deadline of the batch came first
+PRESENT: int  # put absent: the value was there, or another put of its key that was under way put it
 
 RECORD_HEADER_NBYTES: int
 
@@ -85,7 +87,7 @@ class Engine:
     def submit(
         self, op: int, keys: Sequence[str], buffers: Sequence[Buffer] | None, timeout_s: float
     ) -> Batch:
-        """Never blocks. buffers: one C-contiguous buffer a key for PUT and GET (GET: writable), else None.
+        """Never blocks. buffers: one C-contiguous buffer a key for PUT, PUT_ABSENT and GET (GET: writable), else None.
 
         ValueError, TypeError or BufferError when anything in it is not right, and nothing is submitted then.
         RuntimeError when closed, in a forked child, or with 1,048,576 keys waiting ("queue full ...").
@@ -101,11 +103,8 @@ class Engine:
         as submit().
         """
 
-    def fileno(self) -> int:
-        """A non-blocking eventfd, +1 for each batch that is done. RuntimeError once closed."""
-
     def counters(self) -> dict[str, int]:
-        """Totals since the start: puts, put_nbytes, get_hits, get_misses, get_nbytes, contains_hits,
+        """Totals since the start: puts, put_nbytes, present_puts, get_hits, get_misses, get_nbytes, contains_hits,
         contains_misses, deletes, delete_misses, no_room, faults, cancelled, timed_out (keys, not batches).
 
         Gauge: queued (keys that no thread has taken; a lookup counts as one).

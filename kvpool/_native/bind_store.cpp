@@ -140,20 +140,19 @@ class PyEngine {
   PyBatch submit(int op_number, nb::handle keys, nb::handle buffers, double timeout_s) {
     orphans_->reap();
     if (op_number < 0 || op_number >= static_cast<int>(kOpCount)) {
-      throw std::invalid_argument("op must be PUT, GET, CONTAINS, DELETE or TOUCH");
+      throw std::invalid_argument("op must be PUT, GET, CONTAINS, DELETE, TOUCH or PUT_ABSENT");
     }
     const auto op = static_cast<Op>(op_number);
     const Clock::duration timeout = to_duration(timeout_s, false);
     std::vector<Key> parsed = read_keys(keys);
 
-    const bool moves_bytes = op == Op::kPut || op == Op::kGet;
-    if (moves_bytes == buffers.is_none()) {
-      throw std::invalid_argument(moves_bytes ? "PUT and GET need buffers"
-                                              : "CONTAINS, DELETE and TOUCH take no buffers");
+    if (moves_bytes(op) == buffers.is_none()) {
+      throw std::invalid_argument(moves_bytes(op) ? "PUT, GET and PUT_ABSENT need buffers"
+                                                  : "CONTAINS, DELETE and TOUCH take no buffers");
     }
     PyBuffers held;
     std::vector<Batch::Buffer> spans;
-    if (moves_bytes) {
+    if (moves_bytes(op)) {
       nb::object sequence =
           nb::steal(PySequence_Fast(buffers.ptr(), "buffers must be a sequence of buffers"));
       if (!sequence.is_valid()) throw nb::python_error();
@@ -193,7 +192,6 @@ class PyEngine {
     return PyBatch(std::move(batch), std::move(held), orphans_);
   }
 
-  int fileno() const { return engine_->fileno(); }
 
   nb::dict counters() {
     orphans_->reap();
@@ -359,12 +357,14 @@ void bind_store(nb::module_& m) {
   m.attr("CONTAINS") = static_cast<int>(Op::kContains);
   m.attr("DELETE") = static_cast<int>(Op::kDelete);
   m.attr("TOUCH") = static_cast<int>(Op::kTouch);
+  m.attr("PUT_ABSENT") = static_cast<int>(Op::kPutAbsent);
   m.attr("MISS") = static_cast<int>(Status::kMiss);
   m.attr("OK") = static_cast<int>(Status::kOk);
   m.attr("NO_ROOM") = static_cast<int>(Status::kNoRoom);
   m.attr("FAULT") = static_cast<int>(Status::kFault);
   m.attr("CANCELLED") = static_cast<int>(Status::kCancelled);
   m.attr("TIMED_OUT") = static_cast<int>(Status::kTimedOut);
+  m.attr("PRESENT") = static_cast<int>(Status::kPresent);
 
   nb::class_<PyBatch>(m, "Batch")
       .def("done", &PyBatch::done)
@@ -376,7 +376,6 @@ void bind_store(nb::module_& m) {
   nb::class_<PyEngine>(m, "Engine")
       .def("submit", &PyEngine::submit, "op"_a, "keys"_a, "buffers"_a.none(), "timeout_s"_a)
       .def("lookup", &PyEngine::lookup, "prefix"_a, "groups"_a, "timeout_s"_a)
-      .def("fileno", &PyEngine::fileno)
       .def("counters", &PyEngine::counters)
       .def("close", &PyEngine::close, "timeout_s"_a);
 

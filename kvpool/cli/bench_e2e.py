@@ -35,7 +35,7 @@ from kvpool.cli.workspace import workspace
 from kvpool.errors import ConfigError
 from kvpool.key.hashing import BlockHasher
 from kvpool.key.key import tenant_prefix
-from kvpool.store import StoreURL, open_store, visit_store
+from kvpool.store import StoreURL, open_for_inspection, open_store
 from kvpool.text import redact
 
 BLOCK_TOKENS = 128
@@ -310,7 +310,7 @@ def emptied(pool: str, tenant: str) -> Iterator[None]:
         yield
     finally:
         prefix = tenant_prefix(tenant)
-        with visit_store(pool) as store:
+        with open_for_inspection(pool) as store:
             for batch in store.scan(prefix):
                 store.delete_many([block.key for block in batch], timeout_s=DELETE_TIMEOUT_S)
             store.withdraw_all(prefix)

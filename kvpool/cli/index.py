@@ -243,7 +243,7 @@ def _warm_up(
 
 def _life(store: Store) -> str:
     try:
-        return store.life()
+        return store.server_run_id()
     except KVPoolError:  # the watch says so, and tries again
         return ""
 

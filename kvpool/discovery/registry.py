@@ -159,7 +159,7 @@ class WorkerWatch:
     ``incomplete()``: (worker id, data-parallel rank) of those that are to tell all they hold; those that announce
     themselves here are asked, a few in each round, and ``on_asked(worker_id, dp_rank)`` is called.
     ``tenants``: only these; None: all that announce anything, looked for every 5 seconds. ``life``: of the pool
-    (``Store.life``) as it was when what is known of it was read; empty: nothing is known.
+    (``Store.server_run_id``) as it was when what is known of it was read; empty: nothing is known.
 
     A record that is not there any more means that its worker is gone, with one exception: where the pool could not be
     read, was started anew or was emptied, workers had no chance to renew their records, and each gets a whole lease
@@ -218,7 +218,7 @@ class WorkerWatch:
     def _round(self) -> None:
         answered = False
         try:
-            life = self._store.life()
+            life = self._store.server_run_id()
             records = self._read()
             found = {key: one for key, record in records.items() if (one := self._unpacked(key, record))}
             emptied = self._is_emptied(found)

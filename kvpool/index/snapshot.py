@@ -75,7 +75,7 @@ class PartitionState(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """``written_at_s``: by the wall clock. ``life``: ``Store.life`` of the pool whose blocks are in it; empty: none."""
+    """``written_at_s``: by the wall clock. ``life``: ``Store.server_run_id`` of the pool in it; empty: none."""
 
     written_at_s: float
     life: str

@@ -26,10 +26,6 @@ class NativeStore(Store):
         self._check_open()
         return self._engine.counters()
 
-    def fileno(self) -> int:
-        self._check_open()
-        return self._engine.fileno()
-
     def _submit(
         self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
     ) -> _native.Batch:

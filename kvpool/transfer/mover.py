@@ -2,7 +2,7 @@
 
 A load is a job: it is cut into parts of a few slots, each part is one batch of the store, and what has
 arrived and proven itself is scattered when the owner polls. A job succeeds when every block of it did.
-A store gathers its blocks, asks the store which keys are new when they have landed in staging, and sends only those.
+A store gathers its blocks; when they have landed in staging, those that the pool does not hold are sent.
 
 Copies run on two lanes, one in each direction, behind what the engine computes: a gather waits for the forward that
 it was submitted after, a scatter for the one before its load. So a block may be given to another request when its tag
@@ -23,7 +23,7 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from kvpool import metrics
+from kvpool import _native, metrics
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.metrics import Counters
 from kvpool.store import Store, Transfer
@@ -87,8 +87,7 @@ class _Stage(Enum):
     """What a part waits for."""
 
     GATHER = "blocks are copied to its slots"
-    ASK = "the store says which of its keys are there"
-    SEND = "the store takes what is new"
+    SEND = "the store takes what it does not hold"
     GET = "the store fills its slots"
     SCATTER = "its slots are copied to blocks"
 
@@ -99,7 +98,7 @@ class _Stage(Enum):
 
 @dataclass
 class _Part:
-    """Some blocks on their way, and the slots that it owns. A store goes GATHER, ASK, SEND, a load GET, SCATTER."""
+    """Some blocks on their way, and the slots that it owns. A store goes GATHER, SEND, a load GET, SCATTER."""
 
     stage: _Stage
     job: _Job | None  # of a load
@@ -372,9 +371,7 @@ class TransferEngine:
         """What a store waited for has ended: do what comes next; False when that was all, and its slots are free."""
         try:
             if part.stage is _Stage.GATHER:
-                self._ask(part)
-            elif part.stage is _Stage.ASK:
-                self._send_new(part)
+                self._send(part)
             else:
                 self._end_store(part)
         except KVPoolError:
@@ -384,43 +381,24 @@ class TransferEngine:
             self._release(part)
         return bool(part.tags)
 
-    def _ask(self, part: _Part) -> None:
+    def _send(self, part: _Part) -> None:
         self._finished.landed.extend(part.tags)
-        # What is there is in use: the store keeps it the longer for it.
-        part.transfer = self._store.submit_touch(
-            [block.key for block in part.blocks], timeout_s=STORE_TIMEOUT_S
-        )
-        part.stage, part.deadline, part.copy = _Stage.ASK, time.monotonic() + STORE_TIMEOUT_S, None
-
-    def _send_new(self, part: _Part) -> None:
-        """The existence check of a store has ended: send what is new."""
-        assert part.transfer is not None
-        present = part.transfer.wait()
-        self._finished.stored.extend(
-            (tag, True) for tag, there in zip(part.tags, present, strict=True) if there
-        )
-        self._counters.add(metrics.STORE_SKIPPED_BLOCKS, sum(present), "already_there")
-        new = [i for i, there in enumerate(present) if not there]
-        self.staging.release([part.slots[i] for i, there in enumerate(present) if there])
-        # From here on the part owns only what it sends, also when the submission below fails.
-        part.blocks, part.tags = [part.blocks[i] for i in new], [part.tags[i] for i in new]
-        part.slots = [part.slots[i] for i in new]
-        if not new:
-            return
-        part.transfer = self._store.submit_put(
+        part.transfer = self._store.submit_put_absent(
             [block.key for block in part.blocks],
             self._views(part.blocks, part.slots),
             timeout_s=STORE_TIMEOUT_S,
         )
-        part.stage, part.deadline = _Stage.SEND, time.monotonic() + STORE_TIMEOUT_S
+        part.stage, part.deadline, part.copy = _Stage.SEND, time.monotonic() + STORE_TIMEOUT_S, None
 
     def _end_store(self, part: _Part) -> None:
         assert part.transfer is not None
-        stored = part.transfer.wait()
-        for block, tag, ok in zip(part.blocks, part.tags, stored, strict=True):
-            if ok:
+        for block, tag, result in zip(part.blocks, part.tags, part.transfer.results(), strict=True):
+            if result == _native.OK:
                 self._counters.add(metrics.STORED_BLOCKS)
                 self._counters.add(metrics.STORED_BYTES, self._copiers[block.group].payload_nbytes)
+                self._finished.stored.append((tag, True))
+            elif result == _native.PRESENT:
+                self._counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "already_there")
                 self._finished.stored.append((tag, True))
             else:
                 self._drop([tag], "pool_full")

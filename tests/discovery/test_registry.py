@@ -572,11 +572,11 @@ def test_a_server_that_was_started_anew_is_told_even_if_it_has_something(server:
 def test_a_server_that_was_started_anew_before_the_watch_was(server: Server) -> None:
     """What an index has read about the pool before it began to watch may be of another life."""
     with open_store(server.url) as store:
-        for life, losses in [("", 0), (store.life(), 0), ("0" * 40, 1)]:
+        for life, losses in [("", 0), (store.server_run_id(), 0), ("0" * 40, 1)]:
             told = Watched()
             with watching(store, told, ["default"], life) as watch:
                 assert rounds(watch, 2)
-                assert (told.pool_losses, watch.life) == (losses, store.life())
+                assert (told.pool_losses, watch.life) == (losses, store.server_run_id())
 
 
 def test_a_server_that_keeps_its_run_to_itself(server: Server) -> None:
@@ -586,16 +586,16 @@ def test_a_server_that_keeps_its_run_to_itself(server: Server) -> None:
     told = Watched()
     url = server.url.replace("://", "://u:p@")
     with open_store(server.url) as full:
-        assert len(full.life()) == 40
+        assert len(full.server_run_id()) == 40
     with open_store(url) as store, watching(store, told, ["default"]), announced(store, worker("a")):
-        assert store.life() == ""
+        assert store.server_run_id() == ""
         assert eventually(lambda: told.sees("a"))
 
 
 def test_stores_without_a_server_have_one_life(tmp_path: Path) -> None:
     for url in ("memory://", f"file://{tmp_path}/pool"):
         with open_store(url) as store:
-            assert store.life() == ""
+            assert store.server_run_id() == ""
 
 
 def test_closing_does_not_wait_for_a_pool_that_hangs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

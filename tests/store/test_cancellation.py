@@ -17,7 +17,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
-from kvpool.store.clients import blocking
+from kvpool.store.clients import link_thread
 from kvpool.store.store import Store
 from tests.conftest import eventually
 from tests.store.conformance import keys, payload
@@ -114,7 +114,7 @@ class Canceller:
 def test_batches_are_cancelled_at_any_point(
     server: Misbehaving, client: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocking, "MAX_CALL_S", DEADLINE_S)
+    monkeypatch.setattr(link_thread, "MAX_CALL_S", DEADLINE_S)
     with open_store(with_client(f"{server.url}?connections=3", client)) as store:
         assert all(store.put_many(KEYS, VALUES))
         server.misbehave(Moody(seed))

@@ -6,7 +6,6 @@ import fcntl
 import gc
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -276,23 +275,6 @@ def test_buffers_outlive_the_engine_object(tmp_path):
 # ---- completion ----------------------------------------------------------------------------------
 
 
-def test_the_eventfd_is_readable_once_for_each_batch(open_engine):
-    engine = open_engine()
-    fd = engine.fileno()
-    assert select.select([fd], [], [], 0)[0] == []
-    batches = [engine.submit(_native.CONTAINS, [key(i)], None, WAIT_S) for i in range(3)]
-    seen = 0
-    while seen < 3:
-        assert select.select([fd], [], [], WAIT_S)[0] == [fd]
-        seen += int.from_bytes(os.read(fd, 8), sys.byteorder)
-    assert seen == 3
-    assert all(batch.done() for batch in batches)
-    with pytest.raises(BlockingIOError):
-        os.read(fd, 8)
-    assert engine.submit(_native.PUT, [], [], 1.0).done()
-    assert select.select([fd], [], [], 0)[0] == [fd]
-
-
 def test_waiting_releases_the_interpreter(open_engine, root):
     engine = open_engine()
     with eviction_elsewhere(root) as usage:
@@ -344,9 +326,8 @@ def test_close(open_engine):
     assert count_threads() == threads - 3  # two for files, one for deadlines
     assert count_descriptors() < descriptors
     assert engine.close(0)
-    for call in (engine.fileno, lambda: engine.submit(_native.DELETE, [key(1)], None, 1.0)):
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(_native.DELETE, [key(1)], None, 1.0)
     assert engine.counters()["puts"] >= 1
 
 

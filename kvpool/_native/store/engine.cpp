@@ -3,16 +3,12 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <mutex>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 
-#include "store/descriptor.h"
 #include "store/executor_core.h"
 
 namespace kvpool {
@@ -136,8 +132,6 @@ bool Source::closing() const { return core_.closing.load(); }
 
 Engine::Engine(std::unique_ptr<Backend> backend, unsigned threads)
     : core_(std::make_shared<Core>(std::move(backend))) {
-  core_->completions = Descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-  if (!core_->completions) throw std::system_error(errno, std::generic_category(), "eventfd");
   for (unsigned i = 0; i < threads; ++i) core_->lanes.push_back(core_->backend->make_lane(i));
 
   const BlockSignals blocked;
@@ -222,13 +216,6 @@ std::shared_ptr<Batch> Engine::submit(std::shared_ptr<Batch> batch) {
   return batch;
 }
 
-int Engine::fileno() const {
-  if (forked()) throw std::runtime_error(kForked);
-  const Core::Lock lock(core_->mutex);
-  if (!core_->completions) throw std::runtime_error("the engine is closed");
-  return core_->completions.get();
-}
-
 Counters Engine::counters() const {
   if (forked()) throw std::runtime_error(kForked);
   const auto read = [this](Op op, Status status) {
@@ -236,15 +223,16 @@ Counters Engine::counters() const {
         std::memory_order_relaxed);
   };
   const auto sum = [&read](Status status) {
-    return read(Op::kPut, status) + read(Op::kGet, status) + read(Op::kContains, status) +
-           read(Op::kDelete, status) + read(Op::kTouch, status);
+    return read(Op::kPut, status) + read(Op::kPutAbsent, status) + read(Op::kGet, status) +
+           read(Op::kContains, status) + read(Op::kDelete, status) + read(Op::kTouch, status);
   };
   const auto nbytes = [this](Op op) {
     return core_->ok_nbytes[static_cast<std::size_t>(op)].load(std::memory_order_relaxed);
   };
   Counters counters = {
-      {"puts", read(Op::kPut, Status::kOk)},
-      {"put_nbytes", nbytes(Op::kPut)},
+      {"puts", read(Op::kPut, Status::kOk) + read(Op::kPutAbsent, Status::kOk)},
+      {"put_nbytes", nbytes(Op::kPut) + nbytes(Op::kPutAbsent)},
+      {"present_puts", read(Op::kPutAbsent, Status::kPresent)},
       {"get_hits", read(Op::kGet, Status::kOk)},
       {"get_misses", read(Op::kGet, Status::kMiss)},
       {"get_nbytes", nbytes(Op::kGet)},
@@ -289,12 +277,11 @@ bool Engine::close(Clock::duration timeout) {
   }
   // Each has announced its end: joining does not wait for anything but its last instructions.
   for (auto& thread : ended) thread.join();
-  // Batches outlive this: they keep the Core, but no descriptor.
+  // Batches outlive this, and keep the Core.
   const Core::Lock lock(core_->mutex);
   core_->writing.clear();
   core_->bereft.clear();
   core_->lanes.clear();
-  core_->completions.reset();
   return true;
 }
 

@@ -4,8 +4,8 @@
 // the shared counter). The lane pulls Items from its Source, may have several in flight, and finishes each.
 //
 // Who owns what:
-// - Engine::Core::mutex guards the queues, the deadlines, the completion descriptor, the puts that wait for
-//   another, and of each Batch `next_`, `waiting_`, `error_` and its place in a queue. Nothing blocks under it (the eventfd is non-blocking).
+// - Engine::Core::mutex guards the queues, the deadlines, the puts that wait for
+//   another, and of each Batch `next_`, `waiting_`, `error_` and its place in a queue. Nothing blocks under it.
 // - Results of a batch: each byte is written once, by whoever took the item (its lane; or stop(), for items
 //   that no lane has taken; or finish() of the put that it waited for), and read only after done(). A lookup has one
 //   result a record, which is the worst of its parts' and written atomically.
@@ -13,6 +13,9 @@
 //
 // A put of a key that some lane is putting just now waits for that one's result instead of being a second
 // transfer: a key names content. If the first is given up, one of those that wait takes its place.
+//
+// kPutAbsent asks whether the key is there, as kTouch does, and puts only what is missing. It ends as kOk when this
+// item put the value, as kPresent when the value was there or another put of the key, which it waited for, put it.
 //
 // A lookup is a batch of keys that are spelled as lanes take them; it ends early where the rest is of no use (lookup.h).
 #pragma once
@@ -40,8 +43,11 @@ namespace kvpool {
 
 using Clock = std::chrono::steady_clock;
 
-enum class Op : std::uint8_t { kPut = 0, kGet = 1, kContains = 2, kDelete = 3, kTouch = 4 };
-inline constexpr std::size_t kOpCount = 5;
+enum class Op : std::uint8_t { kPut = 0, kGet = 1, kContains = 2, kDelete = 3, kTouch = 4, kPutAbsent = 5 };
+inline constexpr std::size_t kOpCount = 6;
+
+inline bool is_put(Op op) { return op == Op::kPut || op == Op::kPutAbsent; }
+inline bool moves_bytes(Op op) { return is_put(op) || op == Op::kGet; }
 
 enum class Status : std::uint8_t {
   kMiss = 0,
@@ -50,8 +56,9 @@ enum class Status : std::uint8_t {
   kFault = 3,
   kCancelled = 4,
   kTimedOut = 5,
+  kPresent = 6,  // kPutAbsent: nothing had to be put
 };
-inline constexpr std::size_t kStatusCount = 6;
+inline constexpr std::size_t kStatusCount = 7;
 
 inline constexpr std::size_t kMaxQueuedItems = 1'048'576;
 
@@ -86,7 +93,7 @@ class Batch {
   const Op op_;
   const std::unique_ptr<Lookup> lookup_;  // else keys_
   const std::vector<Key> keys_;
-  const std::vector<Buffer> buffers_;  // as many as keys for put and get, else none
+  const std::vector<Buffer> buffers_;  // as many as keys if moves_bytes(op_), else none
   const Clock::time_point submitted_ = Clock::now();
   const Clock::time_point deadline_;
   std::shared_ptr<Core> core_;
@@ -185,8 +192,6 @@ class Engine {
   // As submit(). A lookup of any length counts as one item that waits.
   std::shared_ptr<Batch> submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout);
 
-  // An eventfd, +1 for each batch that is done. Throws std::runtime_error once closed.
-  int fileno() const;
   Counters counters() const;
   // Cancels everything, then joins. False: some thread is still busy; call again.
   bool close(Clock::duration timeout);

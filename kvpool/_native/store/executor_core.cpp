@@ -1,7 +1,6 @@
 // How items are queued, taken, finished and given up. See executor_core.h.
 #include "store/executor_core.h"
 
-#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <iterator>
@@ -25,6 +24,7 @@ std::size_t queue_of(Op op) {
     case Op::kGet:
       return 1;
     case Op::kPut:
+    case Op::kPutAbsent:
       return 2;
   }
   return 2;
@@ -43,14 +43,9 @@ void Core::count(const Batch& batch, std::size_t index, Status status) {
   }
 }
 
-// Under the lock. The order matters: whoever reads the eventfd then sees done(), and whoever wait()s (under
-// the same lock) then finds the eventfd readable.
+// Under the lock.
 void Core::complete(Batch& batch) {
   batch.done_.store(true, std::memory_order_release);
-  if (completions) {
-    // EAGAIN would mean 2^64 - 2 unread completions.
-    [[maybe_unused]] const int ignored = eventfd_write(completions.get(), 1);
-  }
   batch.done_changed_.notify_all();
   // The caller holds a reference of its own.
   deadlines.erase({batch.deadline_, batch.sequence_});
@@ -132,7 +127,7 @@ std::optional<Item> Core::take(bool puts_too) {
       } else if (batch->lookup_ && batch->next_ % kTurnKeys == 0) {
         queue.splice(queue.end(), queue, batch->place_);
       }
-      if (batch->op_ == Op::kPut && joins(batch, index)) continue;
+      if (is_put(batch->op_) && joins(batch, index)) continue;
       return std::optional<Item>(std::in_place, batch, index);
     }
   }
@@ -146,6 +141,8 @@ bool Core::joins(const std::shared_ptr<Batch>& batch, std::size_t index) {
   Writing& other = place->second;
   // Of another length it cannot be the same content: whoever is wrong, this is not to be answered for it.
   if (other.batch->buffers_[other.index].size() != batch->buffers_[index].size()) return false;
+  // What is there has to be replaced, which the other one may not do.
+  if (batch->op_ == Op::kPut && other.batch->op_ == Op::kPutAbsent) return false;
   other.waiters.push_back({batch, index});
   batch->waiting_.insert(index);
   return true;
@@ -180,9 +177,10 @@ void Core::end_waiters(const Batch& batch, std::size_t index, Status status, con
   }
   for (const Waiter& waiter : waiters) {
     if (waiter.batch->waiting_.erase(waiter.index) == 0) continue;
-    waiter.batch->results_[waiter.index] = status;
-    counts[static_cast<std::size_t>(Op::kPut)][static_cast<std::size_t>(status)].fetch_add(
-        1, std::memory_order_relaxed);
+    const bool is_present = status == Status::kOk && waiter.batch->op_ == Op::kPutAbsent;
+    const Status result = is_present ? Status::kPresent : status;
+    waiter.batch->results_[waiter.index] = result;
+    count_given_up(*waiter.batch, 1, result);
     joined_puts.fetch_add(1, std::memory_order_relaxed);
     if (!error.empty() && !waiter.batch->error_) waiter.batch->error_ = error;
     if (waiter.batch->unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(*waiter.batch);
@@ -198,7 +196,7 @@ void Core::finish(Batch& batch, std::size_t index, Status status, std::string er
   } else {
     batch.results_[index] = status;
   }
-  if (batch.op_ == Op::kPut) end_waiters(batch, index, status, error);
+  if (is_put(batch.op_)) end_waiters(batch, index, status, error);
   if (!error.empty()) {
     const Lock lock(mutex);
     if (!batch.error_) batch.error_ = std::move(error);

@@ -19,7 +19,6 @@
 #include <utility>
 #include <vector>
 
-#include "store/descriptor.h"
 #include "store/engine.h"
 
 namespace kvpool {
@@ -60,7 +59,6 @@ struct Core {
   std::uint64_t last_sequence = 0;
   unsigned live_threads = 0;
   std::vector<std::thread> threads;
-  Descriptor completions;
 
   std::atomic<bool> closing{false};
   std::array<std::array<std::atomic<std::uint64_t>, kStatusCount>, kOpCount> counts{};

@@ -88,6 +88,8 @@ FileLane::Outcome FileLane::execute(const Item& item) {
   switch (item.op()) {
     case Op::kPut:
       return put(item, path);
+    case Op::kPutAbsent:
+      return put_absent(item, path);
     case Op::kGet:
       return get(item, path);
     case Op::kContains:

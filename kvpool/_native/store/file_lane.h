@@ -45,6 +45,8 @@ class FileLane : public Lane {
   int remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes);
   void give_back(unsigned counted_in, std::uint64_t nbytes);
 
+  // Two writers that both find nothing both put, and the record is that of the last.
+  Outcome put_absent(const Item& item, const std::string& path);
   Outcome put(const Item& item, const std::string& path);
   int put_once(const Item& item, const std::string& path, std::uint64_t nbytes, Outcome& outcome);
   int write(const Item& item, int fd, Outcome& outcome) const;

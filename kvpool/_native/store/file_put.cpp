@@ -65,6 +65,12 @@ class FileLane::Temporary {
   bool published_ = false;
 };
 
+FileLane::Outcome FileLane::put_absent(const Item& item, const std::string& path) {
+  const Outcome found = touch(path);
+  if (found.status == Status::kOk) return {Status::kPresent};
+  return found.status == Status::kMiss ? put(item, path) : found;
+}
+
 FileLane::Outcome FileLane::put(const Item& item, const std::string& path) {
   const std::uint64_t nbytes = kRecordHeaderNbytes + item.buffer().size();
   if (nbytes > backend_.capacity_nbytes_) return {Status::kNoRoom};

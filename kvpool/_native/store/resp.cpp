@@ -146,7 +146,7 @@ class RespLane : public Lane {
   void route(Item&& item, Clock::time_point now) {
     follow_topology(now);  // the map that was there when the item came, or a later one
     const std::size_t owner = map_->owner_of(item.key().text);
-    const Role role = item.op() == Op::kPut ? Role::kWrites : Role::kReads;
+    const Role role = RespConnection::role_of(item);
     if (owner != SlotMap::kNobody) return connections_[place(owner, role)]->push(std::move(item));
     topology_.doubt();
     item.finish(Status::kFault, "no node serves slot " + std::to_string(slot_of(item.key().text)));
@@ -159,8 +159,7 @@ class RespLane : public Lane {
       return RespConnection::end_redirected(std::move(redirect),
                                             name + ": a server sent us there, and it is not known yet");
     }
-    const bool is_put = redirect.request->kind == RespRequest::Kind::kPut;
-    const Role role = is_put ? Role::kWrites : Role::kReads;
+    const Role role = RespConnection::role_of(*redirect.request->item);
     auto found = std::find_if(connections_.begin(), connections_.end(), [&](const auto& connection) {
       return &connection->node() == node.get() && connection->role() == role;
     });

@@ -26,8 +26,7 @@ constexpr std::size_t kMaxWaiting = 65536;
 constexpr auto kLongestDrain = 60s;
 
 std::size_t cost_of(const Item& item) {
-  const bool moves_bytes = item.op() == Op::kPut || item.op() == Op::kGet;
-  return kRequestNbytes + (moves_bytes ? item.buffer().size() : 0);
+  return kRequestNbytes + (moves_bytes(item.op()) ? item.buffer().size() : 0);
 }
 
 }  // namespace
@@ -174,6 +173,7 @@ void RespConnection::begin(Item&& taken) {
       request->kind = Kind::kDelete;
       break;
     case Op::kTouch:
+    case Op::kPutAbsent:
       request->kind = touches_ ? Kind::kTouch : Kind::kContains;
       break;
   }
@@ -194,7 +194,7 @@ void RespConnection::end_redirected(Redirect&& redirect, std::string words) {
 }
 
 void RespConnection::add(std::unique_ptr<Request> request) {
-  request->cost_left = kRequestNbytes + request->body.size() + request->into.size();
+  request->cost_left = request->cost();
   in_flight_nbytes_ += request->cost_left;
   if (requests_.empty()) moved_at_ = Clock::now();
   next_deadline_ = std::min(next_deadline_, request->deadline);
@@ -213,7 +213,7 @@ void RespConnection::count_window() {
   in_flight_nbytes_ = 0;
   next_deadline_ = Clock::time_point::max();
   for (const auto& request : requests_) {
-    request->cost_left = kRequestNbytes + request->body.size() + request->into.size();
+    request->cost_left = request->cost();
     in_flight_nbytes_ += request->cost_left;
     next_deadline_ = std::min(next_deadline_, request->deadline);
   }

@@ -9,8 +9,11 @@
 // it is sent: hence b before h. GET asks HMGET key h b: there the header comes first, and each chunk of b is hashed as
 // it arrives.
 //
-// A lane has two connections to a server, one of which carries nothing but puts: on a slow link the socket of that one
-// holds megabytes which no load has to wait for.
+// A kPutAbsent asks TOUCH key (EXISTS where that is not allowed), and goes on as a put of the same connection if the key
+// is missing.
+//
+// A lane has two connections to a server, one of which carries nothing but puts and what they ask: on a slow link the
+// socket of that one holds megabytes which no load has to wait for.
 //
 // What does not fit into its window waits beside it, up to a bound, so that a server that is slow or silent does
 // not hold up the others of its lane.
@@ -55,6 +58,7 @@ class RespConnection {
  public:
   using Request = RespRequest;
   enum class Role : std::uint8_t { kReads, kWrites };  // all but puts; puts, and not dialled before the first
+  static Role role_of(const Item& item) { return is_put(item.op()) ? Role::kWrites : Role::kReads; }
   // A request that another server is to serve, in the words of this one.
   struct Redirect {
     std::unique_ptr<Request> request;
@@ -150,7 +154,7 @@ class RespConnection {
   std::string token_came(Request& request, const RespToken& token);
   std::string error_came(Request& request, std::string_view text);
   bool note_refusal(Request& request, std::string_view word, std::string_view text);
-  void ask_without_touch(Request& refused);
+  void go_on(Request& answered, Request::Kind kind);
   std::string age_came(Request& request, const RespToken& token);
   std::string put_token_came(Request& request, const RespToken& token);
   void put_error_came(Request& request, std::string_view text);
@@ -161,7 +165,7 @@ class RespConnection {
   void end_get(Request& request);
   void clean_up(Request& damaged);
   void end_front(Status status, std::string words);
-  std::unique_ptr<Request> look_at(const Item& used);
+  std::unique_ptr<Request> look_at(const Request& used);
   bool note_redirect(Request& request, std::string_view text) const;
   void redirect_front();
 

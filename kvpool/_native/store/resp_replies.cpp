@@ -161,6 +161,14 @@ std::string RespConnection::token_came(Request& request, const RespToken& token)
     case Kind::kTouch:
     case Kind::kCleanup:
       if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
+      if (request.asks_before_put()) {
+        if (token.value == 1) {
+          end_front(Status::kPresent, {});
+        } else {
+          go_on(request, Kind::kPut);
+        }
+        return {};
+      }
       end_front(token.value == 1 && request.kind != Kind::kCleanup ? Status::kOk : Status::kMiss, {});
       return {};
     case Kind::kAge:
@@ -191,7 +199,8 @@ std::string RespConnection::error_came(Request& request, std::string_view text) 
       return {};
     case Kind::kTouch:
       if (is_command_refused(text)) {
-        ask_without_touch(request);
+        touches_ = false;  // whether the key is there can be asked all the same, from now on by itself
+        go_on(request, Kind::kContains);
         return {};
       }
       break;
@@ -218,17 +227,16 @@ bool RespConnection::note_refusal(Request& request, std::string_view word, std::
   return false;
 }
 
-// This user may not touch: whether the key is there can be asked all the same, from now on by itself.
-void RespConnection::ask_without_touch(Request& refused) {
-  touches_ = false;
-  if (!refused.item) return end_front(Status::kMiss, {});
+// The front's item asks the same server for something else.
+void RespConnection::go_on(Request& answered, Kind kind) {
+  if (!answered.item) return end_front(Status::kMiss, {});
   auto request = std::make_unique<Request>();
-  request->kind = Kind::kContains;
-  request->deadline = refused.deadline;
-  request->asking = refused.asking;
-  request->hops = refused.hops;
-  request->item.emplace(std::move(*refused.item));
-  refused.item.reset();
+  request->kind = kind;
+  request->deadline = answered.deadline;
+  request->asking = answered.asking;
+  request->hops = answered.hops;
+  request->item.emplace(std::move(*answered.item));
+  answered.item.reset();
   request->compose();
   end_front(Status::kMiss, {});
   add(std::move(request));
@@ -292,7 +300,7 @@ void RespConnection::end_front(Status status, std::string words) {
   attempts_ = 0;  // this connection is good for something
   std::unique_ptr<Request> look;
   if (front.item) {
-    if (status == Status::kOk) look = look_at(*front.item);
+    if (status == Status::kOk || status == Status::kPresent) look = look_at(front);
     front.item->finish(status, std::move(words));
     front.item.reset();
   }
@@ -304,11 +312,12 @@ void RespConnection::end_front(Status status, std::string words) {
 
 // A key that was found and used: how long it has left is asked now and then, so that its time to live runs from its
 // last use. A write at each use would be told to all who follow the server.
-std::unique_ptr<RespRequest> RespConnection::look_at(const Item& used) {
-  if (used.op() != Op::kPut && used.op() != Op::kGet && used.op() != Op::kTouch) return nullptr;
-  if (!renews_ || !uses_.is_due(used.key().text, settings_.ttl, Clock::now())) return nullptr;
-  if (used.op() == Op::kPut) return nullptr;  // it begins just now
-  return Request::about(Kind::kAge, used.key().text, settings_.ttl);
+std::unique_ptr<RespRequest> RespConnection::look_at(const Request& used) {
+  const std::string& key = used.item->key().text;
+  if (used.item->op() == Op::kContains || used.item->op() == Op::kDelete) return nullptr;
+  if (!renews_ || !uses_.is_due(key, settings_.ttl, Clock::now())) return nullptr;
+  if (used.kind == Kind::kPut) return nullptr;  // it begins just now
+  return Request::about(Kind::kAge, key, settings_.ttl);
 }
 
 // "MOVED 3999 10.0.0.1:6381", or ASK: a host may be empty (the same one) or an IPv6 address. False: it makes no

@@ -84,6 +84,10 @@ struct RespRequest {
   // The caller's buffer is let go of while a put is being sent. False: too much of it is left; else zeros take the
   // place of the rest, and the transaction comes to nothing.
   bool give_up_sending();
+  // Whether it asks for the key of a kPutAbsent, which is put if the key is missing.
+  bool asks_before_put() const { return item && item->op() == Op::kPutAbsent && kind != Kind::kPut; }
+  // What it takes of its connection's window.
+  std::size_t cost() const;
   std::size_t total_nbytes() const { return head.size() + body.size() + end.size(); }
   bool is_sent() const { return end_made && sent == total_nbytes(); }
   bool on_the_wire() const { return sent != 0; }

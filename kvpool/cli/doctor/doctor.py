@@ -28,7 +28,7 @@ from kvpool.discovery.worker import Worker
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.key.names import check_tenant
-from kvpool.store import Store, StoreURL, visit_store
+from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.url import SERVER_SCHEMES
 from kvpool.text import format_nbytes
 
@@ -70,7 +70,7 @@ class _Pool:
 
     def findings(self) -> Iterator[Finding]:
         try:
-            store = visit_store(self._text)
+            store = open_for_inspection(self._text)
         except KVPoolError as error:
             yield problem("pool", str(error), "nothing can be shared before this works")
             return

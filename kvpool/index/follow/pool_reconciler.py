@@ -149,10 +149,10 @@ class Residency:
             self._closing.wait(wait_s)
             return
         heard = notices.take(wait_s)
-        self._say(_DEAF, heard.deaf)
+        self._say(_DEAF, heard.problem)
         missed = heard.missed or heard.emptied
         self._count(notices=len(heard.keys), missed_notices=int(missed))
-        self._totals = self._totals._replace(deaf=int(bool(heard.deaf)))
+        self._totals = self._totals._replace(deaf=int(bool(heard.problem)))
         if missed:
             self._again.set()
         try:

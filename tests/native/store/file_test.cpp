@@ -714,6 +714,20 @@ TEST(a_touch_counts_as_a_use) {
   CHECK(ask(*engine, Op::kContains, 1) == Status::kMiss);
 }
 
+TEST(a_put_if_absent_writes_what_is_missing_and_counts_the_rest_as_used) {
+  const Directory root;
+  constexpr std::size_t kNbytes = 1000;
+  const auto engine = open_engine(root.text(), 10 * (kNbytes + 64), 1);
+  for (unsigned i = 0; i < 10; ++i) CHECK(put(*engine, i, kNbytes) == Status::kOk);
+  // Of another number than its key's, so that get() tells who wrote the record.
+  std::vector<std::vector<std::byte>> others = {payload_of(90, kNbytes), payload_of(10, kNbytes)};
+  CHECK(run(*engine, Op::kPutAbsent, {0, 10}, others) == std::vector{Status::kPresent, Status::kOk});
+  CHECK(ask(*engine, Op::kContains, 0) == Status::kOk);
+  CHECK(ask(*engine, Op::kContains, 1) == Status::kMiss);
+  CHECK(get(*engine, 0, kNbytes) == Status::kOk && get(*engine, 10, kNbytes) == Status::kOk);
+  CHECK(counter(*engine, "present_puts") == 1 && counter(*engine, "puts") == 11);
+}
+
 TEST(a_clock_that_was_set_back_keeps_nothing_for_ever) {
   const Directory root;
   constexpr std::size_t kNbytes = 1000;

@@ -371,6 +371,16 @@ TEST(resp_error_replies) {
            Case{"TOUCH", "-NOPERM User w has no permissions to run the 'touch' command\r\n", Op::kTouch,
                 Status::kMiss, 0},
            Case{"TOUCH", "-NOPERM No permissions to access a key\r\n", Op::kTouch, Status::kFault, 0},
+           Case{"TOUCH", "-NOPERM User w has no permissions to run the 'touch' command\r\n", Op::kPutAbsent,
+                Status::kOk, 0},
+           Case{"TOUCH", "-NOPERM No permissions to access a key\r\n", Op::kPutAbsent, Status::kFault, 0},
+           Case{"TOUCH", "-MOVED 1 127.0.0.1:1\r\n", Op::kPutAbsent, Status::kFault, 0},
+           Case{"TOUCH", ":2\r\n", Op::kPutAbsent, Status::kFault, 1},
+           Case{"TOUCH", ":1\r\n", Op::kPutAbsent, Status::kPresent, 0},
+           Case{"HSET", "-OOM command not allowed\r\n", Op::kPutAbsent, Status::kNoRoom, 0},
+           Case{"HSET", "-READONLY You can't write against a read only replica.\r\n", Op::kPutAbsent,
+                Status::kFault, 0},
+           Case{"EXEC", "*1\r\n:2\r\n", Op::kPutAbsent, Status::kFault, 1},
            Case{"EXISTS", "-NOPERM x\r\n", Op::kContains, Status::kFault, 0},
            Case{"EXISTS", ":2\r\n", Op::kContains, Status::kFault, 1},
            Case{"UNLINK", "$-1\r\n", Op::kDelete, Status::kFault, 1},
@@ -382,8 +392,7 @@ TEST(resp_error_replies) {
     });
     const auto engine = connect(server);
     std::vector<Bytes> buffers = {make_payload(1000)};
-    const bool bytes = one.op == Op::kPut || one.op == Op::kGet;
-    const auto batch = submit(*engine, one.op, {make_key(0)}, bytes ? &buffers : nullptr);
+    const auto batch = submit(*engine, one.op, {make_key(0)}, moves_bytes(one.op) ? &buffers : nullptr);
     CHECK(batch->wait_until(Clock::now() + 10s));
     CHECK(batch->results()[0] == one.status);
     if (one.status == Status::kFault && one.reply[0] == '-') {
@@ -672,6 +681,91 @@ TEST(resp_a_key_in_use_is_renewed_now_and_then) {
   CHECK(looks == 4);
 }
 
+// Keys are asked for ahead of the puts, and only values that are missing are sent.
+TEST(resp_a_put_if_absent_sends_what_is_missing) {
+  std::atomic<int> sent = 0;
+  RespServer server([&](Peer&, const Command& command) {
+    sent += command[0] == "HSET";
+    return false;
+  });
+  constexpr unsigned kKeys = 40;
+  std::vector<Bytes> values;
+  for (unsigned i = 0; i < kKeys; ++i) values.push_back(make_payload(300'000, i + 1));
+  for (unsigned i = 0; i < kKeys; i += 2) {
+    const auto [h, b] = fields(make_key(i), values[i]);
+    server.set(make_key(i).text, "h", h);
+    server.set(make_key(i).text, "b", b);
+  }
+  const auto engine = connect(server, 2);
+  const auto results = run(*engine, Op::kPutAbsent, make_keys(kKeys), &values);
+  for (unsigned i = 0; i < kKeys; ++i) CHECK(results[i] == (i % 2 == 0 ? Status::kPresent : Status::kOk));
+  CHECK(sent == kKeys / 2);
+  for (unsigned i = 0; i < kKeys; ++i) CHECK(gets(*engine, make_key(i), values[i]));
+  CHECK(counter(*engine, "disconnections") == 0);
+}
+
+// Between the answer to its question and the end of its put: a fault, nothing half, and the next one is served.
+TEST(resp_a_put_if_absent_that_is_cut_is_a_fault) {
+  for (const std::string cut_at : {"TOUCH", "MULTI", "HSET", "PEXPIRE", "EXEC"}) {
+    std::atomic<bool> cuts = true;
+    RespServer server([&](Peer& peer, const Command& command) {
+      if (command[0] != cut_at || !cuts.exchange(false)) return false;
+      peer.hang_up();
+      return true;
+    });
+    const auto engine = connect(server);
+    Bytes value = make_payload(300'000);
+    CHECK(run_one(*engine, Op::kPutAbsent, make_key(0), &value) == Status::kFault);
+    CHECK(!server.has(make_key(0).text));
+    CHECK(eventually([&] { return run_one(*engine, Op::kPutAbsent, make_key(0), &value) == Status::kOk; }));
+    CHECK(gets(*engine, make_key(0), value));
+    CHECK(run_one(*engine, Op::kPutAbsent, make_key(0), &value) == Status::kPresent);
+  }
+}
+
+// The answer comes, and then the connection goes: what was not sent yet goes over the next one, or is a fault.
+TEST(resp_a_put_if_absent_goes_on_after_its_connection_has_gone) {
+  std::atomic<bool> cuts = true;
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (command[0] != "TOUCH" || !cuts.exchange(false)) return false;
+    peer.write(":0\r\n");
+    peer.hang_up();
+    return true;
+  });
+  const auto engine = connect(server);
+  Bytes value = make_payload(300'000);
+  const Status first = run_one(*engine, Op::kPutAbsent, make_key(0), &value);
+  CHECK(first == Status::kOk || first == Status::kFault);
+  CHECK((first == Status::kOk) == server.has(make_key(0).text));
+  CHECK(eventually([&] {
+    const Status again = run_one(*engine, Op::kPutAbsent, make_key(0), &value);
+    return again == Status::kOk || again == Status::kPresent;
+  }));
+  CHECK(gets(*engine, make_key(0), value));
+}
+
+// Given up while its question is on the way: no value is sent.
+TEST(resp_a_put_if_absent_given_up_before_its_answer_sends_nothing) {
+  Gate gate;
+  std::atomic<int> sent = 0;
+  RespServer server([&](Peer&, const Command& command) {
+    if (command[0] == "TOUCH") gate.pass();
+    sent += command[0] == "HSET";
+    return false;
+  });
+  const auto engine = connect(server);
+  std::vector<Bytes> values(1, make_payload(300'000));
+  const auto late = submit(*engine, Op::kPutAbsent, {make_key(0)}, &values, 300ms);
+  const auto cancelled = submit(*engine, Op::kPutAbsent, {make_key(1)}, &values, 20s);
+  CHECK(eventually([&] { return gate.somebody_waits(); }));
+  cancelled->cancel();
+  CHECK(cancelled->wait_until(Clock::now() + 10s) && cancelled->results()[0] == Status::kCancelled);
+  CHECK(late->wait_until(Clock::now() + 10s) && late->results()[0] == Status::kTimedOut);
+  gate.open();
+  CHECK(eventually([&] { return run_one(*engine, Op::kPutAbsent, make_key(2), &values[0]) == Status::kOk; }));
+  CHECK(sent == 1 && !server.has(make_key(0).text) && !server.has(make_key(1).text));
+}
+
 // Good, slow and misbehaving by turns, while batches are cancelled at any point: the sanitizers see who touches a
 // buffer that was given back, or races with its owner.
 TEST(resp_batches_cancelled_at_any_point_leave_nothing_behind) {
@@ -707,6 +801,12 @@ TEST(resp_batches_cancelled_at_any_point_leave_nothing_behind) {
           std::this_thread::sleep_for(1ms);
         }
         return true;
+      case 6:
+      case 7:
+      case 8:
+        if (command[0] != "TOUCH") return false;
+        peer.write(":0\r\n");  // so that it is put again
+        return true;
       default:
         return false;
     }
@@ -723,9 +823,10 @@ TEST(resp_batches_cancelled_at_any_point_leave_nothing_behind) {
     clients.emplace_back([&, seed] {
       std::minstd_rand random(seed);
       for (int round = 0; round < 150; ++round) {
-        const Op op = random() % 3 == 0 ? Op::kPut : Op::kGet;
+        const unsigned draw = random() % 6;
+        const Op op = draw == 0 ? Op::kPut : draw == 1 ? Op::kPutAbsent : Op::kGet;
         const auto keys = make_keys(kKeys);
-        std::vector<Bytes> buffers(kKeys, op == Op::kPut ? value : Bytes(value.size()));
+        std::vector<Bytes> buffers(kKeys, is_put(op) ? value : Bytes(value.size()));
         auto batch = submit(*engine, op, keys, &buffers, 300ms);
         // From at once to well after its end, which on a slow machine is the one that was not hurried.
         const auto patience = round % 4 == 0 ? 300'000 : random() % 3000;

@@ -117,9 +117,9 @@ def test_scan_life_and_announcements_are_of_all_nodes(cluster: Cluster, store: S
     assert store.announcements("") == {"kvpool:t:one": b"1", "kvpool:u:two": b"2"}
     assert store.withdraw_all("") == 2
     assert store.announcements("") == {}
-    life = store.life()
+    life = store.server_run_id()
     assert life
-    assert store.life() == life
+    assert store.server_run_id() == life
 
 
 def test_the_doctor_names_the_nodes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "announcements": lambda store: store.announcements("kvpool:t:"),
     "announcements of all": lambda store: store.announcements(""),
     "withdraw_all": lambda store: store.withdraw_all("kvpool:t:"),
-    "life": lambda store: store.life(),
+    "life": lambda store: store.server_run_id(),
 }
 
 
@@ -103,7 +103,7 @@ def test_every_connection_says_whose_it_is(server: Server, client: str) -> None:
         store.announce("kvpool:t:x", b"x", lease_s=60)
         notices = store.notices()
         assert notices is not None
-        assert eventually(lambda: notices.take(0.1).deaf == "")
+        assert eventually(lambda: notices.take(0.1).problem == "")
         listed = clients(server)
         notices.close()
     roles = {"native": {"reads", "writes"}, "redis": {"values"}, "glide": {"values"}}[client]
@@ -128,7 +128,7 @@ def test_announcing_keeps_one_connection(server: Server, client: str) -> None:
         for _ in range(30):
             store.announce("kvpool:t:x", b"x", lease_s=60)
             assert len(store.announcements("")) == 1
-            store.life()
+            store.server_run_id()
         assert server.client.info("stats")["total_connections_received"] == before
         # One that ended is noticed before anything is asked on it.
         server.client.client_kill_filter(_type="normal", skipme=True)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 import redis
 
-from kvpool import open_store
+from kvpool import _native, open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.key.record import pack_header
 from kvpool.store.store import Store
@@ -27,7 +27,9 @@ ANOTHER = 9  # the number of a key that the exchange leaves alone
 TIMEOUT_S = 5.0
 
 # What a dial and one batch of each kind consist of, as words that must have passed before a sweep counts.
-STAGES = (b"AUTH", b"SELECT", b"PING", b"MULTI", b"HSET", b"PEXPIRE", b"EXEC", b"HMGET", b"EXISTS", b"UNLINK")
+STAGES = (
+    b"AUTH", b"SELECT", b"PING", b"MULTI", b"HSET", b"PEXPIRE", b"EXEC", b"HMGET", b"EXISTS", b"UNLINK", b"TOUCH"
+)  # fmt: skip
 
 _Answer = TypeVar("_Answer")
 
@@ -124,6 +126,13 @@ class Exchange:
 
         there = self._try(lambda: store.contains_many(keys(3), timeout_s=TIMEOUT_S))
         assert there in (None, [True, True, False])
+        absent = self._try(
+            lambda: store.submit_put_absent([key(1), key(3)], NEW, timeout_s=TIMEOUT_S).results()
+        )
+        assert absent is None or list(absent) == [_native.PRESENT, _native.OK]
+        put = on_the_server(3, NEW[1])
+        assert direct.hgetall(key(3)) in ([put] if absent else [{}, put])
+        assert not direct.exists(key(3)) or direct.pttl(key(3)) > 0
         deleted = self._try(lambda: store.delete_many([key(0), key(2)], timeout_s=TIMEOUT_S))
         assert deleted in (None, 1)
         if deleted:

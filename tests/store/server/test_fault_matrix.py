@@ -250,6 +250,16 @@ class Trial:
             source.extend(b"!")
         return kept
 
+    def put_absent(self, *, is_misled: bool = False) -> list[bool]:
+        sources = self._buffers(VALUES)
+        there = self._bounded(
+            lambda: self._store.submit_put_absent(KEYS, sources, timeout_s=DEADLINE_S).wait()
+        )
+        for text, source, value, stays in zip(KEYS, sources, VALUES, there, strict=True):
+            assert is_misled or not stays or self._server.holds(text, value), "said to be there, and is not"
+            source.extend(b"!")
+        return there
+
     def contains(self) -> list[bool]:
         return self._bounded(lambda: self._store.contains_many(KEYS, timeout_s=DEADLINE_S))
 
@@ -301,6 +311,9 @@ def test_a_fault_is_a_miss_in_bounded_time(server: Misbehaving, client: str, nam
             trial.get(hits=row.hits)
             trial.contains()
             trial.put(is_misled=row.misleads_glide and client == "glide")
+            for name in KEYS[::2]:
+                server.forget(name)
+            trial.put_absent(is_misled=row.misleads_glide and client == "glide")
         server.behave()
         good_since = time.monotonic()
         assert eventually(trial.recovers)

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
-from kvpool.store import StoreURL, visit_store
+from kvpool.store import StoreURL, open_for_inspection
 from kvpool.store.server.rights import COSTS, refused_commands
 from tests.store.conformance import key, keys, payload
 from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
@@ -81,7 +81,7 @@ def test_a_missing_right_is_told_when_a_store_is_opened(
     assert "nothing can be put: the server refuses HSET to this user" in line
     assert "kvpool doctor" in line
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "kvpool.store"), visit_store(url):
+    with caplog.at_level(logging.WARNING, "kvpool.store"), open_for_inspection(url):
         assert not [record for record in caplog.records if record.name == "kvpool.store"]
 
 

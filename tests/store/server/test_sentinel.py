@@ -64,7 +64,7 @@ def test_a_database_of_its_own(watched: Watched) -> None:
         three.announce("kvpool:t:x", b"x", lease_s=60)
         assert zero.announcements("kvpool:t:") == {}
         assert [len(blocks) for blocks in three.scan()] == [1]
-        assert three.life() == zero.life() == watched.primary.info("run_id")
+        assert three.server_run_id() == zero.server_run_id() == watched.primary.info("run_id")
         assert repr(three) == f"<ValkeyStore {watched.url}/3>"
 
 
