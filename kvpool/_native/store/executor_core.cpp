@@ -1,7 +1,6 @@
 // How items are queued, taken, finished and given up. See executor_core.h.
 #include "store/executor_core.h"
 
-
 #include <algorithm>
 #include <iterator>
 
