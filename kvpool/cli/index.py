@@ -17,8 +17,8 @@ from pathlib import Path
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.config import hash_seed, redact
 from kvpool.discovery.admission import check_worker
-from kvpool.discovery.registry import WorkerWatch
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
+from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError, SnapshotRefused
 from kvpool.index.client.channel import check_target
 from kvpool.index.client.tls import ServerTls

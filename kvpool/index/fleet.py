@@ -51,7 +51,7 @@ MAX_PROMPT_TOKENS = 1 << 22
 MAX_MULTIMODAL = 65536
 MAX_LEASE_S = 86400.0
 # How long a worker that comes back from a snapshot waits for the pool to announce it: as long as a watch keeps those
-# that it cannot read (kvpool.discovery.registry).
+# that it cannot read (kvpool.discovery.worker_watch).
 THAWED_LEASE_S = 60.0
 MOST_NAMED = 10  # of the known models, in an error
 

@@ -24,7 +24,7 @@ from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, 
 from kvpool.cli.index import parse_worker
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.lookup import read_numbers, run_lookup
-from kvpool.discovery.registry import Announcer
+from kvpool.discovery.announcer import Announcer
 from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool import IndexClient, IndexUnavailable, UnknownModel, Worker, open_store
 from kvpool.cli.engine_process import free_ports
-from kvpool.discovery.registry import Announcer
+from kvpool.discovery.announcer import Announcer
 from kvpool.index.client import codec
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import namespace_prefix

@@ -16,8 +16,8 @@ import zmq
 from kvpool import BlockHasher, open_store
 from kvpool.cli.engine_process import EngineProcess, free_ports, kill_all_but_trackers
 from kvpool.config import hash_seed
-from kvpool.discovery.registry import WorkerWatch
 from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.answer import Row
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
