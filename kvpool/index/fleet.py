@@ -7,7 +7,7 @@ and no name of a worker can be taken for a pool.
 
 Threads: any may call anything, and nothing here does I/O but a line to the log. ``_lock`` guards ``_entries``,
 ``_ranks``, ``_models``, ``_next_holder``, ``_departed`` and who is in a ``Partition``; readers of ``_ranks`` and
-``_models`` see whole values without it. ``Rank.lock`` guards the rank's holder in the table and the rank's fields; it
+``_models`` see whole values without it. ``DpRank.lock`` guards the rank's holder in the table and the rank's fields; it
 is taken after ``_lock``, never before.
 """
 
@@ -26,8 +26,8 @@ from kvpool.discovery.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_wo
 from kvpool.discovery.worker import DEFAULT_TENANT, Position, Worker
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused, UnknownModel
 from kvpool.index.answer import Lookup, TierRow, WorkerStatus
+from kvpool.index.dp_rank import DpRank, Progress, pool_holder
 from kvpool.index.partition import Key, Members, Partition
-from kvpool.index.rank import Progress, Rank, pool_holder
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, MemoryBudget, PrefixIndex
 from kvpool.key.hashing import Multimodal, len_tokens, seed_id
@@ -52,7 +52,7 @@ MAX_MULTIMODAL = 65536
 MAX_LEASE_S = 86400.0
 # How long a worker that comes back from a snapshot waits for the pool to announce it: as long as a watch keeps those
 # that it cannot read (kvpool.discovery.worker_watch).
-THAWED_LEASE_S = 60.0
+RESTORED_LEASE_S = 60.0
 MOST_NAMED = 10  # of the known models, in an error
 
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
@@ -105,7 +105,7 @@ class _Entry:
         source: Source,
         expires_at_s: float | None,
         partition: Partition,
-        ranks: tuple[Rank, ...],
+        ranks: tuple[DpRank, ...],
     ) -> None:
         self.worker = worker
         self.source = source
@@ -139,7 +139,7 @@ class Fleet:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._ranks: dict[tuple[str, int], Rank] = {}
+        self._ranks: dict[tuple[str, int], DpRank] = {}
         self._models: dict[tuple[str, str], tuple[Partition, ...]] = {}  # (): known, nobody is there now
         self._next_holder = 0
         self._departed: Counter[str] = Counter()
@@ -270,7 +270,7 @@ class Fleet:
             workers=workers,
             ranks=len(ranks),
             stale_ranks=sum(rank.stale for rank in ranks),
-            incomplete_ranks=sum(bool(rank.lacking) for rank in ranks),
+            incomplete_ranks=sum(bool(rank.incomplete_reason) for rank in ranks),
             blocks=sum(counter["blocks"] for counter in counters),
             memory_nbytes=sum(counter["memory_nbytes"] for counter in counters),
             batches=departed["batches"] + sum(rank.batches for rank in ranks),
@@ -304,7 +304,7 @@ class Fleet:
 
     # ---- at rest
 
-    def freeze(self) -> tuple[PartitionState, ...]:
+    def snapshot(self) -> tuple[PartitionState, ...]:
         """A copy of what is known of the workers there are: the blocks of a rank are exactly those of its position.
 
         Batches, and who joins or leaves, wait while the tables are copied (``PrefixIndex.image``); lookups go on.
@@ -314,15 +314,17 @@ class Fleet:
             entries: dict[Partition, list[_Entry]] = {}
             for entry in self._entries.values():
                 entries.setdefault(entry.partition, []).append(entry)
-            return tuple(_freeze(partition, members, now_s) for partition, members in entries.items())
+            return tuple(
+                _partition_state(partition, members, now_s) for partition, members in entries.items()
+            )
 
-    def thaw(
+    def restore(
         self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None
     ) -> list[tuple[Worker, dict[int, Position]]]:
         """Take over what a snapshot knows, into a fleet that knows nothing yet; who is to be followed, and from where.
 
-        Each rank is stale, and not credited, until its publisher has proved that it is still the one of that position:
-        ``EventFeed`` asks for that. A rank without a position begins with nothing. ``age_s``: of the snapshot, in which
+        Each rank is stale, and not credited, until its publisher has proved that it is still the one of that position
+        (``Subscriber`` asks). A rank without a position begins with nothing. ``age_s``: of the snapshot, in which
         leases of calls have gone on. ``flags``: ids of those that flags name; others that flags have named stay away.
         ``life``: of the pool now; None: there is no pool, and who announced itself there stays away. A pool of another
         life, or of none that is known, is taken to hold nothing. Errors: ``SnapshotRefused``; nothing is known then.
@@ -349,9 +351,9 @@ class Fleet:
                     workers = [
                         (one, lease_s)
                         for one in state.workers
-                        if (lease_s := _thawed_lease_s(one, age_s, flags, life is not None)) != 0
+                        if (lease_s := _restored_lease_s(one, age_s, flags, life is not None)) != 0
                     ]
-                    entries += self._thaw(index, workers, state.namespaces if pooled else ())
+                    entries += self._restore_partition(index, workers, state.namespaces if pooled else ())
                 return [
                     (
                         entry.worker,
@@ -399,7 +401,7 @@ class Fleet:
         """(worker, data-parallel rank) of those that are followed and hold more than is known."""
         with self._lock:
             ranks = list(self._ranks.items())
-        return [key for key, rank in ranks if rank.lacking and not rank.stale]
+        return [key for key, rank in ranks if rank.incomplete_reason and not rank.stale]
 
     def asked(self, worker_id: str, dp_rank: int) -> None:
         """A rank was asked to tell all it holds."""
@@ -519,7 +521,7 @@ class Fleet:
 
     # ---- under _lock
 
-    def _thaw(
+    def _restore_partition(
         self,
         index: PrefixIndex,
         workers: Iterable[tuple[WorkerState, float | None]],
@@ -601,14 +603,14 @@ class Fleet:
         source: Source,
         expires_at_s: float | None,
         now_s: float,
-        thawed: PrefixIndex | None = None,
+        restored: PrefixIndex | None = None,
         known: Mapping[int, RankState] | None = None,
     ) -> _Entry:
         name = (worker.tenant, worker.model)
         partitions = self._models.get(name, ())
         partition = _find(partitions, worker)
         if partition is None:
-            index = thawed or PrefixIndex(
+            index = restored or PrefixIndex(
                 max_blocks=self._max_blocks,
                 reuse_reports=self._reuse_reports,
                 block_tokens=worker.block_tokens,
@@ -622,9 +624,9 @@ class Fleet:
             state = (known or {}).get(publisher.dp_rank)
             holder = f"rank/{self._next_holder}" if state is None else state.holder
             self._next_holder += 1
-            rank = Rank(worker, publisher, partition.index, holder, now_s)
+            rank = DpRank(worker, publisher, partition.index, holder, now_s)
             if state is not None and state.position is not None:
-                rank.thaw(state.position, state.lacking, now_s)
+                rank.restore(state.position, state.incomplete_reason, now_s)
             ranks.append(rank)
             self._ranks[worker.id, publisher.dp_rank] = rank
         partition.members = Members((*partition.members.ranks, *ranks))
@@ -668,7 +670,7 @@ class Fleet:
             partition.namespaces[namespace] -= 1
 
 
-def _freeze(partition: Partition, entries: Iterable[_Entry], now_s: float) -> PartitionState:
+def _partition_state(partition: Partition, entries: Iterable[_Entry], now_s: float) -> PartitionState:
     """Under ``_lock``: nobody else takes the locks of several ranks."""
     with ExitStack() as held:
         for rank in partition.members.ranks:
@@ -680,7 +682,7 @@ def _freeze(partition: Partition, entries: Iterable[_Entry], now_s: float) -> Pa
                     entry.source,
                     None if entry.expires_at_s is None else entry.expires_at_s - now_s,
                     tuple(
-                        RankState(rank.publisher, rank.holder, rank.position, rank.lacking)
+                        RankState(rank.publisher, rank.holder, rank.position, rank.incomplete_reason)
                         for rank in entry.ranks
                     ),
                 )
@@ -691,12 +693,12 @@ def _freeze(partition: Partition, entries: Iterable[_Entry], now_s: float) -> Pa
         )
 
 
-def _thawed_lease_s(
+def _restored_lease_s(
     state: WorkerState, age_s: float, flags: Collection[str], announced: bool
 ) -> float | None:
     """For how long a worker of a snapshot comes back; 0: not at all."""
     if state.source == "pool":
-        return THAWED_LEASE_S if announced else 0
+        return RESTORED_LEASE_S if announced else 0
     if state.source == "flag" and state.worker.id not in flags:
         return 0
     return None if state.lease_left_s is None else min(max(0, state.lease_left_s - age_s), MAX_LEASE_S)

@@ -124,7 +124,7 @@ class Router:
         typical = sum(queues) / len(queues) if queues else 0.0
         with self._lock:
             picks = [
-                appraise(
+                score(
                     row,
                     prompt_tokens,
                     one,
@@ -169,7 +169,7 @@ def queue_cost(load: Load, costs: Costs) -> float:
     return queued + costs.running * load.running + costs.usage * load.kv_usage
 
 
-def appraise(
+def score(
     row: Row,
     prompt_tokens: int | None,
     known: Known | None,

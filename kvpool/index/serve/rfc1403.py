@@ -161,12 +161,12 @@ def _name(fields: Mapping[str, Any], field: str) -> str:
     return str(value)
 
 
-def _whole(fields: Mapping[str, Any], field: str, most: int) -> int | None:
+def _whole(fields: Mapping[str, Any], field: str, limit: int) -> int | None:
     value = fields.get(field)
     if value is None:
         return None
-    if type(value) is not int or not 0 <= value <= most:
-        raise ConfigError(f"{field} is a whole number from 0 to {most}, not {json.dumps(value):.40}")
+    if type(value) is not int or not 0 <= value <= limit:
+        raise ConfigError(f"{field} is a whole number from 0 to {limit}, not {json.dumps(value):.40}")
     return value
 
 

@@ -267,13 +267,13 @@ def test_a_flood_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
         apply(*arguments)
 
     async def use(client: AsyncIndexClient) -> None:
-        names = [f"p{number}" for number in range(2 * service.INTAKE_THREADS)]
+        names = [f"p{number}" for number in range(2 * service.PUSH_THREADS)]
         publishers = [client.publisher(pusher(name)) for name in names]
         try:
             for publisher in publishers:
                 for number in range(100):
                     publisher.publish(payload(number))
-            for _ in range(service.INTAKE_THREADS):
+            for _ in range(service.PUSH_THREADS):
                 assert await asyncio.to_thread(entered.acquire, timeout=WAIT_S)
             assert await held(client, 1) == -1
             long = await client.lookup("m", hashes64=bytes(8 << 17), timeout_s=WAIT_S)

@@ -20,7 +20,7 @@ from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed
 from kvpool.index.follow.roster import Roster
-from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.sequence import Sequence
 from kvpool.key.hashing import seed_id
 from kvpool.store.store import Store
@@ -47,7 +47,7 @@ class Index:
 
     def __init__(self, store: Store) -> None:
         self.fleet = Fleet()
-        self._roster = Roster(self.fleet, EventFeed(self.fleet))
+        self._roster = Roster(self.fleet, Subscriber(self.fleet))
         self._watch = WorkerWatch(
             store,
             on_worker=lambda worker, keep_s: self._roster.add(worker, "pool", keep_s),

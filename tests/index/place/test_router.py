@@ -16,7 +16,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.place import reservations as reservations_module
 from kvpool.index.place.load import KEEP_S, Known
 from kvpool.index.place.route import Pick, Route
-from kvpool.index.place.router import Costs, Router, appraise
+from kvpool.index.place.router import Costs, Router, score
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, packed64, stored
 
@@ -54,7 +54,7 @@ def known(source: Any = "reported", *, asleep: bool = False, **load: Any) -> Kno
 def test_what_is_left_to_compute_and_to_fetch(
     row: dict[str, int], prompt_tokens: int | None, terms: tuple[int, int]
 ) -> None:
-    pick = appraise(a_row(**row), prompt_tokens, None, 0.0, 0, COSTS)
+    pick = score(a_row(**row), prompt_tokens, None, 0.0, 0, COSTS)
     assert (pick.prefill_cost, pick.fetch_cost) == terms
     assert (pick.queue_cost, pick.cost) == (0, sum(terms))
 
@@ -73,13 +73,13 @@ def test_what_is_left_to_compute_and_to_fetch(
     ],
 )
 def test_what_is_there_before(told: Known | None, reserved: int, queue: int) -> None:
-    pick = appraise(a_row(), None, told, 77.2, reserved, COSTS)
+    pick = score(a_row(), None, told, 77.2, reserved, COSTS)
     assert (pick.queue_cost, pick.reserved_cost, pick.cost) == (queue, reserved, 160 + queue)
 
 
 def test_a_pick_says_what_it_is_made_of() -> None:
     told = known("scraped", running=3, waiting=2, queued_tokens=50, kv_usage=0.5, asleep=True)
-    assert appraise(a_row(), None, told, 0.0, 7, COSTS) == Pick(
+    assert score(a_row(), None, told, 0.0, 7, COSTS) == Pick(
         row=a_row(), trust="exact", cost=160 + 50 + 300 + 100 + 7, prefill_cost=160, fetch_cost=0,
         queue_cost=457, running=3, waiting=2, queued_tokens=50, kv_usage_permille=500, reserved_cost=7,
         load_source="scraped", load_age_ms=250, asleep=True,

@@ -14,8 +14,8 @@ from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
 from kvpool.index.client import codec
 from kvpool.index.fleet import Fleet
 from kvpool.index.serve import service
-from kvpool.index.serve import stream_limiter as turnstile
-from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve import stream_limiter as limiter
+from kvpool.index.serve.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
 from tests.index.client.test_publisher import QUIET
@@ -81,7 +81,7 @@ def _is_answered(client: IndexClient) -> bool:
 def test_streams_above_the_limit_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, limit: str, says: str
 ) -> None:
-    monkeypatch.setattr(turnstile, limit, 2)
+    monkeypatch.setattr(limiter, limit, 2)
 
     async def run(target: str) -> None:
         async with AsyncIndexClient(target, WAIT_S) as client:
@@ -121,10 +121,10 @@ def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
     """What waits is bounded by the windows of the connection: the index answers no more until something is read."""
     workers, most = 300, 20_000
     asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8000)).SerializeToString()
-    tally = Tally()
+    stats = RequestStats()
 
     def lookups() -> int:
-        return tally.totals().results["answered"]
+        return stats.totals().results["answered"]
 
     async def run(target: str) -> None:
         async with grpc.aio.insecure_channel(target, options=QUIET) as channel:
@@ -150,5 +150,5 @@ def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
                 read += 1
             call.cancel()
 
-    with serving(a_fleet(workers), tally=tally) as served:
+    with serving(a_fleet(workers), stats=stats) as served:
         asyncio.run(run(served.target))

@@ -21,7 +21,7 @@ from kvpool.index.client import codec
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
 from kvpool.index.serve import service as service_module
-from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from kvpool.v1 import index_pb2 as pb
@@ -197,7 +197,7 @@ def test_a_fault_of_ours_stays_in_our_log(
 
 
 def test_what_is_answered_is_counted() -> None:
-    tally, fleet = Tally(), Fleet()
+    stats, fleet = RequestStats(), Fleet()
     fleet.add(a_worker(namespace="a" * 32), "flag")
     say(
         fleet,
@@ -206,7 +206,7 @@ def test_what_is_answered_is_counted() -> None:
         1,
         batch(stored([1]), stored([1, 2], medium="CPU"), stored([9], medium="STORAGE")),
     )
-    with serving(fleet, tally=tally) as served, grpc.insecure_channel(served.target) as channel:
+    with serving(fleet, stats=stats) as served, grpc.insecure_channel(served.target) as channel:
         asked = [("m", packed64([1, 2, 3, 4])), ("m", bytes(8 << 17)), ("m", b""), ("x", bytes(8))]
         for model, hashes in asked:
             request = pb.LookupRequest(scope=pb.Scope(model=model), block_hashes=hashes)
@@ -216,7 +216,7 @@ def test_what_is_answered_is_counted() -> None:
                 continue
         stub = index_pb2_grpc.IndexServiceStub(channel)
         status = stub.ListWorkers(pb.ListWorkersRequest(), timeout=WAIT_S).index
-    totals = tally.totals()
+    totals = stats.totals()
     assert totals.results == {"answered": 2, "wrong": 1, "unknown": 1, "failed": 0}
     assert totals.refused == {"INVALID_ARGUMENT": 1, "NOT_FOUND": 1}
     assert totals.matched == (4 + (1 << 17), 1, 2, 0)
@@ -232,9 +232,9 @@ def test_what_is_answered_is_counted() -> None:
 
 
 def test_open_streams_are_counted() -> None:
-    tally, fleet = Tally(), Fleet()
+    stats, fleet = RequestStats(), Fleet()
     fleet.add(a_worker(), "flag")
-    with serving(fleet, tally=tally) as served, grpc.insecure_channel(served.target) as channel:
+    with serving(fleet, stats=stats) as served, grpc.insecure_channel(served.target) as channel:
         stub = index_pb2_grpc.IndexServiceStub(channel)
         going_on = threading.Event()
 
@@ -244,10 +244,10 @@ def test_open_streams_are_counted() -> None:
 
         answers = stub.LookupStream(questions(), timeout=WAIT_S)
         next(answers)
-        assert tally.totals().streams == 1
+        assert stats.totals().streams == 1
         going_on.set()
         assert list(answers) == []
-        assert eventually(lambda: tally.totals().streams == 0)
+        assert eventually(lambda: stats.totals().streams == 0)
 
 
 # ---- health, reflection, start and end
@@ -297,7 +297,7 @@ def test_a_snapshot_comes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     say(fleet, "default/a", 0, 4, batch(stored(range(200))))
 
     def take() -> Snapshot:
-        return Snapshot(1.0, "life", fleet.freeze())
+        return Snapshot(1.0, "life", fleet.snapshot())
 
     with serving(fleet, take=take) as served, IndexClient(served.target, WAIT_S) as client:
         packed = client.snapshot()
@@ -348,7 +348,7 @@ def test_a_caller_that_takes_no_chunks_is_left(monkeypatch: pytest.MonkeyPatch) 
 
     def take() -> Snapshot:
         begun.set()
-        return Snapshot(1.0, "", fleet.freeze())
+        return Snapshot(1.0, "", fleet.snapshot())
 
     with (
         serving(fleet, take=take) as served,
