@@ -28,14 +28,15 @@ from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused, UnknownMode
 from kvpool.index.answer import Lookup, TierRow, WorkerStatus
 from kvpool.index.dp_rank import DpRank, Progress, pool_holder
 from kvpool.index.partition import Key, Members, Partition
+from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, MemoryBudget, PrefixIndex
-from kvpool.key.hashing import Multimodal, len_tokens, seed_id
+from kvpool.key.hashing import len_tokens, seed_id
 from kvpool.key.names import check_tenant
 from kvpool.text import nearest, unknown
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer, Unpack
 
 Source = Literal["pool", "flag", "call"]
 SOURCES: tuple[Source, ...] = ("pool", "flag", "call")
@@ -422,81 +423,56 @@ class Fleet:
 
     # ---- what is asked
 
-    def lookup(
-        self,
-        model: str,
-        *,
-        token_ids: Sequence[int] | Buffer | None = None,
-        hashes64: Buffer | None = None,
-        tenant: str = DEFAULT_TENANT,
-        lora: tuple[str, str] | None = None,
-        cache_salt: str | None = None,
-        multimodal: Sequence[Multimodal] = (),
-        workers: Sequence[str] | None = None,
-    ) -> Lookup:
-        """How many leading blocks of a prompt each worker of the model holds: a row for every candidate rank.
+    def lookup(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> Lookup:
+        """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.
 
-        Give ``token_ids``, or what ``BlockHasher.hashes64`` makes of them; the other arguments enter the hash of
-        tokens and are those of ``BlockHasher``. ``workers``: candidates by name; those that are not known have no row;
-        None: all. Tokens are hashed once for each block size and hash scheme among the workers, with the seed of this
-        fleet; workers that hash with another seed have no row.
+        The prompt: a ``Prompt``, or the model's name and the fields of one; with ``token_ids`` or ``hashes64``. Tokens
+        are hashed once for each block size and hash scheme among the workers, with the seed of this fleet; workers
+        that hash with another seed have no row.
         Errors: ``ConfigError``; ``UnknownModel`` for a model or tenant that no worker has named, and when no worker's
         hashes can be computed.
         """
-        candidates = _candidates(workers)
-        asked = self._asked(model, token_ids, hashes64, tenant, lora, cache_salt, multimodal)
-        answers = [partition.answer(hashes, candidates) for partition, hashes in asked]
+        prompt = as_prompt(model, fields)
+        candidates = _candidates(prompt.workers)
+        answers = [partition.answer(hashes, candidates) for partition, hashes in self._asked(prompt)]
         if len(answers) == 1:
             return answers[0]
         return Lookup.of(sorted((row for answer in answers for row in answer), key=lambda row: row[:2]))
 
-    def lookup_tiers(
-        self,
-        model: str,
-        *,
-        token_ids: Sequence[int] | Buffer | None = None,
-        hashes64: Buffer | None = None,
-        tenant: str = DEFAULT_TENANT,
-        lora: tuple[str, str] | None = None,
-        cache_salt: str | None = None,
-        workers: Sequence[str] | None = None,
-    ) -> list[TierRow]:
+    def lookup_tiers(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> list[TierRow]:
         """``lookup``, tier by tier, as of some batch of each rank that is not named; by name and rank."""
-        candidates = _candidates(workers)
-        asked = self._asked(model, token_ids, hashes64, tenant, lora, cache_salt, ())
-        rows = [row for partition, hashes in asked for row in partition.tiers(hashes, candidates)]
+        prompt = as_prompt(model, fields)
+        candidates = _candidates(prompt.workers)
+        rows = [
+            row for partition, hashes in self._asked(prompt) for row in partition.tiers(hashes, candidates)
+        ]
         return sorted(rows, key=lambda row: row[:2])
 
-    def _asked(
-        self,
-        model: str,
-        token_ids: Sequence[int] | Buffer | None,
-        hashes64: Buffer | None,
-        tenant: str,
-        lora: tuple[str, str] | None,
-        cache_salt: str | None,
-        multimodal: Sequence[Multimodal],
-    ) -> list[tuple[Partition, Buffer]]:
+    def _asked(self, prompt: Prompt) -> list[tuple[Partition, Buffer]]:
         """Which partitions a prompt is asked of, by which hashes."""
-        partitions = self._partitions(tenant, model)
-        hashes = _prompt(token_ids, hashes64)
-        if len(multimodal) > MAX_MULTIMODAL:
+        partitions = self._partitions(prompt.tenant, prompt.model)
+        hashes = _prompt_hashes(prompt)
+        if len(prompt.multimodal) > MAX_MULTIMODAL:
             raise ConfigError(
-                f"a prompt has at most {MAX_MULTIMODAL} multimodal items, not {len(multimodal)}"
+                f"a prompt has at most {MAX_MULTIMODAL} multimodal items, not {len(prompt.multimodal)}"
             )
         if hashes is not None:
             return [(partition, hashes) for partition in partitions]
-        assert token_ids is not None
+        assert prompt.token_ids is not None
         asked: list[tuple[Partition, Buffer]] = []
         for partition in partitions:
             if partition.hasher is not None:
                 of_tokens = partition.hasher.hashes64(
-                    token_ids, lora=lora, cache_salt=cache_salt, multimodal=multimodal
+                    prompt.token_ids,
+                    lora=prompt.lora,
+                    cache_salt=prompt.cache_salt,
+                    multimodal=prompt.multimodal,
                 )
                 asked.append((partition, of_tokens))
         if partitions and not asked:
             raise UnknownModel(
-                f'the workers of model "{model}" {partitions[0].no_hasher}, or send block hashes instead of tokens'
+                f'the workers of model "{prompt.model}" {partitions[0].no_hasher}, '
+                "or send block hashes instead of tokens"
             )
         return asked
 
@@ -723,18 +699,17 @@ def _candidates(workers: Sequence[str] | None) -> frozenset[str] | None:
     return None if workers is None else frozenset(workers)
 
 
-def _prompt(token_ids: Sequence[int] | Buffer | None, hashes64: Buffer | None) -> memoryview | None:
-    """The hashes; None when tokens are given. Errors: ``ConfigError``."""
-    if (token_ids is None) == (hashes64 is None):
-        raise ConfigError("give a prompt as token_ids or as hashes64, and not as both")
-    if token_ids is not None:
-        count = len_tokens(token_ids)
+def _prompt_hashes(prompt: Prompt) -> memoryview | None:
+    """None when tokens are given. Errors: ``ConfigError``."""
+    if prompt.token_ids is not None:
+        count = len_tokens(prompt.token_ids)
         if not 1 <= count <= MAX_PROMPT_TOKENS:
             raise ConfigError(f"a prompt has 1 to {MAX_PROMPT_TOKENS} tokens, not {count}")
         return None
-    assert hashes64 is not None
+    if prompt.hashes64 is None:
+        raise ConfigError("make tokens of a text or a chat first: give token_ids or hashes64")
     try:
-        hashes = memoryview(hashes64).cast("B")
+        hashes = memoryview(prompt.hashes64).cast("B")
     except TypeError as error:
         raise ConfigError(f"hashes64 is a contiguous buffer: {error}") from error
     if hashes.nbytes % 8:

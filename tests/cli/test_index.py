@@ -371,7 +371,7 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
         assert "give a token with the right to read: --token-file" in " ".join(doctor.split())
         for arguments, says in [
             ([*trusting], "does not let this client in: this index asks for a token"),
-            ([*trusting, "--token-file", other], "this token has no right to read"),
+            ([*trusting, "--token-file", other], 'this token does not have the right "read"'),
             ([*trusting, "--token-file", router, "--tenant", "x"], "this token is not for tenant 'x'"),
             (
                 [*trusting, "--token-file", str(server.cert)],

@@ -232,8 +232,8 @@ class HttpServer:
 
         def answer() -> tuple[bytes, Matched]:
             query = rfc1403.decode_query(body, by_hash=by_hash)
-            caller.check("read", query.tenant)
-            rows = self._roster.fleet.lookup_tiers(query.model, **query.options)
+            caller.check("read", query.prompt.tenant)
+            rows = self._roster.fleet.lookup_tiers(query.prompt)
             return _packed(rfc1403.encode_answer(query, rows)), Matched.of_tiers(rows)
 
         try:

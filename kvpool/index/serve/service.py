@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -30,12 +31,20 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index import snapshot
 from kvpool.index.answer import FleetStatus, IndexStatus
-from kvpool.index.client import codec
+from kvpool.index.client.messages import (
+    MAX_REPLY_NBYTES,
+    MAX_REQUEST_NBYTES,
+    REPLIES,
+    SERVICE,
+    decode_worker,
+)
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.follow.push import NotRegistered
 from kvpool.index.follow.roster import Roster
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.prompt import Prompt
+from kvpool.index.serve import codec
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth, WrongToken
 from kvpool.index.serve.listening import open_listening
 from kvpool.index.serve.request_stats import Matched, RequestStats, Result
@@ -151,21 +160,19 @@ class IndexServer:
         open_listening(listen, "listen on").close()
         # so_reuseport off: two indexes on one port would each get half of the calls
         options = [
-            ("grpc.max_receive_message_length", codec.MAX_REQUEST_NBYTES),
-            ("grpc.max_send_message_length", codec.MAX_REPLY_NBYTES),
+            ("grpc.max_receive_message_length", MAX_REQUEST_NBYTES),
+            ("grpc.max_send_message_length", MAX_REPLY_NBYTES),
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ]
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(codec.SERVICE, self._handlers()),)
-        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._handlers()),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self._auth.is_open:  # it checks no tokens itself
             reflection.enable_server_reflection(
-                (codec.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+                (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
             )
         try:
             if self._tls is None:
@@ -211,7 +218,7 @@ class IndexServer:
 
     async def is_serving(self) -> bool:
         """Whether its health says so."""
-        asked = health_pb2.HealthCheckRequest(service=codec.SERVICE)
+        asked = health_pb2.HealthCheckRequest(service=SERVICE)
         told = await self._health.Check(asked, None)
         return bool(told.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -245,7 +252,7 @@ class IndexServer:
                 "after %g s some workers were not heard from; the index serves without", self._warm_up_s
             )
         status = health_pb2.HealthCheckResponse
-        for name in ("", codec.SERVICE):
+        for name in ("", SERVICE):
             await self._health.set(name, status.SERVING if self._serves else status.NOT_SERVING)
 
     def _tend(self) -> None:
@@ -283,7 +290,7 @@ class IndexServer:
                 self._answering(name, method),
                 request_deserializer=_reader(method.request),
                 # the answer of a lookup is packed already
-                response_serializer=None if name == "Lookup" else codec.REPLIES[name].SerializeToString,
+                response_serializer=None if name == "Lookup" else REPLIES[name].SerializeToString,
             )
             for name, method in unary.items()
         }
@@ -303,33 +310,32 @@ class IndexServer:
         return _Method(pb.LookupRequest, "read", lambda request: _tenant(request.scope.tenant), self._lookup)
 
     async def _lookup(self, request: Any, _: Permissions) -> Any:
-        def answer(question: codec.Question) -> tuple[Any, Matched]:
-            lookup = self._roster.fleet.lookup(question.model, **question.options)
+        def answer(prompt: Prompt) -> tuple[Any, Matched]:
+            lookup = self._roster.fleet.lookup(prompt)
             return codec.encode_lookup(lookup), Matched.of(lookup)
 
         return await self._asked(request, answer)
 
     async def _route(self, request: Any, _: Permissions) -> Any:
-        def answer(question: codec.Question) -> tuple[Any, Matched]:
-            wishes = codec.decode_route_options(request)
-            route = self._router.route(question.model, **wishes, **question.options)
+        def answer(prompt: Prompt) -> tuple[Any, Matched]:
+            route = self._router.route(prompt, **codec.decode_route_options(request))
             return codec.encode_route(route), Matched()  # the best rank may not be among the picks
 
         return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
 
     async def _asked(
-        self, request: Any, answer: Callable[[codec.Question], tuple[Any, Matched]], beside_nbytes: int = 0
+        self, request: Any, answer: Callable[[Prompt], tuple[Any, Matched]], beside_nbytes: int = 0
     ) -> Any:
         """The reply to a request that holds a prompt, and other work that takes as long as so many bytes of one."""
         started_s = time.perf_counter()
         result: Result = "failed"
         matched = None
         try:
-            question = await self._in_tokens(codec.decode_question(request))
-            if question.nbytes + beside_nbytes <= INLINE_NBYTES:
-                reply, matched = answer(question)
+            prompt = await self._in_tokens(codec.decode_prompt(request))
+            if prompt.nbytes + beside_nbytes <= INLINE_NBYTES:
+                reply, matched = answer(prompt)
             else:
-                reply, matched = await self._in_thread(lambda: answer(question))
+                reply, matched = await self._in_thread(lambda: answer(prompt))
             result = "answered"
             return reply
         except UnknownModel:
@@ -341,13 +347,12 @@ class IndexServer:
         finally:
             self._stats.record_lookup(time.perf_counter() - started_s, result, matched)
 
-    async def _in_tokens(self, question: codec.Question) -> codec.Question:
-        """The question with tokens in the place of text."""
-        text, chat = question.options.pop("text", None), question.options.pop("chat", None)
+    async def _in_tokens(self, prompt: Prompt) -> Prompt:
+        """The prompt with tokens in the place of text."""
+        model, text, chat = prompt.model, prompt.text, prompt.chat
         if text is None and chat is None:
-            return question
-        model = question.model
-        self._roster.fleet.check_model(model, question.options["tenant"])
+            return prompt
+        self._roster.fleet.check_model(model, prompt.tenant)
         tokenizer = self._tokenizers.get(model)
         if tokenizer is None:
             raise ConfigError(
@@ -355,11 +360,9 @@ class IndexServer:
                 "or send token_ids"
             )
         token_ids = await asyncio.get_running_loop().run_in_executor(
-            self._text_threads, lambda: tokenizer.of_text(text) if chat is None else tokenizer.of_chat(chat)
+            self._text_threads, lambda: tokenizer.of_chat(chat) if text is None else tokenizer.of_text(text)
         )
-        return codec.Question(
-            model, {**question.options, "token_ids": token_ids}, len(token_ids) * codec.TOKEN_NBYTES
-        )
+        return replace(prompt, token_ids=token_ids, text=None, chat=None)
 
     async def _lookups(self, context: grpc.aio.ServicerContext) -> None:
         answer = self._answering("Lookup", self._asking())
@@ -440,7 +443,7 @@ class IndexServer:
     async def _register(self, request: Any, _: Permissions) -> Any:
         if not request.HasField("worker"):
             raise ConfigError("a RegisterWorkerRequest holds a worker")
-        worker = codec.decode_worker(request.worker, self._roster.fleet.seed_id)
+        worker = decode_worker(request.worker, self._roster.fleet.seed_id)
         lease_s = request.lease_ms / 1000 if request.lease_ms else None
         added = await self._in_thread(lambda: self._roster.add(worker, "call", lease_s))
         return pb.RegisterWorkerResponse(replaced=added == "replaced")

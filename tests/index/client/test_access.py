@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool import AsyncIndexClient, ConfigError, IndexClient, UnknownModel
 from kvpool.errors import AccessDenied
-from kvpool.index.client import codec
+from kvpool.index.client.messages import SERVICE
 from kvpool.index.fleet import Fleet
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.snapshot import Snapshot, unpack
@@ -68,7 +68,7 @@ def refused(channel: grpc.Channel, method: str, request: bytes, token: str | Non
     """Name of the status code, and its text."""
     metadata = [("authorization", f"Bearer {token}")] if token is not None else []
     streams = next(one for one in METHODS if one.name == method)
-    path = f"/{codec.SERVICE}/{method}"
+    path = f"/{SERVICE}/{method}"
     options: dict[str, Any] = {"timeout": WAIT_S, "metadata": metadata}
     call: Any
     if streams.client_streaming:
@@ -149,7 +149,7 @@ def test_each_call_takes_its_right(closed: Closed, method: str) -> None:
                 found = refused(
                     channel, method, requests("a")[method].SerializeToString(), closed.tokens[name]
                 )
-                assert found == ("PERMISSION_DENIED", f"this token has no right to {RIGHT[method]}")
+                assert found == ("PERMISSION_DENIED", f'this token does not have the right "{RIGHT[method]}"')
 
 
 @pytest.mark.parametrize("method", RIGHT)

@@ -122,7 +122,7 @@ def test_the_cheapest_comes_first() -> None:
     assert route.picks[0].address == "http://b:8000"
     assert route.reservation == ""
     loads = [Load("a"), Load("b", running=1), Load("c")]
-    assert order(router.route("m", token_ids=list(range(165)), loads=loads, most=2)) == ["a", "c"]
+    assert order(router.route("m", token_ids=list(range(165)), loads=loads, limit=2)) == ["a", "c"]
     as_hashes = router.route(
         "m", hashes64=BlockHasher(16).hashes64(range(160)), prompt_tokens=165, loads=[Load("b")]
     )
@@ -276,12 +276,12 @@ def test_routers_that_ask_at_once_spread() -> None:
 @pytest.mark.parametrize(
     ("wishes", "says"),
     [
-        ({"most": 0}, "most is the number of picks"),
+        ({"limit": 0}, "limit is the number of picks"),
         ({"reserve_s": 0}, "a reservation is for more than 0"),
         ({"reserve_s": 601}, "a reservation is for more than 0 and at most 600 seconds, not 601"),
         ({"reserve_s": float("nan")}, "a reservation is for"),
         ({"prompt_tokens": 0, "token_ids": None, "hashes64": bytes(8)}, "prompt_tokens is from 1"),
-        ({"hashes64": bytes(8)}, "and not as both"),
+        ({"hashes64": bytes(8)}, "only once"),
     ],
 )
 def test_wishes_that_make_no_sense(wishes: dict[str, Any], says: str) -> None:

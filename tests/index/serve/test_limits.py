@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
-from kvpool.index.client import codec
+from kvpool.index.client.messages import SERVICE
 from kvpool.index.fleet import Fleet
 from kvpool.index.serve import service
 from kvpool.index.serve import stream_limiter as limiter
@@ -47,7 +47,7 @@ def test_calls_above_the_limit_are_refused_in_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(fleet, "lookup", slow)
     asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8 << 17)).SerializeToString()
     with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
-        method = channel.unary_unary(f"/{codec.SERVICE}/Lookup")
+        method = channel.unary_unary(f"/{SERVICE}/Lookup")
         try:
             calls = [method.future(asked, timeout=WAIT_S) for _ in range(2)]
             for _ in calls:
@@ -104,7 +104,7 @@ def test_streams_above_the_limit_are_refused_in_one_line(
 
 def _open_one_more(target: str) -> None:
     with grpc.insecure_channel(target) as channel:
-        list(channel.stream_stream(f"/{codec.SERVICE}/LookupStream")(iter(()), timeout=WAIT_S))
+        list(channel.stream_stream(f"/{SERVICE}/LookupStream")(iter(()), timeout=WAIT_S))
 
 
 async def _until_there_is_room(client: AsyncIndexClient) -> None:
@@ -128,7 +128,7 @@ def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
 
     async def run(target: str) -> None:
         async with grpc.aio.insecure_channel(target, options=QUIET) as channel:
-            call = channel.stream_stream(f"/{codec.SERVICE}/LookupStream")()
+            call = channel.stream_stream(f"/{SERVICE}/LookupStream")()
             sent = 0
             writing: asyncio.Future[None]
             while sent < most:

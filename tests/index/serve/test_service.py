@@ -17,9 +17,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvpool import ConfigError, IndexClient, IndexUnavailable, KVPoolError
 from kvpool.index import fleet as fleet_module
 from kvpool.index.client import client as client_module
-from kvpool.index.client import codec
+from kvpool.index.client.messages import SERVICE, encode_worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
+from kvpool.index.serve import codec
 from kvpool.index.serve import service as service_module
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
@@ -52,7 +53,7 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
 
 
 def raw(channel: grpc.Channel, method: str, request: bytes, timeout_s: float = WAIT_S) -> bytes:
-    return channel.unary_unary(f"/{codec.SERVICE}/{method}")(request, timeout=timeout_s)
+    return channel.unary_unary(f"/{SERVICE}/{method}")(request, timeout=timeout_s)
 
 
 def refused(channel: grpc.Channel, method: str, request: Any) -> tuple[str, str]:
@@ -174,7 +175,7 @@ def test_wrong_calls(channel: grpc.Channel, method: str, request_: Any, code: st
 
 def test_a_full_fleet_says_so(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "MAX_WORKERS", 1)
-    request = pb.RegisterWorkerRequest(worker=codec.encode_worker(a_worker("b")))
+    request = pb.RegisterWorkerRequest(worker=encode_worker(a_worker("b")))
     assert refused(channel, "RegisterWorker", request) == (
         "RESOURCE_EXHAUSTED", "this index follows 1 workers already: remove one, or start another",
     )  # fmt: skip
@@ -264,7 +265,7 @@ def test_health(channel: grpc.Channel) -> None:
 
 
 def test_health_waits_until_it_is_warm_and_not_for_ever() -> None:
-    ask = health_pb2.HealthCheckRequest(service=codec.SERVICE)
+    ask = health_pb2.HealthCheckRequest(service=SERVICE)
     status = health_pb2.HealthCheckResponse
     is_warm = threading.Event()
     options = {"is_warm": is_warm.is_set, "warm_up_s": 3600.0}
@@ -326,9 +327,9 @@ def test_snapshots_are_refused_one_by_one(caplog: pytest.LogCaptureFixture) -> N
         client.snapshot()
     with serving(take=take) as served, grpc.insecure_channel(served.target) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            list(channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"\xff", timeout=WAIT_S))
+            list(channel.unary_stream(f"/{SERVICE}/Snapshot")(b"\xff", timeout=WAIT_S))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        first = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=WAIT_S)
+        first = channel.unary_stream(f"/{SERVICE}/Snapshot")(b"", timeout=WAIT_S)
         assert going.wait(WAIT_S)
         with IndexClient(served.target, WAIT_S) as client:
             with pytest.raises(IndexUnavailable, match="another snapshot is under way"):
@@ -354,7 +355,7 @@ def test_a_caller_that_takes_no_chunks_is_left(monkeypatch: pytest.MonkeyPatch) 
         serving(fleet, take=take) as served,
         grpc.insecure_channel(served.target, options=options) as channel,
     ):
-        mute = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=3600)
+        mute = channel.unary_stream(f"/{SERVICE}/Snapshot")(b"", timeout=3600)
         assert begun.wait(WAIT_S)
         with IndexClient(served.target, WAIT_S) as client:
 
@@ -392,7 +393,7 @@ def test_a_call_under_way_is_answered_before_the_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fleet, "lookup", slow)
     request = pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(8 << 17)).SerializeToString()
     with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
-        call = channel.unary_unary(f"/{codec.SERVICE}/Lookup").future(request, timeout=WAIT_S)
+        call = channel.unary_unary(f"/{SERVICE}/Lookup").future(request, timeout=WAIT_S)
         assert entered.wait(WAIT_S)
         ending = threading.Thread(target=served.stop)
         ending.start()
@@ -450,7 +451,7 @@ def test_it_listens_on_ipv6() -> None:
         try:
             port = await server.start("[::1]:0")
             async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
-                await channel.unary_unary(f"/{codec.SERVICE}/ListWorkers")(b"", timeout=WAIT_S)
+                await channel.unary_unary(f"/{SERVICE}/ListWorkers")(b"", timeout=WAIT_S)
             return port
         finally:
             await server.stop()
