@@ -44,7 +44,7 @@ PROTO_TOOLS := .cache/proto
 SOAKED = $(shell grep -rl --include='test_*.py' 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer
+PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client
 CPP := $(shell find kvpool/_native tests/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 

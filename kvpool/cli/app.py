@@ -324,7 +324,7 @@ def token(
         typer.Option(metavar="FILE", help="Where the token is written, a new file, for that caller alone."),
     ],
     right: Annotated[
-        list[str] | None, typer.Option("--right", help="ask, publish or administer; give it again for more.")
+        list[str] | None, typer.Option("--right", help="read, publish or admin; give it again for more.")
     ] = None,
     tenant: Annotated[
         list[str] | None, typer.Option("--tenant", help="For whose workers; give it again for more; *: all.")
@@ -333,7 +333,7 @@ def token(
     """Make a bearer token for an index, and print the entry for its file of tokens: kvpool token ... >> tokens.toml."""
     from kvpool.cli.token import run_token
 
-    run_token(name=name, rights=right or ["ask"], tenants=tenant or ["default"], token_file=token_file)
+    run_token(name=name, rights=right or ["read"], tenants=tenant or ["default"], token_file=token_file)
 
 
 @app.command()

@@ -83,14 +83,14 @@ def _at_rest(path: Path, prompts: int, workers: int) -> tuple[int, float, float,
                 fleet.apply(f"default/worker-{number}", 0, sequences[number], payload)
                 sequences[number] += 1
     started = time.perf_counter()
-    frozen = fleet.freeze()
+    frozen = fleet.snapshot()
     copied = time.perf_counter()
     snapshot_file.write(path, pack(Snapshot(time.time(), "", frozen)))
     written = time.perf_counter()
     again = Fleet()
     found = snapshot_file.read(path)
     assert found is not None
-    again.thaw(found, age_s=0.0, flags=(), life=None)
+    again.restore(found, age_s=0.0, flags=(), life=None)
     restored = time.perf_counter()
     assert again.totals().blocks == fleet.totals().blocks
     return path.stat().st_size, copied - started, written - started, restored - written

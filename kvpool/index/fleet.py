@@ -7,7 +7,7 @@ and no name of a worker can be taken for a pool.
 
 Threads: any may call anything, and nothing here does I/O but a line to the log. ``_lock`` guards ``_entries``,
 ``_ranks``, ``_models``, ``_next_holder``, ``_departed`` and who is in a ``Partition``; readers of ``_ranks`` and
-``_models`` see whole values without it. ``Rank.lock`` guards the rank's holder in the table and the rank's fields; it
+``_models`` see whole values without it. ``DpRank.lock`` guards the rank's holder in the table and the rank's fields; it
 is taken after ``_lock``, never before.
 """
 
@@ -26,16 +26,17 @@ from kvpool.discovery.admission import MAX_PUBLISHERS, MAX_TEXT_NBYTES, check_wo
 from kvpool.discovery.worker import DEFAULT_TENANT, Position, Worker
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused, UnknownModel
 from kvpool.index.answer import Lookup, TierRow, WorkerStatus
+from kvpool.index.dp_rank import DpRank, Progress, pool_holder
 from kvpool.index.partition import Key, Members, Partition
-from kvpool.index.rank import Progress, Rank, pool_holder
+from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, MemoryBudget, PrefixIndex
-from kvpool.key.hashing import Multimodal, len_tokens, seed_id
+from kvpool.key.hashing import len_tokens, seed_id
 from kvpool.key.names import check_tenant
 from kvpool.text import nearest, unknown
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer, Unpack
 
 Source = Literal["pool", "flag", "call"]
 SOURCES: tuple[Source, ...] = ("pool", "flag", "call")
@@ -51,8 +52,8 @@ MAX_PROMPT_TOKENS = 1 << 22
 MAX_MULTIMODAL = 65536
 MAX_LEASE_S = 86400.0
 # How long a worker that comes back from a snapshot waits for the pool to announce it: as long as a watch keeps those
-# that it cannot read (kvpool.discovery.registry).
-THAWED_LEASE_S = 60.0
+# that it cannot read (kvpool.discovery.worker_watch).
+RESTORED_LEASE_S = 60.0
 MOST_NAMED = 10  # of the known models, in an error
 
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
@@ -105,7 +106,7 @@ class _Entry:
         source: Source,
         expires_at_s: float | None,
         partition: Partition,
-        ranks: tuple[Rank, ...],
+        ranks: tuple[DpRank, ...],
     ) -> None:
         self.worker = worker
         self.source = source
@@ -139,7 +140,7 @@ class Fleet:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._ranks: dict[tuple[str, int], Rank] = {}
+        self._ranks: dict[tuple[str, int], DpRank] = {}
         self._models: dict[tuple[str, str], tuple[Partition, ...]] = {}  # (): known, nobody is there now
         self._next_holder = 0
         self._departed: Counter[str] = Counter()
@@ -270,7 +271,7 @@ class Fleet:
             workers=workers,
             ranks=len(ranks),
             stale_ranks=sum(rank.stale for rank in ranks),
-            incomplete_ranks=sum(bool(rank.lacking) for rank in ranks),
+            incomplete_ranks=sum(bool(rank.incomplete_reason) for rank in ranks),
             blocks=sum(counter["blocks"] for counter in counters),
             memory_nbytes=sum(counter["memory_nbytes"] for counter in counters),
             batches=departed["batches"] + sum(rank.batches for rank in ranks),
@@ -304,7 +305,7 @@ class Fleet:
 
     # ---- at rest
 
-    def freeze(self) -> tuple[PartitionState, ...]:
+    def snapshot(self) -> tuple[PartitionState, ...]:
         """A copy of what is known of the workers there are: the blocks of a rank are exactly those of its position.
 
         Batches, and who joins or leaves, wait while the tables are copied (``PrefixIndex.image``); lookups go on.
@@ -314,15 +315,17 @@ class Fleet:
             entries: dict[Partition, list[_Entry]] = {}
             for entry in self._entries.values():
                 entries.setdefault(entry.partition, []).append(entry)
-            return tuple(_freeze(partition, members, now_s) for partition, members in entries.items())
+            return tuple(
+                _partition_state(partition, members, now_s) for partition, members in entries.items()
+            )
 
-    def thaw(
+    def restore(
         self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None
     ) -> list[tuple[Worker, dict[int, Position]]]:
         """Take over what a snapshot knows, into a fleet that knows nothing yet; who is to be followed, and from where.
 
-        Each rank is stale, and not credited, until its publisher has proved that it is still the one of that position:
-        ``EventFeed`` asks for that. A rank without a position begins with nothing. ``age_s``: of the snapshot, in which
+        Each rank is stale, and not credited, until its publisher has proved that it is still the one of that position
+        (``Subscriber`` asks). A rank without a position begins with nothing. ``age_s``: of the snapshot, in which
         leases of calls have gone on. ``flags``: ids of those that flags name; others that flags have named stay away.
         ``life``: of the pool now; None: there is no pool, and who announced itself there stays away. A pool of another
         life, or of none that is known, is taken to hold nothing. Errors: ``SnapshotRefused``; nothing is known then.
@@ -349,9 +352,9 @@ class Fleet:
                     workers = [
                         (one, lease_s)
                         for one in state.workers
-                        if (lease_s := _thawed_lease_s(one, age_s, flags, life is not None)) != 0
+                        if (lease_s := _restored_lease_s(one, age_s, flags, life is not None)) != 0
                     ]
-                    entries += self._thaw(index, workers, state.namespaces if pooled else ())
+                    entries += self._restore_partition(index, workers, state.namespaces if pooled else ())
                 return [
                     (
                         entry.worker,
@@ -399,7 +402,7 @@ class Fleet:
         """(worker, data-parallel rank) of those that are followed and hold more than is known."""
         with self._lock:
             ranks = list(self._ranks.items())
-        return [key for key, rank in ranks if rank.lacking and not rank.stale]
+        return [key for key, rank in ranks if rank.incomplete_reason and not rank.stale]
 
     def asked(self, worker_id: str, dp_rank: int) -> None:
         """A rank was asked to tell all it holds."""
@@ -420,81 +423,56 @@ class Fleet:
 
     # ---- what is asked
 
-    def lookup(
-        self,
-        model: str,
-        *,
-        token_ids: Sequence[int] | Buffer | None = None,
-        hashes64: Buffer | None = None,
-        tenant: str = DEFAULT_TENANT,
-        lora: tuple[str, str] | None = None,
-        cache_salt: str | None = None,
-        multimodal: Sequence[Multimodal] = (),
-        workers: Sequence[str] | None = None,
-    ) -> Lookup:
-        """How many leading blocks of a prompt each worker of the model holds: a row for every candidate rank.
+    def lookup(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> Lookup:
+        """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.
 
-        Give ``token_ids``, or what ``BlockHasher.hashes64`` makes of them; the other arguments enter the hash of
-        tokens and are those of ``BlockHasher``. ``workers``: candidates by name; those that are not known have no row;
-        None: all. Tokens are hashed once for each block size and hash scheme among the workers, with the seed of this
-        fleet; workers that hash with another seed have no row.
+        The prompt: a ``Prompt``, or the model's name and the fields of one; with ``token_ids`` or ``hashes64``. Tokens
+        are hashed once for each block size and hash scheme among the workers, with the seed of this fleet; workers
+        that hash with another seed have no row.
         Errors: ``ConfigError``; ``UnknownModel`` for a model or tenant that no worker has named, and when no worker's
         hashes can be computed.
         """
-        candidates = _candidates(workers)
-        asked = self._asked(model, token_ids, hashes64, tenant, lora, cache_salt, multimodal)
-        answers = [partition.answer(hashes, candidates) for partition, hashes in asked]
+        prompt = as_prompt(model, fields)
+        candidates = _candidates(prompt.workers)
+        answers = [partition.answer(hashes, candidates) for partition, hashes in self._asked(prompt)]
         if len(answers) == 1:
             return answers[0]
         return Lookup.of(sorted((row for answer in answers for row in answer), key=lambda row: row[:2]))
 
-    def lookup_tiers(
-        self,
-        model: str,
-        *,
-        token_ids: Sequence[int] | Buffer | None = None,
-        hashes64: Buffer | None = None,
-        tenant: str = DEFAULT_TENANT,
-        lora: tuple[str, str] | None = None,
-        cache_salt: str | None = None,
-        workers: Sequence[str] | None = None,
-    ) -> list[TierRow]:
+    def lookup_tiers(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> list[TierRow]:
         """``lookup``, tier by tier, as of some batch of each rank that is not named; by name and rank."""
-        candidates = _candidates(workers)
-        asked = self._asked(model, token_ids, hashes64, tenant, lora, cache_salt, ())
-        rows = [row for partition, hashes in asked for row in partition.tiers(hashes, candidates)]
+        prompt = as_prompt(model, fields)
+        candidates = _candidates(prompt.workers)
+        rows = [
+            row for partition, hashes in self._asked(prompt) for row in partition.tiers(hashes, candidates)
+        ]
         return sorted(rows, key=lambda row: row[:2])
 
-    def _asked(
-        self,
-        model: str,
-        token_ids: Sequence[int] | Buffer | None,
-        hashes64: Buffer | None,
-        tenant: str,
-        lora: tuple[str, str] | None,
-        cache_salt: str | None,
-        multimodal: Sequence[Multimodal],
-    ) -> list[tuple[Partition, Buffer]]:
+    def _asked(self, prompt: Prompt) -> list[tuple[Partition, Buffer]]:
         """Which partitions a prompt is asked of, by which hashes."""
-        partitions = self._partitions(tenant, model)
-        hashes = _prompt(token_ids, hashes64)
-        if len(multimodal) > MAX_MULTIMODAL:
+        partitions = self._partitions(prompt.tenant, prompt.model)
+        hashes = _prompt_hashes(prompt)
+        if len(prompt.multimodal) > MAX_MULTIMODAL:
             raise ConfigError(
-                f"a prompt has at most {MAX_MULTIMODAL} multimodal items, not {len(multimodal)}"
+                f"a prompt has at most {MAX_MULTIMODAL} multimodal items, not {len(prompt.multimodal)}"
             )
         if hashes is not None:
             return [(partition, hashes) for partition in partitions]
-        assert token_ids is not None
+        assert prompt.token_ids is not None
         asked: list[tuple[Partition, Buffer]] = []
         for partition in partitions:
             if partition.hasher is not None:
                 of_tokens = partition.hasher.hashes64(
-                    token_ids, lora=lora, cache_salt=cache_salt, multimodal=multimodal
+                    prompt.token_ids,
+                    lora=prompt.lora,
+                    cache_salt=prompt.cache_salt,
+                    multimodal=prompt.multimodal,
                 )
                 asked.append((partition, of_tokens))
         if partitions and not asked:
             raise UnknownModel(
-                f'the workers of model "{model}" {partitions[0].no_hasher}, or send block hashes instead of tokens'
+                f'the workers of model "{prompt.model}" {partitions[0].no_hasher}, '
+                "or send block hashes instead of tokens"
             )
         return asked
 
@@ -519,7 +497,7 @@ class Fleet:
 
     # ---- under _lock
 
-    def _thaw(
+    def _restore_partition(
         self,
         index: PrefixIndex,
         workers: Iterable[tuple[WorkerState, float | None]],
@@ -601,14 +579,14 @@ class Fleet:
         source: Source,
         expires_at_s: float | None,
         now_s: float,
-        thawed: PrefixIndex | None = None,
+        restored: PrefixIndex | None = None,
         known: Mapping[int, RankState] | None = None,
     ) -> _Entry:
         name = (worker.tenant, worker.model)
         partitions = self._models.get(name, ())
         partition = _find(partitions, worker)
         if partition is None:
-            index = thawed or PrefixIndex(
+            index = restored or PrefixIndex(
                 max_blocks=self._max_blocks,
                 reuse_reports=self._reuse_reports,
                 block_tokens=worker.block_tokens,
@@ -622,9 +600,9 @@ class Fleet:
             state = (known or {}).get(publisher.dp_rank)
             holder = f"rank/{self._next_holder}" if state is None else state.holder
             self._next_holder += 1
-            rank = Rank(worker, publisher, partition.index, holder, now_s)
+            rank = DpRank(worker, publisher, partition.index, holder, now_s)
             if state is not None and state.position is not None:
-                rank.thaw(state.position, state.lacking, now_s)
+                rank.restore(state.position, state.incomplete_reason, now_s)
             ranks.append(rank)
             self._ranks[worker.id, publisher.dp_rank] = rank
         partition.members = Members((*partition.members.ranks, *ranks))
@@ -668,7 +646,7 @@ class Fleet:
             partition.namespaces[namespace] -= 1
 
 
-def _freeze(partition: Partition, entries: Iterable[_Entry], now_s: float) -> PartitionState:
+def _partition_state(partition: Partition, entries: Iterable[_Entry], now_s: float) -> PartitionState:
     """Under ``_lock``: nobody else takes the locks of several ranks."""
     with ExitStack() as held:
         for rank in partition.members.ranks:
@@ -680,7 +658,7 @@ def _freeze(partition: Partition, entries: Iterable[_Entry], now_s: float) -> Pa
                     entry.source,
                     None if entry.expires_at_s is None else entry.expires_at_s - now_s,
                     tuple(
-                        RankState(rank.publisher, rank.holder, rank.position, rank.lacking)
+                        RankState(rank.publisher, rank.holder, rank.position, rank.incomplete_reason)
                         for rank in entry.ranks
                     ),
                 )
@@ -691,12 +669,12 @@ def _freeze(partition: Partition, entries: Iterable[_Entry], now_s: float) -> Pa
         )
 
 
-def _thawed_lease_s(
+def _restored_lease_s(
     state: WorkerState, age_s: float, flags: Collection[str], announced: bool
 ) -> float | None:
     """For how long a worker of a snapshot comes back; 0: not at all."""
     if state.source == "pool":
-        return THAWED_LEASE_S if announced else 0
+        return RESTORED_LEASE_S if announced else 0
     if state.source == "flag" and state.worker.id not in flags:
         return 0
     return None if state.lease_left_s is None else min(max(0, state.lease_left_s - age_s), MAX_LEASE_S)
@@ -721,18 +699,17 @@ def _candidates(workers: Sequence[str] | None) -> frozenset[str] | None:
     return None if workers is None else frozenset(workers)
 
 
-def _prompt(token_ids: Sequence[int] | Buffer | None, hashes64: Buffer | None) -> memoryview | None:
-    """The hashes; None when tokens are given. Errors: ``ConfigError``."""
-    if (token_ids is None) == (hashes64 is None):
-        raise ConfigError("give a prompt as token_ids or as hashes64, and not as both")
-    if token_ids is not None:
-        count = len_tokens(token_ids)
+def _prompt_hashes(prompt: Prompt) -> memoryview | None:
+    """None when tokens are given. Errors: ``ConfigError``."""
+    if prompt.token_ids is not None:
+        count = len_tokens(prompt.token_ids)
         if not 1 <= count <= MAX_PROMPT_TOKENS:
             raise ConfigError(f"a prompt has 1 to {MAX_PROMPT_TOKENS} tokens, not {count}")
         return None
-    assert hashes64 is not None
+    if prompt.hashes64 is None:
+        raise ConfigError("make tokens of a text or a chat first: give token_ids or hashes64")
     try:
-        hashes = memoryview(hashes64).cast("B")
+        hashes = memoryview(prompt.hashes64).cast("B")
     except TypeError as error:
         raise ConfigError(f"hashes64 is a contiguous buffer: {error}") from error
     if hashes.nbytes % 8:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.index.answer import Lookup, TierRow
-from kvpool.index.rank import Rank, staleness_ms
+from kvpool.index.dp_rank import DpRank, staleness_ms
 from kvpool.index.table import Places, PrefixIndex
 from kvpool.key.hashing import BlockHasher, seed_id
 
@@ -58,7 +58,7 @@ class Members:
 
     __slots__ = ("addresses", "block_tokens", "dp_ranks", "names", "places", "places_of_pool", "ranks")
 
-    def __init__(self, ranks: Iterable[Rank]) -> None:
+    def __init__(self, ranks: Iterable[DpRank]) -> None:
         self.ranks = tuple(sorted(ranks, key=lambda rank: (rank.worker.name, rank.publisher.dp_rank)))
         self.names = tuple(rank.worker.name for rank in self.ranks)
         self.dp_ranks = tuple(rank.publisher.dp_rank for rank in self.ranks)

@@ -291,20 +291,20 @@ class PrefixIndex:
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
 
-    def doubt(self, worker: str, cursor: int = 0) -> int:
-        """Begin a round (cursor 0) in which is settled what ``worker`` holds in the pool, or go on with it.
+    def mark(self, worker: str, cursor: int = 0) -> int:
+        """Mark all that ``worker`` holds in the pool, to find out what is no longer there: mark and sweep.
 
-        Call it with what it returned until that is 0: then all that ``worker`` holds there is in doubt. Then list what
-        is there, ``apply`` it as stored, and ``expel`` until nothing is left. What any event stores from then on
-        is no longer in doubt. Each call looks at about 2,000 blocks of the table. Errors: ``ConfigError``.
+        Begin with cursor 0, and call it with what it returned until that is 0. Then list what is there, ``apply`` it as
+        stored, which takes the mark away, and ``sweep`` until no mark is left. Events that come meanwhile take marks
+        away, too. Each call looks at about 2,000 blocks of the table. Errors: ``ConfigError``.
         """
         try:
             return self._table.doubt(worker, cursor)
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
 
-    def expel(self, worker: str) -> tuple[int, int]:
-        """Take away some of what is still in doubt: (blocks taken from ``worker``, doubts that are left).
+    def sweep(self, worker: str) -> tuple[int, int]:
+        """Take away some of what is still marked: (blocks taken from ``worker``, marks that are left).
 
         Each call takes about 2,000. Errors: ``ConfigError``.
         """

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
 
-from kvpool.discovery.registry import READ_S, REQUEST_LEASE_S
+from kvpool.discovery.worker_record import READ_S, REQUEST_LEASE_S
 from kvpool.vllm import compat
 from kvpool.vllm.plan import Group
 

@@ -26,8 +26,8 @@ from vllm.logger import init_logger
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
+from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.facts import announce_facts
-from kvpool.discovery.registry import Announcer
 from kvpool.errors import KVPoolError
 from kvpool.key.key import EPOCH_FACT, Fact, Namespace
 from kvpool.metrics import Counters

@@ -675,8 +675,10 @@ def test_a_lease_is_bounded(lease_s: float) -> None:
 @pytest.mark.parametrize(
     ("question", "says"),
     [
-        ({}, "as token_ids or as hashes64"),
-        ({"token_ids": [1], "hashes64": bytes(8)}, "not as both"),
+        ({}, "as token_ids, hashes64, text or chat"),
+        ({"token_ids": [1], "hashes64": bytes(8)}, "only once"),
+        ({"text": "x"}, "make tokens of a text"),
+        ({"token_ids": [1], "workers": "w"}, "a list of names"),
         ({"hashes64": b""}, "1 to 4194304 blocks, not 0"),
         ({"hashes64": bytes(9)}, "9 bytes are not"),
         ({"hashes64": bytes(8 * (1 << 22) + 8)}, "1 to 4194304 blocks"),

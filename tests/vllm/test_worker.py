@@ -13,7 +13,7 @@ import torch
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
-from kvpool.discovery import registry
+from kvpool.discovery import announcer
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_record import unpack_worker
 from kvpool.key.key import EPOCH_FACT, Fact, Namespace, request_key
@@ -82,7 +82,7 @@ def test_the_first_rank_announces_the_worker_until_it_is_closed(
 def test_a_request_of_an_index_is_reported_while_it_stands(
     tmp_path: Path, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "READ_S", 0.05)
+    monkeypatch.setattr(announcer, "READ_S", 0.05)
     url = f"file://{tmp_path}/pool"
     worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048)
     worker.register([[cache]], FACTS, described)

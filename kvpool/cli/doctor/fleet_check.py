@@ -117,7 +117,7 @@ def index_findings(index: IndexConnection, announced: list[Worker] | None, tenan
         try:
             statuses = client.workers()
         except AccessDenied as error:
-            yield problem("index", str(error), "give a token with the right to ask: --token-file")
+            yield problem("index", str(error), "give a token with the right to read: --token-file")
             return
         except IndexUnavailable as error:
             yield problem("index", str(error), "start it with kvpool index, or correct the address")

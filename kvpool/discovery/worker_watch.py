@@ -1,10 +1,7 @@
-"""How workers and indexes find each other in the pool: ``Announcer`` and ``WorkerWatch``.
+"""``WorkerWatch``: reads the workers' records in the pool, and leaves requests for ranks that are not known whole.
 
-A worker keeps a record under a lease (``kvpool.discovery.worker_record``) and renews it; an index reads all records
-every second. Neither knows the other's address, and no clocks are compared: the pool ends leases.
-
-An index that knows only a part of what a rank holds leaves a request beside its record, and renews it until it knows
-all; the rank reads both at once. What the request says does not matter, nor which of several indexes left it.
+An index leaves a request beside the record of a rank (``Announcer`` reads both at once), and renews it until it knows
+all that the rank holds. The request has no content; it does not matter which of several indexes left it.
 """
 
 from __future__ import annotations
@@ -14,134 +11,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvpool.discovery.worker import Worker
-from kvpool.discovery.worker_record import Announced, merge_ranks, pack_worker, unpack_worker
+from kvpool.discovery.worker_record import REQUEST_LEASE_S, Announced, merge_ranks, unpack_worker
 from kvpool.errors import KVPoolError
 from kvpool.key.key import is_request_key, parse_tenant, request_key, tenant_prefix, workers_prefix
 from kvpool.store.store import Store
 
-DEFAULT_LEASE_S = 10.0
-RENEWALS = 3  # in one lease
-READ_S = DEFAULT_LEASE_S / RENEWALS  # a longer lease is renewed as often, since requests are read then
-# A request outlives the pause between two readings, and is over when the rank may be asked again
-# (``kvpool.vllm.cache_resync.INTERVAL_S``): so what is asked then is asked since the answer.
-REQUEST_LEASE_S = 5.0
 REQUEST = b"tell all you hold"
 ASK_S = 2.0  # a request is renewed that often
 MAX_ASKED = 32  # ranks in one round
-RETRY_S = 1.0  # after a failure, where the lease does not ask for less
 INTERVAL_S = 1.0
 TENANTS_INTERVAL_S = 5.0
 KEEP_S = 60.0  # many rounds of a watch, failed ones included
 CLOSE_S = 5.0
-MAX_SAID = 1024  # sentences that are remembered so that they are said once
+MAX_LOGGED = 1024  # sentences that are remembered so that they are logged once
 
 logger = logging.getLogger("kvpool.index")
-
-Say = Callable[[str], None]
-
-
-class Announcer:
-    """Announces one rank of a worker until it is closed, from a thread of its own.
-
-    ``worker``: with one publisher and an incarnation. ``lease_s``: how long the record outlives its last renewal; it
-    is renewed three times as often, and every ``READ_S`` seconds at least. ``say``: is told, in one line each, when
-    the pool cannot be written (once an outage), when it can again, and when somebody else announces a worker of this
-    name.
-    A pool that is away is tried again and again. The store must stay open until ``close`` has returned.
-    Errors: ``ConfigError`` for a worker that cannot be announced.
-    """
-
-    def __init__(
-        self, store: Store, worker: Worker, *, lease_s: float = DEFAULT_LEASE_S, say: Say = logger.warning
-    ) -> None:
-        self._key, self._record = pack_worker(worker, lease_s)
-        self._store, self._worker, self._lease_s, self._say = store, worker, lease_s, say
-        self._closing = False
-        self._woken = threading.Event()
-        self._asked = False  # its thread writes
-        # The fields below: its thread only.
-        self._kept = False  # the record was written at least once
-        self._away = False  # the last try failed
-        self._said_twin = ""
-        self._thread = threading.Thread(target=self._run, name="kvpool-announcer", daemon=True)
-        self._thread.start()
-
-    @property
-    def asked(self) -> bool:
-        """Whether an index asks for all that this rank holds, as was last read. Any thread."""
-        return self._asked
-
-    def enter(self, namespace: str) -> None:
-        """From now on the worker's blocks in the pool are those of another namespace. Any thread; does not block.
-
-        ``namespace``: 32 hex digits.
-        """
-        self._worker = replace(self._worker, namespace=namespace)
-        _, self._record = pack_worker(self._worker, self._lease_s)
-        self._woken.set()
-
-    def close(self) -> None:
-        """Withdraw the record and end the thread; again does nothing.
-
-        Blocking, for at most ``CLOSE_S`` seconds: where the pool does not answer, the lease ends the record.
-        """
-        self._closing = True
-        self._woken.set()
-        self._thread.join(CLOSE_S)
-
-    def _run(self) -> None:
-        while not self._closing:
-            self._woken.clear()
-            if self._closing:
-                break
-            failed = not self._try(self._renew, "cannot be announced, and no index sees it")
-            wait_s = min(self._lease_s / RENEWALS, READ_S)
-            self._woken.wait(min(RETRY_S, wait_s) if failed else wait_s)
-        if self._kept and not self._away:
-            self._try(self._withdraw, "is not withdrawn, and announced until its lease ends")
-
-    def _try(self, step: Callable[[], None], failure: str) -> bool:
-        try:
-            step()
-        except Exception as error:  # the engine around must never hear of it
-            self._asked = False
-            if not self._away:
-                reason = str(error) if isinstance(error, KVPoolError) else f"{type(error).__name__}: {error}"
-                self._say(f"worker {self._worker.name} {failure}: {reason}")
-            self._away = True
-            return False
-        if self._away:
-            self._say(f"worker {self._worker.name} is announced again")
-        self._away = False
-        return True
-
-    def _renew(self) -> None:
-        found = self._store.announcements(self._key)
-        self._asked = request_key(self._key) in found
-        twin = self._other_incarnation(found) if self._kept else ""
-        if twin and twin != self._said_twin:
-            self._said_twin = twin
-            self._say(
-                f"somebody else announces a worker {self._worker.name} of tenant {self._worker.tenant}, too: "
-                'give each engine its own "worker" or "advertise_host"'
-            )
-        self._store.announce(self._key, self._record, lease_s=self._lease_s)
-        self._kept = True
-
-    def _withdraw(self) -> None:
-        # Not that of the engine that took this one's place.
-        if not self._other_incarnation(self._store.announcements(self._key)):
-            self._store.withdraw(self._key)
-
-    def _other_incarnation(self, announced: dict[str, bytes]) -> str:
-        record = announced.get(self._key)
-        found = unpack_worker(self._key, record) if record is not None else None
-        if found is None or found.worker.incarnation == self._worker.incarnation:
-            return ""
-        return found.worker.incarnation
 
 
 @dataclass
@@ -201,7 +88,7 @@ class WorkerWatch:
         self._away = False
         self._doubt_since_s: float | None = None  # until a lease later, a missing record proves nothing
         self._tenants_at_s = 0.0
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="kvpool-watch", daemon=True)
         self._thread.start()
 
@@ -228,12 +115,12 @@ class WorkerWatch:
             self._away = True
         else:
             self.unreadable_records = len(records) - len(found)
-            self._heard(life, found, emptied, time.monotonic())
+            self._update(life, found, emptied, time.monotonic())
             answered = True
         workers, problems = merge_ranks(known.announced for known in self._known.values())
         for problem in problems:
-            self._say_once(problem)
-        self._tell(workers)
+            self._log_once(problem)
+        self._report(workers)
         self.rounds += answered
         if not self._away:
             self._call("workers cannot be asked for all they hold", self._ask)
@@ -254,7 +141,7 @@ class WorkerWatch:
     def _unpacked(self, key: str, record: bytes) -> Announced | None:
         announced = unpack_worker(key, record)
         if announced is None:
-            self._say_once(f"no record of a worker that this version can follow: {key:.200}")
+            self._log_once(f"no record of a worker that this version can follow: {key:.200}")
         return announced
 
     def _is_emptied(self, found: dict[str, Announced]) -> bool:
@@ -268,7 +155,7 @@ class WorkerWatch:
             all(map(is_request_key, self._store.announcements(tenant_prefix(tenant)))) for tenant in left
         )
 
-    def _heard(self, life: str, found: dict[str, Announced], emptied: bool, now_s: float) -> None:
+    def _update(self, life: str, found: dict[str, Announced], emptied: bool, now_s: float) -> None:
         """What follows from a round in which the pool has answered."""
         if self._away:
             logger.warning("the workers in the pool can be read again")
@@ -284,7 +171,7 @@ class WorkerWatch:
                 del self._known[key]
         self._known |= {key: _Known(announced) for key, announced in found.items()}
 
-    def _tell(self, workers: dict[str, Worker]) -> None:
+    def _report(self, workers: dict[str, Worker]) -> None:
         for worker_id in self._workers.keys() - workers.keys():
             self._call(f"worker {worker_id}", functools.partial(self._on_gone, worker_id))
         for worker_id, worker in workers.items():
@@ -311,11 +198,11 @@ class WorkerWatch:
         try:
             call()
         except KVPoolError as error:
-            self._say_once(f"{what}: {error}")
+            self._log_once(f"{what}: {error}")
         except Exception:
             logger.exception("%s", what)
 
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said and len(self._said) < MAX_SAID:
-            self._said.add(sentence)
+    def _log_once(self, sentence: str) -> None:
+        if sentence not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(sentence)
             logger.warning("%s", sentence)

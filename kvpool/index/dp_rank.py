@@ -1,4 +1,4 @@
-"""``Rank``: one data-parallel rank of one start of a worker, as an index follows it, and what its events say.
+"""``DpRank``: one data-parallel rank of one start of a worker, as an index follows it, and what its events say.
 
 Whoever changes what a rank holds makes its ``version`` odd, changes, and makes it even, all under the rank's lock. So a
 reader without the lock can tell that what it read belongs together: see ``Partition.answer``.
@@ -31,13 +31,35 @@ class Progress(NamedTuple):
     batches: int
 
 
-class Rank:
+class DpRank:
     """``holder``: its name in the table. ``stale``: not to be trusted now."""
 
     __slots__ = (
-        "asked", "batch_digest", "batches", "emptied_at", "gaps", "gone", "heard_at_ms", "holder", "index", "joining",
-        "lacking", "lacking_since_s", "lock", "malformed", "marked", "pool", "problem", "publisher", "replays",
-        "resets", "sequence", "stale", "untold", "version", "worker",
+        "asked",
+        "awaiting_first_batch",
+        "batch_digest",
+        "batches",
+        "emptied_at",
+        "gaps",
+        "gone",
+        "heard_at_ms",
+        "holder",
+        "incomplete_reason",
+        "incomplete_since_s",
+        "index",
+        "joining",
+        "lock",
+        "malformed",
+        "marked",
+        "pool",
+        "problem",
+        "publisher",
+        "replays",
+        "resets",
+        "sequence",
+        "stale",
+        "version",
+        "worker",
     )  # fmt: skip
 
     def __init__(
@@ -61,10 +83,10 @@ class Rank:
         self.problem = ""
         # Why only a part of what it holds is known; empty: it has told all. A rank that has told from its batch 0 on,
         # or from a clear on, has told all.
-        self.lacking = ""
-        self.lacking_since_s = 0.0
+        self.incomplete_reason = ""
+        self.incomplete_since_s = 0.0
         self.asked = False  # for all it holds, while it lacks something
-        self.untold = True  # no batch of this life of its publisher was applied
+        self.awaiting_first_batch = True  # no batch of this life of its publisher was applied
         self.gone = False
 
     # ---- what is known of it
@@ -103,9 +125,11 @@ class Rank:
         )
 
     def _problem(self, now_s: float, evicted: int) -> str:
-        if self.lacking and not self.stale:
+        if self.incomplete_reason and not self.stale:
             asked = " and asked for all it holds" if self.asked else ""
-            return _one_line(f"incomplete for {now_s - self.lacking_since_s:.0f} s{asked}: {self.lacking}")
+            return _one_line(
+                f"incomplete for {now_s - self.incomplete_since_s:.0f} s{asked}: {self.incomplete_reason}"
+            )
         return self.problem or self._why_stale() or _why_less(evicted)
 
     def _why_stale(self) -> str:
@@ -130,9 +154,9 @@ class Rank:
                 self.batches += 1
                 if sequence == 0 or applied.cleared_events:
                     completed = self._complete()
-                elif self.untold:
-                    self._lack(f"its first {sequence} batches were not heard", now_s)
-                self.untold = False
+                elif self.awaiting_first_batch:
+                    self._set_incomplete(f"its first {sequence} batches were not heard", now_s)
+                self.awaiting_first_batch = False
                 if not self.joining:  # while it joins, batches of long ago are told
                     self.heard_at_ms = int(now_s * 1000)
             except BaseException:
@@ -158,10 +182,10 @@ class Rank:
             self.sequence = self.batch_digest = 0
             self.resets += 1
             if anew:
-                self.untold = True
+                self.awaiting_first_batch = True
                 self._complete()
             else:
-                self._lack(problem, now_s)
+                self._set_incomplete(problem, now_s)
             self.problem = _one_line(problem)
             self._change_ends()
         logger.info("%s: what it held is forgotten: %s", self, self.problem)
@@ -192,10 +216,10 @@ class Rank:
     def ask(self) -> None:
         """It was asked to tell all it holds."""
         with self.lock:
-            news = bool(self.lacking) and not self.asked
+            news = bool(self.incomplete_reason) and not self.asked
             self.asked |= news
         if news:
-            logger.info("%s is asked for all it holds: %s", self, self.lacking)
+            logger.info("%s is asked for all it holds: %s", self, self.incomplete_reason)
 
     def empty(self, since: Progress) -> None:
         """It is asleep, and was when it had come as far as ``since``. Until a later batch has come, it is stale."""
@@ -212,12 +236,12 @@ class Rank:
 
     # ---- what becomes of it
 
-    def thaw(self, position: Position, lacking: str, now_s: float) -> None:
+    def restore(self, position: Position, incomplete_reason: str, now_s: float) -> None:
         """It comes from a snapshot of this position; before anybody else knows it."""
         self.sequence, self.batch_digest = position
-        self.untold = False
-        if lacking:
-            self._lack(lacking, now_s)
+        self.awaiting_first_batch = False
+        if incomplete_reason:
+            self._set_incomplete(incomplete_reason, now_s)
 
     def rename(self, worker: Worker) -> None:
         """Its worker has another address or namespace."""
@@ -241,17 +265,17 @@ class Rank:
         self.stale = self.gone or self.marked or self.joining or self.batches <= self.emptied_at
         self.version += 1
 
-    def _lack(self, reason: str, now_s: float) -> None:
+    def _set_incomplete(self, reason: str, now_s: float) -> None:
         """Of what it holds, only what it tells from now on is known."""
-        if not self.lacking:
-            self.lacking_since_s = now_s
-        self.lacking = reason
+        if not self.incomplete_reason:
+            self.incomplete_since_s = now_s
+        self.incomplete_reason = reason
 
     def _complete(self) -> bool:
         """All it holds is known; whether that is news."""
-        if not self.lacking:
+        if not self.incomplete_reason:
             return False
-        self.lacking, self.asked = "", False
+        self.incomplete_reason, self.asked = "", False
         if not self.marked:
             self.problem = ""
         return True

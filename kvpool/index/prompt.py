@@ -1,0 +1,78 @@
+"""``Prompt``: what an index is asked about. Everything here is immutable; nothing blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from kvpool.discovery.worker import DEFAULT_TENANT
+from kvpool.errors import ConfigError
+from kvpool.index.chat import Chat
+from kvpool.key.hashing import Multimodal, len_tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+TOKEN_NBYTES = 4  # of a token in a request
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in one of four forms, and among whose workers it is looked for.
+
+    ``model``: as requests name it. One of: ``token_ids``, ints from 0 to 2**32 - 1 or a buffer of ints; ``hashes64``,
+    what ``BlockHasher.hashes64`` makes of them; ``text``, as for ``/v1/completions``; ``chat``, the messages of one for
+    ``/v1/chat/completions``, or a ``Chat``, with tools and more. ``lora``, ``cache_salt`` and ``multimodal`` enter the
+    hash of tokens, as in ``BlockHasher``. ``workers``: candidates by name, those that are not known have no row; None:
+    all of the model. Errors: ``ConfigError`` when there is not exactly one form, or the chat is none.
+    """
+
+    model: str
+    token_ids: Sequence[int] | Buffer | None = None
+    hashes64: Buffer | None = None
+    text: str | None = None
+    chat: Chat | Sequence[Mapping[str, Any]] | None = None
+    tenant: str = DEFAULT_TENANT
+    lora: tuple[str, str] | None = None
+    cache_salt: str | None = None
+    multimodal: Sequence[Multimodal] = ()
+    workers: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if sum(form is not None for form in (self.token_ids, self.hashes64, self.text, self.chat)) != 1:
+            raise ConfigError("give a prompt as token_ids, hashes64, text or chat, and only once")
+        if isinstance(self.workers, str):
+            raise ConfigError("workers is a list of names, not text")
+        if self.chat is not None and not isinstance(self.chat, Chat):
+            object.__setattr__(self, "chat", Chat.of_request(self.chat))
+
+    @property
+    def nbytes(self) -> int:
+        """Of its hashes or tokens in a request; 0 where it is text or a chat."""
+        if self.hashes64 is not None:
+            return memoryview(self.hashes64).nbytes
+        return 0 if self.token_ids is None else len_tokens(self.token_ids) * TOKEN_NBYTES
+
+
+class PromptFields(TypedDict, total=False):
+    """The fields of a ``Prompt`` but its model, as keyword arguments."""
+
+    token_ids: Sequence[int] | Buffer | None
+    hashes64: Buffer | None
+    text: str | None
+    chat: Chat | Sequence[Mapping[str, Any]] | None
+    tenant: str
+    lora: tuple[str, str] | None
+    cache_salt: str | None
+    multimodal: Sequence[Multimodal]
+    workers: Sequence[str] | None
+
+
+def as_prompt(model: str | Prompt, fields: PromptFields) -> Prompt:
+    """The prompt itself, or the one that a model's name and these fields make. Errors: ``ConfigError``."""
+    if not isinstance(model, Prompt):
+        return Prompt(model, **fields)
+    if fields:
+        raise ConfigError(f"a Prompt says all; leave out {', '.join(fields)}")
+    return model
