@@ -188,7 +188,7 @@ class SchedulerHalf:
         if external_tokens:
             # A plan without blocks is reported as failed by the workers, which is what ends the engine's wait.
             state = self._state(request)
-            left_s = max(MIN_LOAD_S, self._config.budget_s - state.waited_s)
+            left_s = max(MIN_LOAD_S, self._config.lookup_timeout_s - state.waited_s)
             self._new_loads.append(LoadPlan(request.request_id, blocks, left_s, state.params.priority))
             state.loading, state.load_tokens, state.load_s = True, external_tokens, 0.0
             self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
@@ -462,7 +462,7 @@ class SchedulerHalf:
         return int((request.num_tokens - 1) // self._align_tokens * self._align_tokens)
 
     def _may_wait(self, state: _RequestState, now: float) -> bool:
-        return state.waiting_since is None or now - state.waiting_since < self._config.budget_s
+        return state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s
 
     @staticmethod
     def _later(state: _RequestState, now: float) -> tuple[None, bool]:
@@ -484,7 +484,7 @@ class SchedulerHalf:
         asked = groups_to_ask(self._groups, hashes, self._ranks)
         if tag:
             asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
-        budget_s = self._config.budget_s
+        budget_s = self._config.lookup_timeout_s
         try:
             lookup = self._store.submit_lookup(self._namespace, asked, timeout_s=budget_s)
         except StoreUnavailable:

@@ -123,7 +123,7 @@ class StorePlanner:
         self._block_pool: BlockPool | None = None
         self._progress: dict[str, _Progress] = {}
         self._late: deque[_Late] = deque()
-        self._sightings = Sightings() if config.store_after_requests > 1 else None
+        self._sightings = Sightings() if config.min_requests_to_store > 1 else None
         # A record is in one of these at most, by hash and group.
         self._waiting: OrderedDict[tuple[bytes, int], _Wanted] = OrderedDict()  # each behind its parent
         self._given_up: OrderedDict[tuple[bytes, int], None] = OrderedDict()  # oldest first
@@ -317,7 +317,7 @@ class StorePlanner:
             progress.sighted = [0] * len(self._groups)
         first = progress.sighted[group]  # beyond 0 already, when the request was preempted
         progress.sighted[group] = max(first, records.stop)
-        enough = self._config.store_after_requests
+        enough = self._config.min_requests_to_store
         wanted = []
         for i in records:
             if i >= first:
@@ -376,7 +376,7 @@ class StorePlanner:
             if present[i] or ids is None or (late.pool_hash(hashes[i]), index) in self._under_way:
                 continue
             if self._sightings is not None and (
-                self._sightings.count(hashes[i], index) < self._config.store_after_requests
+                self._sightings.count(hashes[i], index) < self._config.min_requests_to_store
             ):
                 continue
             # The request may have ended meanwhile.

@@ -169,7 +169,7 @@ class KVPoolTier(SecondaryTierManager):
         logger.info(
             "kvpool tier: namespace %s of tenant %s on %r, weights %s, %d bytes a chunk, budget %g s",
             self._namespace.hex[:8], self._config.tenant, self._store, str(self._facts["weights"])[:8] or "of model_id",
-            self._row_nbytes, self._config.budget_s,
+            self._row_nbytes, self._config.lookup_timeout_s,
         )  # fmt: skip
 
     # Existence.
@@ -188,7 +188,7 @@ class KVPoolTier(SecondaryTierManager):
             self._questions.append(key)
         probe.requests.add(request_id)
         self._asked_by.setdefault(request_id, set()).add(key)
-        if probe.present is None and now - probe.asked_at > self._config.budget_s + LOOKUP_GRACE_S:
+        if probe.present is None and now - probe.asked_at > self._config.lookup_timeout_s + LOOKUP_GRACE_S:
             probe.present = False
             self.counters.add(metrics.LOOKUP_FAILURES, 1, "timeout")
         if probe.present is None:
@@ -231,7 +231,7 @@ class KVPoolTier(SecondaryTierManager):
             return
         self.counters.add(metrics.LOOKUP_BLOCKS, len(spelled))
         try:
-            transfer = self._store.submit_touch(self._names(spelled), timeout_s=self._config.budget_s)
+            transfer = self._store.submit_touch(self._names(spelled), timeout_s=self._config.lookup_timeout_s)
         except Exception as error:
             self._unanswered(spelled, self._cause(error))
         else:
@@ -387,7 +387,7 @@ class KVPoolTier(SecondaryTierManager):
             names = self._names([job.keys[place] for place in places])
             rows = [self._row(job.rows[place]) for place in places]
             if job.is_load:
-                transfer = self._store.submit_get(names, rows, timeout_s=self._config.budget_s)
+                transfer = self._store.submit_get(names, rows, timeout_s=self._config.lookup_timeout_s)
             elif asking:
                 transfer = self._store.submit_touch(names, timeout_s=STORE_TIMEOUT_S)
             else:

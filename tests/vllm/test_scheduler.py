@@ -76,7 +76,7 @@ def half(
     **settings: Any,
 ) -> SchedulerHalf:
     scheduler = SchedulerHalf(
-        PoolConfig(pool="file:///unused", budget_s=BUDGET_S, **settings),
+        PoolConfig(pool="file:///unused", lookup_timeout_s=BUDGET_S, **settings),
         store,
         [replace(group, blocks_per_record=settings.get("blocks_per_record", 1)) for group in groups],
         ranks=ranks,
@@ -154,7 +154,7 @@ def test_the_longest_prefix_on_all_ranks_is_offered_and_loaded_once(store: Store
     (load,) = step.loads
     assert ids(load.blocks) == [8, 9, 10], "the first block is in the engine's own cache"
     assert [block.block_hash for block in load.blocks] == asked.block_hashes[1:4]
-    assert 0 < load.budget_s <= BUDGET_S
+    assert 0 < load.stall_timeout_s <= BUDGET_S
     assert scheduler.plan(SchedulerOutput.make_empty()).loads == [], "a plan is handed over once"
 
 
