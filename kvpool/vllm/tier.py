@@ -52,7 +52,8 @@ from kvpool.key.served_weights import served_digest
 from kvpool.metrics import Counters
 from kvpool.store import Transfer, open_store
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
-from kvpool.vllm import compat
+from kvpool.vllm.events import EVENT_OWNER
+from kvpool.vllm.facts import tier_facts
 from kvpool.vllm.guard import Guard, refuse
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 
@@ -136,7 +137,7 @@ class KVPoolTier(SecondaryTierManager):
                 )
             self._row_nbytes = _row_nbytes(primary_kv_view, offloading_spec.config)
             self._facts: dict[str, Fact] = {
-                **compat.tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes),
+                **tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes),
                 "weights": served_digest(offloading_spec.config.model.name, self._config.model_path),
             }
             self._namespace = Namespace(self._config.tenant, self._facts)
@@ -490,7 +491,7 @@ class KVPoolTier(SecondaryTierManager):
                     medium=self.medium,
                     removed=removed,
                     locality=self.locality,
-                    ownership=compat.EVENT_OWNER,
+                    ownership=EVENT_OWNER,
                 )
             )
 

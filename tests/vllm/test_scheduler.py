@@ -540,7 +540,7 @@ def test_a_fault_in_telling_ends_the_pool_and_not_the_engine(
     def broken(*arguments: object) -> object:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("kvpool.vllm.compat.held_event", broken)
+    monkeypatch.setattr("kvpool.vllm.cache_resync.held_event", broken)
     scheduler.update(PoolWorkerMetadata(asked=True, missing={(asked.block_hashes[3], 0)}), (), ())
     (removed,) = scheduler.take_events()
     assert removed.medium == "STORAGE", "nothing is told by halves, least of all a clear"
@@ -608,7 +608,7 @@ def test_a_request_with_hashes_that_nobody_can_spell_goes_without_the_pool(store
 
 
 @pytest.mark.parametrize(
-    "call", ["compat.adapter_changed_in_place", "compat.record_hashes", "scheduler.groups_to_ask"]
+    "call", ["internals.adapter_changed_in_place", "internals.record_hashes", "scheduler.groups_to_ask"]
 )
 def test_a_fault_while_a_request_is_looked_up_costs_that_request_the_pool(
     store: Store, monkeypatch: pytest.MonkeyPatch, call: str
@@ -668,7 +668,7 @@ def test_a_fault_in_planning_a_load_fails_that_load_alone(
     put(store, bad.block_hashes)
     assert answer(scheduler, bad) == 96
     with monkeypatch.context() as broken:
-        broken.setattr("kvpool.vllm.compat.record_hashes", planted)
+        broken.setattr("kvpool.vllm.internals.record_hashes", planted)
         scheduler.allocated(bad, TABLE, 96)
     assert faults(scheduler, "load") == 1
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
