@@ -148,7 +148,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         logger.info(
             "kvpool HiCache: namespace %s of tenant %s on %r, rank %d, %d tokens a page in %s bytes, budget %g s",
             namespace.hex[:8], self._config.tenant, self._store, self._rank, pages.page_tokens,
-            run_lengths(pages.part_nbytes if self._zero_copy else (pages.nbytes,)), self._config.budget_s,
+            run_lengths(pages.part_nbytes if self._zero_copy else (pages.nbytes,)), self._config.lookup_timeout_s,
         )  # fmt: skip
         if not self._zero_copy:
             logger.warning(
@@ -177,7 +177,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """Load pages into their slots; True for those before the first that did not come.
 
-        Blocking, for at most ``max_load_s``; a pool that makes no progress for ``budget_s`` ends it.
+        Blocking, for at most ``max_load_s``; a pool that makes no progress for ``lookup_timeout_s`` ends it.
         """
         keys = _listed(keys)
         loaded = self._guarded(
@@ -206,7 +206,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
     # Which pages are there.
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages the pool has. Blocking, for at most ``budget_s``."""
+        """How many leading pages the pool has. Blocking, for at most ``lookup_timeout_s``."""
         return self._guarded(lambda pages: self._leading(_listed(keys), pages), 0, metrics.LOOKUP_FAILURES)
 
     def exists(self, key: str) -> bool:
@@ -313,16 +313,16 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         hashes = self._leading_hashes(keys)
         names = self._names(form, hashes, width)
         self._count(metrics.LOOKUP_REQUESTS)
-        end = time.monotonic() + self._config.budget_s
+        end = time.monotonic() + self._config.lookup_timeout_s
         found = 0
         try:
-            self._faults.delay(self._config.budget_s)
+            self._faults.delay(self._config.lookup_timeout_s)
             step = max(1, ASK_KEYS // width)
             for first in range(0, len(hashes), step):
                 asked = names[first * width : (first + step) * width]
                 timeout_s = end - time.monotonic()
                 if timeout_s <= 0:
-                    raise StoreUnavailable(f"no answer within {self._config.budget_s:g} s")
+                    raise StoreUnavailable(f"no answer within {self._config.lookup_timeout_s:g} s")
                 self._count(metrics.LOOKUP_BLOCKS, len(asked))
                 answers = self._store.touch_many(asked, timeout_s=timeout_s)
                 there = _whole(answers, width)
@@ -345,11 +345,11 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         nbytes = sum(view.nbytes for view in views[:width])
         loaded, cause = 0, "ok" if wanted == len(keys) else "missing"
         try:
-            self._faults.delay(self._config.budget_s)
+            self._faults.delay(self._config.lookup_timeout_s)
             parts = self._in_parts(
                 lambda part, into, timeout_s: self._store.submit_get(part, into, timeout_s=timeout_s),
                 names[: wanted * width], views[: wanted * width], width * max(1, PART_NBYTES // max(1, nbytes)),
-                self._config.budget_s, started + self._config.max_load_s,
+                self._config.lookup_timeout_s, started + self._config.max_load_s,
             )  # fmt: skip
             with closing(parts):
                 for answers in parts:

@@ -58,14 +58,14 @@ class BlockRef(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """Records of one request to load; ``budget_s`` is what is left of the time that a silent store may cost.
+    """Records of one request to load; it fails when no record arrives for ``stall_timeout_s``.
 
     ``priority``: of loads that wait for staging slots, the one with the lowest number comes first.
     """
 
     request_id: str
     blocks: list[BlockRef]
-    budget_s: float
+    stall_timeout_s: float
     priority: int = 0
 
 

@@ -34,9 +34,10 @@ from kvpool.errors import StoreClosed, StoreUnavailable
 from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Store
-from kvpool.vllm import compat
+from kvpool.vllm import internals
 from kvpool.vllm.adapters import AdapterCheck, Adapters, pool_hash, pool_hashes
-from kvpool.vllm.cache_resync import WholeState
+from kvpool.vllm.cache_resync import CacheResync
+from kvpool.vllm.events import removed_event
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import Guard, RequestGuard
 from kvpool.vllm.lookups import RequestLookup, groups_to_ask
@@ -146,7 +147,7 @@ class SchedulerHalf:
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
         self._events: list[KVCacheEvent] = []
-        self._whole_state = WholeState(self._groups)
+        self._cache_resync = CacheResync(self._groups)
         self._asked = False  # for the whole state, in the step that is ending
         self._params = ParamsReader()
         self._adapters = Adapters(adapter_settings)
@@ -188,7 +189,7 @@ class SchedulerHalf:
         if external_tokens:
             # A plan without blocks is reported as failed by the workers, which is what ends the engine's wait.
             state = self._state(request)
-            left_s = max(MIN_LOAD_S, self._config.budget_s - state.waited_s)
+            left_s = max(MIN_LOAD_S, self._config.lookup_timeout_s - state.waited_s)
             self._new_loads.append(LoadPlan(request.request_id, blocks, left_s, state.params.priority))
             state.loading, state.load_tokens, state.load_s = True, external_tokens, 0.0
             self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
@@ -282,7 +283,7 @@ class SchedulerHalf:
         if (in_pool := state.pool_hash) is None:
             return []
         for index, group in enumerate(self._groups):
-            hashes = compat.record_hashes(request, self._hash_block_tokens, group)
+            hashes = internals.record_hashes(request, self._hash_block_tokens, group)
             for i in records_to_load(group, local_tokens, local_tokens + external_tokens):
                 ids = blocks_lacking(group, tables[index], i, local_tokens)
                 if any(ids):
@@ -291,7 +292,7 @@ class SchedulerHalf:
 
     def _plan_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
         scheduled = []
-        for request_id, computed_tokens in compat.scheduled_tokens(output):
+        for request_id, computed_tokens in internals.scheduled_tokens(output):
             if (state := self._requests.get(request_id)) is not None and state.params.store:
                 scheduled.append((state, computed_tokens))
         self._store_planner.begin(step)
@@ -348,12 +349,12 @@ class SchedulerHalf:
             self._weights_reloaded(report.reloaded)
         self._store_planner.update(report)
         if self._events_wanted:
-            self._events += [compat.removed_event(*block) for block in sorted(report.missing)]
+            self._events += [removed_event(*block) for block in sorted(report.missing)]
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """The engine's own cache. Of it we only hold blocks, by their reference count, while workers copy them."""
         self._block_pool = block_pool
-        self._whole_state.bind(block_pool)
+        self._cache_resync.bind(block_pool)
         self._store_planner.bind(block_pool)
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -362,7 +363,7 @@ class SchedulerHalf:
         asked, self._asked = self._asked, False
         if asked and self._events_wanted:
             nothing: list[KVCacheEvent] = []
-            events += self._guard.run(self._whole_state.tell, nothing)
+            events += self._guard.run(self._cache_resync.events, nothing)
         return events
 
     def wants_steps(self) -> bool:
@@ -385,7 +386,7 @@ class SchedulerHalf:
             )
             return
         # vLLM leaves its own cache as it is, and answers False to the caller, while somebody holds blocks of it.
-        self._awaits_reset = self._block_pool is not None and compat.holds_blocks(self._block_pool)
+        self._awaits_reset = self._block_pool is not None and internals.is_in_use(self._block_pool)
         if not self._awaits_reset:
             self._computed_since = 0
         self._begin_epoch("reset")
@@ -419,7 +420,7 @@ class SchedulerHalf:
         if tokens < MIN_STEP_TOKENS or not any(
             (state := self._requests.get(name)) is not None
             and computed_tokens - output.num_scheduled_tokens[name] < state.request.num_prompt_tokens
-            for name, computed_tokens in compat.scheduled_tokens(output)
+            for name, computed_tokens in internals.scheduled_tokens(output)
         ):
             return 0
         number, self._next_step = self._next_step, self._next_step + 1
@@ -442,7 +443,7 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:
             params = self._params.read(getattr(request, "kv_transfer_params", None))
-            if compat.adapter_changed_in_place(request):
+            if internals.adapter_changed_in_place(request):
                 params = WITHOUT_POOL
             state = self._requests[request.request_id] = _RequestState(request, params)
             if request.lora_request is not None and (params.load or params.store):
@@ -462,7 +463,7 @@ class SchedulerHalf:
         return int((request.num_tokens - 1) // self._align_tokens * self._align_tokens)
 
     def _may_wait(self, state: _RequestState, now: float) -> bool:
-        return state.waiting_since is None or now - state.waiting_since < self._config.budget_s
+        return state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s
 
     @staticmethod
     def _later(state: _RequestState, now: float) -> tuple[None, bool]:
@@ -479,12 +480,12 @@ class SchedulerHalf:
             state.lookup.cancel()
         state.lookup, state.admitted = None, False
         hashes = [
-            compat.record_hashes(state.request, self._hash_block_tokens, group) for group in self._groups
+            internals.record_hashes(state.request, self._hash_block_tokens, group) for group in self._groups
         ]
         asked = groups_to_ask(self._groups, hashes, self._ranks)
         if tag:
             asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
-        budget_s = self._config.budget_s
+        budget_s = self._config.lookup_timeout_s
         try:
             lookup = self._store.submit_lookup(self._namespace, asked, timeout_s=budget_s)
         except StoreUnavailable:

@@ -29,7 +29,8 @@ from vllm.v1.request import Request
 from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.metrics import Counters
-from kvpool.vllm import compat
+from kvpool.vllm import internals
+from kvpool.vllm.events import stored_event
 from kvpool.vllm.plan import (
     BlockRef,
     Group,
@@ -123,7 +124,7 @@ class StorePlanner:
         self._block_pool: BlockPool | None = None
         self._progress: dict[str, _Progress] = {}
         self._late: deque[_Late] = deque()
-        self._sightings = Sightings() if config.store_after_requests > 1 else None
+        self._sightings = Sightings() if config.min_requests_to_store > 1 else None
         # A record is in one of these at most, by hash and group.
         self._waiting: OrderedDict[tuple[bytes, int], _Wanted] = OrderedDict()  # each behind its parent
         self._given_up: OrderedDict[tuple[bytes, int], None] = OrderedDict()  # oldest first
@@ -217,8 +218,8 @@ class StorePlanner:
         if not self._held:
             return False
         assert self._block_pool is not None
-        blocks = self._block_pool.blocks
-        if not any(blocks[block_id].ref_cnt == held for block_id, held in self._held.items()):
+        pool = self._block_pool
+        if not any(internals.references(pool, block_id) == held for block_id, held in self._held.items()):
             return False
         now = time.monotonic()
         if self._waited_for is None:
@@ -271,10 +272,10 @@ class StorePlanner:
         for index, group in enumerate(self._groups):
             if computed_tokens // group.record_tokens <= progress.handed[index]:
                 continue
-            hashes = compat.record_hashes(request, self._hash_block_tokens, group)
+            hashes = internals.record_hashes(request, self._hash_block_tokens, group)
             new = records_to_store(group.record_tokens, progress.handed[index], computed_tokens, len(hashes))
             progress.handed[index] = new.stop
-            tables = compat.block_tables(output, request.request_id) if tables is None else tables
+            tables = internals.block_tables(output, request.request_id) if tables is None else tables
             if tables is None:
                 break
             for i in self._wanted_of(progress, index, hashes, new):
@@ -283,7 +284,7 @@ class StorePlanner:
         if begins:
             progress.present = ()
             if progress.told is not None and any(progress.held):
-                tables = tables or compat.block_tables(output, request.request_id)
+                tables = tables or internals.block_tables(output, request.request_id)
                 self._listen(request, priority, progress, tables, pool_hash)
             progress.told = None
 
@@ -294,7 +295,7 @@ class StorePlanner:
             progress.present, progress.told = told, None
         if progress.present and self._given_up and pool_hash is not None:
             for index, group in enumerate(self._groups):
-                hashes = compat.record_hashes(request, self._hash_block_tokens, group)
+                hashes = internals.record_hashes(request, self._hash_block_tokens, group)
                 for block_hash in compress(hashes, progress.present[index]):
                     self._given_up.pop((pool_hash(block_hash), index), None)
         if self._sightings is not None:
@@ -317,7 +318,7 @@ class StorePlanner:
             progress.sighted = [0] * len(self._groups)
         first = progress.sighted[group]  # beyond 0 already, when the request was preempted
         progress.sighted[group] = max(first, records.stop)
-        enough = self._config.store_after_requests
+        enough = self._config.min_requests_to_store
         wanted = []
         for i in records:
             if i >= first:
@@ -370,20 +371,18 @@ class StorePlanner:
             stop = min(stop, request.num_prompt_tokens // group.record_tokens)
         if (first := first_missing(present, stop)) == stop:
             return
-        hashes = compat.record_hashes(request, self._hash_block_tokens, group)
+        hashes = internals.record_hashes(request, self._hash_block_tokens, group)
         for i in range(first, min(stop, len(present))):
             ids = blocks_held(group, table, i)
             if present[i] or ids is None or (late.pool_hash(hashes[i]), index) in self._under_way:
                 continue
             if self._sightings is not None and (
-                self._sightings.count(hashes[i], index) < self._config.store_after_requests
+                self._sightings.count(hashes[i], index) < self._config.min_requests_to_store
             ):
                 continue
             # The request may have ended meanwhile.
-            keys = compat.block_keys(request, self._hash_block_tokens, index, group, i)
-            if all(
-                self._block_pool.blocks[one].block_hash == key for one, key in zip(ids, keys, strict=True)
-            ):
+            keys = internals.cache_keys(request, self._hash_block_tokens, index, group, i)
+            if internals.block_contents(self._block_pool, ids) == tuple(keys):
                 self._want(step, request, late.priority, index, hashes, i, table, late.pool_hash)
 
     def _want(
@@ -409,12 +408,12 @@ class StorePlanner:
         wanted = _Wanted(
             BlockRef(pool_hash(hashes[record]), index, ids),
             (pool_hash(hashes[record - 1]), index) if in_order and record else None,
-            tuple(self._block_pool.blocks[block_id].block_hash for block_id in ids),
+            internals.block_contents(self._block_pool, ids),
             priority,
-            compat.stored_event(request, index, group, record, hashes) if self._events_wanted else None,
+            stored_event(request, index, group, record, hashes) if self._events_wanted else None,
         )
         if self._config.store_policy == "write_back":
-            self._keep_for_later(wanted._replace(cache_key=compat.cache_key(hashes[record], index)))
+            self._keep_for_later(wanted._replace(cache_key=internals.cache_key(hashes[record], index)))
         else:
             self._offer(step, wanted)
 
@@ -452,7 +451,6 @@ class StorePlanner:
         if not self._waiting or time.monotonic() < self._paused_until:
             return
         assert self._block_pool is not None
-        blocks = self._block_pool.blocks
         for _ in range(min(MAX_VISITS, len(self._waiting))):
             if len(self._pending) >= self._room:
                 return
@@ -461,10 +459,7 @@ class StorePlanner:
                 self._give_up(wanted, "behind_gap")
             elif wanted.parent in self._waiting:
                 self._waiting[key] = wanted  # behind it
-            elif all(
-                blocks[block_id].block_hash == content
-                for block_id, content in zip(wanted.block.block_ids, wanted.contents, strict=True)
-            ):
+            elif internals.block_contents(self._block_pool, wanted.block.block_ids) == wanted.contents:
                 self._send(step, wanted)
             else:
                 self._give_up(wanted, "evicted")
@@ -491,7 +486,7 @@ class StorePlanner:
         if self._config.store_policy == "write_through":
             # Held until every rank has copied it: the engine may free it in this very step, when its request ends, is
             # preempted, or its window has gone on. With write-back the workers copy before they compute again.
-            self._block_pool.touch([self._block_pool.blocks[block_id] for block_id in ids])
+            internals.hold(self._block_pool, ids)
             for block_id in ids:
                 self._held[block_id] = self._held.get(block_id, 0) + 1
             landing = self._ranks
@@ -516,8 +511,7 @@ class StorePlanner:
         if free:
             assert self._block_pool is not None
             self._waited_for = None
-            # As the engine itself does it: the end of a prompt is evicted before its beginning.
-            self._block_pool.free_blocks(self._block_pool.blocks[block_id] for block_id in reversed(free))
+            internals.release(self._block_pool, free)
 
     def _end(self, tag: int, pending: _Pending) -> None:
         """Every rank has said what became of a record."""
@@ -544,7 +538,7 @@ class StorePlanner:
         """Store what the engine may evict in its next steps: those blocks stay as they are until this one is over."""
         assert self._block_pool is not None, "vLLM binds it before the first step"
         due = []
-        for block_id, key in compat.next_evicted(self._block_pool, self._blocks_ahead):
+        for block_id, key in internals.next_evicted(self._block_pool, self._blocks_ahead):
             if (wanted := self._write_back.pop(block_id, None)) is None:
                 continue
             if key == wanted.cache_key:

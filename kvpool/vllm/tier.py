@@ -52,7 +52,8 @@ from kvpool.key.served_weights import served_digest
 from kvpool.metrics import Counters
 from kvpool.store import Transfer, open_store
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
-from kvpool.vllm import compat
+from kvpool.vllm.events import EVENT_OWNER
+from kvpool.vllm.facts import tier_facts
 from kvpool.vllm.guard import Guard, refuse
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 
@@ -136,7 +137,7 @@ class KVPoolTier(SecondaryTierManager):
                 )
             self._row_nbytes = _row_nbytes(primary_kv_view, offloading_spec.config)
             self._facts: dict[str, Fact] = {
-                **compat.tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes),
+                **tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes),
                 "weights": served_digest(offloading_spec.config.model.name, self._config.model_path),
             }
             self._namespace = Namespace(self._config.tenant, self._facts)
@@ -169,7 +170,7 @@ class KVPoolTier(SecondaryTierManager):
         logger.info(
             "kvpool tier: namespace %s of tenant %s on %r, weights %s, %d bytes a chunk, budget %g s",
             self._namespace.hex[:8], self._config.tenant, self._store, str(self._facts["weights"])[:8] or "of model_id",
-            self._row_nbytes, self._config.budget_s,
+            self._row_nbytes, self._config.lookup_timeout_s,
         )  # fmt: skip
 
     # Existence.
@@ -188,7 +189,7 @@ class KVPoolTier(SecondaryTierManager):
             self._questions.append(key)
         probe.requests.add(request_id)
         self._asked_by.setdefault(request_id, set()).add(key)
-        if probe.present is None and now - probe.asked_at > self._config.budget_s + LOOKUP_GRACE_S:
+        if probe.present is None and now - probe.asked_at > self._config.lookup_timeout_s + LOOKUP_GRACE_S:
             probe.present = False
             self.counters.add(metrics.LOOKUP_FAILURES, 1, "timeout")
         if probe.present is None:
@@ -231,7 +232,7 @@ class KVPoolTier(SecondaryTierManager):
             return
         self.counters.add(metrics.LOOKUP_BLOCKS, len(spelled))
         try:
-            transfer = self._store.submit_touch(self._names(spelled), timeout_s=self._config.budget_s)
+            transfer = self._store.submit_touch(self._names(spelled), timeout_s=self._config.lookup_timeout_s)
         except Exception as error:
             self._unanswered(spelled, self._cause(error))
         else:
@@ -387,7 +388,7 @@ class KVPoolTier(SecondaryTierManager):
             names = self._names([job.keys[place] for place in places])
             rows = [self._row(job.rows[place]) for place in places]
             if job.is_load:
-                transfer = self._store.submit_get(names, rows, timeout_s=self._config.budget_s)
+                transfer = self._store.submit_get(names, rows, timeout_s=self._config.lookup_timeout_s)
             elif asking:
                 transfer = self._store.submit_touch(names, timeout_s=STORE_TIMEOUT_S)
             else:
@@ -490,7 +491,7 @@ class KVPoolTier(SecondaryTierManager):
                     medium=self.medium,
                     removed=removed,
                     locality=self.locality,
-                    ownership=compat.EVENT_OWNER,
+                    ownership=EVENT_OWNER,
                 )
             )
 

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import huggingface_hub
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
-from vllm.model_executor import model_loader
-from vllm.model_executor.model_loader.utils import get_model_architecture
 
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.checkpoint import CheckpointDigest, checkpoint_digest
 from kvpool.key.key import Fact
+from kvpool.vllm import internals
 
 # What vLLM's loaders read from the folder, first to last; whichever there is, is all that they read.
 _CHECKPOINT = (".safetensors", ".bin", ".pt")
@@ -133,7 +132,7 @@ def _untold(config: VllmConfig) -> Iterator[str]:
         yield "--load-format dummy fills the weights with random numbers"
     elif load_format not in _SUFFIXES:
         yield f"--load-format {load_format} loads weights from something else than the files of a checkpoint"
-    elif not _is_vllms(load_format):
+    elif not (internals.loader_module(load_format) or "").startswith("vllm."):
         yield f"--load-format {load_format} is a plugin's loader here"
     if model.model_weights:
         yield "the weights come from object storage"
@@ -145,14 +144,9 @@ def _untold(config: VllmConfig) -> Iterator[str]:
         yield "the weights come from ModelScope"
     if model.trust_remote_code and _code_is_elsewhere(model):
         yield "--trust-remote-code runs code that lies not beside the weights"
-    model_class, _ = get_model_architecture(model)
+    model_class = internals.model_class(model)
     if _loads_from_elsewhere(model_class):
         yield f"the model {model_class.__name__} loads weights from more places than its checkpoint"
-
-
-def _is_vllms(load_format: str) -> bool:
-    loader = model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(load_format)
-    return loader is not None and loader.__module__.startswith("vllm.")
 
 
 def _code_is_elsewhere(model: ModelConfig) -> bool:

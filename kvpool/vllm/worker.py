@@ -222,7 +222,7 @@ class WorkerHalf:
             namespace.hex,
             self._config.tenant,
             store,
-            self._config.budget_s,
+            self._config.lookup_timeout_s,
             (staging.tensor.nbytes if staging else 0) >> 20,
             staging.slots if staging else 0,
             "as set" if self._config.staging_nbytes else f"for steps of {self._step_tokens} tokens",
@@ -292,7 +292,7 @@ class WorkerHalf:
         self._engine.load(
             plan.request_id,
             blocks,
-            timeout_s=plan.budget_s,
+            timeout_s=plan.stall_timeout_s,
             max_s=self._config.max_load_s,
             priority=plan.priority,
         )

@@ -32,8 +32,8 @@ def refused(*arguments: str, **options: Any) -> str:
     ("arguments", "says"),
     [
         (["demo", "--set", "pol=file:///x"], 'unknown setting "pol"; did you mean "pool"?'),
-        (["demo", "--set", "budget_s=-1"], '"budget_s"'),
-        (["demo", "--set", "budget_s"], "NAME=VALUE"),
+        (["demo", "--set", "lookup_timeout_s=-1"], '"lookup_timeout_s"'),
+        (["demo", "--set", "lookup_timeout_s"], "NAME=VALUE"),
         (["demo", "--pool", "file://relative/path"], "three slashes"),
         (["demo", "--pool", "fiel:///x"], 'did you mean "file"?'),
         (["demo", "--pool", "file:///etc/passwd"], "choose a directory"),

@@ -277,7 +277,7 @@ def test_a_pool_that_stands_still_costs_the_budget_and_comes_back(
     tmp_path: Path, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running("valkey-server", tmp_path) as pool:
-        server, other = serve(pool.url, budget_s=BUDGET_S), serve(pool.url, budget_s=BUDGET_S)
+        server, other = serve(pool.url, lookup_timeout_s=BUDGET_S), serve(pool.url, lookup_timeout_s=BUDGET_S)
         keys, slots, into = hashes(3), server.slots(3), server.slots(3)
         assert all(server.backend.batch_set_v1(keys, slots))
         pool.stop()
@@ -307,7 +307,7 @@ def test_a_pool_that_stands_still_costs_the_budget_and_comes_back(
 def test_a_connection_cut_within_a_page_is_a_miss(valkey: StoreServer, serve: Serve) -> None:
     valkey.client.flushall()
     with proxied(valkey.port) as proxy:
-        server = serve(f"valkey://127.0.0.1:{proxy.port}", threads=1, budget_s=5.0)
+        server = serve(f"valkey://127.0.0.1:{proxy.port}", threads=1, lookup_timeout_s=5.0)
         keys, slots, into = hashes(8), server.slots(8), server.slots(8)
         assert all(server.backend.batch_set_v1(keys, slots))
         for harm in (Harm.CLOSE, Harm.RESET, Harm.FLIP):
@@ -639,7 +639,7 @@ def test_pages_are_missed_on_purpose(tmp_path: Path, serve: Serve) -> None:
 
 def test_the_pool_dawdles_on_purpose(tmp_path: Path, serve: Serve) -> None:
     pool = f"file://{tmp_path}/pool"
-    slow = serve(pool, fault_delay_s=0.2, budget_s=BUDGET_S)
+    slow = serve(pool, fault_delay_s=0.2, lookup_timeout_s=BUDGET_S)
     slots = slow.slots(1)
     for call, wanted in (
         (lambda: slow.backend.batch_set_v1(hashes(1), slots), [True]),
@@ -649,7 +649,7 @@ def test_the_pool_dawdles_on_purpose(tmp_path: Path, serve: Serve) -> None:
         started = time.monotonic()
         assert call() == wanted  # type: ignore[no-untyped-call]
         assert time.monotonic() - started >= 0.2
-    too_slow = serve(pool, fault_delay_s=60.0, budget_s=BUDGET_S)
+    too_slow = serve(pool, fault_delay_s=60.0, lookup_timeout_s=BUDGET_S)
     started = time.monotonic()
     assert too_slow.backend.batch_exists(hashes(1)) == 0
     assert too_slow.backend.batch_get_v1(hashes(1), slots) == [False]

@@ -442,9 +442,9 @@ class ScriptedEngine:
                 super().scatter(block_ids, *rest)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvpool.vllm.connector.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
+            patch.setattr("kvpool.vllm.internals.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
             patch.setattr(
-                "kvpool.vllm.connector.get_tp_group", lambda: SimpleNamespace(rank_in_group=of_stage)
+                "kvpool.vllm.internals.get_tp_group", lambda: SimpleNamespace(rank_in_group=of_stage)
             )
             patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
             device = LateDevice() if self.shape.late else None
@@ -458,7 +458,7 @@ class ScriptedEngine:
                 update={"staging_nbytes": self.shape.slots * slot_nbytes}
             )
             rank = Rank(index, tensors, numbers, connector, device=device)
-            patch.setattr("kvpool.vllm.compat.weights_mark", lambda config: lambda: self.reloads)
+            patch.setattr("kvpool.vllm.internals.weights_mark", lambda config: lambda: self.reloads)
             self.world.reachable = not without_pool
             connector.register_kv_caches(tensors)
             self.world.reachable = True

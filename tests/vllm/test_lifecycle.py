@@ -97,7 +97,7 @@ def _configuration(engine_config: Callable[..., Any], drafts: int) -> Any:
         transfer={
             "kv_connector_extra_config": {
                 "pool": "file:///unused",
-                "budget_s": BUDGET_S,
+                "lookup_timeout_s": BUDGET_S,
                 "max_load_s": MAX_LOAD_S,
             }
         },
@@ -641,7 +641,7 @@ def test_a_rank_that_its_own_host_configures_wrongly_costs_its_engine_the_pool_a
 
     def loaded(*arguments: Any) -> PoolConfig:
         if next(halves) == "rank 1":
-            raise ConfigError("KVPOOL_BUDGET_S is wrong here")
+            raise ConfigError("KVPOOL_LOOKUP_TIMEOUT_S is wrong here")
         return load(*arguments)
 
     monkeypatch.setattr(PoolConfig, "load", loaded)

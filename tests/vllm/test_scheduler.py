@@ -76,7 +76,7 @@ def half(
     **settings: Any,
 ) -> SchedulerHalf:
     scheduler = SchedulerHalf(
-        PoolConfig(pool="file:///unused", budget_s=BUDGET_S, **settings),
+        PoolConfig(pool="file:///unused", lookup_timeout_s=BUDGET_S, **settings),
         store,
         [replace(group, blocks_per_record=settings.get("blocks_per_record", 1)) for group in groups],
         ranks=ranks,
@@ -154,7 +154,7 @@ def test_the_longest_prefix_on_all_ranks_is_offered_and_loaded_once(store: Store
     (load,) = step.loads
     assert ids(load.blocks) == [8, 9, 10], "the first block is in the engine's own cache"
     assert [block.block_hash for block in load.blocks] == asked.block_hashes[1:4]
-    assert 0 < load.budget_s <= BUDGET_S
+    assert 0 < load.stall_timeout_s <= BUDGET_S
     assert scheduler.plan(SchedulerOutput.make_empty()).loads == [], "a plan is handed over once"
 
 
@@ -540,7 +540,7 @@ def test_a_fault_in_telling_ends_the_pool_and_not_the_engine(
     def broken(*arguments: object) -> object:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("kvpool.vllm.compat.held_event", broken)
+    monkeypatch.setattr("kvpool.vllm.cache_resync.held_event", broken)
     scheduler.update(PoolWorkerMetadata(asked=True, missing={(asked.block_hashes[3], 0)}), (), ())
     (removed,) = scheduler.take_events()
     assert removed.medium == "STORAGE", "nothing is told by halves, least of all a clear"
@@ -608,7 +608,7 @@ def test_a_request_with_hashes_that_nobody_can_spell_goes_without_the_pool(store
 
 
 @pytest.mark.parametrize(
-    "call", ["compat.adapter_changed_in_place", "compat.record_hashes", "scheduler.groups_to_ask"]
+    "call", ["internals.adapter_changed_in_place", "internals.record_hashes", "scheduler.groups_to_ask"]
 )
 def test_a_fault_while_a_request_is_looked_up_costs_that_request_the_pool(
     store: Store, monkeypatch: pytest.MonkeyPatch, call: str
@@ -668,7 +668,7 @@ def test_a_fault_in_planning_a_load_fails_that_load_alone(
     put(store, bad.block_hashes)
     assert answer(scheduler, bad) == 96
     with monkeypatch.context() as broken:
-        broken.setattr("kvpool.vllm.compat.record_hashes", planted)
+        broken.setattr("kvpool.vllm.internals.record_hashes", planted)
         scheduler.allocated(bad, TABLE, 96)
     assert faults(scheduler, "load") == 1
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads

@@ -145,7 +145,7 @@ def test_a_worker_that_only_writes_asks_for_what_the_engine_has_and_stores_what_
 
 
 def test_what_is_held_and_missing_is_stored_if_enough_requests_have_had_it(store: Store) -> None:
-    engine = Engine(store, store_after_requests=3)
+    engine = Engine(store, min_requests_to_store=3)
     for name, stored in (("a", 0), ("b", 0), ("c", 6)):
         asked = request(name)
         assert answer(engine.scheduler, asked, local_tokens=80) == 0

@@ -157,7 +157,7 @@ def test_a_server_that_is_away_costs_the_budget_and_no_more(
 ) -> None:
     with running(SERVERS[1], tmp_path) as server:
         # For the test drains the tier in passing, as vLLM does when its caches are reset.
-        driven = opened(made(entry(server.url, budget_s=0.5, weights_never_change=True)))
+        driven = opened(made(entry(server.url, lookup_timeout_s=0.5, weights_never_change=True)))
         driven.fill(range(8))
         keys = [key(number) for number in range(8)]
         assert driven.ended(driven.submit(keys, range(8), load=False)).success
@@ -469,7 +469,7 @@ def check_it_serves(driven: Driven, keys: list[OffloadKey]) -> None:
         ({"pool": "valkey://127.0.0.1:1"}, "kvpool refuses to start: .*127.0.0.1:1"),
         ({"poll": "x"}, 'unknown setting "poll"; did you mean "pool"'),
         ({"model_id": None}, "model_id"),
-        ({"budget_s": 0}, "budget_s"),
+        ({"lookup_timeout_s": 0}, "lookup_timeout_s"),
     ],
 )
 def test_it_refuses_to_start_in_one_line(more: dict[str, Any], words: str, server: Server) -> None:

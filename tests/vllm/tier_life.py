@@ -347,7 +347,7 @@ class TieredEngine:
                 "module_path": __name__,
                 "pool": "file:///unused",
                 "model_id": self.model,
-                "budget_s": self.pool.budget_s,
+                "lookup_timeout_s": self.pool.budget_s,
                 "max_load_s": self.pool.max_load_s,
                 "weights_never_change": not self.changes,
             },

@@ -18,7 +18,9 @@ def demo(
     ] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the connector, such as budget_s=1."),
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="A setting of the connector, such as lookup_timeout_s=1."
+        ),
     ] = None,
     engine: Annotated[
         list[str] | None,
