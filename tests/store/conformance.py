@@ -484,7 +484,7 @@ class StoreConformance:
         assert store.announcements("kvpool:t:goes") == {"kvpool:t:goes": b"3"}
 
     def test_an_announcement_is_withdrawn(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("memory", "announcements", "server_announcements"):
+        for module in ("memory", "documents", "server.documents"):
             monkeypatch.setattr(f"kvpool.store.{module}.MAX_ANNOUNCEMENTS", 2)
         assert store.withdraw("kvpool:t:a") is False
         store.announce("kvpool:t:a", b"1", lease_s=600)
@@ -520,7 +520,7 @@ class StoreConformance:
         assert list(store.announcements("")) == ["k" * 512]
 
     def test_announcements_are_bounded(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("memory", "announcements", "server_announcements"):
+        for module in ("memory", "documents", "server.documents"):
             monkeypatch.setattr(f"kvpool.store.{module}.MAX_ANNOUNCEMENTS", 3)
         store.announce("goes", b"x", lease_s=0.02)
         for name in ("a", "b"):
