@@ -161,6 +161,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Index, str
         one.close()
 
 
+@pytest.mark.smoke
 @pytest.mark.allow_leaks("the index and its server are shared by the module")
 def test_what_the_engine_and_the_pool_have_is_credited_until_the_engine_dies(
     index: tuple[Index, str], llama: Path, tmp_path: Path

@@ -27,7 +27,7 @@ from tests.e2e.harness import (
 )
 from tests.store.servers import Server, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.smoke, pytest.mark.timeout(420)]
 
 PROMPTS = {name: prompt(40 + i, 2200) for i, name in enumerate(["hit", "stopped", "killed", "loading"])}
 BUDGET_S = 0.5

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import random
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +23,8 @@ from tests.store.conformance import keys, payload
 from tests.store.misbehaving import HungUp, Misbehaving, Peer, misbehaving
 from tests.store.server.test_fault_matrix import Buffer
 from tests.store.servers import CLIENTS, with_client
-from tests.store.traffic import MARGIN_S, serves
+from tests.store.stopwatch import MARGIN_S, Stopwatch
+from tests.store.traffic import serves
 
 NBYTES = 100_000
 KEYS = keys(8)
@@ -91,11 +91,11 @@ class Canceller:
                 threading.Event().wait(self._chance.random() * 0.01)
                 transfer.cancel()
                 self.cancelled += 1
-            started = time.monotonic()
+            watch = Stopwatch()
             found: list[bool] = []
             with contextlib.suppress(StoreUnavailable):
                 found = transfer.wait()
-            if time.monotonic() - started > DEADLINE_S + 2 * MARGIN_S:
+            if watch.ran_s() > DEADLINE_S + 2 * MARGIN_S:
                 self.wrong.append("a batch went on beyond its deadline")
             if not transfer.done():
                 self.wrong.append("a batch is still under way")

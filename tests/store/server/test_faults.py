@@ -5,8 +5,7 @@ Not every client counts its connections: where one does not, there is nothing to
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,25 +17,14 @@ from kvpool.store.native import NativeStore
 from kvpool.store.store import Store
 from tests.conftest import eventually
 from tests.store.conformance import MIB, key, keys, payload
-from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
-from tests.store.traffic import MARGIN_S, Traffic, serves
-
-
-@pytest.fixture(params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    with running(request.param, tmp_path) as server:
-        yield server
-
-
-@pytest.fixture(params=CLIENTS)
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+from tests.store.servers import Server, running, with_client
+from tests.store.stopwatch import MARGIN_S, ends_within
+from tests.store.traffic import Traffic, serves
 
 
 @pytest.fixture
-def store(server: Server, client: str) -> Iterator[Store]:
-    with open_store(with_client(server.url, client)) as store:
-        yield store
+def server(own_server: Server) -> Server:
+    return own_server
 
 
 def test_a_server_that_is_killed_and_comes_back(server: Server, store: Store) -> None:
@@ -62,10 +50,8 @@ def test_while_a_server_is_away_a_batch_does_not_wait_for_its_deadline(server: S
         lambda: not serves(store) and store.counters()["up_connections"] == 0,
         within_s=30,
     )
-    started = time.monotonic()
-    with pytest.raises(StoreUnavailable, match=r"refused|reset|closed|timed out"):
+    with ends_within(0), pytest.raises(StoreUnavailable, match=r"refused|reset|closed|timed out"):
         store.get_many_into(keys(100), [bytearray(1000)] * 100, timeout_s=60)
-    assert time.monotonic() - started < MARGIN_S
 
 
 def test_a_server_that_is_stopped_costs_the_deadline(server: Server, store: Store) -> None:
@@ -77,10 +63,8 @@ def test_a_server_that_is_stopped_costs_the_deadline(server: Server, store: Stor
             lambda: store.put_many(keys(50), [bytes(MIB)] * 50, timeout_s=0.3),
             lambda: store.contains_many(keys(50), timeout_s=0.3),
         ):
-            started = time.monotonic()
-            with pytest.raises(StoreUnavailable):
+            with ends_within(0.3), pytest.raises(StoreUnavailable):
                 call()
-            assert time.monotonic() - started < 0.3 + MARGIN_S
     finally:
         server.go_on()
     assert eventually(lambda: serves(store, 2))
@@ -154,10 +138,8 @@ def fill(server: Server) -> None:
 
 def refusal(call: Callable[[], object]) -> str:
     """What the store says to a call that has to fail at once."""
-    started = time.monotonic()
-    with pytest.raises(StoreUnavailable) as caught:
+    with ends_within(4.5), pytest.raises(StoreUnavailable) as caught:
         call()
-    assert time.monotonic() - started < 5
     return str(caught.value)
 
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvpool import _native, open_store
 from tests.conftest import eventually
 from tests.store.conformance import key, keys
-from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
+from tests.store.servers import Server, with_client
 
 TTL_MS = 86_400_000
 
 
-@pytest.fixture(params=SERVERS, scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(request.param, tmp_path_factory.mktemp("server")) as server:
-        yield server
-
-
-@pytest.fixture(params=CLIENTS)
-def url(request: pytest.FixtureRequest, server: Server) -> str:
-    server.client.flushall()
-    return with_client(server.url, request.param)
+@pytest.fixture
+def url(server: Server, client: str) -> str:
+    return with_client(server.url, client)
 
 
 def put_aged(server: Server, url: str, *, left_ms: int | None) -> None:
