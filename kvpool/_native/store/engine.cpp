@@ -292,7 +292,7 @@ bool Engine::close(Clock::duration timeout) {
   // Batches outlive this: they keep the Core, but no descriptor.
   const Core::Lock lock(core_->mutex);
   core_->writing.clear();
-  core_->bereft.clear();
+  core_->orphaned_puts.clear();
   core_->lanes.clear();
   core_->completions.reset();
   return true;

@@ -53,7 +53,7 @@ struct Core {
     std::vector<Waiter> waiters;
   };
   std::unordered_map<std::string_view, Writing> writing;  // by key, whose text the batch of the put holds
-  std::deque<Waiter> bereft;                              // the put that they waited for was given up
+  std::deque<Waiter> orphaned_puts;                       // the put that they waited for was given up
   // Every batch that is not done, by deadline; `expired` once the deadline has been acted on.
   std::map<std::pair<Clock::time_point, std::uint64_t>, std::shared_ptr<Batch>> deadlines;
   std::map<std::uint64_t, std::shared_ptr<Batch>> expired;
@@ -78,7 +78,7 @@ struct Core {
   void stop(const std::shared_ptr<Batch>& batch, Status status);
   std::optional<Item> take(bool puts_too = true);
   bool joins(const std::shared_ptr<Batch>& batch, std::size_t index);
-  std::optional<Item> take_bereft();
+  std::optional<Item> take_orphaned_put();
   void end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error);
   void finish(Batch& batch, std::size_t index, Status status, std::string error);
   void run_lane(Lane& lane);
