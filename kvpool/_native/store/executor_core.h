@@ -1,4 +1,4 @@
-// What an engine's lanes, its deadlines and its callers share: the queues and the batches in them. See engine.h.
+// What an executor's lanes, its deadlines and its callers share: the queues and the batches in them. See io_executor.h.
 #pragma once
 
 #include <unistd.h>
@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "store/descriptor.h"
-#include "store/engine.h"
+#include "store/io_executor.h"
 
 namespace kvpool {
 

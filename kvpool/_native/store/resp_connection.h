@@ -36,7 +36,7 @@
 #include <string_view>
 #include <vector>
 
-#include "store/engine.h"
+#include "store/io_executor.h"
 #include "store/resp_counts.h"
 #include "store/resp_dial.h"
 #include "store/resp_node.h"
