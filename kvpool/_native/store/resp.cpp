@@ -1,3 +1,4 @@
+// A lane of the backend for servers: its connections, which one an item goes to, and its wait for all of them.
 #include "store/resp.h"
 
 #include <poll.h>
