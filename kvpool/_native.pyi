@@ -5,7 +5,7 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-# Operations of Engine.submit.
+# Operations of IoExecutor.submit.
 PUT: int
 GET: int
 CONTAINS: int
@@ -66,7 +66,7 @@ class Batch:
     def done(self) -> bool:
         """Whether every key has its result and no native thread touches a buffer any more. Never blocks.
 
-        The buffers are released by the first call on this object, or on its engine, that finds the batch done.
+        The buffers are released by the first call on this object, or on its executor, that finds the batch done.
         """
 
     def wait(self, timeout_s: float) -> bool:
@@ -81,7 +81,7 @@ class Batch:
     def error(self) -> str | None:
         """The first fault in words: ``put /path: Permission denied``. RuntimeError before done()."""
 
-class Engine:
+class IoExecutor:
     """A fixed number of native threads. Belongs to the process that made it: make one after fork()."""
 
     def submit(
@@ -121,10 +121,10 @@ class RefusedDirectory(Exception):
     """Why a directory is not taken for a pool, and what to do; without its name."""
 
 # These raise OSError with errno and file name when the directory cannot be made or used, and RefusedDirectory.
-def open_file_engine(root: str, capacity_nbytes: int, threads: int) -> Engine: ...
+def open_file_executor(root: str, capacity_nbytes: int, threads: int) -> IoExecutor: ...
 
 # Of a pool that is there, with one thread; opening writes nothing, and nothing is evicted.
-def find_file_engine(root: str) -> Engine: ...
+def find_file_executor(root: str) -> IoExecutor: ...
 
 # Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.
 def make_file_pool(root: str) -> None: ...
@@ -139,7 +139,7 @@ class TlsError(RuntimeError):
 # checks, for at most 2 s an address, then keeps `connections` of its own. `tls`: paths of PEM files: authorities
 # (empty: the system's), a client's certificate and its key (both or none); None: in plain. OSError when the server
 # cannot be reached, RespError when it refuses, TlsError before either.
-def open_resp_engine(
+def open_resp_executor(
     host: str,
     port: int,
     unix_path: str,
@@ -151,7 +151,7 @@ def open_resp_engine(
     tls: tuple[str, str, str] | None,
     client: str,
     version: str,
-) -> Engine: ...
+) -> IoExecutor: ...
 
 class BareServer:
     """The plainest loop of SET and GET over ``connections``: the bar of a benchmark, and of no other use.
@@ -192,8 +192,8 @@ class Topology:
     def close(self) -> None: ...
     def closed(self) -> bool: ...
 
-# Several servers: nobody serves anything until the first install(). The topology is closed with the engine.
-def open_routed_resp_engine(
+# Several servers: nobody serves anything until the first install(). The topology is closed with the executor.
+def open_routed_resp_executor(
     user: str,
     password: str,
     database: int,
@@ -202,7 +202,7 @@ def open_routed_resp_engine(
     tls: tuple[str, str, str] | None,
     client: str,
     version: str,
-) -> tuple[Engine, Topology]: ...
+) -> tuple[IoExecutor, Topology]: ...
 
 class MalformedEvents(ValueError):
     """Raised by Table.apply; nothing was applied. Says what is wrong, at which byte."""

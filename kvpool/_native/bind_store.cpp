@@ -1,4 +1,4 @@
-// Python bindings of store/: batches, the engine, its stores of files and of servers.
+// Python bindings of store/: batches, the executor, its stores of files and of servers.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -21,8 +21,8 @@
 
 #include "bindings.h"
 #include "buffers.h"
-#include "store/engine.h"
 #include "store/file.h"
+#include "store/io_executor.h"
 #include "store/lookup.h"
 #include "store/resp.h"
 #include "store/tls.h"
@@ -125,15 +125,15 @@ std::vector<Key> read_keys(nb::handle keys) {
   return parsed;
 }
 
-class PyEngine {
+class PyIoExecutor {
  public:
-  explicit PyEngine(std::unique_ptr<Engine> engine)
-      : engine_(std::move(engine)), orphans_(std::make_shared<Orphans>()) {}
-  PyEngine(PyEngine&&) = default;
-  PyEngine& operator=(PyEngine&&) = delete;
-  ~PyEngine() {
-    if (!engine_) return;
-    without_gil([this] { engine_.reset(); });
+  explicit PyIoExecutor(std::unique_ptr<IoExecutor> executor)
+      : executor_(std::move(executor)), orphans_(std::make_shared<Orphans>()) {}
+  PyIoExecutor(PyIoExecutor&&) = default;
+  PyIoExecutor& operator=(PyIoExecutor&&) = delete;
+  ~PyIoExecutor() {
+    if (!executor_) return;
+    without_gil([this] { executor_.reset(); });
     orphans_->reap();
   }
 
@@ -172,7 +172,7 @@ class PyEngine {
         spans.push_back(held[i]);
       }
     }
-    std::shared_ptr<Batch> batch = engine_->submit(op, std::move(parsed), std::move(spans), timeout);
+    std::shared_ptr<Batch> batch = executor_->submit(op, std::move(parsed), std::move(spans), timeout);
     return PyBatch(std::move(batch), std::move(held), orphans_);
   }
 
@@ -188,13 +188,13 @@ class PyEngine {
       if (hashes.size() != 0 && !held.add(hashes.ptr(), false)) throw nb::python_error();
       read.push_back({as_text(hashes), hash_nbytes, group, ranks, record_tokens, windowed});
     }
-    std::shared_ptr<Batch> batch = engine_->submit(std::make_unique<Lookup>(prefix, read), timeout);
+    std::shared_ptr<Batch> batch = executor_->submit(std::make_unique<Lookup>(prefix, read), timeout);
     return PyBatch(std::move(batch), std::move(held), orphans_);
   }
 
   nb::dict counters() {
     orphans_->reap();
-    const Counters counters = without_gil([this] { return engine_->counters(); });
+    const Counters counters = without_gil([this] { return executor_->counters(); });
     nb::dict result;
     for (const auto& [name, value] : counters) result[nb::str(name.data(), name.size())] = value;
     return result;
@@ -202,13 +202,13 @@ class PyEngine {
 
   bool close(double timeout_s) {
     const Clock::duration timeout = to_duration(timeout_s, true);
-    const bool closed = without_gil([&] { return engine_->close(timeout); });
+    const bool closed = without_gil([&] { return executor_->close(timeout); });
     orphans_->reap();
     return closed;
   }
 
  private:
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<IoExecutor> executor_;
   std::shared_ptr<Orphans> orphans_;
 };
 
@@ -229,22 +229,22 @@ auto with_os_errors(const std::string& root, Open open) {
   throw nb::python_error();
 }
 
-PyEngine make_file_engine(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads,
-                          FileBackend::Open how) {
+PyIoExecutor make_file_executor(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads,
+                                FileBackend::Open how) {
   if (capacity_nbytes == 0) throw std::invalid_argument("capacity_nbytes must be at least 1");
   if (threads < 1 || threads > kMaxThreads) throw std::invalid_argument("threads must be from 1 to 256");
-  return PyEngine(with_os_errors(root, [&] {
-    return std::make_unique<Engine>(std::make_unique<FileBackend>(root, capacity_nbytes, how), threads);
+  return PyIoExecutor(with_os_errors(root, [&] {
+    return std::make_unique<IoExecutor>(std::make_unique<FileBackend>(root, capacity_nbytes, how), threads);
   }));
 }
 
-PyEngine open_file_engine(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads) {
-  return make_file_engine(root, capacity_nbytes, threads, FileBackend::Open::kMake);
+PyIoExecutor open_file_executor(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads) {
+  return make_file_executor(root, capacity_nbytes, threads, FileBackend::Open::kMake);
 }
 
 // Of a pool that is there, with one thread: nothing is evicted to a capacity.
-PyEngine find_file_engine(const std::string& root) {
-  return make_file_engine(root, std::numeric_limits<std::uint64_t>::max(), 1, FileBackend::Open::kFind);
+PyIoExecutor find_file_executor(const std::string& root) {
+  return make_file_executor(root, std::numeric_limits<std::uint64_t>::max(), 1, FileBackend::Open::kFind);
 }
 
 void make_file_pool(const std::string& root) {
@@ -284,10 +284,10 @@ RespSettings resp_settings(const std::string& user, const std::string& password,
   return settings;
 }
 
-PyEngine open_resp_engine(const std::string& host, int port, const std::string& unix_path,
-                          const std::string& user, const std::string& password, int database, double ttl_s,
-                          unsigned connections, const std::optional<PyTlsFiles>& tls,
-                          const std::string& client, const std::string& version) {
+PyIoExecutor open_resp_executor(const std::string& host, int port, const std::string& unix_path,
+                                const std::string& user, const std::string& password, int database,
+                                double ttl_s, unsigned connections, const std::optional<PyTlsFiles>& tls,
+                                const std::string& client, const std::string& version) {
   RespSettings settings = resp_settings(user, password, database, ttl_s, connections, tls, client, version);
   if (unix_path.empty() == host.empty()) throw std::invalid_argument("give a host or a unix_path");
   for (const std::string* text : {&host, &unix_path}) {
@@ -297,8 +297,8 @@ PyEngine open_resp_engine(const std::string& host, int port, const std::string& 
     throw std::invalid_argument("port must be from 1 to 65535");
   settings.endpoint = {host, static_cast<std::uint16_t>(port), unix_path};
   try {
-    return PyEngine(without_gil([&] {
-      return std::make_unique<Engine>(std::make_unique<RespBackend>(std::move(settings)), connections);
+    return PyIoExecutor(without_gil([&] {
+      return std::make_unique<IoExecutor>(std::make_unique<RespBackend>(std::move(settings)), connections);
     }));
   } catch (const Unreachable& error) {
     nb::object raised = nb::borrow(PyExc_OSError)(error.error_number(), error.what());
@@ -332,15 +332,15 @@ class PyTopology {
   std::shared_ptr<Topology> topology_;
 };
 
-nb::tuple open_routed_resp_engine(const std::string& user, const std::string& password, int database,
-                                  double ttl_s, unsigned connections, const std::optional<PyTlsFiles>& tls,
-                                  const std::string& client, const std::string& version) {
+nb::tuple open_routed_resp_executor(const std::string& user, const std::string& password, int database,
+                                    double ttl_s, unsigned connections, const std::optional<PyTlsFiles>& tls,
+                                    const std::string& client, const std::string& version) {
   auto topology = std::make_shared<Topology>(
       resp_settings(user, password, database, ttl_s, connections, tls, client, version));
   try {
-    PyEngine engine(without_gil(
-        [&] { return std::make_unique<Engine>(std::make_unique<RespBackend>(topology), connections); }));
-    return nb::make_tuple(std::move(engine), PyTopology(topology));
+    PyIoExecutor executor(without_gil(
+        [&] { return std::make_unique<IoExecutor>(std::make_unique<RespBackend>(topology), connections); }));
+    return nb::make_tuple(std::move(executor), PyTopology(topology));
   } catch (const std::system_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrno(PyExc_OSError);
@@ -372,27 +372,27 @@ void bind_store(nb::module_& m) {
       .def("results", &PyBatch::results)
       .def("error", &PyBatch::error);
 
-  nb::class_<PyEngine>(m, "Engine")
-      .def("submit", &PyEngine::submit, "op"_a, "keys"_a, "buffers"_a.none(), "timeout_s"_a)
-      .def("lookup", &PyEngine::lookup, "prefix"_a, "groups"_a, "timeout_s"_a)
-      .def("counters", &PyEngine::counters)
-      .def("close", &PyEngine::close, "timeout_s"_a);
+  nb::class_<PyIoExecutor>(m, "IoExecutor")
+      .def("submit", &PyIoExecutor::submit, "op"_a, "keys"_a, "buffers"_a.none(), "timeout_s"_a)
+      .def("lookup", &PyIoExecutor::lookup, "prefix"_a, "groups"_a, "timeout_s"_a)
+      .def("counters", &PyIoExecutor::counters)
+      .def("close", &PyIoExecutor::close, "timeout_s"_a);
 
-  m.def("open_file_engine", &open_file_engine, "root"_a, "capacity_nbytes"_a, "threads"_a);
-  m.def("find_file_engine", &find_file_engine, "root"_a);
+  m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a, "threads"_a);
+  m.def("find_file_executor", &find_file_executor, "root"_a);
   m.def("make_file_pool", &make_file_pool, "root"_a);
   nb::exception<RefusedDirectory>(m, "RefusedDirectory");
   nb::exception<RespError>(m, "RespError");
   nb::exception<TlsError>(m, "TlsError");
-  m.def("open_resp_engine", &open_resp_engine, "host"_a, "port"_a, "unix_path"_a, "user"_a, "password"_a,
+  m.def("open_resp_executor", &open_resp_executor, "host"_a, "port"_a, "unix_path"_a, "user"_a, "password"_a,
         "database"_a, "ttl_s"_a, "connections"_a, "tls"_a.none(), "client"_a, "version"_a);
   nb::class_<PyTopology>(m, "Topology")
       .def("install", &PyTopology::install, "nodes"_a)
       .def("wait_for_doubt", &PyTopology::wait_for_doubt, "timeout_s"_a)
       .def("close", &PyTopology::close)
       .def("closed", &PyTopology::closed);
-  m.def("open_routed_resp_engine", &open_routed_resp_engine, "user"_a, "password"_a, "database"_a, "ttl_s"_a,
-        "connections"_a, "tls"_a.none(), "client"_a, "version"_a);
+  m.def("open_routed_resp_executor", &open_routed_resp_executor, "user"_a, "password"_a, "database"_a,
+        "ttl_s"_a, "connections"_a, "tls"_a.none(), "client"_a, "version"_a);
 }
 
 }  // namespace kvpool

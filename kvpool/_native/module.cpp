@@ -3,7 +3,7 @@
 #include "bindings.h"
 
 NB_MODULE(_native, m) {
-  // An engine in a module's global lives until the process ends: not worth a message there.
+  // An executor in a module's global lives until the process ends: not worth a message there.
   nanobind::set_leak_warnings(false);
 
   kvpool::bind_key(m);

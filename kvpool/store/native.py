@@ -18,7 +18,7 @@ class NativeStore(Store):
     ``name``: without secrets.
     """
 
-    def __init__(self, name: str, engine: _native.Engine) -> None:
+    def __init__(self, name: str, engine: _native.IoExecutor) -> None:
         super().__init__(name)
         self._engine = engine
 

@@ -1,6 +1,6 @@
 """Batches that are cancelled at any point: their buffers are the caller's again, and nothing else suffers.
 
-The server is good, slow and misbehaving by turns. Under the sanitizers: tests/native/store/resp_engine_test.cpp.
+The server is good, slow and misbehaving by turns. Under the sanitizers: tests/native/store/resp_test.cpp.
 """
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// The decoder of event batches.
 #include "index/events.h"
 
 #include <array>

@@ -1,3 +1,4 @@
+// Segments of the map: made, split, evicted from and swept; the seed.
 #include "index/flatmap.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Sets of holders: found by content, counted, dropped.
 #include "index/holders.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Spans of blocks that are held, and what several of them have in common.
 #include "index/spans.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Images packed, unpacked and checked.
 #include "index/table_image.h"
 
 #include <algorithm>

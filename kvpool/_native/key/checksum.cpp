@@ -1,3 +1,4 @@
+// Which of the compiled kernels this CPU takes, chosen when the program starts.
 #include "key/checksum.h"
 
 #include "key/checksum_table.h"

@@ -1,3 +1,4 @@
+// XXH3-64 compiled for AVX2.
 #include "key/checksum_kernel.h"
 
 namespace kvpool {

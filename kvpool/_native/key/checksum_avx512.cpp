@@ -1,3 +1,4 @@
+// XXH3-64 compiled for AVX-512.
 #include "key/checksum_kernel.h"
 
 namespace kvpool {

@@ -1,3 +1,4 @@
+// XXH3-64 for any CPU of this architecture.
 #include "key/checksum_kernel.h"
 
 #if defined(__x86_64__)

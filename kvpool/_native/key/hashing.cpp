@@ -1,3 +1,4 @@
+// Block hashes: the canonical CBOR of a block, and the chain of hashes over it.
 #include "key/hashing.h"
 
 #include <openssl/evp.h>

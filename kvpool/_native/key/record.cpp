@@ -1,3 +1,4 @@
+// Headers of records made and checked, and keys parsed.
 #include "key/record.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// The plain loops over a server and over a directory.
 #include "store/bare.h"
 
 #include <fcntl.h>

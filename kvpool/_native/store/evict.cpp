@@ -1,3 +1,4 @@
+// How buckets are counted, and which records go.
 #include "store/evict.h"
 
 #include <sys/file.h>

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <string>
 
-#include "store/engine.h"
+#include "store/io_executor.h"
 #include "store/usage.h"
 
 namespace kvpool {

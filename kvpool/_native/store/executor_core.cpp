@@ -106,7 +106,7 @@ std::optional<Item> Core::take(bool puts_too) {
   for (auto& queue : queues) {
     if (&queue == &queues[queue_of(Op::kPut)]) {
       if (!puts_too) break;
-      if (auto item = take_bereft()) return item;
+      if (auto item = take_orphaned_put()) return item;
     }
     while (!queue.empty()) {
       const std::shared_ptr<Batch> batch = queue.front();
@@ -148,10 +148,10 @@ bool Core::joins(const std::shared_ptr<Batch>& batch, std::size_t index) {
 }
 
 // Under the lock.
-std::optional<Item> Core::take_bereft() {
-  while (!bereft.empty()) {
-    const Waiter waiter = std::move(bereft.front());
-    bereft.pop_front();
+std::optional<Item> Core::take_orphaned_put() {
+  while (!orphaned_puts.empty()) {
+    const Waiter waiter = std::move(orphaned_puts.front());
+    orphaned_puts.pop_front();
     // The batch was stopped, and this item with it.
     if (waiter.batch->waiting_.erase(waiter.index) == 0) continue;
     if (joins(waiter.batch, waiter.index)) continue;
@@ -169,7 +169,7 @@ void Core::end_waiters(const Batch& batch, std::size_t index, Status status, con
   writing.erase(found);
   if (waiters.empty()) return;
   if (status == Status::kCancelled || status == Status::kTimedOut) {
-    std::move(waiters.begin(), waiters.end(), std::back_inserter(bereft));
+    std::move(waiters.begin(), waiters.end(), std::back_inserter(orphaned_puts));
     work_arrived.notify_all();
     for (const auto& lane : lanes) lane->wake();
     return;

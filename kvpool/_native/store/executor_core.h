@@ -1,4 +1,4 @@
-// What an engine's lanes, its deadlines and its callers share: the queues and the batches in them. See engine.h.
+// What an executor's lanes, its deadlines and its callers share: the queues and the batches in them. See io_executor.h.
 #pragma once
 
 #include <unistd.h>
@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "store/engine.h"
+#include "store/io_executor.h"
 
 namespace kvpool {
 
@@ -52,7 +52,7 @@ struct Core {
     std::vector<Waiter> waiters;
   };
   std::unordered_map<std::string_view, Writing> writing;  // by key, whose text the batch of the put holds
-  std::deque<Waiter> bereft;                              // the put that they waited for was given up
+  std::deque<Waiter> orphaned_puts;                       // the put that they waited for was given up
   // Every batch that is not done, by deadline; `expired` once the deadline has been acted on.
   std::map<std::pair<Clock::time_point, std::uint64_t>, std::shared_ptr<Batch>> deadlines;
   std::map<std::uint64_t, std::shared_ptr<Batch>> expired;
@@ -76,7 +76,7 @@ struct Core {
   void stop(const std::shared_ptr<Batch>& batch, Status status);
   std::optional<Item> take(bool puts_too = true);
   bool joins(const std::shared_ptr<Batch>& batch, std::size_t index);
-  std::optional<Item> take_bereft();
+  std::optional<Item> take_orphaned_put();
   void end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error);
   void finish(Batch& batch, std::size_t index, Status status, std::string error);
   void run_lane(Lane& lane);

@@ -15,7 +15,7 @@
 #include <memory>
 #include <string>
 
-#include "store/engine.h"
+#include "store/io_executor.h"
 #include "store/pool_directory.h"
 
 namespace kvpool {

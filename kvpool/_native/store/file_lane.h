@@ -10,8 +10,8 @@
 #include <span>
 #include <string>
 
-#include "store/engine.h"
 #include "store/file.h"
+#include "store/io_executor.h"
 #include "store/pool_directory.h"
 #include "store/usage.h"
 

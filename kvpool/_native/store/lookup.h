@@ -1,5 +1,5 @@
 // The keys of one lookup: which leading records of a prompt are in the pool. Each key is spelled when it is sent; how
-// far it is still worth asking follows from what was found missing. Knows no engine and no lane.
+// far it is still worth asking follows from what was found missing. Knows no executor and no lane.
 //
 // Who owns what: everything is fixed but `end_tokens_`, which any thread may lower. key() alone reads the hashes.
 #pragma once

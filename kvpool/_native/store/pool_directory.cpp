@@ -1,3 +1,4 @@
+// How a directory is judged, made a pool, and found again.
 #include "store/pool_directory.h"
 
 #include <dirent.h>

@@ -1,3 +1,4 @@
+// Paths of records, and names that may be records.
 #include "store/record_file.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// A lane of the backend for servers: its connections, which one an item goes to, and its wait for all of them.
 #include "store/resp.h"
 
 #include <poll.h>
@@ -191,7 +192,7 @@ class RespLane : public Lane {
     // wake() sets the flag before it writes: what is left of an earlier wake must not keep poll() from
     // waiting.
     if ((polled_[0].revents & POLLIN) != 0) woken_.exchange(true, std::memory_order_acq_rel);
-    for (std::size_t i = 0; i < connections_.size(); ++i) connections_[i]->came(polled_[i + 1].revents);
+    for (std::size_t i = 0; i < connections_.size(); ++i) connections_[i]->on_poll(polled_[i + 1].revents);
   }
 
   void end(std::string_view why) {

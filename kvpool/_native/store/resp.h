@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-#include "store/engine.h"
+#include "store/io_executor.h"
 #include "store/resp_counts.h"
 #include "store/resp_dial.h"
 #include "store/topology.h"

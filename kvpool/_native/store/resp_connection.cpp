@@ -90,7 +90,7 @@ Clock::time_point RespConnection::wake_at() const {
   return std::min(until, dial_->wake_at());
 }
 
-void RespConnection::came(short events) {
+void RespConnection::on_poll(short events) {
   readable_ = socket_ && (events & (POLLIN | POLLHUP | POLLERR)) != 0;
 }
 
@@ -201,7 +201,7 @@ void RespConnection::add(std::unique_ptr<Request> request) {
   requests_.push_back(std::move(request));
 }
 
-void RespConnection::pay(Request& request, std::size_t nbytes) {
+void RespConnection::release_window(Request& request, std::size_t nbytes) {
   const std::size_t paid = std::min(nbytes, request.cost_left);
   request.cost_left -= paid;
   in_flight_nbytes_ -= paid;
@@ -248,7 +248,7 @@ void RespConnection::give_up_stopped(Clock::time_point now) {
     if (!request->on_the_wire() && (stopped || is_over)) {
       if (stopped) end_item(*request, *stopped, {});
       if (is_over || request->kind != Kind::kCleanup) {
-        pay(*request, request->cost_left);
+        release_window(*request, request->cost_left);
         request.reset();
         continue;
       }

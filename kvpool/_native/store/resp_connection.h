@@ -39,7 +39,7 @@
 #include <string_view>
 #include <vector>
 
-#include "store/engine.h"
+#include "store/io_executor.h"
 #include "store/resp_counts.h"
 #include "store/resp_dial.h"
 #include "store/resp_node.h"
@@ -105,7 +105,7 @@ class RespConnection {
   pollfd polled() const;
   Clock::time_point wake_at() const;
   Clock::time_point next_deadline() const { return next_deadline_; }
-  void came(short events);
+  void on_poll(short events);
 
  private:
   static constexpr const char* kUnexpected = "its reply does not fit what it was asked";
@@ -137,7 +137,7 @@ class RespConnection {
   void begin_waiting();
   void add(std::unique_ptr<Request> request);
   bool let_go(Request& request, Status status, Clock::time_point now);
-  void pay(Request& request, std::size_t nbytes);
+  void release_window(Request& request, std::size_t nbytes);
   void count_window();
 
   bool send_some();
@@ -148,19 +148,19 @@ class RespConnection {
 
   bool receive_some();
   std::size_t wanted_nbytes(bool in_body) const;
-  std::string understand(std::span<const std::byte> input);
-  void bulk_came(Request& request, std::span<const std::byte> piece);
-  void body_came(Request& request, std::size_t nbytes);
-  std::string token_came(Request& request, const RespToken& token);
-  std::string error_came(Request& request, std::string_view text);
+  std::string parse_replies(std::span<const std::byte> input);
+  void on_bulk(Request& request, std::span<const std::byte> piece);
+  void on_body(Request& request, std::size_t nbytes);
+  std::string on_token(Request& request, const RespToken& token);
+  std::string on_error(Request& request, std::string_view text);
   bool note_refusal(Request& request, std::string_view word, std::string_view text);
   void go_on(Request& answered, Request::Kind kind);
-  std::string age_came(Request& request, const RespToken& token);
-  std::string put_token_came(Request& request, const RespToken& token);
-  void put_error_came(Request& request, std::string_view text);
-  std::string get_token_came(Request& request, const RespToken& token);
+  std::string on_age(Request& request, const RespToken& token);
+  std::string on_put_token(Request& request, const RespToken& token);
+  void on_put_error(Request& request, std::string_view text);
+  std::string on_get_token(Request& request, const RespToken& token);
   static void check_h(Request& request);
-  std::string body_begins(Request& request, std::uint64_t nbytes);
+  std::string on_body_begin(Request& request, std::uint64_t nbytes);
   std::string too_large(Request& request);
   void end_get(Request& request);
   void clean_up(Request& damaged);

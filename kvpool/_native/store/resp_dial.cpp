@@ -1,3 +1,4 @@
+// The steps of a dial, and the greeting with its answers.
 #include "store/resp_dial.h"
 
 #include <poll.h>

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "store/engine.h"
+#include "store/io_executor.h"
 #include "store/resp_parser.h"
 #include "store/socket.h"
 #include "store/stream.h"

@@ -1,3 +1,4 @@
+// The parser, one line or piece of a value at a time.
 #include "store/resp_parser.h"
 
 #include <algorithm>

@@ -17,7 +17,7 @@ constexpr std::uint64_t kMaxDrainNbytes = 64 << 20;
 
 }  // namespace
 
-std::string RespConnection::get_token_came(Request& request, const RespToken& token) {
+std::string RespConnection::on_get_token(Request& request, const RespToken& token) {
   switch (request.stage) {
     case Stage::kStart:
       if (token.kind != RespKind::kArray || token.value != 2) return kUnexpected;
@@ -41,7 +41,8 @@ std::string RespConnection::get_token_came(Request& request, const RespToken& to
       request.stage = Stage::kBody;
       return {};
     case Stage::kBody:
-      if (token.kind == RespKind::kBulk) return body_begins(request, static_cast<std::uint64_t>(token.value));
+      if (token.kind == RespKind::kBulk)
+        return on_body_begin(request, static_cast<std::uint64_t>(token.value));
       if (token.kind == RespKind::kNil) {
         if (request.h_is_nil) {
           end_front(Status::kMiss, {});
@@ -74,7 +75,7 @@ void RespConnection::check_h(Request& request) {
   if (request.damage == Damage::kNone) request.checksum.emplace(header);
 }
 
-std::string RespConnection::body_begins(Request& request, std::uint64_t nbytes) {
+std::string RespConnection::on_body_begin(Request& request, std::uint64_t nbytes) {
   if (request.h_is_nil) request.damage = Damage::kTruncated;
   if (request.damage == Damage::kNone && nbytes != request.into.size()) request.damage = Damage::kLength;
   const bool good = request.item && request.damage == Damage::kNone;

@@ -66,8 +66,8 @@ bool RespConnection::receive_some() {
   }
   const std::size_t got = result.nbytes;
   const std::size_t straight = std::min(got, direct);
-  if (straight != 0) body_came(*front, straight);
-  std::string why = understand({scratch_.data(), got - straight});
+  if (straight != 0) on_body(*front, straight);
+  std::string why = parse_replies({scratch_.data(), got - straight});
   if (!why.empty()) lose(Cause::kServer, why);
   return true;
 }
@@ -95,26 +95,26 @@ std::size_t RespConnection::wanted_nbytes(bool in_body) const {
 }
 
 // Returns why the connection is in doubt; empty when it is not.
-std::string RespConnection::understand(std::span<const std::byte> input) {
+std::string RespConnection::parse_replies(std::span<const std::byte> input) {
   while (!input.empty()) {
     if (requests_.empty() || !requests_.front()->on_the_wire()) return "it sent more than it was asked for";
     Request& front = *requests_.front();
     if (parser_.bulk_left() != 0) {
       const auto piece =
           input.first(static_cast<std::size_t>(std::min<std::uint64_t>(input.size(), parser_.bulk_left())));
-      bulk_came(front, piece);
+      on_bulk(front, piece);
       input = input.subspan(piece.size());
       continue;
     }
     const auto token = parser_.next(input);
     if (!token) break;
-    std::string why = token_came(front, *token);
+    std::string why = on_token(front, *token);
     if (!why.empty()) return why;
   }
   return {};
 }
 
-void RespConnection::bulk_came(Request& request, std::span<const std::byte> piece) {
+void RespConnection::on_bulk(Request& request, std::span<const std::byte> piece) {
   switch (request.item ? request.sink : Sink::kNowhere) {
     case Sink::kHeader: {
       const std::size_t kept = std::min(piece.size(), request.h.size() - request.h_got);
@@ -124,7 +124,7 @@ void RespConnection::bulk_came(Request& request, std::span<const std::byte> piec
     }
     case Sink::kBody:
       std::memcpy(request.into.data() + request.body_got, piece.data(), piece.size());
-      body_came(request, piece.size());
+      on_body(request, piece.size());
       return;
     case Sink::kNowhere:
       break;
@@ -133,14 +133,14 @@ void RespConnection::bulk_came(Request& request, std::span<const std::byte> piec
 }
 
 // `nbytes` more of b are in their place.
-void RespConnection::body_came(Request& request, std::size_t nbytes) {
+void RespConnection::on_body(Request& request, std::size_t nbytes) {
   request.checksum->update(request.into.subspan(request.body_got, nbytes));
   request.body_got += nbytes;
   parser_.take(nbytes);
-  pay(request, std::min(nbytes, request.cost_left - kRequestNbytes));
+  release_window(request, std::min(nbytes, request.cost_left - kRequestNbytes));
 }
 
-std::string RespConnection::token_came(Request& request, const RespToken& token) {
+std::string RespConnection::on_token(Request& request, const RespToken& token) {
   if (token.kind == RespKind::kBad) return "its reply is no RESP2, or too large";
   if (request.asking && !request.asked) {
     // Where it is refused the command is, too.
@@ -148,14 +148,14 @@ std::string RespConnection::token_came(Request& request, const RespToken& token)
     request.asked = true;
     return {};
   }
-  if (request.kind == Kind::kPut) return put_token_came(request, token);
+  if (request.kind == Kind::kPut) return on_put_token(request, token);
   if (!request.is_sent()) return kTooEarly;
-  if (token.kind == RespKind::kError) return error_came(request, token.text);
+  if (token.kind == RespKind::kError) return on_error(request, token.text);
   switch (request.kind) {
     case Kind::kPut:
       break;
     case Kind::kGet:
-      return get_token_came(request, token);
+      return on_get_token(request, token);
     case Kind::kContains:
     case Kind::kDelete:
     case Kind::kTouch:
@@ -172,7 +172,7 @@ std::string RespConnection::token_came(Request& request, const RespToken& token)
       end_front(token.value == 1 && request.kind != Kind::kCleanup ? Status::kOk : Status::kMiss, {});
       return {};
     case Kind::kAge:
-      return age_came(request, token);
+      return on_age(request, token);
     case Kind::kRenew:
       if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
       end_front(Status::kMiss, {});
@@ -182,7 +182,7 @@ std::string RespConnection::token_came(Request& request, const RespToken& token)
 }
 
 // A whole reply that says no is an answer: to this command, and to no other.
-std::string RespConnection::error_came(Request& request, std::string_view text) {
+std::string RespConnection::on_error(Request& request, std::string_view text) {
   const std::string_view word = first_word(text);
   const std::string words = settings_.endpoint.name() + ": " + settings_.shown(text);
   if (request.stage != Stage::kStart) {
@@ -243,7 +243,7 @@ void RespConnection::go_on(Request& answered, Kind kind) {
 }
 
 // What is left of a key's time to live, in ms; -1: it has none, -2: it is not there.
-std::string RespConnection::age_came(Request& request, const RespToken& token) {
+std::string RespConnection::on_age(Request& request, const RespToken& token) {
   if (token.kind != RespKind::kInteger || token.value < -2) return kUnexpected;
   const std::int64_t ttl_ms = settings_.ttl.count();
   const bool is_old = token.value != -2 && token.value <= ttl_ms - ttl_ms / 4;
@@ -254,12 +254,12 @@ std::string RespConnection::age_came(Request& request, const RespToken& token) {
 }
 
 // MULTI, HSET, PEXPIRE and EXEC have a reply each, and that to EXEC holds those to the two between.
-std::string RespConnection::put_token_came(Request& request, const RespToken& token) {
+std::string RespConnection::on_put_token(Request& request, const RespToken& token) {
   const PutReply reply = request.put_reply;
   const auto place = static_cast<std::size_t>(reply);
   if (place < request.answerable.size() && request.sent < request.answerable[place]) return kTooEarly;
   if (token.kind == RespKind::kError) {
-    put_error_came(request, token.text);
+    on_put_error(request, token.text);
   } else if (reply == PutReply::kExec) {
     if (token.kind != RespKind::kArray || token.value != 2) return kUnexpected;
   } else if (token.kind == RespKind::kInteger && token.value >= 0 &&
@@ -287,7 +287,7 @@ std::string RespConnection::put_token_came(Request& request, const RespToken& to
 }
 
 // The first error is the one that says why; the others only follow from it.
-void RespConnection::put_error_came(Request& request, std::string_view text) {
+void RespConnection::on_put_error(Request& request, std::string_view text) {
   const std::string_view word = first_word(text);
   if (note_refusal(request, word, text) || request.outcome != Status::kOk) return;
   request.outcome = word == "OOM" ? Status::kNoRoom : Status::kFault;
@@ -304,7 +304,7 @@ void RespConnection::end_front(Status status, std::string words) {
     front.item->finish(status, std::move(words));
     front.item.reset();
   }
-  pay(front, front.cost_left);
+  release_window(front, front.cost_left);
   requests_.pop_front();
   --first_unsent_;
   if (look) add(std::move(look));
@@ -345,7 +345,7 @@ bool RespConnection::note_redirect(Request& request, std::string_view text) cons
 void RespConnection::redirect_front() {
   attempts_ = 0;
   std::unique_ptr<Request> front = std::move(requests_.front());
-  pay(*front, front->cost_left);
+  release_window(*front, front->cost_left);
   requests_.pop_front();
   --first_unsent_;
   (front->moved_asking ? counts_.asked : counts_.moved).fetch_add(1, std::memory_order_relaxed);

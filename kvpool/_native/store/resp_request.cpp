@@ -1,3 +1,4 @@
+// How requests are composed.
 #include "store/resp_request.h"
 
 #include <algorithm>

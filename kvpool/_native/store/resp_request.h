@@ -11,7 +11,7 @@
 #include <string_view>
 
 #include "key/record.h"
-#include "store/engine.h"
+#include "store/io_executor.h"
 
 namespace kvpool {
 

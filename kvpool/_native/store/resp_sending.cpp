@@ -98,7 +98,8 @@ void RespConnection::advance(std::size_t nbytes) {
     const std::size_t now = std::min(left, nbytes);
     request.sent += now;
     nbytes -= now;
-    if (request.kind == Kind::kPut) pay(request, std::min(now, request.cost_left - kRequestNbytes));
+    if (request.kind == Kind::kPut)
+      release_window(request, std::min(now, request.cost_left - kRequestNbytes));
     if (!request.is_sent()) return;
     ++first_unsent_;
   }

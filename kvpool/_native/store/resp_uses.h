@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "store/engine.h"
+#include "store/io_executor.h"
 
 namespace kvpool {
 

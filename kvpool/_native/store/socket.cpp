@@ -1,3 +1,4 @@
+// Names resolved, sockets opened, connected and set up.
 #include "store/socket.h"
 
 #include <netdb.h>

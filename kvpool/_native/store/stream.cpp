@@ -1,3 +1,4 @@
+// Sends, receives and handshakes, in plain and through OpenSSL.
 #include "store/stream.h"
 
 #include <openssl/bio.h>

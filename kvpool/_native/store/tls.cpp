@@ -1,3 +1,4 @@
+// Certificates loaded, and OpenSSL set up for clients.
 #include "store/tls.h"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// The map of slots: installed, looked up, held in doubt.
 #include "store/topology.h"
 
 #include <arpa/inet.h>

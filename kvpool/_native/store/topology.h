@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "store/engine.h"
+#include "store/io_executor.h"
 #include "store/resp_dial.h"
 #include "store/resp_node.h"
 

@@ -1,3 +1,4 @@
+// The file of byte counts: its checks, its lock, its changes.
 #include "store/usage.h"
 
 #include <fcntl.h>

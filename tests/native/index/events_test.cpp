@@ -1,3 +1,4 @@
+// Event batches: good ones, cut ones, wrong ones.
 #include "index/events.h"
 
 #include <cstdint>

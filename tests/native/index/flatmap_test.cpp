@@ -1,3 +1,4 @@
+// The map against a plain one, how it grows, evicts and is swept.
 #include "index/flatmap.h"
 
 #include <algorithm>

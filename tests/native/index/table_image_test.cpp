@@ -1,3 +1,4 @@
+// Images of tables: there and back, damaged, and while others write.
 #include "index/table_image.h"
 
 #include <algorithm>

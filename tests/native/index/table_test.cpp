@@ -1,3 +1,4 @@
+// What a table says after events, against plain models of what workers hold.
 #include "index/table.h"
 
 #include <algorithm>

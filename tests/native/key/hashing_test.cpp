@@ -1,3 +1,4 @@
+// Hash chains against golden vectors, and what they refuse.
 #include "key/hashing.h"
 
 #include <cstdint>

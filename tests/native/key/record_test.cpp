@@ -1,3 +1,4 @@
+// Keys and headers: golden bytes, and every kind of damage.
 #include "key/record.h"
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// The engine on the file backend.
+// The executor on the file backend.
 #include "store/file.h"
 
 #include <fcntl.h>
@@ -18,8 +18,8 @@
 
 #include "check.h"
 #include "store/descriptor.h"
-#include "store/engine.h"
 #include "store/evict.h"
+#include "store/io_executor.h"
 #include "store/record_file.h"
 #include "store/usage.h"
 
@@ -51,9 +51,9 @@ class Directory {
   fs::path path_;
 };
 
-std::unique_ptr<Engine> open_engine(const std::string& root, std::uint64_t capacity_nbytes,
-                                    unsigned threads) {
-  return std::make_unique<Engine>(
+std::unique_ptr<IoExecutor> open_engine(const std::string& root, std::uint64_t capacity_nbytes,
+                                        unsigned threads) {
+  return std::make_unique<IoExecutor>(
       std::make_unique<FileBackend>(root, capacity_nbytes, FileBackend::Open::kMake), threads);
 }
 
@@ -87,7 +87,7 @@ std::vector<std::byte> payload_of(unsigned i, std::size_t n) {
   return bytes;
 }
 
-std::vector<Status> run(Engine& engine, Op op, const std::vector<unsigned>& ids,
+std::vector<Status> run(IoExecutor& engine, Op op, const std::vector<unsigned>& ids,
                         std::vector<std::vector<std::byte>>& buffers, Clock::duration timeout = 20s,
                         std::string* error = nullptr) {
   std::vector<Key> keys;
@@ -100,25 +100,25 @@ std::vector<Status> run(Engine& engine, Op op, const std::vector<unsigned>& ids,
   return {batch->results().begin(), batch->results().end()};
 }
 
-Status put(Engine& engine, unsigned i, std::size_t n, std::string* error = nullptr) {
+Status put(IoExecutor& engine, unsigned i, std::size_t n, std::string* error = nullptr) {
   std::vector<std::vector<std::byte>> buffers = {payload_of(i, n)};
   return run(engine, Op::kPut, {i}, buffers, 20s, error)[0];
 }
 
 // kOk only when the bytes are the right ones.
-Status get(Engine& engine, unsigned i, std::size_t n, std::string* error = nullptr) {
+Status get(IoExecutor& engine, unsigned i, std::size_t n, std::string* error = nullptr) {
   std::vector<std::vector<std::byte>> buffers = {std::vector<std::byte>(n)};
   const Status status = run(engine, Op::kGet, {i}, buffers, 20s, error)[0];
   if (status == Status::kOk) CHECK(buffers[0] == payload_of(i, n));
   return status;
 }
 
-Status ask(Engine& engine, Op op, unsigned i) {
+Status ask(IoExecutor& engine, Op op, unsigned i) {
   std::vector<std::vector<std::byte>> none;
   return run(engine, op, {i}, none)[0];
 }
 
-std::uint64_t counter(const Engine& engine, const std::string& name) {
+std::uint64_t counter(const IoExecutor& engine, const std::string& name) {
   for (const auto& [n, value] : engine.counters()) {
     if (n == name) return value;
   }
@@ -323,7 +323,7 @@ TEST(two_engines_share_a_directory_and_its_capacity) {
   const Directory root;
   constexpr std::uint64_t kCapacity = 8 * kMiB;
   constexpr unsigned kKeys = 200;
-  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<std::unique_ptr<IoExecutor>> engines;
   engines.push_back(open_engine(root.text(), kCapacity, 2));
   engines.push_back(open_engine(root.text(), kCapacity, 2));
   std::atomic<bool> stop{false};
@@ -336,7 +336,7 @@ TEST(two_engines_share_a_directory_and_its_capacity) {
   for (unsigned t = 0; t < 4; ++t) {
     workers.emplace_back([&, t] {
       std::mt19937 random(t);
-      Engine& engine = *engines[t % 2];
+      IoExecutor& engine = *engines[t % 2];
       for (int i = 0; i < 150; ++i) {
         const auto id = static_cast<unsigned>(random() % kKeys);
         const std::size_t n = 1000 + id * 1000;
@@ -773,7 +773,7 @@ TEST(finding_a_pool_writes_nothing) {
   std::ofstream(root / "tmp/1.2.3.4") << "x";
   fs::remove(root / "usage");
   {
-    Engine engine(std::make_unique<FileBackend>(root.text(), 1, FileBackend::Open::kFind), 1);
+    IoExecutor engine(std::make_unique<FileBackend>(root.text(), 1, FileBackend::Open::kFind), 1);
     CHECK(ask(engine, Op::kContains, 1) == Status::kOk);
     CHECK(fs::exists(root / "tmp/1.2.3.4") && !fs::exists(root / "usage"));
     CHECK(ask(engine, Op::kDelete, 1) == Status::kOk);

@@ -1,4 +1,4 @@
-// Lookups: which keys they spell, how far they ask, and what the engine makes of the answers.
+// Lookups: which keys they spell, how far they ask, and what the executor makes of the answers.
 #include "store/lookup.h"
 
 #include <condition_variable>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "check.h"
-#include "store/engine.h"
+#include "store/io_executor.h"
 
 namespace kvpool {
 namespace {
@@ -110,13 +110,13 @@ std::string results(const Batch& batch) {
   return text;
 }
 
-std::string ended(Engine& engine, std::vector<LookupGroup> groups) {
+std::string ended(IoExecutor& engine, std::vector<LookupGroup> groups) {
   const auto batch = engine.submit(lookup_of(std::move(groups)), 20s);
   CHECK(batch->wait_until(Clock::now() + 20s));
   return results(*batch);
 }
 
-std::uint64_t counter(const Engine& engine, const std::string& name) {
+std::uint64_t counter(const IoExecutor& engine, const std::string& name) {
   for (const auto& [one, value] : engine.counters()) {
     if (one == name) return value;
   }
@@ -189,7 +189,7 @@ TEST(lookup_of_an_engine_is_there_when_all_parts_are) {
   Pool pool;
   pool.answer(1, 2, 1, Status::kMiss);
   pool.answer(2, 1, 0, Status::kMiss);
-  Engine engine(std::make_unique<PoolBackend>(pool), 2);
+  IoExecutor engine(std::make_unique<PoolBackend>(pool), 2);
   CHECK(ended(engine, {group_of(4, 0, 3, 16)}) == "1111");
   CHECK(ended(engine, {group_of(4, 1, 1, 16)}) == "1111");
   CHECK(ended(engine, {group_of(4, 1, 2, 16)}) == "1100");
@@ -203,7 +203,7 @@ TEST(lookup_of_an_engine_is_there_when_all_parts_are) {
 TEST(lookup_of_an_engine_ends_with_what_is_missing) {
   Pool pool;
   pool.answer(0, 5, 7, Status::kMiss);
-  Engine engine(std::make_unique<PoolBackend>(pool), 1);
+  IoExecutor engine(std::make_unique<PoolBackend>(pool), 1);
   const std::string answer = ended(engine, {group_of(1'000'000, 0, 8, 16)});
   CHECK(answer == "11111" + std::string(1'000'000 - 5, '0'));
   CHECK(pool.count_asked() == 48);
@@ -213,7 +213,7 @@ TEST(lookup_of_an_engine_ends_with_what_is_missing) {
 TEST(lookup_of_more_keys_than_may_wait_counts_as_one) {
   Pool pool;
   pool.open = false;
-  Engine engine(std::make_unique<PoolBackend>(pool), 1);
+  IoExecutor engine(std::make_unique<PoolBackend>(pool), 1);
   const auto long_one = engine.submit(lookup_of({group_of(300'000, 0, 8, 16)}), 20s);
   const auto other = engine.submit(lookup_of({group_of(3, 1, 1, 16)}), 20s);
   CHECK(eventually([&] { return pool.count_asked() == 1; }));
@@ -231,7 +231,7 @@ TEST(lookup_of_more_keys_than_may_wait_counts_as_one) {
 TEST(lookup_of_an_engine_that_is_stopped_says_so_and_a_fault_outweighs_a_miss) {
   Pool pool;
   pool.open = false;
-  Engine engine(std::make_unique<PoolBackend>(pool), 1);
+  IoExecutor engine(std::make_unique<PoolBackend>(pool), 1);
   const auto cancelled = engine.submit(lookup_of({group_of(1000, 0, 8, 16)}), 20s);
   CHECK(eventually([&] { return pool.count_asked() == 1; }));
   cancelled->cancel();
@@ -258,7 +258,7 @@ TEST(lookups_of_many_threads_end_once_each) {
   for (std::size_t record = 0; record < 64; record += 5) {
     pool.answer(0, record + 20, static_cast<std::uint16_t>(record % 4), Status::kMiss);
   }
-  Engine engine(std::make_unique<PoolBackend>(pool), 4);
+  IoExecutor engine(std::make_unique<PoolBackend>(pool), 4);
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&engine, caller] {

@@ -1,3 +1,4 @@
+// The server of the tests: what it reads and answers.
 #include "store/resp_server.h"
 
 #include <arpa/inet.h>

@@ -1,3 +1,4 @@
+// The other end of a TLS connection, in this process.
 #include "store/tls_peer.h"
 
 #include <fcntl.h>

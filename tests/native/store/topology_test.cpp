@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "check.h"
-#include "store/engine.h"
+#include "store/io_executor.h"
 #include "store/resp.h"
 #include "store/resp_server.h"
 
@@ -39,10 +39,10 @@ Bytes make_payload(std::size_t nbytes, unsigned seed = 1) {
 
 constexpr unsigned kLast = kSlots - 1;
 
-// An engine on a topology that the test installs.
+// An executor on a topology that the test installs.
 struct Store {
   std::shared_ptr<Topology> topology = std::make_shared<Topology>(RespSettings());
-  Engine engine;
+  IoExecutor engine;
 
   explicit Store(const std::vector<NodeSlots>& nodes, unsigned lanes = 1)
       : engine(std::make_unique<RespBackend>(topology), lanes) {

@@ -1,5 +1,5 @@
-// Batches, their items, where lanes get them, and the threads that run lanes. See engine.h.
-#include "store/engine.h"
+// Batches, their items, where lanes get them, and the threads that run lanes. See io_executor.h.
+#include "store/io_executor.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -15,7 +15,7 @@ namespace kvpool {
 namespace {
 
 constexpr Clock::duration kDestructorTimeout = std::chrono::seconds(5);
-constexpr const char* kForked = "the engine was made before fork(): make one in this process";
+constexpr const char* kForked = "the executor was made before fork(): make one in this process";
 
 // Signals of the process are for the threads of the caller (Python runs its handlers in the main thread).
 class BlockSignals {
@@ -130,7 +130,7 @@ std::optional<Item> Source::try_next_read() {
 
 bool Source::closing() const { return core_.closing.load(); }
 
-Engine::Engine(std::unique_ptr<Backend> backend, unsigned threads)
+IoExecutor::IoExecutor(std::unique_ptr<Backend> backend, unsigned threads)
     : core_(std::make_shared<Core>(std::move(backend))) {
   for (unsigned i = 0; i < threads; ++i) core_->lanes.push_back(core_->backend->make_lane(i));
 
@@ -162,7 +162,7 @@ Engine::Engine(std::unique_ptr<Backend> backend, unsigned threads)
   }
 }
 
-Engine::~Engine() {
+IoExecutor::~IoExecutor() {
   if (forked()) {
     // std::thread's destructor would end the process, and a lock may be held for ever: leave it all to the exit.
     new std::shared_ptr<Core>(std::move(core_));
@@ -174,24 +174,24 @@ Engine::~Engine() {
   core_->threads.clear();
 }
 
-bool Engine::forked() const { return getpid() != core_->pid; }
+bool IoExecutor::forked() const { return getpid() != core_->pid; }
 
-std::shared_ptr<Batch> Engine::submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
-                                      Clock::duration timeout) {
+std::shared_ptr<Batch> IoExecutor::submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
+                                          Clock::duration timeout) {
   return submit(std::make_shared<Batch>(op, std::move(keys), std::move(buffers), Clock::now() + timeout));
 }
 
-std::shared_ptr<Batch> Engine::submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout) {
+std::shared_ptr<Batch> IoExecutor::submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout) {
   return submit(std::make_shared<Batch>(std::move(lookup), Clock::now() + timeout));
 }
 
-std::shared_ptr<Batch> Engine::submit(std::shared_ptr<Batch> batch) {
+std::shared_ptr<Batch> IoExecutor::submit(std::shared_ptr<Batch> batch) {
   if (forked()) throw std::runtime_error(kForked);
   const std::size_t items = batch->item_count();
   const std::size_t waits = batch->lookup_ ? 1 : items;
   batch->core_ = core_;
   const Core::Lock lock(core_->mutex);
-  if (core_->closing.load()) throw std::runtime_error("the engine is closed");
+  if (core_->closing.load()) throw std::runtime_error("the executor is closed");
   if (waits > kMaxQueuedItems - core_->queued_items) {
     throw std::runtime_error("queue full: " + std::to_string(core_->queued_items) +
                              " items are waiting, at most " + std::to_string(kMaxQueuedItems) + " may");
@@ -216,7 +216,7 @@ std::shared_ptr<Batch> Engine::submit(std::shared_ptr<Batch> batch) {
   return batch;
 }
 
-Counters Engine::counters() const {
+Counters IoExecutor::counters() const {
   if (forked()) throw std::runtime_error(kForked);
   const auto read = [this](Op op, Status status) {
     return core_->counts[static_cast<std::size_t>(op)][static_cast<std::size_t>(status)].load(
@@ -254,7 +254,7 @@ Counters Engine::counters() const {
   return counters;
 }
 
-bool Engine::close(Clock::duration timeout) {
+bool IoExecutor::close(Clock::duration timeout) {
   if (forked()) return true;
   const Clock::time_point until = Clock::now() + timeout;
   std::vector<std::thread> ended;
@@ -280,7 +280,7 @@ bool Engine::close(Clock::duration timeout) {
   // Batches outlive this, and keep the Core.
   const Core::Lock lock(core_->mutex);
   core_->writing.clear();
-  core_->bereft.clear();
+  core_->orphaned_puts.clear();
   core_->lanes.clear();
   return true;
 }

@@ -1,4 +1,6 @@
 // The RESP backend against servers that misbehave: whatever they send, never a wrong byte, never a hang.
+#include "store/resp.h"
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -10,8 +12,7 @@
 #include <vector>
 
 #include "check.h"
-#include "store/engine.h"
-#include "store/resp.h"
+#include "store/io_executor.h"
 #include "store/resp_server.h"
 
 namespace kvpool {
@@ -60,27 +61,27 @@ std::string good_reply(const Key& key, const Bytes& payload) {
   return "*2\r\n" + bulk(h) + bulk(b);
 }
 
-std::unique_ptr<Engine> connect(const RespServer& server, unsigned lanes = 1) {
+std::unique_ptr<IoExecutor> connect(const RespServer& server, unsigned lanes = 1) {
   RespSettings settings;
   settings.endpoint = {"127.0.0.1", server.port(), ""};
-  return std::make_unique<Engine>(std::make_unique<RespBackend>(std::move(settings)), lanes);
+  return std::make_unique<IoExecutor>(std::make_unique<RespBackend>(std::move(settings)), lanes);
 }
 
-std::shared_ptr<Batch> submit(Engine& engine, Op op, const std::vector<Key>& keys,
+std::shared_ptr<Batch> submit(IoExecutor& engine, Op op, const std::vector<Key>& keys,
                               std::vector<Bytes>* buffers, Clock::duration timeout = 10s) {
   std::vector<Batch::Buffer> views;
   if (buffers != nullptr) views.assign(buffers->begin(), buffers->end());
   return engine.submit(op, keys, std::move(views), timeout);
 }
 
-std::vector<Status> run(Engine& engine, Op op, const std::vector<Key>& keys, std::vector<Bytes>* buffers,
+std::vector<Status> run(IoExecutor& engine, Op op, const std::vector<Key>& keys, std::vector<Bytes>* buffers,
                         Clock::duration timeout = 10s) {
   const auto batch = submit(engine, op, keys, buffers, timeout);
   CHECK(batch->wait_until(Clock::now() + timeout + 5s));
   return {batch->results().begin(), batch->results().end()};
 }
 
-Status run_one(Engine& engine, Op op, const Key& key, Bytes* buffer, Clock::duration timeout = 10s) {
+Status run_one(IoExecutor& engine, Op op, const Key& key, Bytes* buffer, Clock::duration timeout = 10s) {
   std::vector<Bytes> buffers;
   if (buffer != nullptr) buffers.push_back(*buffer);
   const Status status = run(engine, op, {key}, buffer != nullptr ? &buffers : nullptr, timeout)[0];
@@ -89,14 +90,14 @@ Status run_one(Engine& engine, Op op, const Key& key, Bytes* buffer, Clock::dura
 }
 
 // Until the lane has dialled again.
-bool gets(Engine& engine, const Key& key, const Bytes& expected) {
+bool gets(IoExecutor& engine, const Key& key, const Bytes& expected) {
   return eventually([&] {
     Bytes target(expected.size());
     return run_one(engine, Op::kGet, key, &target) == Status::kOk && target == expected;
   });
 }
 
-std::uint64_t counter(const Engine& engine, const std::string& name) {
+std::uint64_t counter(const IoExecutor& engine, const std::string& name) {
   for (const auto& [n, value] : engine.counters()) {
     if (n == name) return value;
   }

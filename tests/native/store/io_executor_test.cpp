@@ -1,5 +1,5 @@
-// The engine with a backend made of gates: what a store of any kind can rely on.
-#include "store/engine.h"
+// The executor with a backend made of gates: what a store of any kind can rely on.
+#include "store/io_executor.h"
 
 #include <poll.h>
 #include <sys/wait.h>
@@ -92,8 +92,8 @@ class GateBackend : public Backend {
   const std::size_t window_;
 };
 
-std::unique_ptr<Engine> make_engine(Gate& gate, unsigned threads, std::size_t window = 1) {
-  return std::make_unique<Engine>(std::make_unique<GateBackend>(gate, window), threads);
+std::unique_ptr<IoExecutor> make_engine(Gate& gate, unsigned threads, std::size_t window = 1) {
+  return std::make_unique<IoExecutor>(std::make_unique<GateBackend>(gate, window), threads);
 }
 
 std::vector<Key> make_keys(std::size_t n, std::uint16_t rank = 0) {
@@ -115,7 +115,7 @@ bool all(const Batch& batch, Status status) {
 
 Clock::time_point soon() { return Clock::now() + 20s; }
 
-std::uint64_t counter(const Engine& engine, const std::string& name) {
+std::uint64_t counter(const IoExecutor& engine, const std::string& name) {
   for (const auto& [n, value] : engine.counters()) {
     if (n == name) return value;
   }
@@ -384,7 +384,7 @@ class StuckBackend : public Backend {
 TEST(close_says_when_a_thread_is_stuck) {
   auto backend = std::make_unique<StuckBackend>();
   const auto gate = backend->gate;
-  const auto engine = std::make_unique<Engine>(std::move(backend), 1);
+  const auto engine = std::make_unique<IoExecutor>(std::move(backend), 1);
   std::vector<std::vector<std::byte>> buffers(2, std::vector<std::byte>(64));
   const auto batch = engine->submit(Op::kGet, make_keys(2), views(buffers), 60s);
   CHECK(eventually([&] { return gate->count_waiting() == 1; }));
@@ -400,7 +400,7 @@ TEST(an_engine_that_goes_while_a_thread_is_stuck_leaves_it_all_it_needs) {
   auto backend = std::make_unique<StuckBackend>();
   const auto gate = backend->gate;
   const auto gone = backend->gone;
-  auto engine = std::make_unique<Engine>(std::move(backend), 1);
+  auto engine = std::make_unique<IoExecutor>(std::move(backend), 1);
   std::vector<std::vector<std::byte>> buffers(1, std::vector<std::byte>(64));
   auto batch = engine->submit(Op::kGet, make_keys(1), views(buffers), 60s);
   CHECK(eventually([&] { return gate->count_waiting() == 1; }));

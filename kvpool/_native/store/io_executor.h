@@ -4,8 +4,8 @@
 // the shared counter). The lane pulls Items from its Source, may have several in flight, and finishes each.
 //
 // Who owns what:
-// - Engine::Core::mutex guards the queues, the deadlines, the puts that wait for
-//   another, and of each Batch `next_`, `waiting_`, `error_` and its place in a queue. Nothing blocks under it.
+// - Core::mutex guards the queues, the deadlines, the puts that wait for another, and of each Batch `next_`, `waiting_`,
+//   `error_` and its place in a queue. Nothing blocks under it.
 // - Results of a batch: each byte is written once, by whoever took the item (its lane; or stop(), for items
 //   that no lane has taken; or finish() of the put that it waited for), and read only after done(). A lookup has one
 //   result a record, which is the worst of its parts' and written atomically.
@@ -85,7 +85,7 @@ class Batch {
  private:
   friend struct Core;
   friend class Item;
-  friend class Engine;
+  friend class IoExecutor;
 
   std::size_t item_count() const { return lookup_ ? lookup_->key_count() : keys_.size(); }
   void set_record(std::size_t record, Status status);
@@ -143,7 +143,7 @@ class Item {
 class Source {
  public:
   explicit Source(Core& core) : core_(core) {}
-  // Blocks until there is an item; nothing once the engine closes.
+  // Blocks until there is an item; nothing once the executor closes.
   std::optional<Item> next();
   // Never blocks: for a lane that has items in flight and room for more.
   std::optional<Item> try_next();
@@ -159,7 +159,7 @@ class Lane {
  public:
   virtual ~Lane() = default;
   // Serves items until source.next() returns nothing. An exception is a fault of the items in flight; the
-  // engine then calls run() again.
+  // executor then calls run() again.
   virtual void run(Source& source) = 0;
   // Called from other threads when items arrived or were stopped, for lanes that wait in a poll() of their own.
   virtual void wake() noexcept {}
@@ -175,17 +175,17 @@ class Backend {
   virtual void append_counters(Counters& counters) const = 0;
 };
 
-class Engine {
+class IoExecutor {
  public:
   // Starts `threads` lanes and one thread for deadlines. Throws what the backend's lanes throw.
-  Engine(std::unique_ptr<Backend> backend, unsigned threads);
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
+  IoExecutor(std::unique_ptr<Backend> backend, unsigned threads);
+  IoExecutor(const IoExecutor&) = delete;
+  IoExecutor& operator=(const IoExecutor&) = delete;
   // Closes; a thread that cannot be joined in time is left to itself with all it needs.
-  ~Engine();
+  ~IoExecutor();
 
   // Never blocks. Throws std::runtime_error when closed, full, or in a forked child: threads do not survive
-  // fork(), so an engine belongs to the process that made it.
+  // fork(), so an executor belongs to the process that made it.
   std::shared_ptr<Batch> submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
                                 Clock::duration timeout);
 
