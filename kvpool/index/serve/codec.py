@@ -42,20 +42,24 @@ def decode_prompt(request: Any) -> Prompt:
         "workers": list(request.workers) or None,
     }
     if form == "block_hashes":
-        return Prompt(scope.model, hashes64=value, **fields)
+        fields["hashes64"] = value
+        return Prompt(scope.model, **fields)
     fields["lora"] = (scope.lora_name, scope.lora_path) if scope.lora_name or scope.lora_path else None
     fields["cache_salt"] = scope.cache_salt or None
     fields["multimodal"] = [(item.identifier, item.offset, item.length) for item in scope.multimodal]
     if form == "token_ids":
         if len(value) % TOKEN_NBYTES:
             raise ConfigError(f"token_ids are packed u32s, 4 bytes each; {len(value)} bytes are not")
-        return Prompt(scope.model, token_ids=memoryview(value).cast("I"), **fields)
+        fields["token_ids"] = memoryview(value).cast("I")
+        return Prompt(scope.model, **fields)
     nbytes = value.ByteSize() if form == "chat" else len(value.encode())
     if not 1 <= nbytes <= MAX_TEXT_NBYTES:
         raise ConfigError(f"a prompt as {form} has 1 to {MAX_TEXT_NBYTES} bytes, not {nbytes}")
     if form == "chat":
-        return Prompt(scope.model, chat=_decode_chat(value), **fields)
-    return Prompt(scope.model, text=value, **fields)
+        fields["chat"] = _decode_chat(value)
+    else:
+        fields["text"] = value
+    return Prompt(scope.model, **fields)
 
 
 def _decode_chat(message: Any) -> Chat:

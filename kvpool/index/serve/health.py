@@ -14,7 +14,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 class Health:
-    """ "Not serving" until ``is_warm()``, and for ``warm_up_s`` seconds after ``begin`` at most, then "serving".
+    """Says "not serving" until ``is_warm()``, for ``warm_up_s`` seconds after ``begin`` at most, then "serving".
 
     ``servicer``: what answers. ``serves``: what was said last.
     """
