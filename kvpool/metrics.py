@@ -103,7 +103,7 @@ ALL: tuple[Metric, ...] = (
     GATE_LOAD_SECONDS,
 )
 
-# By the field of ``kvpool.index.fleet.Totals`` that it shows.
+# By the field of ``kvpool.index.answer.Totals`` that it shows.
 INDEX: Mapping[str, Metric] = {
     "workers": Metric("kvpool_index_workers", "Workers that the index follows."),
     "ranks": Metric("kvpool_index_ranks", "Their data-parallel ranks."),

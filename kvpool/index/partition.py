@@ -80,6 +80,15 @@ class Members:
         return [*self.places, *self.places_of_pool]
 
 
+class Pool(NamedTuple):
+    """What one namespace has in the pool, as one partition knows it: ``holder`` in its ``table``."""
+
+    tenant: str
+    namespace: str
+    table: PrefixIndex
+    holder: str
+
+
 class Partition:
     """``namespaces``: of the pool, with the number of workers that use each; 0: only the pool has it.
 

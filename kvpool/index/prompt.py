@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 TOKEN_NBYTES = 4  # of a token in a request
+MAX_PROMPT_BLOCKS = 1 << 22
+MAX_PROMPT_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,25 @@ class Prompt:
         if self.hashes64 is not None:
             return memoryview(self.hashes64).nbytes
         return 0 if self.token_ids is None else len_tokens(self.token_ids) * TOKEN_NBYTES
+
+    def checked_hashes(self) -> memoryview | None:
+        """Its hashes; None: it is given as tokens. Errors: ``ConfigError`` for what cannot be looked up so."""
+        if self.token_ids is not None:
+            count = len_tokens(self.token_ids)
+            if not 1 <= count <= MAX_PROMPT_TOKENS:
+                raise ConfigError(f"a prompt has 1 to {MAX_PROMPT_TOKENS} tokens, not {count}")
+            return None
+        if self.hashes64 is None:
+            raise ConfigError("make tokens of a text or a chat first: give token_ids or hashes64")
+        try:
+            hashes = memoryview(self.hashes64).cast("B")
+        except TypeError as error:
+            raise ConfigError(f"hashes64 is a contiguous buffer: {error}") from error
+        if hashes.nbytes % 8:
+            raise ConfigError(f"block hashes are packed u64s, 8 bytes each; {hashes.nbytes} bytes are not")
+        if not 1 <= hashes.nbytes // 8 <= MAX_PROMPT_BLOCKS:
+            raise ConfigError(f"a prompt has 1 to {MAX_PROMPT_BLOCKS} blocks, not {hashes.nbytes // 8}")
+        return hashes
 
 
 class PromptFields(TypedDict, total=False):

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, KVPoolError, MalformedEvents, UnknownModel
 from kvpool.discovery import admission
-from kvpool.index import Lookup, Publisher, Row, Worker
-from kvpool.index import fleet as fleet_module
+from kvpool.index import Lookup, Publisher, Row, Worker, membership
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
 from tests.index.fleets import Clock, a_worker, say
@@ -730,7 +729,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MAX_PARTITIONS", 2),
         ("MAX_NAMESPACES", 1),
     ]:
-        monkeypatch.setattr(fleet_module, name, most)
+        monkeypatch.setattr(membership, name, most)
     fleet = Fleet()
     fleet.add(a_worker("a"), "flag")
     fleet.add(a_worker("b", block_tokens=32), "flag")

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from kvpool import PrefixIndex, SnapshotRefused, Worker, _native
 from kvpool.discovery.worker import Position
-from kvpool.index import Publisher
-from kvpool.index import fleet as fleet_module
-from kvpool.index.fleet import RESTORED_LEASE_S, Fleet
+from kvpool.index import Publisher, membership
+from kvpool.index.fleet import Fleet
+from kvpool.index.membership import RESTORED_LEASE_S
 from kvpool.index.sequence import batch_digest
 from kvpool.index.snapshot import PartitionState, Snapshot, pack, unpack
 from tests.index.fleets import Clock, a_worker, say
@@ -181,7 +181,7 @@ def test_a_start_of_now_never_gets_the_blocks_of_one_before() -> None:
 
 def test_an_older_or_smaller_index_keeps_to_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = taken(a_fleet(Clock()))
-    monkeypatch.setattr(fleet_module, "MAX_WORKERS", 1)
+    monkeypatch.setattr(membership, "MAX_WORKERS", 1)
     fleet = Fleet()
     with pytest.raises(SnapshotRefused, match="follows 1 workers already"):
         fleet.restore(unpack(packed), age_s=0, flags=("default/b",), life="")

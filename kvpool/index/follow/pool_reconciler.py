@@ -32,7 +32,8 @@ import msgpack
 
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.fleet import Fleet, Pool
+from kvpool.index.fleet import Fleet
+from kvpool.index.partition import Pool
 from kvpool.key.key import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
 from kvpool.store.notices import Notices
 from kvpool.store.store import LOOK_KEYS, Store

@@ -13,8 +13,9 @@ from typing import Protocol
 
 from kvpool.discovery.worker import Position, Worker
 from kvpool.errors import KVPoolError
-from kvpool.index.fleet import Added, Fleet, Source
+from kvpool.index.fleet import Added, Fleet
 from kvpool.index.follow.push import PushReceiver
+from kvpool.index.membership import Source
 from kvpool.index.snapshot import Snapshot
 
 

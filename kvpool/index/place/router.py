@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from kvpool.errors import ConfigError
 from kvpool.index.answer import Row
-from kvpool.index.fleet import MAX_RANKS, Fleet
+from kvpool.index.fleet import Fleet
+from kvpool.index.membership import MAX_RANKS
 from kvpool.index.place.load import Known, Load, LoadBoard
 from kvpool.index.place.reservations import Reservations
 from kvpool.index.place.route import Pick, Route, Trust

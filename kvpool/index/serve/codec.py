@@ -19,7 +19,7 @@ from kvpool.index.client.messages import LOAD_SOURCE, TRUST, encode_worker, firs
 from kvpool.index.follow.push import Ack, Pushed
 from kvpool.index.place.load import Load
 from kvpool.index.place.route import Pick, Route
-from kvpool.index.prompt import TOKEN_NBYTES, Prompt
+from kvpool.index.prompt import TOKEN_NBYTES, Prompt, PromptFields
 from kvpool.key.names import check_tenant
 from kvpool.v1 import index_pb2 as pb
 
@@ -37,26 +37,29 @@ def decode_prompt(request: Any) -> Prompt:
     if form is None:
         raise ConfigError("a request holds a prompt: block_hashes, token_ids, text or chat")
     scope, value = request.scope, getattr(request, form)
-    tenant, workers = scope.tenant or DEFAULT_TENANT, list(request.workers) or None
+    fields: PromptFields = {
+        "tenant": scope.tenant or DEFAULT_TENANT,
+        "workers": list(request.workers) or None,
+    }
     if form == "block_hashes":
-        return Prompt(scope.model, hashes64=value, tenant=tenant, workers=workers)
+        fields["hashes64"] = value
+        return Prompt(scope.model, **fields)
+    fields["lora"] = (scope.lora_name, scope.lora_path) if scope.lora_name or scope.lora_path else None
+    fields["cache_salt"] = scope.cache_salt or None
+    fields["multimodal"] = [(item.identifier, item.offset, item.length) for item in scope.multimodal]
     if form == "token_ids":
         if len(value) % TOKEN_NBYTES:
             raise ConfigError(f"token_ids are packed u32s, 4 bytes each; {len(value)} bytes are not")
-        value = memoryview(value).cast("I")
+        fields["token_ids"] = memoryview(value).cast("I")
+        return Prompt(scope.model, **fields)
+    nbytes = value.ByteSize() if form == "chat" else len(value.encode())
+    if not 1 <= nbytes <= MAX_TEXT_NBYTES:
+        raise ConfigError(f"a prompt as {form} has 1 to {MAX_TEXT_NBYTES} bytes, not {nbytes}")
+    if form == "chat":
+        fields["chat"] = _decode_chat(value)
     else:
-        nbytes = value.ByteSize() if form == "chat" else len(value.encode())
-        if not 1 <= nbytes <= MAX_TEXT_NBYTES:
-            raise ConfigError(f"a prompt as {form} has 1 to {MAX_TEXT_NBYTES} bytes, not {nbytes}")
-    return Prompt(
-        scope.model,
-        tenant=tenant,
-        lora=(scope.lora_name, scope.lora_path) if scope.lora_name or scope.lora_path else None,
-        cache_salt=scope.cache_salt or None,
-        multimodal=[(item.identifier, item.offset, item.length) for item in scope.multimodal],
-        workers=workers,
-        **{form: _decode_chat(value) if form == "chat" else value},
-    )
+        fields["text"] = value
+    return Prompt(scope.model, **fields)
 
 
 def _decode_chat(message: Any) -> Chat:

@@ -18,12 +18,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.discovery.admission import check_name
@@ -31,6 +32,7 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index import snapshot
 from kvpool.index.answer import FleetStatus, IndexStatus
+from kvpool.index.chat import Chat
 from kvpool.index.client.messages import (
     MAX_REPLY_NBYTES,
     MAX_REQUEST_NBYTES,
@@ -46,6 +48,7 @@ from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import codec
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth, WrongToken
+from kvpool.index.serve.health import Health
 from kvpool.index.serve.listening import open_listening
 from kvpool.index.serve.request_stats import Matched, RequestStats, Result
 from kvpool.index.serve.stream_limiter import StreamLimiter
@@ -136,10 +139,6 @@ class IndexServer:
         self._stats = stats or RequestStats()
         self._router = router or Router(roster.fleet)
         self._tokenizers = tokenizers or {}
-        self._is_warm = is_warm
-        self._warm_up_s = warm_up_s
-        self._serves_at_s = 0.0  # at the latest
-        self._serves = False
         self._take = take
         self._taking = asyncio.Lock()
         self._auth = auth or TokenAuth()
@@ -148,7 +147,7 @@ class IndexServer:
         self._push_threads = ThreadPoolExecutor(PUSH_THREADS, "kvpool-push")
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._health = health.aio.HealthServicer()
+        self._health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "kvpool-text")
         self._streams: set[asyncio.Task[None]] = set()
@@ -169,7 +168,7 @@ class IndexServer:
         ]
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._handlers()),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if self._auth.is_open:  # it checks no tokens itself
             reflection.enable_server_reflection(
                 (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
@@ -184,8 +183,7 @@ class IndexServer:
             raise ConfigError(f"cannot listen on {listen}: {error}") from error
         self._warn(listen)
         self._server = server
-        self._serves_at_s = time.monotonic() + self._warm_up_s
-        await self._tell_health()  # before anybody can ask
+        await self._health.begin()
         await server.start()
         self._ticker = asyncio.create_task(self._tick())
         return int(bound)
@@ -203,7 +201,7 @@ class IndexServer:
 
     async def stop(self) -> None:
         """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""
-        await self._health.enter_graceful_shutdown()
+        await self._health.servicer.enter_graceful_shutdown()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -218,9 +216,7 @@ class IndexServer:
 
     async def is_serving(self) -> bool:
         """Whether its health says so."""
-        asked = health_pb2.HealthCheckRequest(service=SERVICE)
-        told = await self._health.Check(asked, None)
-        return bool(told.status == health_pb2.HealthCheckResponse.SERVING)
+        return await self._health.is_serving()
 
     def _warn(self, listen: str) -> None:
         """Say what others on the network could do."""
@@ -241,19 +237,8 @@ class IndexServer:
         while True:
             await asyncio.sleep(TICK_S)
             await self._in_thread(self._tend)
-            if not self._serves:
-                await self._tell_health()
-
-    async def _tell_health(self) -> None:
-        is_warm = self._is_warm()
-        self._serves = is_warm or time.monotonic() >= self._serves_at_s
-        if self._serves and not is_warm:
-            logger.warning(
-                "after %g s some workers were not heard from; the index serves without", self._warm_up_s
-            )
-        status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE):
-            await self._health.set(name, status.SERVING if self._serves else status.NOT_SERVING)
+            if not self._health.serves:
+                await self._health.update()
 
     def _tend(self) -> None:
         self._roster.expire()
@@ -359,9 +344,12 @@ class IndexServer:
                 f'this index has no tokenizer for "{model}": start it with --tokenizer {model}=FOLDER, '
                 "or send token_ids"
             )
-        token_ids = await asyncio.get_running_loop().run_in_executor(
-            self._text_threads, lambda: tokenizer.of_chat(chat) if text is None else tokenizer.of_text(text)
+        work = (
+            partial(tokenizer.of_chat, chat)
+            if isinstance(chat, Chat)
+            else partial(tokenizer.of_text, text or "")
         )
+        token_ids = await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
         return replace(prompt, token_ids=token_ids, text=None, chat=None)
 
     async def _lookups(self, context: grpc.aio.ServicerContext) -> None:
@@ -414,7 +402,7 @@ class IndexServer:
             async with AsyncExitStack() as held:
 
                 async def take(_: Any, __: Permissions) -> list[bytes]:
-                    if self._take is None or not self._serves:
+                    if self._take is None or not self._health.serves:
                         raise _NotWarm("this index has nothing to give: it is not warm itself")
                     if self._taking.locked():
                         raise KVPoolError("another snapshot is under way: ask later")

@@ -182,7 +182,7 @@ def test_what_cannot_be_published() -> None:
 
 def test_the_newest_batches_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KEPT", 5)
-    rank = module._Rank()
+    rank = module._DpRank()
     for number in range(12):
         rank.keep(bytes([number]))
     assert [number for number, _ in rank.kept] == [7, 8, 9, 10, 11]

@@ -15,11 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool import ConfigError, IndexClient, IndexUnavailable, KVPoolError
-from kvpool.index import fleet as fleet_module
+from kvpool.index import membership
 from kvpool.index.client import client as client_module
 from kvpool.index.client.messages import SERVICE, encode_worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
+from kvpool.index.prompt import MAX_PROMPT_BLOCKS
 from kvpool.index.serve import codec
 from kvpool.index.serve import service as service_module
 from kvpool.index.serve.request_stats import RequestStats
@@ -112,7 +113,7 @@ def test_register_list_remove(channel: grpc.Channel) -> None:
 
 def test_a_long_prompt_is_answered(channel: grpc.Channel) -> None:
     stub = index_pb2_grpc.IndexServiceStub(channel)
-    blocks = fleet_module.MAX_PROMPT_BLOCKS
+    blocks = MAX_PROMPT_BLOCKS
     request = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8 * blocks))
     assert list(stub.Lookup(request, timeout=WAIT_S).prompt_blocks) == [blocks, blocks]
     tokens = pb.LookupRequest(scope=pb.Scope(model="m"), token_ids=bytes(4 * 100_000))
@@ -174,7 +175,7 @@ def test_wrong_calls(channel: grpc.Channel, method: str, request_: Any, code: st
 
 
 def test_a_full_fleet_says_so(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "MAX_WORKERS", 1)
+    monkeypatch.setattr(membership, "MAX_WORKERS", 1)
     request = pb.RegisterWorkerRequest(worker=encode_worker(a_worker("b")))
     assert refused(channel, "RegisterWorker", request) == (
         "RESOURCE_EXHAUSTED", "this index follows 1 workers already: remove one, or start another",
@@ -534,7 +535,7 @@ def test_a_start_that_cannot_be_taken_leaves_nobody_half_followed(monkeypatch: p
     with pytest.raises(ConfigError):
         roster.add(a_worker(block_tokens=0), "call")
     assert len(feed.orders) == 1, "a worker that makes no sense changes nothing"
-    monkeypatch.setattr(fleet_module, "MAX_RANKS", 1)
+    monkeypatch.setattr(membership, "MAX_RANKS", 1)
     with pytest.raises(KVPoolError):
         roster.add(a_worker(ranks=2), "call")
     assert feed.orders[1:] == ["unfollow default/w, known as "]
