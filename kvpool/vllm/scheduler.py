@@ -485,13 +485,13 @@ class SchedulerHalf:
         asked = groups_to_ask(self._groups, hashes, self._ranks)
         if tag:
             asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
-        budget_s = self._config.lookup_timeout_s
+        lookup_timeout_s = self._config.lookup_timeout_s
         try:
-            lookup = self._store.submit_lookup(self._namespace, asked, timeout_s=budget_s)
+            lookup = self._store.submit_lookup(self._namespace, asked, timeout_s=lookup_timeout_s)
         except StoreUnavailable:
             self._lookup_failed(state, "store_unavailable")
             return None
-        state.lookup = RequestLookup(lookup, time.monotonic(), budget_s)
+        state.lookup = RequestLookup(lookup, time.monotonic(), lookup_timeout_s)
         self.counters.add(metrics.LOOKUP_REQUESTS)
         self.counters.add(metrics.LOOKUP_BLOCKS, sum(group.records * group.ranks for group in asked))
         return state.lookup

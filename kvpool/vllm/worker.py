@@ -32,8 +32,7 @@ from kvpool.errors import KVPoolError
 from kvpool.key.key import EPOCH_FACT, Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Store, open_store
-from kvpool.transfer import BlockCopier, TransferEngine
-from kvpool.transfer.mover import Block
+from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.staging import default_nbytes
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.guard import Guard, RequestGuard
@@ -67,7 +66,7 @@ class WorkerHalf:
         self._step_tokens = step_tokens
         self._model = model  # its name, for people
         self._store: Store | None = None
-        self._engine: TransferEngine | None = None
+        self._mover: KVCacheMover | None = None
         self._namespace: Namespace | None = None  # without one nothing is stored or loaded
         self._facts: dict[str, Fact] = {}  # of all stages
         self._epoch = ""
@@ -82,18 +81,21 @@ class WorkerHalf:
         self._announced: Namespace | None = None  # whose facts are in the pool
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
-        self._promised: dict[str, dict[str, tuple[bytes, int]]] = {}  # loads under way: key to (hash, group)
+        self._promised: dict[
+            str, list[tuple[bytes, int]]
+        ] = {}  # loads under way: (hash, group) of each record
         self._failed: set[str] = set()  # loads that ended without a transfer
         self._storing: dict[int, bool] = {}  # tags under way: whether they have landed
         self._started: dict[str, float] = {}  # loads under way: since when
         self._polled_at = 0.0
+        self._faulty = False  # an exception of a transfer was logged
         self.counters = Counters()
         self._guard, self._request_guard = Guard(self._break), RequestGuard(self.counters)
 
     @property
     def slots_in_use(self) -> int:
         """Staging slots that are not free."""
-        return self._engine.slots_in_use if self._engine else 0
+        return self._mover.slots_in_use if self._mover else 0
 
     def register(
         self,
@@ -119,7 +121,7 @@ class WorkerHalf:
                 BlockCopier(views, group.blocks_per_record)
                 for group, views in zip(self._groups, layers, strict=True)
             ]
-            self._engine = TransferEngine(
+            self._mover = KVCacheMover(
                 self._store,
                 copiers,
                 staging_nbytes=self._staging_nbytes(copiers),
@@ -130,7 +132,7 @@ class WorkerHalf:
             self._break(str(error))
             return
         self._report.facts[self._rank] = facts
-        self._report.store_slots = self._engine.store_slots
+        self._report.store_slots = self._mover.store_slots
         self._describe = describe
         if not self._config.weights_never_change:
             self._weights_mark = weights_mark
@@ -162,12 +164,12 @@ class WorkerHalf:
         self._namespace = None
         for request_id in self._promised:
             self._outdated.add(request_id)
-            if self._engine is not None:
-                self._engine.cancel(request_id)
+            if self._mover is not None:
+                self._mover.cancel(request_id)
 
     def _join(self, step: PoolMetadata) -> None:
         """Take the facts of all stages, or another epoch."""
-        if self._engine is None:
+        if self._mover is None:
             return
         self._leave()
         self._facts, self._epoch = step.facts or self._facts, step.epoch or self._epoch
@@ -216,7 +218,7 @@ class WorkerHalf:
             return
         for sentence in differences:
             logger.warning("kvpool: %s", sentence)
-        staging = engine.staging if (engine := self._engine) else None
+        staging = mover.staging if (mover := self._mover) else None
         logger.info(
             "kvpool: namespace %s, tenant %s, store %s, budget %g s, staging %d MiB (%d slots, %s)",
             namespace.hex,
@@ -273,23 +275,21 @@ class WorkerHalf:
             self._guard.run(lambda: self._join(step), None)
         for plan in step.loads:
             self._failed.add(plan.request_id)
-            if self._engine is None or self._namespace is None or not plan.blocks:
+            if self._mover is None or self._namespace is None or not plan.blocks:
                 continue
             if not (blocks := self._named("load", plan.blocks)):
                 continue
-            self._promised[plan.request_id] = {
-                block.key: (ref.block_hash, ref.group) for block, ref in zip(blocks, plan.blocks, strict=True)
-            }
+            self._promised[plan.request_id] = [(ref.block_hash, ref.group) for ref in plan.blocks]
             self._failed.discard(plan.request_id)
             self._started[plan.request_id] = time.monotonic()
             self._guard.run(functools.partial(self._load, plan, blocks), None)
         for request_id in step.cancelled:
-            if self._engine is not None:
-                self._engine.cancel(request_id)
+            if self._mover is not None:
+                self._mover.cancel(request_id)
 
     def _load(self, plan: LoadPlan, blocks: list[Block]) -> None:
-        assert self._engine is not None
-        self._engine.load(
+        assert self._mover is not None
+        self._mover.load(
             plan.request_id,
             blocks,
             timeout_s=plan.stall_timeout_s,
@@ -302,7 +302,7 @@ class WorkerHalf:
         stores, tags, step.stores, step.tags = step.stores, step.tags, [], []
         if not stores:
             return
-        if self._engine is None or self._namespace is None:
+        if self._mover is None or self._namespace is None:
             self._count(self._report.landed, tags)
             self._count(self._report.dropped, tags)
             return
@@ -321,39 +321,54 @@ class WorkerHalf:
             self._count(self._report.dropped, list(own))
 
     def _send(self, blocks: list[Block], tags: list[int]) -> None:
-        assert self._engine is not None
-        self._engine.store(blocks, tags)
+        assert self._mover is not None
+        self._mover.stage(blocks, tags)
         if self._config.store_policy == "write_back":
-            self._engine.store_first()  # the scheduler holds none of these: the next step may write over them
+            self._mover.hold_engine()  # the scheduler holds none of these: the next step may write over them
 
     def poll(self, idle: bool) -> tuple[set[str], set[str]]:
         """(loads that ended, those of them that failed) since the last call."""
         ended, failed = set(self._failed), set(self._failed)
         self._failed.clear()
-        if self._engine is not None:
-            engine = self._engine
-            finished = self._guard.run(lambda: engine.poll(IDLE_WAIT_S if idle else 0.0), None)
+        if (mover := self._mover) is not None:
+            finished = self._guard.run(lambda: mover.poll(IDLE_WAIT_S if idle else 0.0), None)
             seen_at, self._polled_at = self._polled_at, time.monotonic()
             if finished is not None:
-                for job, ok, missing in finished.loads:
-                    ended.add(job)
-                    if (started := self._started.pop(job, None)) is not None:
-                        # No more than it is known to have taken: it may have ended early in a long step.
-                        self._report.load_s[job] = max(0.0, seen_at - started)
-                    keys = self._promised.pop(job, {})
-                    if not ok or job in self._outdated:
-                        failed.add(job)
-                    if job in self._outdated:
-                        self._outdated.discard(job)
-                        continue
-                    self._report.missing.update(keys[key] for key in missing if key in keys)
-                self._count(self._report.landed, finished.landed)
-                self._storing |= dict.fromkeys(finished.landed, True)
-                for tag, _ in finished.stored:
-                    del self._storing[tag]
-                self._count(self._report.stored, [tag for tag, ok in finished.stored if ok])
-                self._count(self._report.dropped, [tag for tag, ok in finished.stored if not ok])
+                self._note_loads(finished, seen_at, ended, failed)
+                self._note_stores(finished)
         return ended, failed
+
+    def _note_loads(self, finished: Finished, seen_at: float, ended: set[str], failed: set[str]) -> None:
+        for load in finished.loads:
+            job = str(load.job)
+            ended.add(job)
+            if (started := self._started.pop(job, None)) is not None:
+                # No more than it is known to have taken: it may have ended early in a long step.
+                self._report.load_s[job] = max(0.0, seen_at - started)
+            records = self._promised.pop(job, [])
+            if not load.ok or job in self._outdated:
+                failed.add(job)
+                self._log_fault(load)
+            if job in self._outdated:
+                self._outdated.discard(job)
+                continue
+            if records:
+                self._report.missing.update(records[place] for place in load.missing)
+
+    def _note_stores(self, finished: Finished) -> None:
+        self._count(self._report.landed, finished.staged)
+        self._storing |= dict.fromkeys(finished.staged, True)
+        for tag, ok in finished.stored:
+            del self._storing[tag]
+            self._count(self._report.stored if ok else self._report.dropped, [tag])
+        for store in finished.stores:
+            self._log_fault(store)
+
+    def _log_fault(self, moved: Moved) -> None:
+        """Log the first exception that is not of a pool that is away."""
+        if moved.cause == "fault" and not self._faulty:
+            self._faulty = True
+            logger.error("kvpool failed to move blocks, which counts as a miss", exc_info=moved.error)
 
     def take_report(self) -> PoolWorkerMetadata | None:
         """What the scheduler should hear of this step; None when there is nothing."""
@@ -379,12 +394,12 @@ class WorkerHalf:
             self._announcer = None
         if self._store is not None:
             self._withdraw_epoch(self._store)
-        if self._engine is not None:
-            self._engine.drain(DRAIN_S)
-            self._engine.close()
+        if self._mover is not None:
+            self._mover.drain(DRAIN_S)
+            self._mover.close()
         if self._store is not None:
             self._store.close()
-        self._engine = self._store = None
+        self._mover = self._store = None
 
     def _named(self, where: str, refs: Sequence[BlockRef]) -> list[Block]:
         """The blocks with their keys; none where one of them cannot have a key."""
@@ -411,10 +426,10 @@ class WorkerHalf:
         self._promised.clear()
         self._outdated.clear()
         self._started.clear()
-        engine, self._engine = self._engine, None
-        if engine is not None:
+        mover, self._mover = self._mover, None
+        if mover is not None:
             try:
-                engine.close()  # what the engine computes next comes after copies under way
+                mover.close()  # what the engine computes next comes after copies under way
             except Exception:
                 logger.exception("kvpool could not end its copies")
         self._count(self._report.landed, [tag for tag, landed in self._storing.items() if not landed])

@@ -13,8 +13,8 @@ import torch
 from kvpool import open_store
 from kvpool.metrics import Counters
 from kvpool.store import Transfer
-from kvpool.transfer import BlockCopier, TransferEngine
-from kvpool.transfer.mover import Block
+from kvpool.transfer import BlockCopier, KVCacheMover
+from kvpool.transfer.kv_cache import Block
 from tests.conftest import eventually
 from tests.store.conformance import key, payload
 from tests.store.misbehaving import Peer, misbehaving
@@ -86,7 +86,7 @@ def test_transfer_engines_of_one_store_send_a_block_once() -> None:
         held, looked_at_rights = Held(), server.heard(b"HSET")
         server.misbehave(held)
         engines = [
-            TransferEngine(
+            KVCacheMover(
                 store,
                 [BlockCopier(cache)],
                 staging_nbytes=16_000,
@@ -96,7 +96,7 @@ def test_transfer_engines_of_one_store_send_a_block_once() -> None:
             for _ in range(WRITERS)
         ]
         for tag, engine in enumerate(engines):
-            engine.store([Block(key(1), 0, (2,))], [tag])
+            engine.stage([Block(key(1), 0, (2,))], [tag])
         assert eventually(lambda: server.heard(b"HSET") - looked_at_rights == 1)
         for engine in engines:
             assert engine.poll().stored == []

@@ -128,6 +128,8 @@ class World:
             "kvpool.vllm.scheduler",
             "kvpool.vllm.store_planner",
             "kvpool.transfer.mover",
+            "kvpool.transfer.kv_cache",
+            "kvpool.transfer.job",
             "kvpool.store.batch",
         ):
             self._patch.setattr(f"{module}.time", self.clock)
@@ -449,7 +451,7 @@ class ScriptedEngine:
             patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
             device = LateDevice() if self.shape.late else None
             if device is not None:
-                patch.setattr("kvpool.transfer.mover.device_of", lambda _: device)
+                patch.setattr("kvpool.transfer.kv_cache.device_of", lambda _: device)
             connector = KVPoolConnector(self.config, KVConnectorRole.WORKER, cache)
             worker = connector._worker
             assert worker is not None
@@ -905,16 +907,16 @@ class ScriptedEngine:
                     self._check_owned(name, block)
             worker = rank.connector._worker
             assert worker is not None
-            if (engine := worker._engine) is not None:
-                held = [slot for part in engine._parts + engine._stopping for slot in part.slots]
+            if (mover := worker._mover) is not None:
+                held = [slot for part in [*mover._parts, *mover._stopping] for slot in part.slots]
                 assert len(set(held)) == len(held), "two transfers share a slot"
-                assert not set(held) & set(engine.staging._free), "a slot in use is free"
-                assert len(held) + engine.staging.free == engine.staging.slots, "a slot is lost"
-                free = set(engine.staging._free)
+                assert not set(held) & set(mover.staging._free), "a slot in use is free"
+                assert len(held) + mover.staging.free == mover.staging.slots, "a slot is lost"
+                free = set(mover.staging._free)
                 assert rank.store is not None
                 for batch in rank.store.under_way():
                     for view in batch.views:
-                        assert self._slot(engine.staging, view) not in free, "a slot is free that is written"
+                        assert self._slot(mover.staging, view) not in free, "a slot is free that is written"
 
     @staticmethod
     def _slot(staging: Any, view: memoryview) -> int:
@@ -940,7 +942,7 @@ class ScriptedEngine:
             assert worker is not None
             assert not worker._promised
             assert not worker._failed
-            assert worker._engine is None or not worker._engine.busy
+            assert worker._mover is None or not worker._mover.busy
             assert not worker.slots_in_use
 
 

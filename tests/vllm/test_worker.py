@@ -318,23 +318,23 @@ def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
     monkeypatch.setattr("kvpool.vllm.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
-    ended = worker._engine.poll  # type: ignore[union-attr]
+    ended = worker._mover.poll  # type: ignore[union-attr]
     worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)], timed=7))
-    monkeypatch.setattr(worker._engine, "poll", lambda wait_s: Finished([], [], []))
+    monkeypatch.setattr(worker._mover, "poll", lambda wait_s: Finished([], [], []))
     for _ in range(3):
         clock[0] += 1
         assert worker.poll(idle=False) == (set(), set())
     over: list[Finished] = []
     assert eventually(lambda: over.append(ended(0.01)) or bool(over[-1].loads))
     found = iter(over)
-    monkeypatch.setattr(worker._engine, "poll", lambda wait_s: next(found))
+    monkeypatch.setattr(worker._mover, "poll", lambda wait_s: next(found))
     clock[0] += 50
     assert finish(worker, 1) == ({"a"}, set())
     report = worker.take_report()
     assert report is not None
     assert report.load_s == {"a": pytest.approx(3.0)}
     assert report.timed == 7
-    monkeypatch.setattr(worker._engine, "poll", ended)
+    monkeypatch.setattr(worker._mover, "poll", ended)
     worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((7, 8)), 1.0)]))
     assert finish(worker, 1) == ({"b"}, {"b"})
     report = worker.take_report()
@@ -418,9 +418,10 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
 ) -> None:
     worker.take_report()
     device = SlowDevice(1 << 20)
-    engine = worker._engine
-    assert engine is not None
-    engine._device, engine._gathers = device, device.lane(1 << 20)  # type: ignore[assignment]
+    mover = worker._mover
+    assert mover is not None
+    memory = mover._memory
+    memory._device, memory._gathers = device, device.lane(1 << 20)  # type: ignore[assignment]
     worker.start_stores(PoolMetadata(stores=refs((1, 3), (2, 4)), tags=[10, 11]))
     worker.poll(idle=False)
     assert worker.take_report() is None, "not copied yet"
@@ -435,7 +436,7 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(engine, "poll", broken)
+    monkeypatch.setattr(mover, "poll", broken)
     worker.poll(idle=False)
     report = worker.take_report()
     assert report is not None
