@@ -303,7 +303,7 @@ class WorkerHalf:
         if not stores:
             return
         if self._engine is None or self._namespace is None:
-            self._count(self._report.landed, tags)
+            self._count(self._report.staged, tags)
             self._count(self._report.dropped, tags)
             return
         own: dict[int, BlockRef] = {}
@@ -311,13 +311,13 @@ class WorkerHalf:
             if self._groups[block.group].stored_by(self._rank):
                 own[tag] = block
             else:
-                self._count(self._report.landed, [tag])
+                self._count(self._report.staged, [tag])
                 self._count(self._report.stored, [tag])
         if blocks := self._named("store", list(own.values())):
             self._storing |= dict.fromkeys(own, False)
             self._guard.run(functools.partial(self._send, blocks, list(own)), None)
         else:
-            self._count(self._report.landed, list(own))
+            self._count(self._report.staged, list(own))
             self._count(self._report.dropped, list(own))
 
     def _send(self, blocks: list[Block], tags: list[int]) -> None:
@@ -347,7 +347,7 @@ class WorkerHalf:
                         self._outdated.discard(job)
                         continue
                     self._report.missing.update(keys[key] for key in missing if key in keys)
-                self._count(self._report.landed, finished.landed)
+                self._count(self._report.staged, finished.landed)
                 self._storing |= dict.fromkeys(finished.landed, True)
                 for tag, _ in finished.stored:
                     del self._storing[tag]
@@ -417,6 +417,6 @@ class WorkerHalf:
                 engine.close()  # what the engine computes next comes after copies under way
             except Exception:
                 logger.exception("kvpool could not end its copies")
-        self._count(self._report.landed, [tag for tag, landed in self._storing.items() if not landed])
+        self._count(self._report.staged, [tag for tag, landed in self._storing.items() if not landed])
         self._count(self._report.dropped, list(self._storing))
         self._storing.clear()
