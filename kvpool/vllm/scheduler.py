@@ -447,8 +447,6 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """Cancel what is in flight."""
-        for state in self._requests.values():
-            if state.lookup is not None:
-                state.lookup.cancel()
+        self.forget()
         self._requests.clear()
         self._adapters.close()
