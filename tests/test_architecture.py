@@ -31,6 +31,13 @@ FLOORS = (
     {"index.serve", "index.__init__"},
     {"__init__"},  # the public names
     {"vllm", "sglang"},
+    {"vllm.internals"},
+    {"vllm.support", "vllm.events", "vllm.weights", "vllm.announcement", "vllm.lookups", "vllm.held_blocks"},
+    {"vllm.facts", "vllm.announcing", "vllm.cache_resync", "vllm.request_state", "vllm.store_queue"},
+    {"vllm.store_planner"},
+    {"vllm.scheduler", "vllm.worker", "vllm.tier"},
+    {"vllm.connector"},
+    {"vllm.__init__"},
     {"cli"},
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

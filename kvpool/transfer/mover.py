@@ -1,8 +1,9 @@
 """BlockMover: batches of (key, buffer) to and from a store, for the connector, the tier and SGLang.
 
 A job is cut into parts; each part is one batch of the store with a deadline of its own, and a bounded number of them is
-under way. A load's part is a get. A store's part puts what is not there; what is there counts as used. Every job is reported once, cancelled ones too, with a verdict for each block, and when nothing
-touches its memory any more. Any exception of the store fails the job that met it, and no other.
+under way. A load's part is a get. A store's part puts what is not there; what is there counts as used. Every job is
+reported once, cancelled ones too, with a verdict for each block, and when nothing touches its memory any more. Any
+exception of the store fails the job that met it, and no other.
 
 Where the bytes lie is a ``Memory``: host memory of the caller (``HostMemory``), or an engine's KV cache behind staging
 slots and lanes (``kvpool.transfer.kv_cache``).

@@ -1,6 +1,6 @@
 """The facts of a vLLM engine: everything that changes what a block's hash or its bytes mean.
 
-Asked of what was built, where that can be reached, and else of the configuration: ``judged`` lists the settings.
+They are read from the built model where it can be reached, else from the configuration: ``judged`` lists the settings.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvpool.vllm.judged import settings_facts
 from kvpool.vllm.plan import Group
 from kvpool.vllm.weights import snapshot_commit
 
-# Of the tables of a rotary embedding: its parameters are facts, too, and these say how they were used.
+# Of each table of a rotary embedding; its parameters are facts, too.
 ROPE_ROWS = 64
-# They say how long a table is. What they change in it, its rows say.
+# The length of a table; where it changes other numbers, the rows show it.
 _ROPE_LENGTHS = frozenset(("max_position_embeddings", "cache_max_position_num", "max_position"))
 _NOT_OF_THE_ROPE = frozenset(("training", "update_cache"))
 # What turns an image into other embeddings without being in its hash, or not in every version.
@@ -219,7 +219,7 @@ def _processor(model: ModelConfig) -> list[str]:
 
 
 def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]:
-    """Every fact that a tier is told (``vllm/v1/kv_offload/config.py``); ``model_id`` stands for the others.
+    """Every fact that vLLM gives a tier (``vllm/v1/kv_offload/config.py``); ``model_id`` stands for the others.
 
     The tensor-parallel size is not among them where a row is the same for all sizes; see ``_is_same_for_all_ranks``.
     """
@@ -258,9 +258,9 @@ def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]
 def _is_same_for_all_ranks(config: Any) -> bool:
     """Whether a row has the same bytes at every tensor-parallel size.
 
-    vLLM says so of its canonical layout, which it certifies layer by layer, and of one copy of latent vectors. Of its
-    direct layout it says so, too; there ranks lie side by side, each with its blocks and layers, so it is true of one
-    block a chunk, and of heads outside of layers, alone (vllm-project/vllm#55904).
+    vLLM says that this is so for its canonical layout, which it certifies layer by layer, and for one copy of latent
+    vectors. It says the same of its direct layout, where ranks lie side by side, each with its blocks and layers: true
+    only with one block a chunk and heads outside of layers (vllm-project/vllm#55904).
     """
     if config.canonical_layout or config.replicated_layout:
         return bool(config.parallel.is_parallelism_agnostic or config.replicated_layout)
@@ -273,13 +273,13 @@ def _is_same_for_all_ranks(config: Any) -> bool:
 
 
 def adapter_settings(config: VllmConfig) -> str:
-    """A fingerprint of what, beside its files, decides how an adapter's weights are made; empty: there are none."""
+    """A fingerprint of the settings that decide how an adapter's files become weights; empty: there are no adapters."""
     lora = config.lora_config
     names = ("target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format")
     return "" if lora is None else digest_of({name: getattr(lora, name, None) for name in names})
 
 
 def digest_of(value: object) -> str:
-    """A short fingerprint of what is long."""
+    """16 hex digits of SHA-256 over a text, or over a value as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

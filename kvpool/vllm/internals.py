@@ -43,8 +43,8 @@ def engine_rank(stage_ranks: int) -> int:
     return int(get_pp_group().rank_in_group * stage_ranks + get_tp_group().rank_in_group)
 
 
-def rank_endpoint(endpoint: str, dp_rank: int) -> str | None:
-    """The endpoint at which data-parallel rank ``dp_rank`` publishes its events. Errors: ``ValueError``."""
+def rank_endpoint(endpoint: str | None, dp_rank: int) -> str | None:
+    """The endpoint that data-parallel rank ``dp_rank`` uses; None without one. Errors: ``ValueError``."""
     found: str | None = ZmqEventPublisher.offset_endpoint_port(endpoint, dp_rank)
     return found
 
@@ -67,7 +67,7 @@ def rotary_embeddings() -> list[nn.Module]:
 
 def attention_layers(config: VllmConfig) -> dict[str, Any]:
     """The attention layers that were built, by name."""
-    return get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
+    return get_layers_from_vllm_config(config, AttentionLayerBase)
 
 
 def attention_backends(config: VllmConfig) -> str:

@@ -138,7 +138,7 @@ class KVPoolTier(SecondaryTierManager):
             cause=self._cause,
         )
         logger.info(
-            "kvpool tier: namespace %s of tenant %s on %r, weights %s, %d bytes a chunk, budget %g s",
+            "kvpool tier: namespace %s of tenant %s on %r, weights %s, %d bytes a chunk, lookup timeout %g s",
             self._namespace.hex[:8], self._config.tenant, self._store, str(self._facts["weights"])[:8] or "of model_id",
             self._row_nbytes, self._config.lookup_timeout_s,
         )  # fmt: skip

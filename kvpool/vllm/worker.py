@@ -1,23 +1,20 @@
 """The worker's half of the connector: one rank's KV cache, its staging slots, and the transfers between.
 
-A block that is stored is the scheduler's to keep until this rank says that its bytes have landed in staging; it says
-so once for every tag, whatever becomes of the store. What is the same on every rank the first one stores for all: the
-others say at once that they have done with it. After start-up nothing here raises into the engine: a fault of ours
-switches the pool off for this rank, every load that was promised is reported as failed, and the engine recomputes.
+The scheduler holds a block that is stored until this rank reports that its bytes are in staging. It does so once for
+every tag, whatever becomes of the store. What every rank has alike is stored by the first one; the others report it as
+stored at once. After start-up nothing here raises into the engine: a fault of ours switches the pool off for this rank,
+every load that was promised is reported as failed, and the engine recomputes.
 
 When the weights may have changed (``PoolMetadata.epoch``) this rank goes on in another namespace, from that step on.
 What it has stored by then goes to the earlier one; loads under way are ended and reported as failed. A rank that
 notices other weights by itself moves nothing until it is told so.
 
-Threads: the worker's model thread only; a second one announces the engine, and sets ``_announcer`` and ``_announced``.
+Threads: the worker's model thread only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,15 +23,14 @@ from vllm.logger import init_logger
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
-from kvpool.discovery.announcer import Announcer
-from kvpool.discovery.facts import announce_facts
 from kvpool.errors import KVPoolError
-from kvpool.key.key import EPOCH_FACT, Fact, Namespace
+from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Store, open_store
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.staging import default_nbytes
 from kvpool.vllm.announcement import Announcement
+from kvpool.vllm.announcing import EngineAnnouncer
 from kvpool.vllm.guard import Guard, RequestGuard
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.stages import facts_of_epoch
@@ -74,18 +70,14 @@ class WorkerHalf:
         self._weights_mark: Callable[[], object] = lambda: None
         self._seen_mark: object = None  # by the last step
         self._outdated: set[str] = set()  # loads under way of an earlier epoch
-        self._describe: Callable[[str], Announcement] | None = None
-        self._announcing: threading.Thread | None = None
-        self._closed = False
-        self._announcer: Announcer | None = None
-        self._announced: Namespace | None = None  # whose facts are in the pool
+        self._announcer: EngineAnnouncer | None = None  # of the first rank
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
         self._promised: dict[
             str, list[tuple[bytes, int]]
         ] = {}  # loads under way: (hash, group) of each record
         self._failed: set[str] = set()  # loads that ended without a transfer
-        self._storing: dict[int, bool] = {}  # tags under way: whether they have landed
+        self._storing: dict[int, bool] = {}  # tags under way: whether they are staged
         self._started: dict[str, float] = {}  # loads under way: since when
         self._polled_at = 0.0
         self._faulty = False  # an exception of a transfer was logged
@@ -133,7 +125,8 @@ class WorkerHalf:
             return
         self._report.facts[self._rank] = facts
         self._report.store_slots = self._mover.store_slots
-        self._describe = describe
+        if self._rank == 0:
+            self._announcer = EngineAnnouncer(self._config, self._model, describe)
         if not self._config.weights_never_change:
             self._weights_mark = weights_mark
             self._seen_mark = weights_mark()
@@ -147,7 +140,7 @@ class WorkerHalf:
         return self._config.staging_nbytes or default_nbytes(step_records, slot_nbytes)
 
     def refuse(self, reason: str) -> None:
-        """Do without a pool, for ``reason``; the scheduler hears of it."""
+        """Do without a pool, for ``reason``, which is reported to the scheduler."""
         self._break(reason)
 
     def _look_at_weights(self, step: PoolMetadata) -> None:
@@ -162,6 +155,8 @@ class WorkerHalf:
     def _leave(self) -> None:
         """Move nothing any more: what is under way into this engine's memory is not of its weights."""
         self._namespace = None
+        if self._announcer is not None:
+            self._announcer.leave()
         for request_id in self._promised:
             self._outdated.add(request_id)
             if self._mover is not None:
@@ -180,89 +175,21 @@ class WorkerHalf:
         self._begin_announcing(self._namespace)
 
     def _begin_announcing(self, namespace: Namespace) -> None:
-        """Tell others of this engine, in a thread: a slow pool must not hold up its start, nor a step."""
-        if self._rank == 0:
-            self._announcing = threading.Thread(
-                target=self._announce_after,
-                args=(self._announcing, namespace),
-                name="kvpool-announcing",
-                daemon=True,
-            )
-            self._announcing.start()
-
-    def _announce_after(self, earlier: threading.Thread | None, namespace: Namespace) -> None:
-        if earlier is not None:
-            earlier.join()
-        store = self._store
-        if store is not None and namespace is self._namespace:  # else it is closed, or another one follows
-            self._announce(store, namespace)
-
-    def _announce(self, store: Store, namespace: Namespace) -> None:
-        """Tell others of this engine."""
-        self._announce_facts(store, namespace)
-        if self._announcer is not None:
-            self._announcer.enter(namespace.hex)
-        elif self._describe is not None:
-            self._announce_worker(store, self._describe, namespace)
-        if self._closed and self._announcer is not None:  # it took longer than close() waits
-            self._announcer.close()
-
-    def _announce_facts(self, store: Store, namespace: Namespace) -> None:
-        """Leave a readable record of the facts, and say on which ones this worker differs from earlier ones."""
-        self._withdraw_epoch(store)
-        self._announced = namespace
-        try:
-            differences = announce_facts(store, namespace, self._model)
-        except KVPoolError as error:
-            logger.warning("kvpool could not announce its namespace: %s", error)
+        """Announce this engine in its namespace."""
+        if self._announcer is None or self._store is None:
             return
-        for sentence in differences:
-            logger.warning("kvpool: %s", sentence)
         staging = mover.staging if (mover := self._mover) else None
         logger.info(
-            "kvpool: namespace %s, tenant %s, store %s, budget %g s, staging %d MiB (%d slots, %s)",
+            "kvpool: namespace %s, tenant %s, store %s, lookup timeout %g s, staging %d MiB (%d slots, %s)",
             namespace.hex,
             self._config.tenant,
-            store,
+            self._store,
             self._config.lookup_timeout_s,
             (staging.tensor.nbytes if staging else 0) >> 20,
             staging.slots if staging else 0,
             "as set" if self._config.staging_nbytes else f"for steps of {self._step_tokens} tokens",
         )
-
-    def _withdraw_epoch(self, store: Store) -> None:
-        """Nobody else will ever use a namespace that this engine had for itself: its facts need not be kept."""
-        if self._announced is not None and EPOCH_FACT in self._announced.facts:
-            with contextlib.suppress(KVPoolError):
-                store.withdraw(self._announced.facts_key)
-
-    def _announce_worker(
-        self, store: Store, describe: Callable[[str], Announcement], namespace: Namespace
-    ) -> None:
-        """Tell indexes of this worker from now on. What keeps it from that costs a line in the log, no more."""
-        try:
-            announced = describe(namespace.hex)
-            for problem in announced.problems:
-                logger.log(logging.INFO if announced.events_off else logging.WARNING, "kvpool: %s", problem)
-            worker = announced.worker
-            self._announcer = Announcer(
-                store,
-                worker,
-                lease_s=self._config.lease_s,
-                say=lambda text: logger.warning("kvpool: %s", text),
-            )
-        except Exception as error:  # the engine starts all the same
-            logger.warning("kvpool could not announce this worker: %s: %s", type(error).__name__, error)
-            return
-        (publisher,) = worker.publishers
-        logger.info(
-            "kvpool: announced as worker %s at %s, rank %d, events %s, replay %s",
-            worker.id,
-            worker.address,
-            publisher.dp_rank,
-            publisher.events or "none",
-            publisher.replay or "none",
-        )
+        self._announcer.enter(self._store, namespace)
 
     def start_loads(self, step: PoolMetadata) -> None:
         """Submit the step's loads; calling it again with the same step does nothing."""
@@ -303,7 +230,7 @@ class WorkerHalf:
         if not stores:
             return
         if self._mover is None or self._namespace is None:
-            self._count(self._report.landed, tags)
+            self._count(self._report.staged, tags)
             self._count(self._report.dropped, tags)
             return
         own: dict[int, BlockRef] = {}
@@ -311,13 +238,13 @@ class WorkerHalf:
             if self._groups[block.group].stored_by(self._rank):
                 own[tag] = block
             else:
-                self._count(self._report.landed, [tag])
+                self._count(self._report.staged, [tag])
                 self._count(self._report.stored, [tag])
         if blocks := self._named("store", list(own.values())):
             self._storing |= dict.fromkeys(own, False)
             self._guard.run(functools.partial(self._send, blocks, list(own)), None)
         else:
-            self._count(self._report.landed, list(own))
+            self._count(self._report.staged, list(own))
             self._count(self._report.dropped, list(own))
 
     def _send(self, blocks: list[Block], tags: list[int]) -> None:
@@ -356,7 +283,7 @@ class WorkerHalf:
                 self._report.missing.update(records[place] for place in load.missing)
 
     def _note_stores(self, finished: Finished) -> None:
-        self._count(self._report.landed, finished.staged)
+        self._count(self._report.staged, finished.staged)
         self._storing |= dict.fromkeys(finished.staged, True)
         for tag, ok in finished.stored:
             del self._storing[tag]
@@ -371,7 +298,7 @@ class WorkerHalf:
             logger.error("kvpool failed to move blocks, which counts as a miss", exc_info=moved.error)
 
     def take_report(self) -> PoolWorkerMetadata | None:
-        """What the scheduler should hear of this step; None when there is nothing."""
+        """The report of this step to the scheduler; None when there is nothing to report."""
         self._report.asked = self._announcer is not None and self._announcer.asked
         if self._report.is_empty():
             return None
@@ -386,14 +313,9 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Let stores in flight end, within a few seconds, and release everything."""
-        self._closed = True
-        if self._announcing is not None:
-            self._announcing.join(DRAIN_S)
-        if self._announcer is not None:
-            self._announcer.close()
+        if self._announcer is not None and self._store is not None:
+            self._announcer.close(self._store)
             self._announcer = None
-        if self._store is not None:
-            self._withdraw_epoch(self._store)
         if self._mover is not None:
             self._mover.drain(DRAIN_S)
             self._mover.close()
@@ -432,6 +354,6 @@ class WorkerHalf:
                 mover.close()  # what the engine computes next comes after copies under way
             except Exception:
                 logger.exception("kvpool could not end its copies")
-        self._count(self._report.landed, [tag for tag, landed in self._storing.items() if not landed])
+        self._count(self._report.staged, [tag for tag, landed in self._storing.items() if not landed])
         self._count(self._report.dropped, list(self._storing))
         self._storing.clear()

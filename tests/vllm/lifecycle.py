@@ -126,7 +126,11 @@ class World:
         self._patch = pytest.MonkeyPatch()
         for module in (
             "kvpool.vllm.scheduler",
+            "kvpool.vllm.lookups",
+            "kvpool.vllm.step_timer",
             "kvpool.vllm.store_planner",
+            "kvpool.vllm.store_queue",
+            "kvpool.vllm.held_blocks",
             "kvpool.transfer.mover",
             "kvpool.transfer.kv_cache",
             "kvpool.transfer.job",
@@ -564,7 +568,7 @@ class ScriptedEngine:
             one not in scheduler.running and any(scheduler.kv_cache_manager.get_block_ids(name))
             for name, one in scheduler.requests.items()
         )
-        held = any(pending.landing for pending in self.stores._pending.values())
+        held = any(pending.unstaged for pending in self.stores._queue._pending.values())
         assert self.queue or not held or self.shape.late, "a block is held"
         scheduler.reset_prefix_cache(running and not busy and not held, connector)
         if connector:
@@ -818,15 +822,17 @@ class ScriptedEngine:
             parent = self.world.parents[block.block_hash]
             if self._windowed(block.group) or parent is None or (parent, block.group) not in self.dropped:
                 continue
-            on_its_way = (parent, block.group) in self.stores._under_way
+            on_its_way = (parent, block.group) in self.stores._queue._under_way
             assert on_its_way or self.in_pool(parent, block.group), "a record is stored behind a gap"
 
     def in_pool(self, block_hash: bytes, group: int, *, now: bool = False) -> bool:
         """Whether every part of a record is in the pool, or was at some time."""
-        if self.planner._namespace is None:
+        if self.planner._namespace.current is None:
             return False
         parts = range(self.shape.parts(group))
-        keys = [key for part in parts for key in self.planner._namespace.keys([block_hash], group, part)]
+        keys = [
+            key for part in parts for key in self.planner._namespace.current.keys([block_hash], group, part)
+        ]
         return all(self.world.records.contains_many(keys)) if now else self.world.put >= set(keys)
 
     def _watch_offers(self) -> None:
@@ -855,10 +861,10 @@ class ScriptedEngine:
         (told,) = event.block_hashes
         assert isinstance(told, int)
         (block_hash,) = {one for _, one in self.world.values if int.from_bytes(one[-8:], "big") == told}
-        assert self.planner._namespace is not None
+        assert self.planner._namespace.current is not None
         group = event.group_idx or 0
         for part in range(self.shape.parts(group)):
-            (key,) = self.planner._namespace.keys([block_hash], group, part)
+            (key,) = self.planner._namespace.current.keys([block_hash], group, part)
             assert key in self.world.put, "a block is announced that is not on every rank"
 
     def _check_namespace(self, rank: Rank) -> None:
@@ -928,9 +934,9 @@ class ScriptedEngine:
         self.check()
         assert not self.scheduler.requests
         assert not self.planner._requests
-        assert not self.stores._pending
-        assert not self.stores._held
-        assert not self.stores._late
+        assert not self.stores._queue._pending
+        assert not self.stores._held._references
+        assert not self.stores._late_answers
         assert not self.planner._new_loads
         assert not self.aggregator._recv_remaining_count
         assert not self.aggregator._failed_recving_pending

@@ -139,7 +139,7 @@ def test_a_record_that_holds_a_generated_token_is_not_stored_unless_it_is_wanted
         assert ids(step) + ids(scheduler.plan(output(asked, 8, TABLE))) == stored
 
 
-# Sightings.
+# Requests that have had a block.
 
 
 def test_a_block_is_stored_when_enough_requests_have_computed_it(store: Store) -> None:
@@ -368,4 +368,4 @@ def test_steps_without_prompts_and_lost_reports_do_not_spoil_the_rate(
     counted = scheduler.counters.take()
     assert counted[metrics.GATE_PREFILL_TOKENS.name] == 2 * MIN_STEP_TOKENS
     assert counted[metrics.GATE_PREFILL_SECONDS.name] == pytest.approx(3.0), "one after the other: 2 and 1"
-    assert not scheduler._steps
+    assert not scheduler._timer._steps

@@ -210,7 +210,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
     report = second.take_report()
     assert report is not None
     assert report.stored == {10: 1, 12: 1}, "nothing of these is for this rank to store"
-    assert report.landed.keys() >= {10, 12}
+    assert report.staged.keys() >= {10, 12}
     stored(second, 11)
     assert second.take_report() is None, "each tag once"
     namespace = Namespace("default", FACTS)
@@ -245,7 +245,7 @@ def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tenso
     assert finish(worker, 1) == ({"a"}, {"a"})
     report = worker.take_report()
     assert report is not None
-    assert (report.landed, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
+    assert (report.staged, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
     of_all = {**FACTS, "stage1.group0.layers": 3}
     namespace = Namespace("default", of_all)
     with open_store(url) as store:
@@ -276,7 +276,7 @@ def test_a_rank_without_a_pool_has_stored_nothing_of_what_is_the_same_on_every_r
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     report = worker.take_report()
     assert report is not None
-    assert (report.landed, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
+    assert (report.staged, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
     worker.close()
 
 
@@ -382,7 +382,7 @@ def test_a_record_that_has_no_key_costs_its_load_and_its_step_of_stores_and_not_
     worker.start_stores(PoolMetadata(stores=nameless, tags=[9]))
     report = worker.take_report()
     assert report is not None
-    assert (report.landed, report.dropped, report.broken) == ({9: 1}, {9: 1}, {})
+    assert (report.staged, report.dropped, report.broken) == ({9: 1}, {9: 1}, {})
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
     worker.start_loads(
@@ -430,7 +430,7 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     worker.poll(idle=False)
     report = worker.take_report()
     assert report is not None
-    assert report.landed == {10: 1, 11: 1}
+    assert report.staged == {10: 1, 11: 1}
     worker.start_stores(PoolMetadata(stores=refs((5, 5)), tags=[12]))
 
     def broken(*arguments: object) -> None:
@@ -440,7 +440,7 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     worker.poll(idle=False)
     report = worker.take_report()
     assert report is not None
-    assert report.landed == {12: 1}, "each tag once"
+    assert report.staged == {12: 1}, "each tag once"
     assert report.dropped.keys() >= {12}
     assert len(device.engine) == 3, (
         "what is computed next comes behind all copies: a mark, and a wait for each lane"
@@ -448,7 +448,7 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     worker.start_stores(PoolMetadata(stores=refs((6, 6)), tags=[13]))
     report = worker.take_report()
     assert report is not None
-    assert report.landed == report.dropped == {13: 1}
+    assert report.staged == report.dropped == {13: 1}
 
 
 def test_a_pool_that_says_nothing_of_announcements_does_not_hold_up_the_start(
@@ -538,7 +538,7 @@ def test_a_worker_that_finds_other_weights_moves_nothing_until_an_epoch_begins(
     assert (step(1).stored, step(2).reloaded) == ({1: 1}, 0)
     weights[0] = "second"
     report = step(3)
-    assert (report.reloaded, report.landed, report.stored, report.dropped) == (3, {3: 1}, {}, {3: 1})
+    assert (report.reloaded, report.staged, report.stored, report.dropped) == (3, {3: 1}, {}, {3: 1})
     # Also not when it hears of other stages meanwhile.
     report = step(4, facts=FACTS)
     assert (report.reloaded, report.stored, report.dropped) == (0, {}, {4: 1})
