@@ -16,7 +16,6 @@ endif()
 set(KVPOOL_WARNINGS -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror)
 
 add_library(kvpool_core STATIC
-  ${CMAKE_CURRENT_LIST_DIR}/bare.cpp
   ${CMAKE_CURRENT_LIST_DIR}/checksum.cpp
   ${CMAKE_CURRENT_LIST_DIR}/checksum_baseline.cpp
   ${CMAKE_CURRENT_LIST_DIR}/engine.cpp
