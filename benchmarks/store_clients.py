@@ -67,7 +67,7 @@ def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> It
     ``folder``: for what is put beside a file store. ``peers``: where the environments of the other projects are.
     """
     with contextlib.ExitStack() as opened:
-        found: list[Client] = [OfStore(OWN, store, whole_batches=True)]
+        found: list[Client] = [LocalStoreClient(OWN, store, whole_batches=True)]
         if url.scheme not in SERVER_SCHEMES:
             folder.mkdir()
             found += [BareFiles(name, folder, url.threads) for name in (BARE, BARE_AGAIN)]
@@ -80,13 +80,13 @@ def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> It
                 names = ("redis",) if url.path else ("glide", "redis")  # GLIDE has no Unix sockets
                 for name in names:
                     other = opened.enter_context(open_store(replace(url, client=name)))
-                    found.append(OfStore({"redis": "redis-py"}.get(name, name), other))
+                    found.append(LocalStoreClient({"redis": "redis-py"}.get(name, name), other))
             if peers is not None:
                 found += [opened.enter_context(Peer(name, url, peers)) for name in PEERS]
         yield found
 
 
-class _Here(TimedClient):
+class LocalClient(TimedClient):
     """A client in this process."""
 
     whole_batches = False
@@ -98,7 +98,7 @@ class _Here(TimedClient):
         return store_peer.busy_interpreter()
 
 
-class OfStore(StoreClient, _Here):
+class LocalStoreClient(StoreClient, LocalClient):
     """A store of kvpool."""
 
     def __init__(self, name: str, store: Store, *, whole_batches: bool = False) -> None:
@@ -106,7 +106,7 @@ class OfStore(StoreClient, _Here):
         self.whole_batches = whole_batches
 
 
-class BareServer(_Here):
+class BareServer(LocalClient):
     """``SET`` and ``GET`` of plain strings over connections of its own."""
 
     whole_batches = True
@@ -138,7 +138,7 @@ class BareServer(_Here):
         kvpool_bare.get_values(self._numbers, _numbered(self._prefix, len(targets)), targets)
 
 
-class _Folder(_Here):
+class _Folder(LocalClient):
     """A file for each value, in a folder of this client's own."""
 
     whole_batches = True

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = "python -m benchmarks"
 
 
-def benchmark(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def benchmark(*arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT)
 

@@ -25,7 +25,7 @@ def test_bench_fleet_finds_more_with_a_shared_index(tmp_path: Path) -> None:
     assert followups["shared index", 8] > followups["own history", 8] > followups["random", 8]
     assert followups["shared index", 8] > 0.9
     assert plot.read_bytes().startswith(b"\x89PNG")
-    table = benchmark(*arguments[:6], "--routers", "2").stdout
+    table = benchmark(*arguments[:5], "--routers", "2").stdout
     assert all(policy in table for policy in policies)
 
 
