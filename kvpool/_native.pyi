@@ -153,32 +153,6 @@ def open_resp_executor(
     version: str,
 ) -> IoExecutor: ...
 
-class BareServer:
-    """The plainest loop of SET and GET over ``connections``: the bar of a benchmark, and of no other use.
-
-    Values of one size. Calls block, the GIL released. Errors: RuntimeError, after which it is of no use.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        unix_path: str,
-        user: str,
-        password: str,
-        database: int,
-        connections: int,
-    ) -> None: ...
-    def put(self, names: list[str], buffers: list[memoryview]) -> None: ...
-    def get(self, names: list[str], buffers: list[memoryview]) -> None: ...
-
-class BareFiles:
-    """As BareServer, with a file for each value in a directory that is there."""
-
-    def __init__(self, folder: str, threads: int) -> None: ...
-    def put(self, names: list[str], buffers: list[memoryview]) -> None: ...
-    def get(self, names: list[str], buffers: list[memoryview]) -> None: ...
-
 class Topology:
     """Which node serves which of the 16,384 hash slots (kvpool/_native/store/topology.h). Any thread."""
 

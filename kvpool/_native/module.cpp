@@ -8,6 +8,5 @@ NB_MODULE(_native, m) {
 
   kvpool::bind_key(m);
   kvpool::bind_store(m);
-  kvpool::bind_bare(m);
   kvpool::bind_index(m);
 }

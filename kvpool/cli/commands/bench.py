@@ -1,22 +1,28 @@
-"""``kvpool bench``."""
+"""``kvpool bench``: what operators measure; ``python -m benchmarks``, in a checkout, races other projects."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvpool.cli.commands.options import Json
-from kvpool.cli.exits import EXIT_FAILED
 from kvpool.errors import ConfigError
 from kvpool.text import format_nbytes, parse_nbytes
 
 MAX_BATCH_NBYTES = 8 << 30
-PEERS_FOLDER = ".cache/peers"
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+PoolURL = Annotated[
+    str | None, typer.Option(help="URL of the store; without it a file store in shared memory.")
+]
+Rounds = Annotated[int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")]
+BatchBytes = Annotated[
+    str, typer.Option(metavar="SIZE", help="Bytes of a batch, of whatever size its values are.")
+]
 
 bench = typer.Typer(
-    help="Measure what is here, side by side with its peer in one run.",
+    help="Measure this host and its pool.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -26,9 +32,7 @@ bench = typer.Typer(
 def bench_hash(
     tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the prompt.")] = 131072,
     block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")
-    ] = 25,
+    rounds: Rounds = 25,
     as_json: Json = False,
 ) -> None:
     """Block hashes of one long prompt, beside vLLM's own function where vLLM is installed."""
@@ -39,43 +43,23 @@ def bench_hash(
 
 @bench.command("store")
 def bench_store(
-    pool: Annotated[
-        str | None, typer.Option(help="URL of the store; without it a file store in shared memory.")
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")
-    ] = 9,
-    batch_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes of a batch, of whatever size its values are.")
-    ] = "256MiB",
-    peers: Annotated[
-        bool, typer.Option("--peers", help="LMCache, GLIDE and redis-py by themselves, too.")
-    ] = False,
-    peers_folder: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
-    ] = PEERS_FOLDER,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a PNG of GB/s over value size.")
-    ] = None,
+    pool: PoolURL = None,
+    rounds: Rounds = 9,
+    batch_bytes: BatchBytes = "256MiB",
     as_json: Json = False,
+    peers: Annotated[bool, typer.Option("--peers", hidden=True)] = False,
+    peers_folder: Annotated[str | None, typer.Option(hidden=True)] = None,
+    plot: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Puts and gets by value size, idle and beside a busy interpreter, next to a bare native loop and other clients.
-
-    On a server: kvpool's own stores over Valkey GLIDE and redis-py. In a directory: a plain Python loop over files.
-    """
+    """Puts, gets and existence in a pool by value size, and the memory that a server takes for them."""
+    if peers or peers_folder is not None or plot is not None:
+        raise _moved("store --peers" if plot is None else "store --plot")
     from kvpool.cli.bench_store import run_bench_store
 
-    run_bench_store(
-        pool=pool,
-        rounds=rounds,
-        batch_nbytes=_batch_nbytes(batch_bytes),
-        peers=Path(peers_folder) if peers else None,
-        plot=Path(plot) if plot else None,
-        as_json=as_json,
-    )
+    run_bench_store(pool=pool, rounds=rounds, batch_nbytes=batch_nbytes_of(batch_bytes), as_json=as_json)
 
 
-def _batch_nbytes(text: str) -> int:
+def batch_nbytes_of(text: str) -> int:
     nbytes = parse_nbytes(text)
     if not 1 <= nbytes <= MAX_BATCH_NBYTES:
         raise ConfigError(f"--batch-bytes {text}: write a size of at most {format_nbytes(MAX_BATCH_NBYTES)}")
@@ -85,9 +69,7 @@ def _batch_nbytes(text: str) -> int:
 @bench.command("device")
 def bench_device(
     blocks: Annotated[int, typer.Option(min=1, max=1 << 14, help="Blocks that are copied at once.")] = 64,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")
-    ] = 25,
+    rounds: Rounds = 25,
     as_json: Json = False,
 ) -> None:
     """Copies between KV cache and staging, beside one plain copy of as many bytes and a matrix product.
@@ -99,108 +81,15 @@ def bench_device(
     run_bench_device(blocks=blocks, rounds=rounds, as_json=as_json)
 
 
-@bench.command("index")
-def bench_index(
-    blocks: Annotated[
-        int,
-        typer.Option(
-            min=8192, max=1 << 26, help="Distinct blocks in the table; rounded to prompts of 8,192."
-        ),
-    ] = 1_000_000,
-    workers: Annotated[
-        list[int] | None, typer.Option(min=1, max=4096, help="Workers; give it again for another table.")
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Rounds of asking all prompts; the median counts.")
-    ] = 20,
-    peers: Annotated[bool, typer.Option("--peers", help="Dynamo's RadixTree and HTTP indexer, too.")] = False,
-    peers_folder: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
-    ] = PEERS_FOLDER,
-    as_json: Json = False,
-) -> None:
-    """The prefix index beside a plain Python dictionary and Dynamo's: ingest, lookups and memory.
-
-    With the extra "index" also over gRPC beside an echo, and fed over ZMQ.
-    """
-    from kvpool.cli.bench_index import run_bench_index
-
-    run_bench_index(
-        blocks=blocks, workers=workers or [8, 64, 256], rounds=rounds,
-        peers=Path(peers_folder) if peers else None, as_json=as_json,
-    )  # fmt: skip
+@bench.command("index", hidden=True, context_settings=ANYTHING)
+@bench.command("fleet", hidden=True, context_settings=ANYTHING)
+@bench.command("e2e", hidden=True, context_settings=ANYTHING)
+def bench_elsewhere(context: typer.Context) -> None:
+    """Only says where it went; for one version."""
+    raise _moved(f"{context.info_name}")
 
 
-@bench.command("fleet")
-def bench_fleet(
-    workers: Annotated[int, typer.Option(min=2, max=4096, help="Simulated workers.")] = 240,
-    routers: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, max=64, help="Routers that share the requests; give it again for another number."
-        ),
-    ] = None,
-    requests: Annotated[
-        int, typer.Option(min=10, max=10_000_000, help="Requests of each run, after as many to warm up.")
-    ] = 4000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sessions.")] = 5,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a PNG of hits and imbalance over routers.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """What routers make of the prefix index: sessions on a simulated fleet, placed by four policies.
-
-    At random, by least load, by what each router has placed itself, and by asking one real index that all share, which
-    the simulated workers tell over ZMQ what they store and evict.
-    """
-    from kvpool.cli.bench_fleet import run_bench_fleet
-
-    run_bench_fleet(
-        workers=workers, routers=routers or [1, 2, 4, 8], requests=requests, seed=seed,
-        plot=Path(plot) if plot else None, as_json=as_json,
-    )  # fmt: skip
-
-
-@bench.command("e2e")
-def bench_e2e(
-    pool: Annotated[
-        str | None, typer.Option(help="URL of the store; without it a file store in a temporary folder.")
-    ] = None,
-    chats: Annotated[int, typer.Option(min=1, max=1000, help="Chats of four turns.")] = 5,
-    documents: Annotated[int, typer.Option(min=1, max=1000, help="Documents, three questions each.")] = 4,
-    probes: Annotated[
-        int, typer.Option(min=1, max=1000, help="Prompts for the ratios to recomputing and to a local hit.")
-    ] = 7,
-    prompt_tokens: Annotated[
-        int, typer.Option(min=256, max=8000, help="Tokens of a document, and of a probe.")
-    ] = 2068,
-    width: Annotated[int, typer.Option(min=256, max=8192, help="Of the model; a multiple of 256.")] = 768,
-    layers: Annotated[int, typer.Option(min=1, max=64, help="Of the model.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Of the workload.")] = 7,
-    host_tier: Annotated[
-        bool, typer.Option("--host-tier/--no-host-tier", help="Try vLLM's own host tier, too.")
-    ] = True,
-    peers: Annotated[bool, typer.Option("--peers", help="Try LMCache, too.")] = False,
-    peers_folder: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Where it is; make bench-peers puts it there.")
-    ] = PEERS_FOLDER,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a PNG of times to the first token.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Real engines on chats and shared documents: without a pool, with vLLM's host tier, kvpool and LMCache.
-
-    Starts vLLM CPU engines with a small random model. Exits with 1 when an engine's tokens are not those of the others,
-    or when prompts were not found in the pool.
-    """
-    from kvpool.cli.bench_e2e import run_bench_e2e
-
-    good = run_bench_e2e(
-        pool=pool, chats=chats, documents=documents, probes=probes, prompt_tokens=prompt_tokens, width=width,
-        layers=layers, seed=seed, host_tier=host_tier, peers=Path(peers_folder) if peers else None,
-        plot=Path(plot) if plot else None, as_json=as_json,
-    )  # fmt: skip
-    if not good:
-        raise typer.Exit(EXIT_FAILED)
+def _moved(what: str) -> ConfigError:
+    return ConfigError(
+        f"bench {what} is not part of the package any more: run python -m benchmarks {what} in a checkout of kvpool"
+    )

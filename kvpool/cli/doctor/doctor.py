@@ -19,9 +19,10 @@ from rich.text import Text
 
 from kvpool.cli.doctor.file_system import file_system_findings
 from kvpool.cli.doctor.finding import Finding, note, ok, problem
-from kvpool.cli.doctor.fleet_check import announced_workers, index_findings, replica_findings, worker_findings
 from kvpool.cli.doctor.host_settings import host_findings
+from kvpool.cli.doctor.indexes import index_findings, replica_findings
 from kvpool.cli.doctor.server_settings import server_findings
+from kvpool.cli.doctor.workers import announced_workers, worker_findings
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.discovery.facts import announced_namespaces, describe_differences
 from kvpool.discovery.worker import Worker

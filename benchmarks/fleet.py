@@ -1,6 +1,6 @@
-"""``kvpool bench fleet``: what several routers make of what they know about a fleet's caches.
+"""``python -m benchmarks fleet``: what several routers make of what they know about a fleet's caches.
 
-The fleet is simulated (``kvpool.cli.simulated_fleet``), the index is not: the workers publish what they store and
+The fleet is simulated (``benchmarks.simulated_fleet``), the index is not: the workers publish what they store and
 evict over ZMQ, as vLLM does, to a ``kvpool index`` in a process of its own, and the routers ask it over gRPC. All
 policies but ``random`` know the workers' backlog and place a request where its answer would begin first; they differ in
 what they know of caches: nothing, what the router itself has placed where, or what the index says. Requests are placed
@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvpool.cli.bench_contest import percentile
-from kvpool.cli.bench_publisher import Publishers
+from benchmarks.contest import percentile
+from benchmarks.plot import new_figure, save_figure
+from benchmarks.publisher import Publishers
+from benchmarks.simulated_fleet import BlockCache, Request, SimulatedFleet, Taken, arrivals
 from kvpool.cli.index_process import IndexProcess
-from kvpool.cli.plot import new_figure, save_figure
-from kvpool.cli.simulated_fleet import BlockCache, Request, SimulatedFleet, Taken, arrivals
 from kvpool.errors import IndexUnavailable, KVPoolError
 from kvpool.index import PrefixIndex, Worker
 from kvpool.index.client.client import IndexClient
@@ -127,7 +127,7 @@ class _SharedIndex:
         self._publishers.publish(worker, _batch(request, taken))
 
 
-def run_bench_fleet(
+def run_fleet(
     *, workers: int, routers: Sequence[int], requests: int, seed: int, plot: Path | None, as_json: bool
 ) -> None:
     """Simulate, and print a table or JSON; ``plot`` is written as a PNG. ``requests``: counted in each run.

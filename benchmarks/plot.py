@@ -16,7 +16,7 @@ def new_figure(width: float, height: float) -> Any:
         module: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
-            "--plot needs matplotlib, which is not installed: pip install 'kvpool[bench]'"
+            "--plot needs matplotlib, which is not installed: pip install matplotlib"
         ) from error
     return module.Figure(figsize=(width, height), layout="constrained")
 

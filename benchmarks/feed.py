@@ -1,7 +1,8 @@
-"""Events from a publisher's process into an index's over ZMQ, and what lookups cost meanwhile: part of ``kvpool bench
-index``.
+"""Events from a publisher's process into an index's over ZMQ, and what lookups cost meanwhile.
 
-A process of its own (``python -m kvpool.cli.bench_feed BLOCKS EVENTS``) publishes for some workers what was packed
+Part of ``python -m benchmarks index``.
+
+A process of its own (``python -m benchmarks.feed BLOCKS EVENTS``) publishes for some workers what was packed
 before. The index is a real ``kvpool index``; who measures asks it over gRPC how far it is. Dynamo's HTTP indexer, where
 there is one, reads the same publishers.
 """
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpool.cli.bench_contest import PROMPT_BLOCKS, Held, holdings, percentile, unpacked
-from kvpool.cli.bench_events import (
+from benchmarks.contest import PROMPT_BLOCKS, Held, holdings, percentile, unpacked
+from benchmarks.dynamo_process import DynamoIndexer
+from benchmarks.events import (
     BATCH_EVENTS,
     BLOCK_TOKENS,
     EVENT_BLOCKS,
@@ -29,11 +31,10 @@ from kvpool.cli.bench_events import (
     payloads,
     removals,
 )
-from kvpool.cli.dynamo_process import DynamoIndexer
 from kvpool.errors import KVPoolError
 
 if TYPE_CHECKING:
-    from kvpool.cli.bench_publisher import Publishers
+    from benchmarks.publisher import Publishers
     from kvpool.index import PublisherStatus
 
 MODEL = "bench"
@@ -278,7 +279,7 @@ def main() -> None:
     batches a second, until another line comes. Each is answered with the number of batches so far, a flood when it
     begins. It has a rate because what outruns the index would pile up in its sockets, gigabytes of it.
     """
-    from kvpool.cli.bench_publisher import Publishers
+    from benchmarks.publisher import Publishers
 
     blocks, batch_events = int(sys.argv[1]), int(sys.argv[2])
     batches: list[list[bytes]] = [[] for _ in range(PUBLISHERS)]

@@ -1,4 +1,4 @@
-"""Dynamo's ``RadixTree`` in the contest of ``kvpool bench index``, and a caller of its HTTP indexer.
+"""Dynamo's ``RadixTree`` in the contest of ``python -m benchmarks index``, and a caller of its HTTP indexer.
 
 Run by the interpreter of an environment that has ``ai-dynamo-runtime``, and not kvpool; so it imports nothing of
 kvpool but the contest, by its path. The tree is used as its binding wants: an event is JSON, of as many blocks as a
@@ -72,7 +72,7 @@ class Tree:
 
 def run_contest(asked: dict[str, Any]) -> dict[str, Any]:
     sys.path.append(str(Path(__file__).parent))
-    contest = importlib.import_module("bench_contest")
+    contest = importlib.import_module("contest")
     result = contest.contest(Tree(), asked["shape"], asked["workers"], asked["prompts"], asked["rounds"])
     return dataclasses.asdict(result)
 

@@ -1,4 +1,4 @@
-"""Sessions and the workers that serve them, for ``kvpool bench fleet``. Simulated time; no threads, no I/O.
+"""Sessions and the workers that serve them, for ``python -m benchmarks fleet``. Simulated time; no threads, no I/O.
 
 A session begins with one of a few system prompts and grows with every turn: what the user adds and what was answered.
 Sessions start and go on at random, whatever the fleet does with them. A worker computes one prompt after the other,

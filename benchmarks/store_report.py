@@ -1,4 +1,4 @@
-"""What ``kvpool bench store`` prints and draws."""
+"""What ``python -m benchmarks store`` prints and draws."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.cli.bench_clients import BARE, BARE_AGAIN, LMCACHE, OWN
+from benchmarks.plot import new_figure, save_figure
+from benchmarks.store_clients import BARE, BARE_AGAIN, LMCACHE, OWN
 from kvpool.cli.doctor.host_settings import congestion_control_name
-from kvpool.cli.plot import new_figure, save_figure
 from kvpool.text import format_nbytes
 
 CELLS = ("put_idle", "put_busy", "get_idle", "get_busy")

@@ -1,4 +1,4 @@
-"""What ``kvpool bench e2e`` makes of its answers, prints and draws."""
+"""What ``python -m benchmarks e2e`` makes of its answers, prints and draws."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.cli.bench_contest import percentile
-from kvpool.cli.plot import new_figure, save_figure
+from benchmarks.contest import percentile
+from benchmarks.plot import new_figure, save_figure
 
 OFF = "pool off"
 HOST = "host tier only"

@@ -1,11 +1,11 @@
-"""What ``kvpool bench store`` measures beside each other: kvpool's own client of a store, and the others.
+"""What ``python -m benchmarks store`` measures beside each other: kvpool's own client of a store, and the others.
 
 - ``kvpool``: the store that the pool's URL opens.
 - ``bare loop``, twice: the plainest native loop over the same server or directory, the bar; against itself it shows how
   much the machine wavers. Not under TLS, and not in a cluster.
 - ``glide``, ``redis-py``: kvpool's stores of ``?client=``, which do the same job: records that prove themselves, in the
   same layout, moved by that client. ``python files``: a plain loop in a directory.
-- ``--peers``: other projects' clients, each in a process and an environment of its own (``bench_peer.py``).
+- ``--peers``: other projects' clients, each in a process and an environment of its own (``store_peer.py``).
 
 All keys are of this run alone.
 """
@@ -15,39 +15,28 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import secrets
 import selectors
+import socket
+import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvpool import _native
-from kvpool.cli import bench_peer
+import kvpool_bare
+
+from benchmarks import store_peer
+from kvpool.cli.timed_client import TENANT, TIMEOUT_S, StoreClient, TimedClient, Values, Views, check_all
 from kvpool.errors import ConfigError
-from kvpool.key.key import Namespace
 from kvpool.store import Store, open_store
 from kvpool.store.server.connection import connect
 from kvpool.store.url import DEFAULT_THREADS, SERVER_SCHEMES, StoreURL
 
 OWN, BARE, BARE_AGAIN, LMCACHE = "kvpool", "bare loop", "bare again", "lmcache"
 PEERS = {"lmcache": LMCACHE, "glide": "glide plain", "redis": "redis plain"}
-TENANT = "bench"
-TIMEOUT_S = 120.0  # of one batch
 PEER_THREADS = 4  # of a Python client: what it is fastest with beside a busy interpreter
-
-Views = list[memoryview]
-
-
-class Values:
-    """As many values of one size as a batch has: what is put, and where it is got to."""
-
-    def __init__(self, nbytes: int, count: int) -> None:
-        self.nbytes, self.count = nbytes, count
-        self.sources: Views = [memoryview(os.urandom(nbytes)) for _ in range(count)]
-        self.targets: Views = [memoryview(bytearray(nbytes)) for _ in range(count)]
 
 
 class Client(Protocol):
@@ -78,111 +67,78 @@ def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> It
     ``folder``: for what is put beside a file store. ``peers``: where the environments of the other projects are.
     """
     with contextlib.ExitStack() as opened:
-        found: list[Client] = [StoreClient(OWN, store, whole_batches=True)]
+        found: list[Client] = [LocalStoreClient(OWN, store, whole_batches=True)]
         if url.scheme not in SERVER_SCHEMES:
             folder.mkdir()
             found += [BareFiles(name, folder, url.threads) for name in (BARE, BARE_AGAIN)]
             found.append(PythonFiles(folder))
         else:
             if url.tls is None and not url.nodes:
-                found += [BareServer(name, url) for name in (BARE, BARE_AGAIN)]
+                for name in (BARE, BARE_AGAIN):
+                    found.append(opened.enter_context(contextlib.closing(BareServer(name, url))))
             if not url.nodes:  # the others know one server only
                 names = ("redis",) if url.path else ("glide", "redis")  # GLIDE has no Unix sockets
                 for name in names:
                     other = opened.enter_context(open_store(replace(url, client=name)))
-                    found.append(StoreClient({"redis": "redis-py"}.get(name, name), other))
+                    found.append(LocalStoreClient({"redis": "redis-py"}.get(name, name), other))
             if peers is not None:
                 found += [opened.enter_context(Peer(name, url, peers)) for name in PEERS]
         yield found
 
 
-class _Here:
-    """A client in this process. What it got is compared with what was put, outside the time that is measured."""
+class LocalClient(TimedClient):
+    """A client in this process."""
 
     whole_batches = False
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._values = Values(0, 0)
-
-    def fill(self, values: Values) -> None:
-        self._values = values
-        self._put(values.sources)
-
-    def put(self, count: int) -> float:
-        return bench_peer.timed(lambda: self._put(self._values.sources[:count]))
-
-    def get(self, count: int) -> float:
-        targets = self._values.targets[:count]
-        nothing = bytes(self._values.nbytes)
-        for target in targets:
-            target[:] = nothing
-        taken_s = bench_peer.timed(lambda: self._get(targets))
-        if targets != self._values.sources[:count]:
-            raise RuntimeError(f"{self.name} gave other bytes than it took")
-        return taken_s
 
     def exists(self, count: int) -> float | None:
         return None
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
-        return bench_peer.busy_interpreter()
-
-    def _put(self, sources: Views) -> None:
-        raise NotImplementedError
-
-    def _get(self, targets: Views) -> None:
-        raise NotImplementedError
+        return store_peer.busy_interpreter()
 
 
-class StoreClient(_Here):
-    """A store of kvpool: one batch, one return into Python."""
+class LocalStoreClient(StoreClient, LocalClient):
+    """A store of kvpool."""
 
     def __init__(self, name: str, store: Store, *, whole_batches: bool = False) -> None:
-        super().__init__(name)
+        super().__init__(name, store)
         self.whole_batches = whole_batches
-        self._store = store
-        self._namespace = Namespace(TENANT, {"bench": name, "run": secrets.token_hex(16)})
-
-    def exists(self, count: int) -> float:
-        keys = self.keys(count)
-        return bench_peer.timed(lambda: _all(self._store.contains_many(keys, timeout_s=TIMEOUT_S)))
-
-    def empty(self) -> None:
-        self._store.delete_many(self.keys(self._values.count), timeout_s=TIMEOUT_S)
-
-    def _put(self, sources: Views) -> None:
-        _all(self._store.put_many(self.keys(len(sources)), sources, timeout_s=TIMEOUT_S))
-
-    def _get(self, targets: Views) -> None:
-        _all(self._store.get_many_into(self.keys(len(targets)), targets, timeout_s=TIMEOUT_S))
-
-    def keys(self, count: int) -> list[str]:
-        return [self._namespace.key(index.to_bytes(32, "big"), 0, 0) for index in range(count)]
 
 
-class BareServer(_Here):
+class BareServer(LocalClient):
+    """``SET`` and ``GET`` of plain strings over connections of its own."""
+
     whole_batches = True
 
     def __init__(self, name: str, url: StoreURL) -> None:
         super().__init__(name)
         self._url = url
-        self._loop = _native.BareServer(
-            url.host, url.port, url.path, url.user, url.password, url.database, url.threads
-        )
         self._prefix = _plain_prefix()
+        self._connections: list[socket.socket] = []
+        try:
+            while len(self._connections) < url.threads:
+                self._connections.append(_connected(url))
+        except OSError as error:
+            self.close()
+            raise RuntimeError(f"{name}: {error}") from error
+        self._numbers = [one.fileno() for one in self._connections]
+
+    def close(self) -> None:
+        for one in self._connections:
+            one.close()
 
     def empty(self) -> None:
         _unlink(self._url, self._prefix, self._values.count)
 
     def _put(self, sources: Views) -> None:
-        self._loop.put(_plain_keys(self._prefix, len(sources)), sources)
+        kvpool_bare.put_values(self._numbers, _numbered(self._prefix, len(sources)), sources)
 
     def _get(self, targets: Views) -> None:
-        self._loop.get(_plain_keys(self._prefix, len(targets)), targets)
+        kvpool_bare.get_values(self._numbers, _numbered(self._prefix, len(targets)), targets)
 
 
-class _Folder(_Here):
+class _Folder(LocalClient):
     """A file for each value, in a folder of this client's own."""
 
     whole_batches = True
@@ -200,13 +156,13 @@ class _Folder(_Here):
 class BareFiles(_Folder):
     def __init__(self, name: str, folder: Path, threads: int) -> None:
         super().__init__(name, folder / secrets.token_hex(8))
-        self._loop = _native.BareFiles(str(self._folder), threads)
+        self._threads = threads
 
     def _put(self, sources: Views) -> None:
-        self._loop.put(_plain_keys("", len(sources)), sources)
+        kvpool_bare.write_files(_numbered(f"{self._folder}/", len(sources)), sources, self._threads)
 
     def _get(self, targets: Views) -> None:
-        self._loop.get(_plain_keys("", len(targets)), targets)
+        kvpool_bare.read_files(_numbered(f"{self._folder}/", len(targets)), targets, self._threads)
 
 
 class PythonFiles(_Folder):
@@ -222,7 +178,7 @@ class PythonFiles(_Folder):
     def _get(self, targets: Views) -> None:
         for index, target in enumerate(targets):
             with (self._folder / f"{index}").open("rb", buffering=0) as file:
-                _all([file.readinto(target) == len(target)])
+                check_all([file.readinto(target) == len(target)])
 
 
 class Peer:
@@ -239,7 +195,7 @@ class Peer:
             raise ConfigError("--peers needs valkey://host:port: not all of them can use anything else")
         self._prefix = _plain_prefix()
         self._process = subprocess.Popen(
-            [python, "-I", bench_peer.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [python, "-I", store_peer.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         self._replies = selectors.DefaultSelector()
         assert self._process.stdout is not None
@@ -309,17 +265,35 @@ def _plain_prefix() -> str:
     return f"kvpool:{TENANT}:plain-{secrets.token_hex(8)}:"
 
 
-def _plain_keys(prefix: str, count: int) -> list[str]:
+def _numbered(prefix: str, count: int) -> list[str]:
     return [f"{prefix}{index}" for index in range(count)]
+
+
+def _connected(url: StoreURL) -> socket.socket:
+    """Logged in, and blocking; what takes ``TIMEOUT_S`` fails. Errors: ``OSError``."""
+    if url.path:
+        made = socket.socket(socket.AF_UNIX)
+        made.connect(url.path)
+    else:
+        made = socket.create_connection((url.host, url.port), TIMEOUT_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        made.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(TIMEOUT_S), 0))
+    commands = [["SELECT", f"{url.database}"]]
+    if url.password:
+        commands.insert(0, ["AUTH", url.user, url.password] if url.user else ["AUTH", url.password])
+    for words in commands:
+        packed = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in map(str.encode, words))
+        made.sendall(b"*%d\r\n%s" % (len(words), packed))
+        if made.recv(5, socket.MSG_WAITALL) != b"+OK\r\n":
+            made.close()
+            raise OSError(f"the server refused {words[0]}")
+    return made
 
 
 def _unlink(url: StoreURL, prefix: str, count: int) -> None:
     with connect(url, timeout_s=TIMEOUT_S, role="bench") as server:
-        keys = iter(_plain_keys(prefix, count))
+        keys = iter(_numbered(prefix, count))
         while some := list(itertools.islice(keys, 1000)):
             server.unlink(*some)
-
-
-def _all(found: Sequence[bool]) -> None:
-    if not all(found):
-        raise ConfigError("the pool did not keep a whole batch: raise its capacity, or lower --batch-bytes")

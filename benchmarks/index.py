@@ -1,7 +1,8 @@
-"""``kvpool bench index``: the prefix index beside a plain Python dictionary and Dynamo's; in this process, over gRPC,
-and fed over ZMQ.
+"""``python -m benchmarks index``: the prefix index beside a plain Python dictionary and Dynamo's.
 
-What is asked is in ``kvpool.cli.bench_contest``. The dictionary maps a block's hash to a bit mask of workers, and is
+In this process, over gRPC, and fed over ZMQ.
+
+What is asked is in ``benchmarks.contest``. The dictionary maps a block's hash to a bit mask of workers, and is
 given events that are decoded already.
 """
 
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvpool.cli.bench_contest import (
+from benchmarks.contest import (
     PROMPT_BLOCKS,
     Asked,
     Result,
@@ -32,11 +33,11 @@ from kvpool.cli.bench_contest import (
     timed,
     unpacked,
 )
-from kvpool.cli.bench_events import payloads, removals
-from kvpool.cli.bench_feed import FeedReport, measure_feed
-from kvpool.cli.bench_restart import RestartRow, measure_restart
-from kvpool.cli.bench_rpc import RpcRow, measure_rpc
-from kvpool.cli.dynamo_process import ask_dynamo, dynamo_python
+from benchmarks.dynamo_process import ask_dynamo, dynamo_python
+from benchmarks.events import payloads, removals
+from benchmarks.feed import FeedReport, measure_feed
+from benchmarks.restart import RestartRow, measure_restart
+from benchmarks.rpc import RpcRow, measure_rpc
 from kvpool.index import PrefixIndex
 
 OWN, DICTIONARY, DYNAMO = "kvpool", "dict", "Dynamo"
@@ -56,9 +57,7 @@ class Row:
     block_nbytes_most: float
 
 
-def run_bench_index(
-    *, blocks: int, workers: Sequence[int], rounds: int, peers: Path | None, as_json: bool
-) -> None:
+def run_index(*, blocks: int, workers: Sequence[int], rounds: int, peers: Path | None, as_json: bool) -> None:
     """Measure, and print tables or JSON. ``peers``: the folder of others' environments; None: without them.
 
     Blocking: some minutes, and 1 GB of memory, for a million blocks. Errors: ``KVPoolError``.

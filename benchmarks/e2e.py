@@ -1,4 +1,4 @@
-"""``kvpool bench e2e``: real vLLM engines with a pool, without one, and with what else there is, on one workload.
+"""``python -m benchmarks e2e``: real vLLM engines with a pool, without one, and with its peers, on one workload.
 
 An engine with an empty pool answers everything first: its tokens are those that all others must give, and what it
 stores is what the measured one finds. Then the measured engines, one for each arm, fresh but warmed up, are up at the
@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.e2e_report import HOST, LMCACHE, OFF, OWN, Answer, Report, draw, show
+from benchmarks.e2e_workload import Conversations, Workload, draw_workload, longest_prompt_tokens
 from kvpool.cli.activity import doing
-from kvpool.cli.bench_e2e_report import HOST, LMCACHE, OFF, OWN, Answer, Report, draw, show
-from kvpool.cli.bench_workload import Conversations, Workload, draw_workload, longest_prompt_tokens
 from kvpool.cli.engine_process import (
     EngineFailed,
     EngineProcess,
@@ -69,7 +69,7 @@ class Asked:
     answer: list[int]
 
 
-def run_bench_e2e(
+def run_e2e(
     *,
     pool: str | None,
     chats: int,

@@ -1,4 +1,4 @@
-"""Dynamo in processes of its own: what ``bench_dynamo`` answers, and its HTTP indexer."""
+"""Dynamo in processes of its own: what ``dynamo_peer.py`` answers, and its HTTP indexer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli import bench_dynamo
+from benchmarks import dynamo_peer
 from kvpool.cli.engine_process import free_ports
 from kvpool.errors import ConfigError, KVPoolError
 
@@ -27,10 +27,10 @@ def dynamo_python(folder: Path) -> Path:
 
 
 def ask_dynamo(python: Path, asked: dict[str, Any]) -> Any:
-    """What ``bench_dynamo`` answers. Blocking, while it works. Errors: ``KVPoolError``."""
+    """What ``dynamo_peer.py`` answers. Blocking, while it works. Errors: ``KVPoolError``."""
     try:
         ended = subprocess.run(
-            [python, "-I", bench_dynamo.__file__], input=json.dumps(asked), stdout=subprocess.PIPE, text=True,
+            [python, "-I", dynamo_peer.__file__], input=json.dumps(asked), stdout=subprocess.PIPE, text=True,
             timeout=ASK_TIMEOUT_S, check=True,
         )  # fmt: skip
     except (subprocess.SubprocessError, OSError) as error:

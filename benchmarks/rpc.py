@@ -1,6 +1,6 @@
-"""What a lookup costs over gRPC, beside an echo of the same bytes: the second half of ``kvpool bench index``.
+"""What a lookup costs over gRPC, beside an echo of the same bytes: the second half of ``python -m benchmarks index``.
 
-A process of its own (``python -m kvpool.cli.bench_rpc BLOCKS WORKERS``) serves an index of prompts of 8,192 blocks, and
+A process of its own (``python -m benchmarks.rpc BLOCKS WORKERS``) serves an index of prompts of 8,192 blocks, and
 on another port an echo that reads as many bytes and answers as many, in the same ``grpc.aio``. The caller sends packed
 messages and does not decode what comes, so that both ways do the same work here. They take turns.
 """
@@ -15,8 +15,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from kvpool.cli.bench_contest import PROMPT_BLOCKS, holdings, unpacked
-from kvpool.cli.bench_events import BLOCK_TOKENS, payloads
+from benchmarks.contest import PROMPT_BLOCKS, holdings, unpacked
+from benchmarks.events import BLOCK_TOKENS, payloads
 from kvpool.errors import IndexUnavailable
 from kvpool.index import Publisher, Worker
 from kvpool.key.hashing import seed_id

@@ -1,4 +1,4 @@
-"""What ``kvpool bench index`` has every index do: take prompts and who holds them, and be asked about them.
+"""What ``python -m benchmarks index`` has every index do: take prompts and who holds them, and be asked about them.
 
 Runs in this process and, for another project's index, in the interpreter of its own environment; so it imports nothing
 of kvpool. All draw the same prompts from the same seed, ask the same questions in the same order, and each is timed in

@@ -1,8 +1,8 @@
-"""What a restart of the index costs: the last part of ``kvpool bench index``.
+"""What a restart of the index costs: the last part of ``python -m benchmarks index``.
 
 The file is that of a fleet in this process, in the shape ``sessions``. What a client sees of ``kill -9`` is measured on
-a ``kvpool index`` of its own, which follows one worker over ZMQ: this process keeps its batches and sends them when
-they are asked for, as vLLM's publisher does, all of them at first and then only those that the snapshot lacks.
+a ``kvpool index`` of its own, which follows one worker over ZMQ: it asks this process for the worker's batches, for all
+of them at first and then only for those that the snapshot lacks.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-import zmq
-
-from kvpool.cli.bench_contest import PROMPT_BLOCKS, holdings, unpacked
-from kvpool.cli.bench_events import BLOCK_TOKENS, payloads
+from benchmarks.contest import PROMPT_BLOCKS, holdings, unpacked
+from benchmarks.events import BLOCK_TOKENS, payloads
+from benchmarks.publisher import Publishers
 from kvpool.cli.engine_process import child_environment, free_ports
 from kvpool.errors import IndexUnavailable, UnknownModel
 from kvpool.index import Publisher, Worker
 from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file
-from kvpool.index.follow.subscriber import END
 from kvpool.index.snapshot import Snapshot, pack
 from kvpool.key.hashing import seed_id
 
@@ -100,13 +96,13 @@ def _killed(path: Path, count: int) -> tuple[float, float]:
     """Seconds from the kill until it listens, and until all prompts are answered as before."""
     prompts = [packed for packed, _ in holdings("sessions", 1, count)]
     batches = [payload for packed in prompts for payload in payloads(unpacked(packed), tokens=False)]
-    *ports, listen = free_ports(3)
-    events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
-    flag = f"worker={events},replay={replay},model={MODEL},block={BLOCK_TOKENS}"
-    arguments = ["--listen", f"127.0.0.1:{listen}", "--worker", flag, "--snapshot", str(path)]
-    arguments += ["--snapshot-every", "0.5"]
-    target = f"127.0.0.1:{listen}"
-    with _Replays(events, replay, batches):
+    target = f"127.0.0.1:{free_ports(1)[0]}"
+    with Publishers(1) as publishers:
+        for batch in batches:
+            publishers.publish(0, batch)
+        [ends] = publishers.endpoints
+        flag = f"worker={ends.events},replay={ends.replay},model={MODEL},block={BLOCK_TOKENS}"
+        arguments = ["--listen", target, "--worker", flag, "--snapshot", str(path), "--snapshot-every", "0.5"]
         process = _start(arguments)
         try:
             _wait(lambda: _is_known(target, prompts), JOIN_TIMEOUT_S)
@@ -165,37 +161,3 @@ def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
         if time.monotonic() > until_s:
             raise IndexUnavailable(f"the index of the benchmark was not ready within {timeout_s:g} s")
         time.sleep(POLL_S)
-
-
-class _Replays:
-    """A publisher that has published its batches, and sends those that are asked for."""
-
-    def __init__(self, events: str, replay: str, batches: Sequence[bytes]) -> None:
-        self._batches = batches
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._events, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
-        self._router.set_hwm(0)
-        self._events.bind(events)
-        self._router.bind(replay)
-        self._closing = False
-        self._thread = threading.Thread(target=self._answer, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing = True
-        self._thread.join()
-        self._context.destroy(linger=0)
-
-    def _answer(self) -> None:
-        while not self._closing:
-            if not self._router.poll(20):
-                continue
-            who, empty, number = self._router.recv_multipart()
-            for one in range(int.from_bytes(number, "big"), len(self._batches)):
-                frames = [who, empty, b"", one.to_bytes(8, "big"), self._batches[one]]
-                self._router.send_multipart(frames)
-            self._router.send_multipart([who, empty, b"", END.to_bytes(8, "big"), b""])

@@ -1,14 +1,10 @@
-"""``kvpool bench e2e`` without engines: its workload, what it makes of answers, what it reads in a log."""
+"""``python -m benchmarks e2e`` without engines: its workload, and what it makes of answers."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.bench_e2e import Asked, ask, emptied
-from kvpool.cli.bench_e2e_report import HOST, OFF, OWN, Answer, Report, show
-from kvpool.cli.bench_workload import QUESTIONS, TURNS, Conversations, draw_workload, longest_prompt_tokens
-from kvpool.cli.engine_process import EngineProcess, first_error, ran_s
+from benchmarks.e2e import Asked, ask, emptied
+from benchmarks.e2e_report import HOST, OFF, OWN, Answer, Report, show
+from benchmarks.e2e_workload import QUESTIONS, TURNS, Conversations, draw_workload, longest_prompt_tokens
+from kvpool.cli.engine_process import EngineProcess
 from kvpool.store import open_store
-from tests.cli.test_app import refused
-from tests.conftest import eventually
+from tests.benchmarks.command import refused
 from tests.store.servers import running
 
 ANSWER = list(range(16))
@@ -175,48 +170,6 @@ def test_what_a_run_put_into_a_pool_goes_and_nothing_else(tmp_path: Path) -> Non
 
 def test_peer_that_is_not_installed_is_told_before_an_engine_starts(tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
-        arguments = ["bench", "e2e", "--pool", server.url, "--peers", "--peers-folder", str(tmp_path)]
+        arguments = ["e2e", "--pool", server.url, "--peers", "--peers-folder", str(tmp_path)]
         assert "make bench-peers" in refused(*arguments)
         assert server.client.keys() == []
-
-
-@pytest.mark.parametrize(
-    ("log", "found"),
-    [
-        (["all is well", "(Worker pid=7) WARNING ValueError: no tokenizer"], None),
-        (["INFO x", "RuntimeError: No supported cpu connector found.", "KeyError: 1"], "No supported cpu"),
-        (["ERROR RuntimeError: initialization failed", "ValueError: block size"], "ValueError: block size"),
-        (["OSError: x", "ERROR kvpool refuses to start: say y"], "kvpool refuses to start: say y"),
-    ],
-)
-def test_first_error_of_a_log(log: list[str], found: str | None) -> None:
-    error = first_error(log)
-    assert error is None if found is None else found in (error or "")
-
-
-def test_a_session_that_waits_does_not_run() -> None:
-    """A grandchild spins until its input ends, and the child waits for it: the session's time is that of both."""
-    spin = "import os, select\nwhile not select.select([0], [], [], 0)[0]: pass\n"
-    wait = (
-        f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {spin!r}])\n"
-        "print(1, flush=True)\ntime.sleep(60)"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", wait],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        started_s = ran_s(child.pid)
-        assert eventually(lambda: ran_s(child.pid) > started_s + 0.5, within_s=30)
-        child.stdin.close()
-        assert child.stdout.read(1) == b"1"
-        resting_s = ran_s(child.pid)
-        assert not eventually(lambda: ran_s(child.pid) > resting_s + 0.1, within_s=0.5)
-    finally:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        child.stdout.close()

@@ -1,4 +1,4 @@
-"""What ``kvpool bench e2e`` asks every engine, drawn from one seed: chats that grow, and documents that many ask about.
+"""What ``python -m benchmarks e2e`` asks every engine, drawn from one seed: growing chats, and shared documents.
 
 Every prompt of a chat is all that was said before and the user's next words; what an engine answered is part of it,
 so the prompts are known once one engine has answered (``Conversations``). Every prompt about a document is the document

@@ -1,11 +1,9 @@
-// The plain loops over a server and over a directory.
-#include "store/bare.h"
+#include "bare.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/socket.h>
-#include <sys/time.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -17,15 +15,19 @@
 #include <system_error>
 #include <thread>
 
-#include "store/resp_dial.h"
-
-namespace kvpool {
+namespace bare {
 namespace {
 
-constexpr int kPatience_s = 30;
 // As the stores bound theirs; large values want two outstanding (2 MiB GETs of Redis 7.0.15: 2.7 GB/s with one, 3.2 with
 // two, 1.5 with 64).
 constexpr std::size_t kWindowNbytes = 1 << 20;
+
+struct File {
+  int fd;
+  ~File() {
+    if (fd >= 0) close(fd);
+  }
+};
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
@@ -55,42 +57,16 @@ void move_all(int fd, std::initializer_list<iovec> wanted, bool out) {
   }
 }
 
-void send_text(int fd, std::string_view text) { move_all(fd, {part(text.data(), text.size())}, true); }
-
 void expect(int fd, std::string_view reply) {
   std::string got(reply.size(), '\0');
   move_all(fd, {part(got.data(), got.size())}, false);
   if (got != reply) throw std::runtime_error("the server answered something else than a bare loop expects");
 }
 
-std::string command(std::initializer_list<std::string_view> words) {
-  std::string text;
-  append_command(text, words);
-  return text;
-}
-
 std::string bulk_line(std::size_t nbytes) {
   std::string line("$");
   line.append(std::to_string(nbytes)).append("\r\n");
   return line;
-}
-
-Descriptor connect_to(const SocketAddress& address) {
-  int error_number = 0;
-  Descriptor fd = begin_connect(address, error_number);
-  if (!fd) throw Unreachable(error_number, "cannot connect");
-  pollfd asked{fd.get(), POLLOUT, 0};
-  bool under_way = false;
-  if (poll(&asked, 1, kPatience_s * 1000) != 1 || !connected(fd.get(), under_way, error_number)) {
-    throw Unreachable(error_number, "cannot connect");
-  }
-  const timeval patience{kPatience_s, 0};
-  if (fcntl(fd.get(), F_SETFL, 0) != 0 ||
-      setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience) != 0 ||
-      setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience) != 0) {
-    fail("socket");
-  }
-  return fd;
 }
 
 std::size_t window_of(std::size_t nbytes) {
@@ -116,7 +92,7 @@ void side_by_side(std::size_t count, const std::function<void(std::size_t)>& wor
   }
 }
 
-void put_some(int fd, const std::vector<std::string>& keys, const BareBuffers& buffers, std::size_t first,
+void put_some(int fd, const std::vector<std::string>& keys, const Buffers& buffers, std::size_t first,
               std::size_t step) {
   constexpr std::string_view kStored = "+OK\r\n";
   std::size_t unanswered = 0;
@@ -138,13 +114,14 @@ void put_some(int fd, const std::vector<std::string>& keys, const BareBuffers& b
   for (; unanswered != 0; --unanswered) expect(fd, kStored);
 }
 
-void get_some(int fd, const std::vector<std::string>& keys, const BareBuffers& buffers, std::size_t first,
+void get_some(int fd, const std::vector<std::string>& keys, const Buffers& buffers, std::size_t first,
               std::size_t step) {
   std::size_t asked = first;
   std::size_t outstanding = 0;
   for (std::size_t i = first; i < keys.size(); i += step) {
     for (; asked < keys.size() && outstanding < window_of(buffers[i].size()); asked += step, ++outstanding) {
-      send_text(fd, command({"GET", keys[asked]}));
+      const std::string text = "*2\r\n$3\r\nGET\r\n" + bulk_line(keys[asked].size()) + keys[asked] + "\r\n";
+      move_all(fd, {part(text.data(), text.size())}, true);
     }
     const std::string head = bulk_line(buffers[i].size());
     std::string got(head.size() + 2, '\0');
@@ -160,43 +137,26 @@ void get_some(int fd, const std::vector<std::string>& keys, const BareBuffers& b
 
 }  // namespace
 
-BareServer::BareServer(const Endpoint& endpoint, const std::string& user, const std::string& password,
-                       unsigned database, unsigned connections) {
-  const SocketAddress address = resolve(endpoint).front();
-  for (unsigned i = 0; i < connections; ++i) {
-    const int fd = connections_.emplace_back(connect_to(address)).get();
-    if (!password.empty()) {
-      send_text(fd, user.empty() ? command({"AUTH", password}) : command({"AUTH", user, password}));
-      expect(fd, "+OK\r\n");
-    }
-    send_text(fd, command({"SELECT", std::to_string(database)}));
-    expect(fd, "+OK\r\n");
-  }
+void put_values(const std::vector<int>& connections, const std::vector<std::string>& keys,
+                const Buffers& buffers) {
+  side_by_side(connections.size(),
+               [&](std::size_t i) { put_some(connections[i], keys, buffers, i, connections.size()); });
 }
 
-void BareServer::put(const std::vector<std::string>& keys, const BareBuffers& buffers) {
-  side_by_side(connections_.size(), [&](std::size_t i) {
-    put_some(connections_[i].get(), keys, buffers, i, connections_.size());
-  });
+void get_values(const std::vector<int>& connections, const std::vector<std::string>& keys,
+                const Buffers& buffers) {
+  side_by_side(connections.size(),
+               [&](std::size_t i) { get_some(connections[i], keys, buffers, i, connections.size()); });
 }
 
-void BareServer::get(const std::vector<std::string>& keys, const BareBuffers& buffers) {
-  side_by_side(connections_.size(), [&](std::size_t i) {
-    get_some(connections_[i].get(), keys, buffers, i, connections_.size());
-  });
-}
-
-BareFiles::BareFiles(std::filesystem::path folder, unsigned threads)
-    : folder_(std::move(folder)), threads_(threads) {}
-
-void BareFiles::put(const std::vector<std::string>& names, const BareBuffers& buffers) {
-  side_by_side(threads_, [&](std::size_t first) {
-    for (std::size_t i = first; i < names.size(); i += threads_) {
-      const Descriptor fd(open((folder_ / names[i]).c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
-      if (!fd) fail("open");
+void write_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads) {
+  side_by_side(threads, [&](std::size_t first) {
+    for (std::size_t i = first; i < paths.size(); i += threads) {
+      const File file{open(paths[i].c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600)};
+      if (file.fd < 0) fail("open");
       for (std::size_t done = 0; done < buffers[i].size();) {
         const ssize_t n =
-            pwrite(fd.get(), buffers[i].data() + done, buffers[i].size() - done, static_cast<off_t>(done));
+            pwrite(file.fd, buffers[i].data() + done, buffers[i].size() - done, static_cast<off_t>(done));
         if (n <= 0) fail("pwrite");
         done += static_cast<std::size_t>(n);
       }
@@ -204,14 +164,14 @@ void BareFiles::put(const std::vector<std::string>& names, const BareBuffers& bu
   });
 }
 
-void BareFiles::get(const std::vector<std::string>& names, const BareBuffers& buffers) {
-  side_by_side(threads_, [&](std::size_t first) {
-    for (std::size_t i = first; i < names.size(); i += threads_) {
-      const Descriptor fd(open((folder_ / names[i]).c_str(), O_RDONLY | O_CLOEXEC));
-      if (!fd) fail("open");
+void read_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads) {
+  side_by_side(threads, [&](std::size_t first) {
+    for (std::size_t i = first; i < paths.size(); i += threads) {
+      const File file{open(paths[i].c_str(), O_RDONLY | O_CLOEXEC)};
+      if (file.fd < 0) fail("open");
       for (std::size_t done = 0; done < buffers[i].size();) {
         const ssize_t n =
-            pread(fd.get(), buffers[i].data() + done, buffers[i].size() - done, static_cast<off_t>(done));
+            pread(file.fd, buffers[i].data() + done, buffers[i].size() - done, static_cast<off_t>(done));
         if (n == 0) throw std::runtime_error("a file is shorter than what was written to it");
         if (n < 0) fail("pread");
         done += static_cast<std::size_t>(n);
@@ -220,4 +180,4 @@ void BareFiles::get(const std::vector<std::string>& names, const BareBuffers& bu
   });
 }
 
-}  // namespace kvpool
+}  // namespace bare
