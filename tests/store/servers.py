@@ -221,7 +221,8 @@ class Cluster(Group):
         (bus_port,) = free_ports(1)
         options = (
             "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
-            "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no",
+            # Soon enough to wait for where a replica may take over; else nobody is given up on a busy machine.
+            "--cluster-node-timeout", "1000" if self._replicas else "15000", "--cluster-require-full-coverage", "no",
             "--repl-diskless-sync-delay", "0", "--cluster-allow-replica-migration", "no",
         )  # fmt: skip
         if self._authority is not None:
@@ -342,7 +343,7 @@ class Watched(Group):
         sentinel = self._made(role)
         (sentinel.folder / "sentinel.conf").write_text(
             f"sentinel monitor {self.SERVICE} 127.0.0.1 {port_of(self.primary)} 2\n"
-            f"sentinel down-after-milliseconds {self.SERVICE} 1000\n"
+            f"sentinel down-after-milliseconds {self.SERVICE} 60000\n"
             f"sentinel failover-timeout {self.SERVICE} 10000\n"
         )
         sentinel.start()
@@ -350,6 +351,12 @@ class Watched(Group):
         # sentinel up for 2 s, which then does nothing, by default for 30 s.
         pace = {"info-period": 1000, "publish-period": 200, "ask-period": 100, "tilt-period": 1000}
         sentinel.client.execute_command("SENTINEL", "DEBUG", *(word for one in pace.items() for word in one))
+
+    def kill_primary(self) -> None:
+        """From now on its sentinels miss it after a second. Before, they give nobody up on a busy machine."""
+        self.primary.kill()
+        for one in self.sentinels:
+            one.client.execute_command("SENTINEL", "SET", self.SERVICE, "down-after-milliseconds", 1000)
 
     def _agrees(self, sentinel: Server) -> bool:
         state = sentinel.client.execute_command("SENTINEL MASTER", self.SERVICE)

@@ -54,6 +54,7 @@ def with_replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cl
         yield cluster
 
 
+@pytest.mark.parametrize("cluster_of_module", ["valkey-server"], indirect=True)
 class TestClusterStore(StoreConformance):
     @pytest.fixture
     def open_one(self, cluster: Cluster) -> OpenStore:

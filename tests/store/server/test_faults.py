@@ -276,30 +276,6 @@ def test_a_full_server_that_evicts_nothing_has_no_room(server: Server, store: St
     assert store.counters().get("disconnections", 0) == 0
 
 
-@pytest.mark.parametrize("value_nbytes", [64 << 10, 512 << 10, 2 << 20, 4 << 20])
-def test_memory_of_the_server_per_payload_byte(server: Server, store: Store, value_nbytes: int) -> None:
-    room_nbytes = 192 * MIB
-    server.client.config_set("maxmemory-policy", "allkeys-lru")
-    used_nbytes = server.info("used_memory")
-    server.client.config_set("maxmemory", used_nbytes + room_nbytes)
-    count = room_nbytes // value_nbytes * 3 // 2
-    value = payload(1, value_nbytes)
-    for start in range(0, count, 16):
-        part = [key(number) for number in range(start, min(count, start + 16))]
-        assert all(store.put_many(part, [value] * len(part), timeout_s=30))
-    # What it reads a value into takes room as well, for a moment: of 192 MiB a large value notices.
-    stays = sum(store.contains_many([key(number) for number in range(count)]))
-    assert stays < count
-    memory_nbytes = server.client.memory_usage(key(count - 1))
-    of_room = room_nbytes / (stays * value_nbytes)
-    of_key = memory_nbytes / value_nbytes
-    print(
-        f"{server.name} {value_nbytes >> 10} KiB: {stays} of {count} stay; {of_room:.4f}, one key {of_key:.4f}"
-    )
-    assert of_key <= 1.08
-    assert of_room <= 1.08
-
-
 def test_the_client_of_the_test_is_not_the_store(server: Server) -> None:
     """``client_kill_filter`` above leaves the test's own connection alone."""
     assert server.client.client_kill_filter(_type="normal", skipme=True) == 0

@@ -46,6 +46,7 @@ def watched(watched_of_module: Watched) -> Watched:
     return watched_of_module
 
 
+@pytest.mark.parametrize("watched_of_module", ["redis-server"], indirect=True)
 class TestSentinelStore(StoreConformance):
     @pytest.fixture
     def open_one(self, watched: Watched) -> OpenStore:
@@ -99,7 +100,7 @@ def test_the_doctor_names_the_primary(watched: Watched, capsys: pytest.CaptureFi
 def test_the_primary_is_killed_under_load(name: str, tmp_path: Path) -> None:
     with Watched(name, tmp_path) as watched, open_store(watched.url) as store:
         with Traffic(store, timeout_s=2.0) as traffic:
-            watched.primary.kill()
+            watched.kill_primary()
             assert eventually(lambda: traffic.faults > 0)
             seen = traffic.hits
             assert eventually(lambda: traffic.hits > seen + 100 and serves(store, OTHER), within_s=60)
@@ -130,7 +131,7 @@ def test_everybody_speaks_tls(name: str, tmp_path: Path) -> None:
     with Watched(name, tmp_path, authority=authority) as watched:
         with open_store(watched.url) as store:
             assert serves(store)
-            watched.primary.kill()
+            watched.kill_primary()
             assert eventually(lambda: role(watched.replica) == "master", within_s=30)
             assert eventually(lambda: serves(store, OTHER), within_s=30)
             assert watched.replica.client.exists(key(OTHER)) == 1

@@ -50,6 +50,7 @@ def server_of_module(
 # ---------------------------------------------------------------------- it works
 
 
+@ON_REDIS
 class TestNativeUnderTls(ServerConformance):
     pass
 
@@ -242,6 +243,7 @@ def test_a_server_that_never_answers_the_handshake() -> None:
             refused(url, "does not answer the TLS handshake", "native")
 
 
+@ON_VALKEY
 @pytest.mark.parametrize("nbytes", [3, 400])
 @pytest.mark.parametrize("way", Way)
 def test_a_handshake_that_falls_silent(server: TlsServer, way: Way, nbytes: int) -> None:
@@ -296,7 +298,12 @@ def test_a_server_that_is_stopped_in_the_middle(server: TlsServer) -> None:
         assert store.counters()["damaged"] == 0
 
 
-@pytest.mark.parametrize("harm", [Harm.CLOSE, Harm.RESET])
+@pytest.mark.parametrize(
+    ("server_of_module", "harm"),
+    [("valkey-server", Harm.CLOSE), ("redis-server", Harm.RESET)],
+    indirect=["server_of_module"],
+    scope="module",
+)
 @pytest.mark.parametrize("way", Way)
 def test_a_connection_that_ends_anywhere(server: TlsServer, way: Way, harm: Harm) -> None:
     direct = server.client
