@@ -331,7 +331,6 @@ class PyEngine {
     return PyBatch(std::move(batch), std::move(held), orphans_);
   }
 
-
   nb::dict counters() {
     orphans_->reap();
     const Counters counters = without_gil([this] { return engine_->counters(); });
