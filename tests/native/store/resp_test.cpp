@@ -824,7 +824,7 @@ TEST(resp_batches_cancelled_at_any_point_leave_nothing_behind) {
     clients.emplace_back([&, seed] {
       std::minstd_rand random(seed);
       for (int round = 0; round < 150; ++round) {
-        const unsigned draw = random() % 6;
+        const auto draw = random() % 6;
         const Op op = draw == 0 ? Op::kPut : draw == 1 ? Op::kPutAbsent : Op::kGet;
         const auto keys = make_keys(kKeys);
         std::vector<Bytes> buffers(kKeys, is_put(op) ? value : Bytes(value.size()));
