@@ -586,7 +586,7 @@ def test_any_event_ends_a_doubt(
 
 
 def test_a_round_in_many_steps_among_events() -> None:
-    """What is stored once all is in doubt stays, whether that was before or after it was expelled."""
+    """What is stored once all is marked stays, whether that was before or after the sweep began."""
     chance = random.Random(7)
     index = PrefixIndex()
     blocks = range(40_000)
