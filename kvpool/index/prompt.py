@@ -42,12 +42,14 @@ class Prompt:
     workers: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if sum(form is not None for form in (self.token_ids, self.hashes64, self.text, self.chat)) != 1:
+        tokens, hashes, text, chat = self.token_ids, self.hashes64, self.text, self.chat
+        # Not a generator: a Prompt is made for every lookup.
+        if (tokens is not None) + (hashes is not None) + (text is not None) + (chat is not None) != 1:
             raise ConfigError("give a prompt as token_ids, hashes64, text or chat, and only once")
         if isinstance(self.workers, str):
             raise ConfigError("workers is a list of names, not text")
-        if self.chat is not None and not isinstance(self.chat, Chat):
-            object.__setattr__(self, "chat", Chat.of_request(self.chat))
+        if chat is not None and not isinstance(chat, Chat):
+            object.__setattr__(self, "chat", Chat.of_request(chat))
 
     @property
     def nbytes(self) -> int:

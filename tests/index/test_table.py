@@ -533,7 +533,7 @@ def test_golden_batches(row: dict[str, Any]) -> None:
 
 
 def a_round(index: PrefixIndex, worker: str, *listed: Hash) -> int:
-    """Doubt, list, expel; how many blocks went."""
+    """Mark, list, sweep; how many blocks went."""
     cursor = index.mark(worker)
     while cursor:
         cursor = index.mark(worker, cursor)
@@ -563,7 +563,7 @@ def test_what_is_not_listed_goes_and_nothing_else() -> None:
     assert a_round(index, "w") == 0
     assert index.sweep("w") == (0, 0), "no round goes on"
     assert (index.mark("nobody"), index.sweep("nobody")) == (0, (0, 0))
-    for wrong in ("doubt", "expel"):
+    for wrong in ("mark", "sweep"):
         with pytest.raises(ConfigError, match="worker must be a str"):
             getattr(index, wrong)(3)
 
@@ -586,7 +586,7 @@ def test_any_event_ends_a_doubt(
 
 
 def test_a_round_in_many_steps_among_events() -> None:
-    """What is stored once all is in doubt stays, whether that was before or after it was expelled."""
+    """What is stored once all is marked stays, whether that was before or after the sweep began."""
     chance = random.Random(7)
     index = PrefixIndex()
     blocks = range(40_000)
@@ -610,7 +610,7 @@ def test_a_round_in_many_steps_among_events() -> None:
         index.apply("w", batch(stored(some, medium="STORAGE")))
         late.update(some)
     assert steps > 10
-    # What was stored before all was in doubt may be in doubt itself: whoever lists begins to list after that.
+    # What was stored before all was marked may be marked itself: list only after that.
     kept = pool_blocks(index, "w", blocks)
     assert kept >= {*listed, *late}
     assert kept <= {*listed, *late, *told}

@@ -402,7 +402,7 @@ def test_what_is_put_while_the_pool_is_walked_stays() -> None:
         assert credited(fleet, range(9)) == {*range(5), 7}
         store.meanwhile = lambda: None
         another_round(reconciler)
-        assert credited(fleet, range(9)) == set(range(4)), "in doubt again, and not seen"
+        assert credited(fleet, range(9)) == set(range(4)), "marked again, and not seen"
 
 
 def test_a_walk_that_fails_takes_nothing(caplog: pytest.LogCaptureFixture) -> None:
