@@ -52,7 +52,9 @@ class Faults:
             return
         self._ended.wait(min(self._delay_s, lookup_timeout_s))
         if self._delay_s >= lookup_timeout_s:
-            raise StoreUnavailable(f"no answer within {lookup_timeout_s:g} s (fault_delay_s is {self._delay_s:g})")
+            raise StoreUnavailable(
+                f"no answer within {lookup_timeout_s:g} s (fault_delay_s is {self._delay_s:g})"
+            )
 
     def end(self) -> None:
         """Wake who is being delayed."""

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
-from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.announcer import Announcer
+from kvpool.discovery.facts import announce_facts
 from kvpool.errors import KVPoolError
 from kvpool.key.key import EPOCH_FACT, Namespace
 from kvpool.store import Store
