@@ -14,6 +14,8 @@ REDIS_SERVER ?=
 VALKEY_SERVER ?=
 # Further options for pytest: make test PYTEST='-k file -x'
 PYTEST ?=
+# Which tests make test-engines runs, as pytest's -m has it.
+ENGINES ?= e2e
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -41,25 +43,32 @@ OTHER_VLLM_STAMPS := $(patsubst %,$(OTHER_VLLM)/%/.stamp,$(OLDER_VLLM_VERSIONS) 
 SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
 PROTO_TOOLS := .cache/proto
-SOAKED = $(shell grep -rl --include='test_*.py' 'mark\.soak' tests)
+# What takes longest comes first, so that no worker is left with it at the end.
+SLOW_FIRST := tests/store tests/vllm tests/cli
+PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
+  $(wildcard tests/test_*.py)
+SOAKED = tests/e2e/test_versions.py tests/store \
+  $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer
-CPP := $(wildcard kvpool/_native/*.cpp kvpool/_native/*.h tests/native/*.cpp tests/native/*.h tests/native/fuzz/*.cpp)
+PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client
+CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-engines check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
-	@echo "make test      all tests but the soak tests: test-parts, then test-sglang, then test-engines, with real vLLM engines"
+	@echo "make test      test-parts, all that needs no engine; test-sglang; test-smoke, a few real vLLM engines: minutes"
+	@echo "make test-engines  all tests with real vLLM engines: every layout, fault, setting and command"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records, events of engines and lookups, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
-	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, engines of other versions of vLLM; make fuzz for SOAK_S in all"
+	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, faults on clients in Python that make test tries on ours"
+	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
-	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py and Dynamo, for kvpool bench store|index|e2e --peers"
+	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py and Dynamo, for python -m benchmarks store|index|e2e --peers"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
@@ -78,20 +87,23 @@ help:
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/kvpool demo
 
-test: test-parts test-sglang test-engines
+test: test-parts test-sglang test-smoke
 
 # Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so nobody else is asked for what the tests with one need.
-test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
+test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(RUN_PYTEST) $(BY_FILE) 4 -m "not e2e and not soak and not compose and not sglang" --durations=15 $(PYTEST) || [[ $$? == 5 ]]
+	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
+	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
 
 # In a process of their own: SGLang changes transformers when it is imported.
 test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)/.stamp
 	$(RUN_PYTEST) -m sglang --durations=5 $(or $(PYTEST),tests/sglang) || [[ $$? == 5 ]]
 
-test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
-	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m "e2e and not soak" --durations=15 $(or $(PYTEST),tests/e2e) || [[ $$? == 5 ]]
+test-smoke: ENGINES := smoke
+test-smoke test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
+	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m "e2e and not soak and $(ENGINES)" --durations=15 \
+	  $(or $(PYTEST),tests/e2e) || [[ $$? == 5 ]]
 
 check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/ruff check . $(PYTHON_SCRIPTS)
@@ -100,11 +112,11 @@ check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/mypy
 	$(RUN_PYTEST) -q tests/test_architecture.py
 
-bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
-	$(BIN)/kvpool bench hash
-	$(BIN)/kvpool bench store
-	$(BIN)/kvpool bench index
-	$(BIN)/kvpool bench fleet
+bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare
+	$(BIN)/python -m benchmarks hash
+	$(BIN)/python -m benchmarks store
+	$(BIN)/python -m benchmarks index
+	$(BIN)/python -m benchmarks fleet
 
 bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/lmcache-engine/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
 
@@ -140,7 +152,7 @@ proto: $(PROTO_TOOLS)/.stamp
 
 clean:
 	rm -rf $(VENV) .cache deploy/wheels/*.whl deploy/wheels/.stamp .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
-	find kvpool tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks kvpool tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(1): folder under .cache/sanitize; $(2): what -fsanitize takes. TSan cannot place its memory where the kernel
 # randomises addresses widely, so that is switched off where it may be.
@@ -167,6 +179,12 @@ $(VENV)/.stamp-venv: | $(VENV)/.stamp-system
 $(VENV)/.stamp-core: $(CORE) | $(VENV)/.stamp-venv
 	@echo "building and installing kvpool with its development tools"
 	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+	@touch $@
+
+# The native loops of the store benchmark: an extension of their own, which no user's wheel has.
+$(VENV)/.stamp-bare: $(wildcard benchmarks/native/*) | $(VENV)/.stamp-venv
+	@echo "building the bare loops of the benchmarks"
+	@$(BIN)/python -m pip install -qq ./benchmarks/native
 	@touch $@
 
 $(VENV)/.stamp-vllm: scripts/install-vllm | $(VENV)/.stamp-core

@@ -5,12 +5,13 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-# Operations of Engine.submit.
+# Operations of IoExecutor.submit.
 PUT: int
 GET: int
 CONTAINS: int
 DELETE: int
 TOUCH: int
+PUT_ABSENT: int
 
 # Result of one key of a batch; Batch.results() has one byte per key, in the order of the keys.
 MISS: int  # get, contains, touch, delete: not there (or damaged, and then deleted and counted)
@@ -19,6 +20,7 @@ NO_ROOM: int  # put: the store is full and could not make room
 FAULT: int  # an I/O error; Batch.error() has the first one in words
 CANCELLED: int  # Batch.cancel() came first
 TIMED_OUT: int  # the deadline of the batch came first
+PRESENT: int  # put absent: the value was there, or another put of its key that was under way put it
 
 RECORD_HEADER_NBYTES: int
 
@@ -64,7 +66,7 @@ class Batch:
     def done(self) -> bool:
         """Whether every key has its result and no native thread touches a buffer any more. Never blocks.
 
-        The buffers are released by the first call on this object, or on its engine, that finds the batch done.
+        The buffers are released by the first call on this object, or on its executor, that finds the batch done.
         """
 
     def wait(self, timeout_s: float) -> bool:
@@ -79,13 +81,13 @@ class Batch:
     def error(self) -> str | None:
         """The first fault in words: ``put /path: Permission denied``. RuntimeError before done()."""
 
-class Engine:
+class IoExecutor:
     """A fixed number of native threads. Belongs to the process that made it: make one after fork()."""
 
     def submit(
         self, op: int, keys: Sequence[str], buffers: Sequence[Buffer] | None, timeout_s: float
     ) -> Batch:
-        """Never blocks. buffers: one C-contiguous buffer a key for PUT and GET (GET: writable), else None.
+        """Never blocks. buffers: one C-contiguous buffer a key for PUT, PUT_ABSENT and GET (GET: writable), else None.
 
         ValueError, TypeError or BufferError when anything in it is not right, and nothing is submitted then.
         RuntimeError when closed, in a forked child, or with 1,048,576 keys waiting ("queue full ...").
@@ -94,18 +96,15 @@ class Engine:
     def lookup(
         self, prefix: str, groups: Sequence[tuple[bytes, int, int, int, int, bool]], timeout_s: float
     ) -> Batch:
-        """A lookup as in kvpool/_native/lookup.h; groups: hashes, hash_nbytes, group, ranks, record_tokens, windowed.
+        """A lookup as in _native/store/lookup.h; groups: hashes, hash_nbytes, group, ranks, record_tokens, windowed.
 
         Never blocks; the hashes stay held until the batch is done. It has one result a record: MISS for those that were
         not asked for, too. It counts as one key that waits. ValueError when anything in it is not right; RuntimeError
         as submit().
         """
 
-    def fileno(self) -> int:
-        """A non-blocking eventfd, +1 for each batch that is done. RuntimeError once closed."""
-
     def counters(self) -> dict[str, int]:
-        """Totals since the start: puts, put_nbytes, get_hits, get_misses, get_nbytes, contains_hits,
+        """Totals since the start: puts, put_nbytes, present_puts, get_hits, get_misses, get_nbytes, contains_hits,
         contains_misses, deletes, delete_misses, no_room, faults, cancelled, timed_out (keys, not batches).
 
         Gauge: queued (keys that no thread has taken; a lookup counts as one).
@@ -122,10 +121,10 @@ class RefusedDirectory(Exception):
     """Why a directory is not taken for a pool, and what to do; without its name."""
 
 # These raise OSError with errno and file name when the directory cannot be made or used, and RefusedDirectory.
-def open_file_engine(root: str, capacity_nbytes: int, threads: int) -> Engine: ...
+def open_file_executor(root: str, capacity_nbytes: int, threads: int) -> IoExecutor: ...
 
 # Of a pool that is there, with one thread; opening writes nothing, and nothing is evicted.
-def find_file_engine(root: str) -> Engine: ...
+def find_file_executor(root: str) -> IoExecutor: ...
 
 # Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.
 def make_file_pool(root: str) -> None: ...
@@ -140,7 +139,7 @@ class TlsError(RuntimeError):
 # checks, for at most 2 s an address, then keeps `connections` of its own. `tls`: paths of PEM files: authorities
 # (empty: the system's), a client's certificate and its key (both or none); None: in plain. OSError when the server
 # cannot be reached, RespError when it refuses, TlsError before either.
-def open_resp_engine(
+def open_resp_executor(
     host: str,
     port: int,
     unix_path: str,
@@ -152,36 +151,10 @@ def open_resp_engine(
     tls: tuple[str, str, str] | None,
     client: str,
     version: str,
-) -> Engine: ...
-
-class BareServer:
-    """The plainest loop of SET and GET over ``connections``: the bar of a benchmark, and of no other use.
-
-    Values of one size. Calls block, the GIL released. Errors: RuntimeError, after which it is of no use.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        unix_path: str,
-        user: str,
-        password: str,
-        database: int,
-        connections: int,
-    ) -> None: ...
-    def put(self, names: list[str], buffers: list[memoryview]) -> None: ...
-    def get(self, names: list[str], buffers: list[memoryview]) -> None: ...
-
-class BareFiles:
-    """As BareServer, with a file for each value in a directory that is there."""
-
-    def __init__(self, folder: str, threads: int) -> None: ...
-    def put(self, names: list[str], buffers: list[memoryview]) -> None: ...
-    def get(self, names: list[str], buffers: list[memoryview]) -> None: ...
+) -> IoExecutor: ...
 
 class Topology:
-    """Which node serves which of the 16,384 hash slots (kvpool/_native/topology.h). Any thread."""
+    """Which node serves which of the 16,384 hash slots (kvpool/_native/store/topology.h). Any thread."""
 
     # (host, port, [(first slot, last slot), ...]) of each node. Blocks for the resolver where a host is a name.
     # ValueError: what a server said makes no sense.
@@ -193,8 +166,8 @@ class Topology:
     def close(self) -> None: ...
     def closed(self) -> bool: ...
 
-# Several servers: nobody serves anything until the first install(). The topology is closed with the engine.
-def open_routed_resp_engine(
+# Several servers: nobody serves anything until the first install(). The topology is closed with the executor.
+def open_routed_resp_executor(
     user: str,
     password: str,
     database: int,
@@ -203,7 +176,7 @@ def open_routed_resp_engine(
     tls: tuple[str, str, str] | None,
     client: str,
     version: str,
-) -> tuple[Engine, Topology]: ...
+) -> tuple[IoExecutor, Topology]: ...
 
 class MalformedEvents(ValueError):
     """Raised by Table.apply; nothing was applied. Says what is wrong, at which byte."""
@@ -218,14 +191,14 @@ class Matches:
         """Leading blocks. 0 to 3: in the device, host, disk, pool tier; 4: in any of the first three; 5: in any."""
 
 class MemoryBudget:
-    """kvpool/_native/memory_budget.h: what the tables that share it may take. Any thread."""
+    """kvpool/_native/index/memory_budget.h: what the tables that share it may take. Any thread."""
 
     def __init__(self, limit_nbytes: int) -> None: ...
     @property
     def used_nbytes(self) -> int: ...
 
 class Table:
-    """kvpool/_native/table.h. Any thread; the GIL is released while the table is read or changed."""
+    """kvpool/_native/index/table.h. Any thread; the GIL is released while the table is read or changed."""
 
     # max_blocks: 1 to 2**32. block_tokens: of a block that is hashed; 0: not known.
     def __init__(
@@ -315,7 +288,7 @@ class DamagedImage(ValueError):
     """Raised by table_of. Says what is wrong."""
 
 class TableImage:
-    """A copy of what a table holds (kvpool/_native/table_image.h)."""
+    """A copy of what a table holds (kvpool/_native/index/table_image.h)."""
 
     def pack(self) -> bytes: ...
 

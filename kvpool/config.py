@@ -1,7 +1,6 @@
 """The one place that turns settings into values: the vLLM dict, ``KVPOOL_*`` in the environment, a TOML file.
 
-Where two sources name a setting, the vLLM dict wins over the environment and the environment over the file
-that
+Where two sources name a setting, the vLLM dict wins over the environment and the environment over the file that
 ``KVPOOL_CONFIG`` names. Nothing else in kvpool reads the environment.
 """
 
@@ -9,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import ipaddress
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -39,9 +39,14 @@ CONFIG_VARIABLE = "KVPOOL_CONFIG"
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 INDEX_TOKEN_VARIABLE = "KVPOOL_INDEX_TOKEN"  # noqa: S105 - a name
 MAX_CONFIG_FILE_NBYTES = 1 << 20
+# Settings by their old name, which is read for one more version, with a warning.
+_RENAMED = {"budget_s": "lookup_timeout_s", "store_after_requests": "min_requests_to_store"}
+_warned: set[str] = set()  # old names that were warned of in this process
 _TYPO_LIKENESS = 0.8  # KVPOOL_PORT, which Kubernetes sets for a service named kvpool, is 0.5 of KVPOOL_POOL
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
+
+logger = logging.getLogger("kvpool")
 
 _Model = TypeVar("_Model", bound="_Settings")
 
@@ -97,7 +102,7 @@ class _Settings(BaseModel):
         description="URL of the store, such as file:///dir or valkey://host:6379",
     )
     tenant: str = Field("default", description="keys of different tenants never meet")
-    budget_s: float = Field(
+    lookup_timeout_s: float = Field(
         0.5, gt=0, le=60,
         description="longest that the existence check, or a load that makes no progress, may delay a request",
     )  # fmt: skip
@@ -140,17 +145,20 @@ class _Settings(BaseModel):
         path = environ.get(CONFIG_VARIABLE)
         merged: dict[str, Any] = {}
         spelled: dict[str, str] = {}
-        if path:
-            for name, value in read_toml(path, CONFIG_VARIABLE).items():
+
+        def merge(source: Mapping[str, Any], spell: Callable[[str], str], where: str = "") -> None:
+            for given, value in source.items():
+                name = _RENAMED.get(given, given)
                 if name not in fields:
-                    raise ConfigError(f"{path}: {unknown('setting', name, fields)}")
-                merged[name], spelled[name] = value, f'{path}: setting "{name}"'
-        for name, value in _from_environment(environ, fields).items():
-            merged[name], spelled[name] = value, ENVIRONMENT_PREFIX + name.upper()
-        for name, value in (mapping or {}).items():
-            if name not in fields:
-                raise ConfigError(unknown("setting", str(name), fields))
-            merged[name], spelled[name] = value, f'setting "{name}"'
+                    raise ConfigError(where + unknown("setting", str(given), fields))
+                if name != given:
+                    _accept_old_name(spell(given), spell(name), name in source)
+                merged[name], spelled[name] = value, spell(given)
+
+        if path:
+            merge(read_toml(path, CONFIG_VARIABLE), lambda name: f'{path}: setting "{name}"', f"{path}: ")
+        merge(_from_environment(environ, fields), lambda name: ENVIRONMENT_PREFIX + name.upper())
+        merge(mapping or {}, lambda name: f'setting "{name}"')
         try:
             return cls(**merged)
         except ValidationError as error:
@@ -185,7 +193,7 @@ class PoolConfig(_Settings):
         "write_through",
         description="store blocks in the step that computes them, or only those that the engine is about to evict",
     )
-    store_after_requests: int = Field(
+    min_requests_to_store: int = Field(
         1, ge=1, le=255, description="store a block when so many requests of this engine have had it"
     )
     blocks_per_record: int = Field(
@@ -274,6 +282,17 @@ def index_token(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(INDEX_TOKEN_VARIABLE, "")
 
 
+def _accept_old_name(old: str, new: str, both: bool) -> None:
+    """Warn of a setting's old name, once in a process. Errors: ``ConfigError`` when ``both`` names are given."""
+    if both:
+        raise ConfigError(f"{old} and {new} are one setting, the first is its old name; keep {new} only")
+    if old not in _warned:
+        _warned.add(old)
+        logger.warning(
+            "kvpool: %s is now called %s; the old name will be refused by the next version", old, new
+        )
+
+
 def _is_reachable(host: str) -> bool:
     """Whether ``host`` can be an address of one host: a name, or an IP address but the one that means all."""
     try:
@@ -285,16 +304,17 @@ def _is_reachable(host: str) -> bool:
 def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
     """Values of ``KVPOOL_*``; a near miss of a field is an error, others (Kubernetes sets some) are not."""
     values: dict[str, Any] = {}
+    names = {name: name for name in fields} | {old: new for old, new in _RENAMED.items() if new in fields}
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE:
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if name in fields:
+        if name in names:
             if variable != variable.upper():
                 raise ConfigError(f'unknown variable "{variable}"; did you mean "{variable.upper()}"?')
-            values[name] = _from_text(environ[variable], fields[name].annotation)
-        elif (match := nearest(name, fields, likeness=_TYPO_LIKENESS)) is not None:
-            wanted = ENVIRONMENT_PREFIX + match.upper()
+            values[name] = _from_text(environ[variable], fields[names[name]].annotation)
+        elif (match := nearest(name, names, likeness=_TYPO_LIKENESS)) is not None:
+            wanted = ENVIRONMENT_PREFIX + names[match].upper()
             raise ConfigError(f'unknown variable "{variable}"; did you mean "{wanted}"?')
     return values
 

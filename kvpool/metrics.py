@@ -13,11 +13,15 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """``name`` as exported (``_total``: a counter), its help text, and the name of its only label or ""."""
+    """``name`` as exported (``_total``: a counter), its help text, and the name of its only label or "".
+
+    ``former_name``: exported, too, for one version; empty: none.
+    """
 
     name: str
     help: str
     label: str = ""
+    former_name: str = ""
 
 
 LOOKUP_REQUESTS = Metric("kvpool_lookup_requests_total", "Requests whose prefix was looked up in the pool.")
@@ -99,7 +103,7 @@ ALL: tuple[Metric, ...] = (
     GATE_LOAD_SECONDS,
 )
 
-# By the field of ``kvpool.index.fleet.Totals`` that it shows.
+# By the field of ``kvpool.index.answer.Totals`` that it shows.
 INDEX: Mapping[str, Metric] = {
     "workers": Metric("kvpool_index_workers", "Workers that the index follows."),
     "ranks": Metric("kvpool_index_ranks", "Their data-parallel ranks."),
@@ -128,8 +132,8 @@ INDEX_STALENESS_SECONDS = Metric(
     "kvpool_index_staleness_seconds", "Time since the index last knew that it had missed nothing of a rank."
 )
 INDEX_RANK_LABELS = ("tenant", "worker", "rank")
-# By the field of ``kvpool.index.follow.pool_reconciler.ResidencyTotals``.
-RESIDENCY: Mapping[str, Metric] = {
+# By the field of ``kvpool.index.follow.pool_reconciler.ReconcilerTotals``.
+POOL_RECONCILER: Mapping[str, Metric] = {
     "notices": Metric("kvpool_index_pool_notices_total", "Keys of which the pool said that they changed."),
     "missed_notices": Metric(
         "kvpool_index_pool_missed_notices_total",
@@ -139,11 +143,16 @@ RESIDENCY: Mapping[str, Metric] = {
     "removed": Metric("kvpool_index_pool_removed_total", "Blocks that were credited and not in the pool."),
     "rounds": Metric("kvpool_index_pool_rounds_total", "Times that all of the pool was looked through."),
     "failed_rounds": Metric("kvpool_index_pool_failed_rounds_total", "Times that this failed."),
-    "deaf": Metric("kvpool_index_pool_deaf", "1: some server of the pool does not say what it loses."),
+    "notifications_down": Metric(
+        "kvpool_index_pool_notifications_down",
+        "1: some server of the pool does not say what it loses.",
+        former_name="kvpool_index_pool_deaf",
+    ),
     "round_s": Metric("kvpool_index_pool_round_seconds", "How long the last whole look took."),
-    "bound_s": Metric(
-        "kvpool_index_pool_bound_seconds",
+    "max_staleness_s": Metric(
+        "kvpool_index_pool_max_staleness_seconds",
         "When it rests, the index is right about the pool after so long, whatever was missed.",
+        former_name="kvpool_index_pool_bound_seconds",
     ),
 }
 INDEX_LOOKUPS = Metric("kvpool_index_lookups_total", "Lookups, by result.", "result")

@@ -31,7 +31,22 @@ FLOORS = (
     {"index.serve", "index.__init__"},
     {"__init__"},  # the public names
     {"vllm", "sglang"},
+    {"vllm.internals"},
+    {"vllm.support", "vllm.events", "vllm.weights", "vllm.announcement", "vllm.lookups", "vllm.held_blocks"},
+    {
+        "vllm.tier_lookups",
+        "vllm.facts",
+        "vllm.announcing",
+        "vllm.cache_resync",
+        "vllm.request_state",
+        "vllm.store_queue",
+    },
+    {"vllm.store_planner"},
+    {"vllm.scheduler", "vllm.worker", "vllm.tier"},
+    {"vllm.connector"},
+    {"vllm.__init__"},
     {"cli"},
+    {"benchmarks"},  # a package beside kvpool, in no wheel
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 STRANGERS = ({"transfer", "index"}, {"vllm", "sglang"}, {"vllm", "index"}, {"sglang", "index"})
@@ -41,17 +56,17 @@ ONLY_IN = {
     "torch": {"transfer", "vllm", "sglang"},
     "vllm": {"vllm"},
     "sglang": {"sglang"},
-    "zmq": {"index", "cli"},  # cli: benchmarks publish
-    "grpc": {"index", "cli", "v1"},
+    "zmq": {"index", "benchmarks"},
+    "grpc": {"index", "v1", "benchmarks"},
     "google": {"index", "v1"},
     "starlette": {"index"},
     "uvicorn": {"index"},
 }
 # Run as processes of their own, for what these have, most in other environments; so they may import nothing of kvpool.
 APART = {
-    "kvpool.cli.bench_contest",
-    "kvpool.cli.bench_dynamo",
-    "kvpool.cli.bench_peer",
+    "benchmarks.contest",
+    "benchmarks.dynamo_peer",
+    "benchmarks.store_peer",
     "kvpool.cli.tiny_model",
 }
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
@@ -78,13 +93,18 @@ class Source(NamedTuple):
 
     @property
     def part(self) -> str:
-        """The name below kvpool, of the whole package or file."""
-        return [*self.module.split("."), ""][1]
+        return part_of(self.module)
+
+
+def part_of(module: str) -> str:
+    """The name below kvpool, of the whole package or file; or benchmarks."""
+    package, _, below = module.partition(".")
+    return below.partition(".")[0] if package == "kvpool" else package
 
 
 def sources(root: Path) -> list[Source]:
     found = []
-    for path in sorted((root / "kvpool").rglob("*.py")):
+    for path in sorted([*(root / "kvpool").rglob("*.py"), *(root / "benchmarks").rglob("*.py")]):
         relative = path.relative_to(root)
         parts = list(relative.with_suffix("").parts)
         is_package = parts[-1] == "__init__"
@@ -132,7 +152,7 @@ def import_faults(source: Source, modules: set[str], packages: set[str]) -> Iter
     own = floor_of(source.module, source.is_package)
     for line, module in imports(source, modules):
         where = f"{source.path}:{line}"
-        package, _, below = module.partition(".")
+        package = module.partition(".")[0]
         if package in FORBIDDEN_MODULES:
             yield f"{where}: {package} must not be imported anywhere"
         if source.module in APART:
@@ -141,9 +161,9 @@ def import_faults(source: Source, modules: set[str], packages: set[str]) -> Iter
             continue
         if package in ONLY_IN and part not in ONLY_IN[package]:
             yield f"{where}: {package} may only be imported in {sorted(ONLY_IN[package])}"
-        if package != "kvpool":
+        if package not in ("kvpool", "benchmarks"):
             continue
-        target = below.split(".")[0]
+        target = part_of(module)
         floor = floor_of(module, module in packages)
         if floor is None:
             yield f"{where}: {module} stands on no floor"
@@ -203,7 +223,7 @@ def cycles(found: list[Source], modules: set[str]) -> Iterator[str]:
 
 def stands(root: Path, name: str) -> bool:
     path = root / "kvpool" / name.replace(".", "/")
-    return path.is_dir() or path.with_suffix(".py").is_file() or name in ("_native", "v1")
+    return path.is_dir() or path.with_suffix(".py").is_file() or name in ("_native", "v1", "benchmarks")
 
 
 def faults(root: Path) -> list[str]:
@@ -239,7 +259,7 @@ GOOD = {
     "store/memory.py": "from ..key.key import x",
     "transfer/mover.py": "import torch\nfrom kvpool.store.memory import y",
     "vllm/__init__.py": "import vllm.v1\nfrom kvpool import E\nimport kvpool.transfer.mover",
-    "cli/__init__.py": "import os, grpc, subprocess\nsubprocess.run(['x'], env=os.environ, shell=False)",
+    "cli/__init__.py": "import os, subprocess\nsubprocess.run(['x'], env=os.environ, shell=False)",
 }
 
 
@@ -270,13 +290,15 @@ def test_a_good_tree_has_no_faults(tmp_path: Path) -> None:
         ("store/memory.py", "def f():\n    from torch import nn", "torch may only be imported in"),
         ("transfer/mover.py", "import vllm", "vllm may only be imported in ['vllm']"),
         ("transfer/mover.py", "import grpc.aio", "grpc may only be imported in"),
-        ("vllm/x.py", "import zmq", "zmq may only be imported in ['cli', 'index']"),
+        ("vllm/x.py", "import zmq", "zmq may only be imported in ['benchmarks', 'index']"),
         ("store/memory.py", "from google.protobuf import message", "google may only be imported in"),
         ("v1/x_pb2.py", "from kvpool.errors import E", "kvpool.v1.x_pb2 imports kvpool.errors, which is above"),
         ("key/key.py", "import pickle", "pickle must not be imported"),
         ("cli/x.py", "from pickle import loads", "pickle must not be imported"),
         ("key/key.py", "eval('1')", "eval must not be called"),
-        ("cli/bench_peer.py", "from kvpool import errors", "is run where there is no kvpool"),
+        ("cli/tiny_model.py", "from kvpool import errors", "is run where there is no kvpool"),
+        ("cli/x.py", "from benchmarks import store", "kvpool.cli.x imports benchmarks, which is above it"),
+        ("../benchmarks/store_peer.py", "from kvpool import errors", "is run where there is no kvpool"),
         ("cli/x.py", "import torch", "torch may only be imported in"),
         ("cli/x.py", "exec('1')", "exec must not be called"),
         ("cli/x.py", "import subprocess\nsubprocess.run('x', shell=True)", "shell must not be set"),

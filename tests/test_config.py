@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.config import PoolConfig, hash_seed, redact
+from kvpool.config import PoolConfig, TierConfig, hash_seed, redact
 from kvpool.errors import ConfigError
 from kvpool.text import format_nbytes, nearest, parse_nbytes
 
@@ -22,7 +22,7 @@ def test_defaults() -> None:
         "pool": URL,
         "tenant": "default",
         "model_id": None,
-        "budget_s": 0.5,
+        "lookup_timeout_s": 0.5,
         "max_load_s": 10.0,
         "staging_nbytes": None,
         "max_store_nbytes_per_s": 0,
@@ -32,7 +32,7 @@ def test_defaults() -> None:
         "worker": None,
         "lease_s": 10.0,
         "store_policy": "write_through",
-        "store_after_requests": 1,
+        "min_requests_to_store": 1,
         "blocks_per_record": 1,
         "store_decode": True,
         "weights_never_change": False,
@@ -44,16 +44,16 @@ def test_defaults() -> None:
 
 def test_every_field_from_the_dict() -> None:
     given = {
-        "pool": "memory://", "tenant": "team_a", "model_id": "m", "budget_s": 60, "max_load_s": 1.5,
+        "pool": "memory://", "tenant": "team_a", "model_id": "m", "lookup_timeout_s": 60, "max_load_s": 1.5,
         "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
-        "store_policy": "write_through", "store_after_requests": 2, "blocks_per_record": 4, "store_decode": False,
+        "store_policy": "write_through", "min_requests_to_store": 2, "blocks_per_record": 4, "store_decode": False,
         "weights_never_change": True,
         "cost_gate": False, "weights_digest": "every_byte", "weights_digest_timeout_s": 900.0,
     }  # fmt: skip
     config = load(given)
     assert config.model_dump() == {**given, "staging_nbytes": 1 << 30}
-    assert type(config.budget_s) is float
+    assert type(config.lookup_timeout_s) is float
 
 
 def test_every_field_from_the_environment() -> None:
@@ -61,12 +61,12 @@ def test_every_field_from_the_environment() -> None:
         None,
         {
             "KVPOOL_POOL": "memory://", "KVPOOL_TENANT": "7", "KVPOOL_MODEL_ID": "8",
-            "KVPOOL_BUDGET_S": "0.25",
+            "KVPOOL_LOOKUP_TIMEOUT_S": "0.25",
             "KVPOOL_MAX_LOAD_S": "3", "KVPOOL_STAGING_NBYTES": "64 MiB",
             "KVPOOL_MAX_STORE_NBYTES_PER_S": "1000000",
             "KVPOOL_ADVERTISE_HOST": "10.0.0.7", "KVPOOL_HTTP_PORT": "8001", "KVPOOL_WORKER": "w",
             "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
-            "KVPOOL_STORE_AFTER_REQUESTS": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
+            "KVPOOL_MIN_REQUESTS_TO_STORE": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
             "KVPOOL_WEIGHTS_NEVER_CHANGE": "true",
             "KVPOOL_BLOCKS_PER_RECORD": "1", "KVPOOL_WEIGHTS_DIGEST": "every_byte",
             "KVPOOL_WEIGHTS_DIGEST_TIMEOUT_S": "90",
@@ -74,18 +74,18 @@ def test_every_field_from_the_environment() -> None:
         },
     )  # fmt: skip
     assert config.model_dump() == {
-        "pool": "memory://", "tenant": "7", "model_id": "8", "budget_s": 0.25, "max_load_s": 3.0,
+        "pool": "memory://", "tenant": "7", "model_id": "8", "lookup_timeout_s": 0.25, "max_load_s": 3.0,
         "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
-        "store_policy": "write_back", "store_after_requests": 2, "blocks_per_record": 1, "store_decode": False,
+        "store_policy": "write_back", "min_requests_to_store": 2, "blocks_per_record": 1, "store_decode": False,
         "weights_never_change": True,
         "cost_gate": False, "weights_digest": "every_byte", "weights_digest_timeout_s": 90.0,
     }  # fmt: skip
     assert {f"KVPOOL_{name.upper()}" for name in PoolConfig.model_fields} <= {
-        "KVPOOL_POOL", "KVPOOL_TENANT", "KVPOOL_MODEL_ID", "KVPOOL_BUDGET_S", "KVPOOL_MAX_LOAD_S",
+        "KVPOOL_POOL", "KVPOOL_TENANT", "KVPOOL_MODEL_ID", "KVPOOL_LOOKUP_TIMEOUT_S", "KVPOOL_MAX_LOAD_S",
         "KVPOOL_STAGING_NBYTES", "KVPOOL_MAX_STORE_NBYTES_PER_S", "KVPOOL_THREADS", "KVPOOL_ADVERTISE_HOST",
         "KVPOOL_HTTP_PORT", "KVPOOL_WORKER", "KVPOOL_LEASE_S", "KVPOOL_STORE_POLICY",
-        "KVPOOL_STORE_AFTER_REQUESTS", "KVPOOL_STORE_DECODE", "KVPOOL_COST_GATE", "KVPOOL_BLOCKS_PER_RECORD",
+        "KVPOOL_MIN_REQUESTS_TO_STORE", "KVPOOL_STORE_DECODE", "KVPOOL_COST_GATE", "KVPOOL_BLOCKS_PER_RECORD",
         "KVPOOL_WEIGHTS_NEVER_CHANGE",
         "KVPOOL_WEIGHTS_DIGEST", "KVPOOL_WEIGHTS_DIGEST_TIMEOUT_S",
     }  # fmt: skip
@@ -103,13 +103,13 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 def test_the_dict_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "kvpool.toml"
     path.write_text(
-        'pool = "file:///from/file"\ntenant = "file"\nthreads = 3\nbudget_s = 1\nstaging_nbytes = "2MiB"\n'
+        'pool = "file:///from/file"\ntenant = "file"\nthreads = 3\nlookup_timeout_s = 1\nstaging_nbytes = "2MiB"\n'
     )
     config = PoolConfig.load(
         {"pool": "file:///from/dict"},
         {"KVPOOL_CONFIG": str(path), "KVPOOL_POOL": "file:///from/env", "KVPOOL_TENANT": "environment"},
     )
-    assert (config.pool, config.tenant, config.threads, config.budget_s, config.staging_nbytes) == (
+    assert (config.pool, config.tenant, config.threads, config.lookup_timeout_s, config.staging_nbytes) == (
         "file:///from/dict", "environment", 3, 1.0, 2 << 20,
     )  # fmt: skip
 
@@ -187,8 +187,8 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
             "setting \"store_policy\": should be 'write_through' or 'write_back', got 'lazy'",
         ),
         (
-            {"pool": URL, "store_after_requests": 0},
-            'setting "store_after_requests": should be greater than or equal to 1, got 0',
+            {"pool": URL, "min_requests_to_store": 0},
+            'setting "min_requests_to_store": should be greater than or equal to 1, got 0',
         ),
         (
             {"pool": URL, "blocks_per_record": 0},
@@ -203,10 +203,19 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
             'setting "blocks_per_record": "store_policy" "write_back" stores blocks one by one',
         ),
         ({"pool": URL, "store_decode": 1}, 'setting "store_decode": should be a valid boolean, got 1'),
-        ({"pool": URL, "budget_s": "1"}, "setting \"budget_s\": should be a valid number, got '1'"),
-        ({"pool": URL, "budget_s": 0}, 'setting "budget_s": should be greater than 0, got 0'),
-        ({"pool": URL, "budget_s": 60.1}, 'setting "budget_s": should be less than or equal to 60, got 60.1'),
-        ({"pool": URL, "budget_s": float("nan")}, 'setting "budget_s": should be a finite number, got nan'),
+        (
+            {"pool": URL, "lookup_timeout_s": "1"},
+            "setting \"lookup_timeout_s\": should be a valid number, got '1'",
+        ),
+        ({"pool": URL, "lookup_timeout_s": 0}, 'setting "lookup_timeout_s": should be greater than 0, got 0'),
+        (
+            {"pool": URL, "lookup_timeout_s": 60.1},
+            'setting "lookup_timeout_s": should be less than or equal to 60, got 60.1',
+        ),
+        (
+            {"pool": URL, "lookup_timeout_s": float("nan")},
+            'setting "lookup_timeout_s": should be a finite number, got nan',
+        ),
         ({"pool": URL, "max_load_s": -1}, 'setting "max_load_s": should be greater than 0, got -1'),
         ({"pool": URL, "threads": True}, 'setting "threads": should be a valid integer, got True'),
         ({"pool": URL, "threads": 2.0}, 'setting "threads": should be a valid integer, got 2.0'),
@@ -240,9 +249,13 @@ def test_refuse(mapping: dict[str, Any], text: str) -> None:
     [
         ("KVPOOL_TENNANT", "x", 'unknown variable "KVPOOL_TENNANT"; did you mean "KVPOOL_TENANT"?'),
         ("KVPOOL_Tenant", "x", 'unknown variable "KVPOOL_Tenant"; did you mean "KVPOOL_TENANT"?'),
-        ("KVPOOL_BUDGET", "1", 'unknown variable "KVPOOL_BUDGET"; did you mean "KVPOOL_BUDGET_S"?'),
-        ("KVPOOL_BUDGET_S", "fast", "KVPOOL_BUDGET_S: should be a valid number, got 'fast'"),
-        ("KVPOOL_BUDGET_S", "inf", "KVPOOL_BUDGET_S: should be a finite number, got inf"),
+        (
+            "KVPOOL_LOOKUP_TIMEOUT",
+            "1",
+            'unknown variable "KVPOOL_LOOKUP_TIMEOUT"; did you mean "KVPOOL_LOOKUP_TIMEOUT_S"?',
+        ),
+        ("KVPOOL_LOOKUP_TIMEOUT_S", "fast", "KVPOOL_LOOKUP_TIMEOUT_S: should be a valid number, got 'fast'"),
+        ("KVPOOL_LOOKUP_TIMEOUT_S", "inf", "KVPOOL_LOOKUP_TIMEOUT_S: should be a finite number, got inf"),
         ("KVPOOL_COST_GATE", "maybe", "KVPOOL_COST_GATE: should be a valid boolean, got 'maybe'"),
         ("KVPOOL_THREADS", "2.5", "KVPOOL_THREADS: should be a valid integer, got '2.5'"),
         ("KVPOOL_THREADS", "", "KVPOOL_THREADS: should be a valid integer, got ''"),
@@ -260,6 +273,58 @@ def test_refuse_a_variable(variable: str, value: str, text: str) -> None:
         load(**{variable: value})
     assert str(caught.value).startswith(text)
     assert len(str(caught.value)) < 300
+
+
+RENAMED = [("budget_s", "lookup_timeout_s", 2), ("store_after_requests", "min_requests_to_store", 3)]
+
+
+@pytest.mark.parametrize(("old", "new", "value"), RENAMED)
+@pytest.mark.parametrize("source", ["dict", "environment", "file"])
+def test_a_setting_is_read_by_its_old_name_and_one_warning_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    source: str,
+    old: str,
+    new: str,
+    value: int,
+) -> None:
+    monkeypatch.setattr("kvpool.config._warned", set())
+    file = tmp_path / "kvpool.toml"
+
+    def load_from(settings: dict[str, int]) -> PoolConfig:
+        if source == "dict":
+            return load({"pool": URL, **settings})
+        if source == "environment":
+            return load(**{f"KVPOOL_{name.upper()}": str(number) for name, number in settings.items()})
+        file.write_text("".join(f"{name} = {number}\n" for name, number in settings.items()))
+        return load(KVPOOL_CONFIG=str(file))
+
+    assert getattr(load_from({new: value}), new) == value
+    assert not caplog.records
+    assert getattr(load_from({old: value}), new) == getattr(load_from({old: value}), new) == value
+    (warning,) = [record.getMessage() for record in caplog.records]
+    spelled = [
+        f"KVPOOL_{name.upper()}" if source == "environment" else f'setting "{name}"' for name in (old, new)
+    ]
+    assert all(words in warning for words in spelled)
+    with pytest.raises(ConfigError, match="are one setting") as caught:
+        load_from({old: value, new: value})
+    assert all(words in str(caught.value) for words in spelled)
+    with pytest.raises(ConfigError, match=spelled[0]):
+        load_from({old: -1})
+
+
+def test_an_old_name_stands_where_its_source_does() -> None:
+    assert load({"pool": URL, "budget_s": 2}, KVPOOL_LOOKUP_TIMEOUT_S="3").lookup_timeout_s == 2
+    assert load({"pool": URL, "lookup_timeout_s": 2}, KVPOOL_BUDGET_S="3").lookup_timeout_s == 2
+
+
+def test_an_old_name_of_other_settings_is_unknown() -> None:
+    given = {"pool": URL, "model_id": "m"}
+    with pytest.raises(ConfigError, match='unknown setting "store_after_requests"'):
+        TierConfig.load({**given, "store_after_requests": 2}, {})
+    assert TierConfig.load(given, {"KVPOOL_STORE_AFTER_REQUESTS": "2"}).lookup_timeout_s == 0.5
 
 
 def test_it_is_frozen() -> None:

@@ -1,3 +1,4 @@
+// How Python buffers are taken, released, and kept for batches that outlive their Python object.
 #include "buffers.h"
 
 #include <algorithm>

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine.h"
+#include "store/io_executor.h"
 
 namespace kvpool {
 
@@ -45,7 +45,7 @@ class Orphans {
  public:
   ~Orphans();
   void adopt(std::shared_ptr<Batch> batch, PyBuffers buffers);
-  // Releases what is done. Called on every way into the engine.
+  // Releases what is done. Called on every way into the executor.
   void reap();
 
  private:

@@ -1,3 +1,4 @@
+// Lists and buffers of Python read into native integers.
 #include "tokens.h"
 
 #include <algorithm>

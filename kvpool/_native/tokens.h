@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "hashing.h"
+#include "key/hashing.h"
 
 namespace kvpool {
 

@@ -17,24 +17,24 @@ from pathlib import Path
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.config import hash_seed, redact
 from kvpool.discovery.admission import check_worker
-from kvpool.discovery.registry import WorkerWatch
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
+from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError, SnapshotRefused
 from kvpool.index.client.channel import check_target
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file
-from kvpool.index.follow.pool_reconciler import Residency
+from kvpool.index.follow.pool_reconciler import PoolReconciler
 from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.snapshot_file import SnapshotFile
-from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.scraper import Scraper
 from kvpool.index.place.tokenizer import Tokenizer
-from kvpool.index.serve.auth import Doors
+from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.metrics import Exporter
-from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.store import Store, open_store
@@ -96,11 +96,11 @@ def run_index(settings: IndexSettings) -> None:
         raise ConfigError("--worker: two workers of one tenant have the same name")
     router = Router(fleet, costs=parse_costs(settings.route_costs))
     loaded = load_tokenizers(settings.tokenizers)
-    doors = Doors(settings.tokens)
+    auth = TokenAuth(settings.tokens)
     tls = _tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     _log_lines()
     _allow_descriptors()
-    asyncio.run(_serve(settings, fleet, named, router, loaded, doors, tls))
+    asyncio.run(_serve(settings, fleet, named, router, loaded, auth, tls))
 
 
 def _tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
@@ -119,7 +119,7 @@ async def _serve(
     workers: Sequence[Worker],
     router: Router,
     tokenizers: Mapping[str, Tokenizer],
-    doors: Doors,
+    auth: TokenAuth,
     tls: ServerTls | None,
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
@@ -131,7 +131,7 @@ async def _serve(
         return complete and (watch is None or watch.rounds > 0) and fleet.joining == 0
 
     def take() -> Snapshot:
-        return Snapshot(time.time(), "" if watch is None else watch.life, fleet.freeze())
+        return Snapshot(time.time(), "" if watch is None else watch.life, fleet.snapshot())
 
     file = None if settings.snapshot is None else Path(settings.snapshot)
     loop = asyncio.get_running_loop()
@@ -139,29 +139,29 @@ async def _serve(
         loop.add_signal_handler(number, ended.set)
     async with AsyncExitStack() as parts:
         parts.push_async_callback(_calls_end)
-        store = residency = None
+        store = reconciler = None
         if settings.pool is not None:
             store = parts.enter_context(_open_pool(settings.pool))
-            residency = Residency(fleet, store, keys_per_s=settings.pool_keys_per_s)
-            parts.callback(residency.close)
-        roster = Roster(fleet, EventFeed(fleet))
+            reconciler = PoolReconciler(fleet, store, keys_per_s=settings.pool_keys_per_s)
+            parts.callback(reconciler.close)
+        roster = Roster(fleet, Subscriber(fleet))
         parts.callback(roster.close)
         life = None if store is None else _life(store)
         if file is not None or settings.bootstrap is not None:
             flags = {worker.id for worker in workers}
             await asyncio.to_thread(lambda: _warm_up(roster, file, settings.bootstrap, flags, life))
-        tally = Tally()
-        exporter = Exporter(fleet, tally, residency)
+        stats = RequestStats()
+        exporter = Exporter(fleet, stats, reconciler)
         parts.callback(exporter.close)
         server = IndexServer(
             roster,
-            tally,
+            stats,
             router=router,
             tokenizers=tokenizers,
             is_warm=is_warm,
             warm_up_s=settings.warm_up_s,
             take=take,
-            doors=doors,
+            auth=auth,
             tls=tls,
         )
         parts.push_async_callback(server.stop)
@@ -174,17 +174,17 @@ async def _serve(
             f", metrics on port {exporter.serve(settings.metrics)}" if settings.metrics is not None else ""
         )
         if settings.http is not None:
-            http_server = HttpServer(roster, tally, server.is_serving, doors=doors, tls=tls)
+            http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls)
             parts.push_async_callback(http_server.stop)
             shown += f", HTTP on port {await http_server.start(settings.http)}"
         for worker in workers:
             roster.add(worker, "flag")
-        if store is not None and residency is not None:
+        if store is not None and reconciler is not None:
             watch = WorkerWatch(
                 store,
                 on_worker=lambda worker, keep_s: roster.add(worker, "pool", keep_s),
                 on_gone=lambda worker_id: roster.remove(worker_id, "pool"),
-                on_pool_lost=residency.pool_lost,
+                on_pool_lost=reconciler.pool_lost,
                 life=life or "",
                 incomplete=fleet.incomplete,
                 on_asked=fleet.asked,
@@ -243,7 +243,7 @@ def _warm_up(
 
 def _life(store: Store) -> str:
     try:
-        return store.life()
+        return store.server_run_id()
     except KVPoolError:  # the watch says so, and tries again
         return ""
 

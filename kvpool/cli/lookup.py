@@ -8,7 +8,6 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,7 +17,8 @@ from rich.text import Text
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.ranking import ranking_json, ranking_table
 from kvpool.errors import ConfigError
-from kvpool.index import Chat, Lookup, Row
+from kvpool.index import Chat, Lookup, Prompt, Row
+from kvpool.index.prompt import PromptFields
 
 MAX_FILE_NBYTES = 128 << 20
 MAX_U32, MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
@@ -58,29 +58,31 @@ def run_lookup(
         raise ConfigError("--lora-name and --lora-path go together: both are in the hash")
     if hashes is not None and (lora_name is not None or cache_salt is not None):
         raise ConfigError("--hashes: an adapter and a salt are in the hashes already")
-    question: dict[str, Any] = {"tenant": tenant, "workers": workers}
+    fields: PromptFields = {"tenant": tenant, "workers": workers}
     if hashes is None:
-        pair = (lora_name, lora_path)
-        question |= {"lora": None if lora_name is None else pair, "cache_salt": cache_salt}
+        if lora_name is not None and lora_path is not None:
+            fields["lora"] = (lora_name, lora_path)
+        fields["cache_salt"] = cache_salt
     if token_ids is not None:
-        question["token_ids"] = read_numbers(token_ids, "--token-ids", "token id", MAX_U32)
+        fields["token_ids"] = read_numbers(token_ids, "--token-ids", "token id", MAX_U32)
     elif hashes is not None:
         numbers = read_numbers(hashes, "--hashes", "block hash", MAX_U64)
-        question["hashes64"] = struct.pack(f"<{len(numbers)}Q", *numbers)
+        fields["hashes64"] = struct.pack(f"<{len(numbers)}Q", *numbers)
     elif text is not None:
-        question["text"] = _text(text, "--text")
+        fields["text"] = _text(text, "--text")
     else:
         assert chat is not None
-        question["chat"] = read_chat(chat, "--chat")
+        fields["chat"] = read_chat(chat, "--chat")
+    prompt = Prompt(model, **fields)
     with index.open(timeout_s) as client:
         if route:
-            ranking = client.route(model, **question)
+            ranking = client.route(prompt)
             if as_json:
                 print(json.dumps({"model": model, "tenant": tenant, "picks": ranking_json(ranking)}))
             else:
                 Console().print(ranking_table(model, ranking))
             return
-        answer = client.lookup(model, **question)
+        answer = client.lookup(prompt)
     rows = sorted(answer, key=lambda row: (-row.device_blocks, -row.local_blocks, -row.pool_blocks, *row[:2]))
     if as_json:
         print(json.dumps({"model": model, "tenant": tenant, "rows": [row._asdict() for row in rows]}))

@@ -20,7 +20,7 @@ from rich.table import Table
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
-from kvpool.store import Store, visit_store
+from kvpool.store import Store, open_for_inspection
 from kvpool.text import redact, unknown
 
 DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
@@ -76,7 +76,7 @@ def run_purge(
         raise ConfigError(f'--namespace "{namespace}": write 8 to 32 lowercase hex digits')
     within = KEY_PREFIX if tenant is None else tenant_prefix(tenant)
     shown = Console(stderr=as_json)
-    with _advised(), visit_store(pool) as store:
+    with _advised(), open_for_inspection(pool) as store:
         parts, announced = _survey(store, within)
         plan = _plan(within, parts, announced, namespace)
         if not plan.parts and not plan.announcements and not everything:

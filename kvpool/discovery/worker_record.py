@@ -21,6 +21,12 @@ VERSION = 1
 MAX_RECORD_NBYTES = 16 << 10
 MIN_LEASE_S = 1.0
 MAX_LEASE_S = 3600.0
+DEFAULT_LEASE_S = 10.0
+RENEWALS = 3  # in one lease
+READ_S = DEFAULT_LEASE_S / RENEWALS  # a longer lease is renewed as often, since requests are read then
+# A request outlives the pause between two readings, and is over when the rank may be asked again
+# (``kvpool.vllm.cache_resync.INTERVAL_S``): so what is asked then is asked since the answer.
+REQUEST_LEASE_S = 5.0
 
 # Fields of the record and of Worker.
 _TEXTS = ("model", "hash_algorithm", "hash_seed_id", "address", "incarnation", "namespace")

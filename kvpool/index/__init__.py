@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
-from kvpool.index.place.chat import Chat
+from kvpool.index.chat import Chat
 from kvpool.index.place.load import Load
 from kvpool.index.place.route import Pick, Route
+from kvpool.index.prompt import Prompt
 from kvpool.index.table import Applied, Match, Matches, PrefixIndex, Tier
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Matches",
     "Pick",
     "PrefixIndex",
+    "Prompt",
     "Publisher",
     "PublisherStatus",
     "Route",

@@ -150,3 +150,25 @@ class FleetStatus:
 
     index: IndexStatus
     workers: tuple[WorkerStatus, ...]
+
+
+class Totals(NamedTuple):
+    """What a metrics page shows of a fleet: since it was made, of all its workers, and what is there now."""
+
+    workers: int
+    ranks: int
+    stale_ranks: int
+    incomplete_ranks: int
+    blocks: int
+    memory_nbytes: int
+    batches: int
+    gaps: int
+    replays: int
+    resets: int
+    malformed_batches: int
+    refused_blocks: int
+    evicted_blocks: int
+    device_blocks: int  # held; these four: once for each holder
+    host_blocks: int
+    disk_blocks: int
+    pool_blocks: int

@@ -20,7 +20,7 @@ from kvpool import _native
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.index.answer import Lookup, TierRow
-from kvpool.index.rank import Rank
+from kvpool.index.dp_rank import DpRank
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import BlockHasher, seed_id
 
@@ -55,7 +55,7 @@ class Members:
 
     __slots__ = ("places", "places_of_pool", "ranks", "rows")
 
-    def __init__(self, ranks: Iterable[Rank], *, are_all: bool = True) -> None:
+    def __init__(self, ranks: Iterable[DpRank], *, are_all: bool = True) -> None:
         self.ranks = tuple(sorted(ranks, key=lambda rank: (rank.worker.name, rank.publisher.dp_rank)))
         self.rows = _native.Rows(
             tuple(
@@ -105,6 +105,15 @@ class Answer(NamedTuple):
             staleness_ms,
             stale,
         )
+
+
+class Pool(NamedTuple):
+    """What one namespace has in the pool, as one partition knows it: ``holder`` in its ``table``."""
+
+    tenant: str
+    namespace: str
+    table: PrefixIndex
+    holder: str
 
 
 class Partition:

@@ -1,10 +1,10 @@
 """``Snapshot``: what an index knows, at rest, and its form as bytes: in a file, or on the way to another index. Pure.
 
 The bytes, little-endian: a header (below), a head in msgpack, then an image of the table of each partition, one after
-the other (``kvpool/_native/table_image.h``). The header's checksum is of header and head; an image has its own. So no
+the other (``_native/index/table_image.h``). The header's checksum is of header and head; an image has its own. So no
 byte is believed that is not covered.
 
-What a snapshot says is credited to nobody before the publisher itself has proved it: see ``Fleet.thaw``.
+What a snapshot says is credited to nobody before the publisher itself has proved it: see ``Fleet.restore``.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ assert _HEADER.size == 32
 
 class RankState(NamedTuple):
     """A rank of a worker. ``holder``: who has its blocks in the image. ``position``: the batch after which these are
-    its blocks; None: there is nothing to go on from. ``lacking``: why they are only a part of them; empty: all of them.
+    its blocks; None: there is nothing to go on from. ``incomplete_reason``: why they are only a part; empty: all.
     """
 
     publisher: Publisher
     holder: str
     position: Position | None
-    lacking: str = ""
+    incomplete_reason: str = ""
 
 
 class WorkerState(NamedTuple):
@@ -75,7 +75,7 @@ class PartitionState(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """``written_at_s``: by the wall clock. ``life``: ``Store.life`` of the pool whose blocks are in it; empty: none."""
+    """``written_at_s``: by the wall clock. ``life``: ``Store.server_run_id`` of the pool in it; empty: none."""
 
     written_at_s: float
     life: str
@@ -152,7 +152,7 @@ def _pack_worker(state: WorkerState) -> list[Any]:
                 rank.publisher.replay,
                 rank.holder,
                 rank.position and list(rank.position),
-                rank.lacking,
+                rank.incomplete_reason,
             ]
             for rank in state.ranks
         ],
@@ -201,12 +201,12 @@ def _read_worker(fields: Sequence[Any]) -> WorkerState:
 
 
 def _read_rank(fields: Sequence[Any]) -> RankState:
-    dp_rank, events, replay, holder, position, lacking = fields
+    dp_rank, events, replay, holder, position, incomplete_reason = fields
     rank = RankState(
         Publisher(dp_rank, _text(events), _text(replay)),
         _text(holder),
         None if position is None else Position(*map(_whole, position)),
-        _text(lacking),
+        _text(incomplete_reason),
     )
     if rank.position is not None and not (rank.publisher.replay and rank.position.batch_digest):
         raise ValueError("a position that nobody could prove")

@@ -1,6 +1,6 @@
 """``PrefixIndex``: KV events in, leading blocks per worker and tier out.
 
-The table and the decoding are native (``kvpool/_native/table.h``, ``events.h``); here are types and errors.
+The table and the decoding are native (``kvpool/_native/index/table.h``, ``events.h``); here are types and errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Tier = Literal["device", "host", "disk", "pool"]
-TIERS: tuple[Tier, ...] = ("device", "host", "disk", "pool")  # as in kvpool/_native/holders.h
+TIERS: tuple[Tier, ...] = ("device", "host", "disk", "pool")  # as in kvpool/_native/index/holders.h
 
 DEFAULT_MAX_BLOCKS = 1 << 27  # 134 million: 2 to 4 GB
 MAX_BLOCKS = 1 << 32
@@ -26,7 +26,7 @@ MAX_BLOCKS = 1 << 32
 Column = Literal["device", "host", "disk", "pool", "local", "any"]
 
 _LOCAL, _ANY = len(TIERS), len(TIERS) + 1
-_COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any")  # as in kvpool/_native/table.h
+_COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any")  # as in kvpool/_native/index/table.h
 
 
 class Applied(NamedTuple):
@@ -293,20 +293,20 @@ class PrefixIndex:
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
 
-    def doubt(self, worker: str, cursor: int = 0) -> int:
-        """Begin a round (cursor 0) in which is settled what ``worker`` holds in the pool, or go on with it.
+    def mark(self, worker: str, cursor: int = 0) -> int:
+        """Mark all that ``worker`` holds in the pool, to find out what is no longer there: mark and sweep.
 
-        Call it with what it returned until that is 0: then all that ``worker`` holds there is in doubt. Then list what
-        is there, ``apply`` it as stored, and ``expel`` until nothing is left. What any event stores from then on
-        is no longer in doubt. Each call looks at about 2,000 blocks of the table. Errors: ``ConfigError``.
+        Begin with cursor 0, and call it with what it returned until that is 0. Then list what is there, ``apply`` it as
+        stored, which takes the mark away, and ``sweep`` until no mark is left. Events that come meanwhile take marks
+        away, too. Each call looks at about 2,000 blocks of the table. Errors: ``ConfigError``.
         """
         try:
             return self._table.doubt(worker, cursor)
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
 
-    def expel(self, worker: str) -> tuple[int, int]:
-        """Take away some of what is still in doubt: (blocks taken from ``worker``, doubts that are left).
+    def sweep(self, worker: str) -> tuple[int, int]:
+        """Take away some of what is still marked: (blocks taken from ``worker``, marks that are left).
 
         Each call takes about 2,000. Errors: ``ConfigError``.
         """

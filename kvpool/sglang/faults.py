@@ -43,16 +43,18 @@ class Faults:
         """Whether this page is to be written damaged."""
         return self._random.random() < self._corrupt_ratio
 
-    def delay(self, budget_s: float) -> None:
-        """Be as slow as asked for; blocking, for at most ``budget_s``.
+    def delay(self, lookup_timeout_s: float) -> None:
+        """Be as slow as asked for; blocking, for at most ``lookup_timeout_s``.
 
         Errors: ``StoreUnavailable`` when that is not enough, as for a pool that does not answer in time.
         """
         if not self._delay_s:
             return
-        self._ended.wait(min(self._delay_s, budget_s))
-        if self._delay_s >= budget_s:
-            raise StoreUnavailable(f"no answer within {budget_s:g} s (fault_delay_s is {self._delay_s:g})")
+        self._ended.wait(min(self._delay_s, lookup_timeout_s))
+        if self._delay_s >= lookup_timeout_s:
+            raise StoreUnavailable(
+                f"no answer within {lookup_timeout_s:g} s (fault_delay_s is {self._delay_s:g})"
+            )
 
     def end(self) -> None:
         """Wake who is being delayed."""

@@ -24,8 +24,8 @@ __all__ = [
     "Store",
     "StoreURL",
     "Transfer",
+    "open_for_inspection",
     "open_store",
-    "visit_store",
 ]
 
 logger = logging.getLogger("kvpool.store")
@@ -75,11 +75,11 @@ def _open_server(url: StoreURL) -> ServerStore:
     return ValkeyStore(url)
 
 
-def visit_store(url: str) -> Store:
-    """``open_store`` for who only looks: of a directory that is a pool, in which opening writes nothing and nothing is
-    evicted, whatever the capacity in ``url``.
+def open_for_inspection(url: str) -> Store:
+    """``open_store`` to read only: of a directory, which must be a pool, nothing is written or evicted, whatever the
+    capacity in ``url``.
 
-    Of a server's user no rights are expected.
+    The rights of a server's user are not checked.
     Errors: those of ``open_store``; ``ConfigError`` for a directory that is no pool.
     """
     parsed = StoreURL.parse(url)

@@ -51,8 +51,8 @@ class Transfer:
         self._batch.cancel()
 
     def wait(self, timeout_s: float | None = None) -> list[bool]:
-        """One answer per key, in order: put: kept; get: the buffer holds the value; contains, delete: was
-        there.
+        """One answer per key, in order: put: the store holds the value now; get: the buffer does; contains, delete: it
+        was there.
 
         ``timeout_s``: seconds to wait here; None: until the batch ends, which its own deadline bounds.
         Blocking, with the interpreter free. May be called again, and gives the same answer.
@@ -60,10 +60,10 @@ class Transfer:
         cancelled, and when it has not ended within ``timeout_s``: then it is still under way and owns its
         buffers.
         """
-        return [result == _native.OK for result in self.results(timeout_s)]
+        return [result in (_native.OK, _native.PRESENT) for result in self.results(timeout_s)]
 
     def results(self, timeout_s: float | None = None) -> bytes:
-        """As ``wait``, with the status that ``_native`` has for each answer. Errors: as there."""
+        """As ``wait``, with the status that ``_native`` has for each answer, a byte each. Errors: as there."""
         if timeout_s is None:
             end_s = self._deadline_s + GRACE_S
         else:

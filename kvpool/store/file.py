@@ -39,10 +39,10 @@ class FileStore(NativeStore):
         name = f"file://{path}"
         if capacity_nbytes is None:
             with _mapped(name, "cannot read", opening=True):
-                engine = _native.find_file_engine(path)
+                engine = _native.find_file_executor(path)
         else:
             with _mapped(name, "cannot write", opening=True):
-                engine = _native.open_file_engine(path, capacity_nbytes, threads)
+                engine = _native.open_file_executor(path, capacity_nbytes, threads)
         super().__init__(name, engine)
         self._root = Path(path)
         self._announced = Announcements(self._root / "announcements")

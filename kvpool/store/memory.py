@@ -6,7 +6,6 @@ hashed or read under it. A record is immutable from the moment that it is in ``_
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -21,8 +20,8 @@ from kvpool.text import format_nbytes
 
 # The names that the file store uses, too. Nothing here faults, is cancelled or times out.
 _COUNTERS = (
-    "puts", "put_nbytes", "get_hits", "get_misses", "get_nbytes", "contains_hits", "contains_misses",
-    "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
+    "puts", "put_nbytes", "present_puts", "get_hits", "get_misses", "get_nbytes", "contains_hits",
+    "contains_misses", "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
 )  # fmt: skip
 
 
@@ -66,16 +65,11 @@ class MemoryStore(Store):
         self._held_nbytes = 0
         self._announced: dict[str, tuple[bytes, float]] = {}  # document, end of its lease (monotonic)
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def counters(self) -> dict[str, int]:
         self._check_open()
         with self._lock:
             return {**self._counters, "held_nbytes": self._held_nbytes, "held_keys": len(self._records)}
-
-    def fileno(self) -> int:
-        self._check_open()
-        return self._event_fd
 
     def _submit(
         self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
@@ -85,6 +79,9 @@ class MemoryStore(Store):
         if operation == _native.PUT:
             assert views is not None
             results = bytes(map(self._put, keys, views))
+        elif operation == _native.PUT_ABSENT:
+            assert views is not None
+            results = bytes(map(self._put_absent, keys, views))
         elif operation == _native.GET:
             assert views is not None
             results = bytes(map(self._get, keys, views))
@@ -101,9 +98,6 @@ class MemoryStore(Store):
         else:
             assert operation == _native.DELETE, operation
             results = bytes(map(self._delete, keys))
-        with self._lock:
-            if not self._closed:  # the descriptor's number may be somebody else's by now
-                os.eventfd_write(self._event_fd, 1)
         return _EndedBatch(results)
 
     def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> RecordBatch:
@@ -115,6 +109,14 @@ class MemoryStore(Store):
             keys.take(index, statuses[index:end])
             index = keys.next_wanted(end)
         return RecordBatch(_EndedBatch(bytes(statuses)), keys)
+
+    def _put_absent(self, key: str, view: memoryview) -> int:
+        with self._lock:
+            if key in self._records:
+                self._records.move_to_end(key)
+                self._counters["present_puts"] += 1
+                return _native.PRESENT
+        return self._put(key, view)
 
     def _put(self, key: str, view: memoryview) -> int:
         record = b"".join((_native.pack_header(key, view), view))
@@ -212,4 +214,3 @@ class MemoryStore(Store):
             self._records.clear()
             self._announced.clear()
             self._held_nbytes = 0
-            os.close(self._event_fd)

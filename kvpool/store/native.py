@@ -18,17 +18,13 @@ class NativeStore(Store):
     ``name``: without secrets.
     """
 
-    def __init__(self, name: str, engine: _native.Engine) -> None:
+    def __init__(self, name: str, engine: _native.IoExecutor) -> None:
         super().__init__(name)
         self._engine = engine
 
     def counters(self) -> dict[str, int]:
         self._check_open()
         return self._engine.counters()
-
-    def fileno(self) -> int:
-        self._check_open()
-        return self._engine.fileno()
 
     def _submit(
         self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float

@@ -1,28 +1,28 @@
-"""What is said of keys that change: the contract between a store and who listens."""
+"""Notices of keys that change: the contract between a store and its caller."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
 
-class Heard(NamedTuple):
-    """What came since the last call. ``keys``: blocks' keys that were written, evicted, deleted, or ran out, each once.
+class Invalidations(NamedTuple):
+    """What came since the last call. ``keys``: blocks' keys that were written, evicted, deleted or expired, each once.
 
-    ``emptied``: a database was flushed, perhaps another one. ``missed``: something may have changed without a word.
-    ``deaf``: why some server says nothing at present; empty: all do.
+    ``emptied``: a database was flushed, perhaps another one. ``missed``: keys may have changed without a notice.
+    ``problem``: why some server sends no notices at present; empty: all do.
     """
 
     keys: list[str]
     emptied: bool
     missed: bool
-    deaf: str
+    problem: str
 
 
 class Notices(Protocol):
-    """Notices are hints, which may be late, lost or double: who hears one looks for itself. For one thread."""
+    """A notice is a hint: late, lost or duplicated. Check every key. For one thread."""
 
-    def take(self, timeout_s: float) -> Heard:
-        """Wait for something to be heard, for at most ``timeout_s`` seconds and what asking for the servers takes."""
+    def take(self, timeout_s: float) -> Invalidations:
+        """Wait for a notice, for at most ``timeout_s`` seconds and the time that finding the servers takes."""
 
     def close(self) -> None:
-        """Stop listening; again does nothing. Blocking, for a second or two."""
+        """Unsubscribe; calling it again does nothing. Blocking, for a second or two."""

@@ -112,6 +112,18 @@ class Store(ABC):
         views = [source(buffer, position) for position, buffer in enumerate(buffers)]
         return self._begin(_native.PUT, "put", keys, views, timeout_s)
 
+    def submit_put_absent(
+        self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
+    ) -> Transfer:
+        """Begin to put the values that are not there; those that are count as used now, as in ``touch_many``.
+
+        ``Transfer.results`` has a byte a key: ``_native.OK``: put here; ``PRESENT``: it was there, or another put of
+        the key did it; ``NO_ROOM``. ``Transfer.wait`` says which values are there now. A value that is there is not
+        compared with the buffer. The buffers must not change until the transfer is done. Errors: as ``put_many``.
+        """
+        views = [source(buffer, position) for position, buffer in enumerate(buffers)]
+        return self._begin(_native.PUT_ABSENT, "put absent", keys, views, timeout_s)
+
     def submit_get(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> Transfer:
@@ -192,18 +204,18 @@ class Store(ABC):
         self._check_open()
         return self._announcements(prefix)
 
-    def life(self) -> str:
-        """Another text after each start of the server behind the store; empty where there is none, or it does not say.
+    def server_run_id(self) -> str:
+        """A text that changes with each start of the server; empty without a server, or if it may not be asked.
 
         Blocking, for one small read. Errors: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
-        return self._life()
+        return self._server_run_id()
 
     def withdraw_all(self, prefix: str) -> int:
-        """Take back the documents under keys that start with ``prefix``, whoever announced them; how many.
+        """Delete the documents under keys that start with ``prefix``, whoever announced them; returns how many.
 
-        Who announces again, is heard again. Blocking, for one small write a document.
+        Announcers that are alive write theirs again. Blocking, for one small write a document.
         Errors: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
@@ -232,7 +244,7 @@ class Store(ABC):
         return self._scan_keys(prefix)
 
     def notices(self) -> Notices | None:
-        """What the servers behind the store say of keys that change, from now on; None: there is no server.
+        """Notices of keys that change from now on; None: there is no server.
 
         Close it before the store. Never blocks. Errors: ``StoreClosed``.
         """
@@ -244,10 +256,6 @@ class Store(ABC):
     @abstractmethod
     def counters(self) -> dict[str, int]:
         """What this store has done since it was opened, by name; never blocks for long."""
-
-    @abstractmethod
-    def fileno(self) -> int:
-        """An eventfd, readable when a batch has ended; ``os.eventfd_read`` resets it. The store owns it."""
 
     def close(self) -> None:
         """Cancel what is under way, wait for it, and give everything back; calling it again does nothing.
@@ -293,7 +301,7 @@ class Store(ABC):
     @abstractmethod
     def _announcements(self, prefix: str) -> dict[str, bytes]: ...
 
-    def _life(self) -> str:
+    def _server_run_id(self) -> str:
         return ""
 
     @abstractmethod

@@ -50,9 +50,9 @@ class ValkeyStore(NativeStore, ServerStore):
                 self._watch.close()
 
 
-def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.Engine, TopologyWatch]:
+def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.IoExecutor, TopologyWatch]:
     try:
-        engine, topology = _native.open_routed_resp_engine(*_of_any_server(url))
+        engine, topology = _native.open_routed_resp_executor(*_of_any_server(url))
     except _native.TlsError as error:
         raise ConfigError(f"{server_name(url)}: {error}") from error
     try:
@@ -62,9 +62,9 @@ def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.Engine, Top
         raise
 
 
-def _open_one(url: StoreURL, name: str) -> _native.Engine:
+def _open_one(url: StoreURL, name: str) -> _native.IoExecutor:
     try:
-        return _native.open_resp_engine(url.host, url.port, url.path, *_of_any_server(url))
+        return _native.open_resp_executor(url.host, url.port, url.path, *_of_any_server(url))
     except _native.TlsError as error:
         raise ConfigError(f"{name}: {error}") from error
     except _native.RespError as error:

@@ -14,14 +14,13 @@ import socket
 from typing import NamedTuple
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import ZmqEventPublisher
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvpool.config import PoolConfig, hash_seed
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.key.hashing import seed_id
 from kvpool.store import StoreURL
-from kvpool.vllm import compat
+from kvpool.vllm import internals
 
 LOOPBACK = "127.0.0.1"
 _TCP = re.compile(r"tcp://(.+):([0-9]{1,5})")
@@ -46,7 +45,7 @@ def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, nam
     dp_rank = _dp_rank(config)
     where = _where(config, host, dp_rank)
     served = config.model_config.served_model_name
-    _, hash_block_tokens = compat.block_sizes(config, cache)
+    _, hash_block_tokens = internals.block_sizes(config, cache)
     worker = Worker(
         name=settings.worker or where.name or f"{_bracketed(host)}:{settings.http_port}",
         model=served[0] if isinstance(served, list) else served or config.model_config.model,
@@ -80,8 +79,8 @@ def _where(config: VllmConfig, host: str, dp_rank: int) -> _Where:
         )
         return _Where(problems=(f"{_SEEN_BY_NONE}: add --kv-events-config '{wanted}'",), events_off=True)
     try:
-        published = ZmqEventPublisher.offset_endpoint_port(events.endpoint, dp_rank)
-        replayed = ZmqEventPublisher.offset_endpoint_port(events.replay_endpoint, dp_rank)
+        published = internals.rank_endpoint(events.endpoint, dp_rank)
+        replayed = internals.rank_endpoint(events.replay_endpoint, dp_rank)
     except ValueError as error:  # the engine does not take it either
         return _Where(problems=(f"{_SEEN_BY_NONE}: --kv-events-config: {error}",))
     assert published is not None

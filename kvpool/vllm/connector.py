@@ -20,15 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.store import open_store
-from kvpool.vllm import compat
+from kvpool.vllm import internals, support
 from kvpool.vllm.announcement import describe
-from kvpool.vllm.facts import engine_facts
+from kvpool.vllm.facts import adapter_settings, engine_facts
 from kvpool.vllm.guard import refuse
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
@@ -71,8 +70,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
-            compat.refuse_unsupported(vllm_config)
-            groups = compat.groups_of(kv_cache_config, config.blocks_per_record, stage_ranks)
+            support.refuse_unsupported(vllm_config)
+            groups = support.groups_of(kv_cache_config, config.blocks_per_record, stage_ranks)
             if config.pool.startswith("memory:"):
                 raise EngineRefused(
                     "a memory:// pool lives inside one process and an engine has several; "
@@ -81,7 +80,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.SCHEDULER:
                 # Each worker makes its own; this one can end the start.
                 logger.info("kvpool: weights %s", weights_of(vllm_config, config).source)
-                align_tokens, hash_block_tokens = compat.block_sizes(vllm_config, kv_cache_config)
+                align_tokens, hash_block_tokens = internals.block_sizes(vllm_config, kv_cache_config)
                 events = vllm_config.kv_events_config
                 self._store = open_store(config.pool, threads=1)
                 self._scheduler = SchedulerHalf(
@@ -96,14 +95,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     loads=self._kv_transfer_config.is_kv_consumer,
                     stores=self._kv_transfer_config.is_kv_producer,
                     events=bool(events and events.enable_kv_cache_events),
-                    adapter_settings=compat.adapter_settings(vllm_config),
+                    adapter_settings=adapter_settings(vllm_config),
                 )
             else:
                 self._config = config
                 self._worker = WorkerHalf(
                     config,
                     groups,
-                    rank=_rank(stage_ranks),
+                    rank=internals.engine_rank(stage_ranks),
                     step_tokens=step_tokens,
                     stages=stages,
                     model=model_name(vllm_config.model_config, config.model_id),
@@ -113,7 +112,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 refuse(error)
             # The workers are made first and cannot end an engine in one line: the scheduler says it for both. Where
             # only this rank's host is at fault, the engine goes on without the pool.
-            self._worker = WorkerHalf(_NEVER_OPENED, (), rank=_rank(stage_ranks), step_tokens=step_tokens)
+            self._worker = WorkerHalf(
+                _NEVER_OPENED, (), rank=internals.engine_rank(stage_ranks), step_tokens=step_tokens
+            )
             self._worker.refuse(str(error))
 
     @property
@@ -128,7 +129,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             return
         cache = self._kv_cache_config
         try:
-            layers = compat.layers_of(cache, kv_caches)
+            layers = internals.layers_of(cache, kv_caches)
             weights = weights_of(self._vllm_config, self._config)
             facts = engine_facts(
                 self._vllm_config, cache, weights.facts, layers, self._config.blocks_per_record
@@ -140,7 +141,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             layers,
             facts,
             functools.partial(describe, self._vllm_config, cache, self._config),
-            compat.weights_mark(self._vllm_config),
+            internals.weights_mark(self._vllm_config),
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -261,8 +262,3 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def _planner(self) -> SchedulerHalf:
         assert self._scheduler is not None, "called on a worker"
         return self._scheduler
-
-
-def _rank(stage_ranks: int) -> int:
-    """This worker's, counted through all pipeline stages."""
-    return int(get_pp_group().rank_in_group * stage_ranks + get_tp_group().rank_in_group)

@@ -1,11 +1,12 @@
 """The facts of a vLLM engine: everything that changes what a block's hash or its bytes mean.
 
-Asked of what was built, where that can be reached, and else of the configuration: ``judged`` lists the settings.
+They are read from the built model where it can be reached, else from the configuration: ``judged`` lists the settings.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
-from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvpool.config import hash_seed
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.hashing import seed_id
-from kvpool.key.key import Fact
-from kvpool.vllm import compat
+from kvpool.key.key import Fact, GroupLayout, Layout
+from kvpool.vllm import internals, support
 from kvpool.vllm.judged import settings_facts
+from kvpool.vllm.plan import Group
 from kvpool.vllm.weights import snapshot_commit
 
-# Of the tables of a rotary embedding: its parameters are facts, too, and these say how they were used.
+# Of each table of a rotary embedding; its parameters are facts, too.
 ROPE_ROWS = 64
-# They say how long a table is. What they change in it, its rows say.
+# The length of a table; where it changes other numbers, the rows show it.
 _ROPE_LENGTHS = frozenset(("max_position_embeddings", "cache_max_position_num", "max_position"))
 _NOT_OF_THE_ROPE = frozenset(("training", "update_cache"))
 # What turns an image into other embeddings without being in its hash, or not in every version.
@@ -59,29 +59,29 @@ def engine_facts(
     Errors: ``ConfigError``.
     """
     model, parallel, caching = config.model_config, config.parallel_config, config.cache_config
-    _, hash_block_tokens = compat.block_sizes(config, cache)
+    _, hash_block_tokens = internals.block_sizes(config, cache)
     kv_dtype = str(caching.cache_dtype)
     if kv_dtype == "auto":
         kv_dtype = str(model.dtype)
-    model_class, _ = get_model_architecture(model)
+    model_class = internals.model_class(model)
     facts: dict[str, Fact] = {
         "engine": "vllm",
-        "model_config": compat.digest_of(_model_config(model.hf_config)),
+        "model_config": digest_of(_model_config(model.hf_config)),
         "implementation": f"{model_class.__module__}:{model_class.__qualname__}",
         "runner": f"{model.runner_type}, {model.convert_type}",
-        "rope": rope_fact(list(rotary_embedding._ROPE_DICT.values()), model.dtype),
+        "rope": rope_fact(internals.rotary_embeddings(), model.dtype),
         "weights_dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization or ""),
         "hash_algorithm": str(caching.prefix_caching_hash_algo),
         "hash_seed": seed_id(hash_seed()),
         "hash_block_tokens": hash_block_tokens,
-        "hash_tags": compat.hash_tags(),
+        "hash_tags": internals.hash_tags(),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "decode_context_parallel": parallel.decode_context_parallel_size,
         "device": current_platform.device_type,
-        "attention_backend": compat.attention_backends(config),
-        "kernel_packing": compat.kernel_packing(config, cache),
+        "attention_backend": internals.attention_backends(config),
+        "kernel_packing": internals.kernel_packing(config, cache),
         "blocks_per_record": blocks_per_record,
         **weights,
     }
@@ -89,13 +89,73 @@ def engine_facts(
         settings = {name: getattr(multimodal, name, None) for name in _MULTIMODAL_SETTINGS}
         if any(name in model_class.__module__ for name in _CUT_BY_LENGTH):
             settings["max_model_len"] = model.max_model_len
-        facts["multimodal"] = compat.digest_of([settings, _processor(model)])
-    facts |= compat.scale_facts(config) | settings_facts(config)
+        facts["multimodal"] = digest_of([settings, _processor(model)])
+    facts |= scale_facts(config) | settings_facts(config)
     # Which layers a group has, for versions of vLLM may group those of a hybrid model in several ways.
     for index, group in enumerate(cache.kv_cache_groups):
-        facts[f"group{index}.layer_names"] = compat.digest_of(list(group.layer_names))
-    groups = compat.groups_of(cache, blocks_per_record)
-    return facts | compat.layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
+        facts[f"group{index}.layer_names"] = digest_of(list(group.layer_names))
+    groups = support.groups_of(cache, blocks_per_record)
+    return facts | layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
+
+
+def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]], kv_dtype: str) -> Layout:
+    """How one rank's records are made of its blocks, and how these lie in memory."""
+    return Layout(
+        kv_dtype,
+        tuple(
+            GroupLayout(
+                block_tokens=group.record_tokens,
+                layers=len(views),
+                payload_nbytes=group.blocks_per_record
+                * sum(view[0].numel() * view.element_size() for view in views),
+                shapes=tuple(tuple(view.shape[1:]) for view in views),
+                strides=tuple(tuple(view.stride()[1:]) for view in views),
+                attention=_attention(group),
+            )
+            for group, views in zip(groups, layers, strict=True)
+        ),
+    )
+
+
+def _attention(group: Group) -> str:
+    if group.latent:
+        return "mla"
+    return "full" if group.window is None else f"sliding_window:{group.window}"
+
+
+def scale_facts(config: VllmConfig) -> dict[str, Fact]:
+    """What the bytes of an FP8 cache stand for; nothing where no layer has one.
+
+    The layers are asked: a checkpoint may set their types, and ``--kv-cache-dtype-skip-layers`` leaves some out.
+    Errors: ``EngineRefused``.
+    """
+    layers = internals.attention_layers(config)
+    kinds = {name: str(getattr(layer, "kv_cache_dtype", "auto")) for name, layer in layers.items()}
+    scales: dict[str, list[Any]] = {}
+    for name, kind in kinds.items():
+        if kind in support.PLAIN_KV_DTYPES:
+            continue
+        if kind not in support.FP8_KV_DTYPES:
+            raise EngineRefused(f"the KV cache of layer {name} is of type {kind}, which is not supported yet")
+        on_device, on_host = internals.kv_scales(layers[name])
+        if config.parallel_config.tensor_parallel_size > 1 and any(len(one) > 1 for one in on_device):
+            raise EngineRefused(
+                f"layer {name} has a scale for each KV head, so each rank has others, which is not supported yet; "
+                "set --tensor-parallel-size to 1, or --kv-cache-dtype to auto"
+            )
+        scales[name] = [on_device, on_host]
+    if not scales:
+        return {}
+    return {
+        "fp8_format": _fp8_format(),
+        "fp8_layers": digest_of({name: kinds[name] for name in scales}),
+        "fp8_scales": digest_of(scales),
+    }
+
+
+def _fp8_format() -> str:
+    """What ``fp8`` is on this processor: ``float8_e4m3fn`` or ``float8_e4m3fnuz``."""
+    return str(current_platform.fp8_dtype()).removeprefix("torch.")
 
 
 def rope_fact(built: Sequence[nn.Module], dtype: Any) -> str:
@@ -105,7 +165,7 @@ def rope_fact(built: Sequence[nn.Module], dtype: Any) -> str:
     used (some models keep them in another one until then). Not the length of a table: engines of different
     ``--max-model-len`` share where their tables begin alike and no parameter differs.
     """
-    return compat.digest_of(sorted({_rotary(one, dtype) for one in built})) if built else ""
+    return digest_of(sorted({_rotary(one, dtype) for one in built})) if built else ""
 
 
 def _rotary(embedding: nn.Module, dtype: torch.dtype) -> str:
@@ -122,7 +182,7 @@ def _rotary(embedding: nn.Module, dtype: torch.dtype) -> str:
         rows = table[:ROPE_ROWS].detach().to("cpu", dtype).float().contiguous()
         shape = "x".join(map(str, rows.shape))
         says[f"table {name}"] = f"{shape} {hashlib.sha256(rows.numpy().tobytes()).hexdigest()}"
-    return compat.digest_of(says)
+    return digest_of(says)
 
 
 def _model_config(hf_config: Any) -> dict[str, Any]:
@@ -156,3 +216,70 @@ def _processor(model: ModelConfig) -> list[str]:
         raise ConfigError(
             f"the configuration beside the model cannot be read ({error}); make {folder} readable"
         ) from error
+
+
+def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]:
+    """Every fact that vLLM gives a tier (``vllm/v1/kv_offload/config.py``); ``model_id`` stands for the others.
+
+    The tensor-parallel size is not among them where a row is the same for all sizes; see ``_is_same_for_all_ranks``.
+    """
+    parallel = config.parallel
+    facts: dict[str, Fact] = {
+        "engine": "vllm",
+        "integration": "tier",
+        "model": model_id,
+        "kv_dtype": config.model.dtype,
+        "hash_seed": seed_id(hash_seed()),
+        "hash_block_tokens": config.cache.tokens_per_hash,
+        "hash_tags": internals.hash_tags(),
+        "blocks_per_chunk": config.cache.blocks_per_chunk,
+        "chunk_nbytes": chunk_nbytes,
+        "kv_cache_layout": config.kv_cache_layout or "",
+        "canonical_layout": config.canonical_layout,
+        "replicated_layout": config.replicated_layout,
+        "parallelism_agnostic": parallel.is_parallelism_agnostic,
+        "pipeline_parallel": parallel.pp_size,
+        "prefill_context_parallel": parallel.pcp_size,
+        "decode_context_parallel": parallel.dcp_size,
+        "device": current_platform.device_type,
+    }
+    if current_platform.device_type == "cpu":
+        facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    if config.model.dtype in support.FP8_KV_DTYPES:
+        facts["fp8_format"] = _fp8_format()
+    if not _is_same_for_all_ranks(config):
+        facts["tensor_parallel"] = parallel.tp_size
+    for index, group in enumerate(config.groups):
+        facts[f"group{index}.block_tokens"] = group.tokens_per_block
+        facts[f"group{index}.layers"] = digest_of(list(group.layer_names))
+    return facts
+
+
+def _is_same_for_all_ranks(config: Any) -> bool:
+    """Whether a row has the same bytes at every tensor-parallel size.
+
+    vLLM says that this is so for its canonical layout, which it certifies layer by layer, and for one copy of latent
+    vectors. It says the same of its direct layout, where ranks lie side by side, each with its blocks and layers: true
+    only with one block a chunk and heads outside of layers (vllm-project/vllm#55904).
+    """
+    if config.canonical_layout or config.replicated_layout:
+        return bool(config.parallel.is_parallelism_agnostic or config.replicated_layout)
+    return (
+        bool(config.parallel.is_parallelism_agnostic)
+        and config.parallel.pp_size == 1
+        and config.cache.blocks_per_chunk == 1
+        and config.kv_cache_layout == "BHLNC"
+    )
+
+
+def adapter_settings(config: VllmConfig) -> str:
+    """A fingerprint of the settings that decide how an adapter's files become weights; empty: there are no adapters."""
+    lora = config.lora_config
+    names = ("target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format")
+    return "" if lora is None else digest_of({name: getattr(lora, name, None) for name in names})
+
+
+def digest_of(value: object) -> str:
+    """16 hex digits of SHA-256 over a text, or over a value as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvpool import metrics
 from kvpool.metrics import Counters
 
-MIN_STEP_TOKENS = 256  # a smaller step says more of the cost of a step than of tokens
+MIN_STEP_TOKENS = 256  # in smaller steps the cost of a step outweighs that of its tokens
 MIN_SAMPLES = 3  # of each rate, before the gate may close
 KEEP = 0.8  # of what was measured before, with each new sample
 REOPEN = 0.8  # a closed gate opens when a load is expected to take this share of the recompute
@@ -36,18 +36,13 @@ class _Rate:
 
 
 class CostGate:
-    """Open until both rates are known; counts what it decides in ``counters``."""
+    """Open until both rates are known; its decisions are counted in ``counters``."""
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self._counters, self._clock = counters, clock
         self._prefill, self._load = _Rate(), _Rate()
-        self._closed = False
+        self.closed = False  # loads are held back, but for probes
         self._probe_at_s = 0.0
-
-    @property
-    def closed(self) -> bool:
-        """Whether loads are held back, but for probes."""
-        return self._closed
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step that worked on prompts has computed ``tokens`` in ``seconds``."""
@@ -61,8 +56,8 @@ class CostGate:
         """A load of ``tokens`` has ended after ``seconds``; 0 tokens: it failed, and the time is lost."""
         self._counters.add(metrics.GATE_LOAD_TOKENS, tokens)
         self._counters.add(metrics.GATE_LOAD_SECONDS, seconds)
-        if self._closed:
-            # What was measured when it closed says nothing of now, or it would take many probes to believe one.
+        if self.closed:
+            # Rates from before it closed are dropped: with them one probe would hardly count.
             self._load = _Rate(samples=MIN_SAMPLES)
         self._load.add(tokens, seconds)
         self._decide()
@@ -72,10 +67,10 @@ class CostGate:
         result = "pays"
         if not self._measured():
             result = "unmeasured"
-        elif self._closed and self._clock() >= self._probe_at_s:
+        elif self.closed and self._clock() >= self._probe_at_s:
             result = "probe"
             self._probe_at_s = self._clock() + PROBE_S
-        elif self._closed:
+        elif self.closed:
             result = "too_slow"
         self._counters.add(metrics.GATE_DECISIONS, 1, result)
         return result != "too_slow"
@@ -88,8 +83,8 @@ class CostGate:
             return
         load_s = self._load.seconds * self._prefill.tokens
         recompute_s = self._prefill.seconds * self._load.tokens  # of as many tokens
-        if self._closed:
-            self._closed = load_s > REOPEN * recompute_s
+        if self.closed:
+            self.closed = load_s > REOPEN * recompute_s
         elif load_s > recompute_s:
-            self._closed = True
+            self.closed = True
             self._probe_at_s = self._clock() + PROBE_S

@@ -58,14 +58,14 @@ class BlockRef(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """Records of one request to load; ``budget_s`` is what is left of the time that a silent store may cost.
+    """Records of one request to load; it fails when no record arrives for ``stall_timeout_s``.
 
     ``priority``: of loads that wait for staging slots, the one with the lowest number comes first.
     """
 
     request_id: str
     blocks: list[BlockRef]
-    budget_s: float
+    stall_timeout_s: float
     priority: int = 0
 
 
@@ -93,7 +93,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
 
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by rank, once, in its first step
     broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
-    landed: dict[int, int] = field(default_factory=dict)  # tag: ranks that do not read its blocks any more
+    staged: dict[int, int] = field(default_factory=dict)  # tag: ranks that do not read its blocks any more
     store_slots: int = 0  # records that the staging of each rank takes at a time, once, in its first step
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that have stored what is theirs
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
@@ -108,7 +108,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
         return PoolWorkerMetadata(
             self.facts | other.facts,
             self.broken | other.broken,
-            _summed(self.landed, other.landed),
+            _summed(self.staged, other.staged),
             min(self.store_slots or other.store_slots, other.store_slots or self.store_slots),
             _summed(self.stored, other.stored),
             _summed(self.dropped, other.dropped),
@@ -214,9 +214,9 @@ def _usable_tokens(group: Group, there: bytes, local_tokens: int, hit_tokens: in
 
 
 def records_to_store(record_tokens: int, already: int, computed_tokens: int, hashed_records: int) -> range:
-    """Indices of the records that are full after a step and were not handed over before.
+    """Indices of the records that are full after a step and were not planned before.
 
-    ``already``: how many leading records of the request were handed over, or came from a cache. ``computed_tokens``
+    ``already``: how many leading records of the request were planned, or came from a cache. ``computed_tokens``
     may count drafts that will be rejected. A record is stored when its hash is known: hashes are of tokens that the
     request has, so no draft is in the record that was not accepted. That may be a step after the record was computed,
     as it is under asynchronous scheduling.

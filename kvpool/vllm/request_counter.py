@@ -1,20 +1,23 @@
-"""``Sightings``: in how many requests a block has been seen, of the blocks seen last. One thread uses it."""
+"""``RequestCounter``: how many requests have had a block, for the blocks that were seen last.
+
+Threads: the engine's scheduler thread only.
+"""
 
 from __future__ import annotations
 
 MAX_BLOCKS = 1 << 18  # about 40 MB of the scheduler's process, when all are in use
 
 
-class Sightings:
-    """Counts by block hash and group; a block that is not seen for ``max_blocks`` others starts again from nothing."""
+class RequestCounter:
+    """Counts by block hash and group. The block that was seen longest ago is forgotten beyond ``max_blocks``."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._counts: dict[tuple[bytes, int], int] = {}  # in the order of their last sighting
+        self._counts: dict[tuple[bytes, int], int] = {}  # oldest first
 
     def add(self, block_hash: bytes, group: int) -> int:
         """Count one more request, and return how many there were with it."""
-        key = (block_hash[-8:], group)  # enough of it: who is taken for another is stored a little early
+        key = (block_hash[-8:], group)  # a collision only stores a block a little early
         count = self._counts.pop(key, 0) + 1
         if len(self._counts) >= self._max_blocks:
             del self._counts[next(iter(self._counts))]

@@ -4,15 +4,12 @@ Interface: ``vllm/v1/kv_offload/tiering/base.py`` (``SecondaryTierManager``). Th
 the device and rows of shared memory; this moves whole rows between that memory and the pool, and nothing is copied on
 the way. A row holds a chunk of every rank, so a chunk is one record, of rank 0.
 
-A chunk's way: ``lookup`` collects questions, the end of the step sends them as one batch, a later step has the answer;
-a chunk that is there is loaded by a job of the engine's, in parts of a few MiB, each with the deadline of the budget.
-A chunk that turned out not to be there, or not to prove itself, is a miss for every request that has asked for it. A
-store asks first what is there, and sends the rest.
+A chunk's way: ``lookup`` collects questions (``tier_lookups.py``); a chunk that is there is loaded by a job of the
+engine's, which a ``BlockMover`` moves. A chunk that turned out to be missing or damaged is a miss for every request
+that has asked for it. A job is reported when nothing touches its rows any more: they are the engine's again then.
 
-A job is reported when nothing touches its rows any more, and not before: its rows are the engine's again then.
-
-What goes wrong with one key, batch or job (a key that cannot be spelled, an exception of the store) fails that batch or
-job alone, with the cause ``fault``. An exception anywhere else is a fault of the bookkeeping: the tier is off then.
+A fault of one key, batch or job (a key that cannot be spelled, an exception of the store) fails that batch or job
+alone, with the cause ``fault``. An exception anywhere else is a fault of the bookkeeping: the tier is off then.
 
 Threads: the engine's scheduler thread only. Bytes move in the store's own threads.
 """
@@ -20,10 +17,9 @@ Threads: the engine's scheduler thread only. Bytes move in the store's own threa
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.logger import init_logger
@@ -47,58 +43,31 @@ from kvpool import metrics
 from kvpool.config import TierConfig
 from kvpool.discovery.facts import announce_facts
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
-from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES, Fact, Namespace
+from kvpool.key.key import Fact, Namespace
 from kvpool.key.served_weights import served_digest
 from kvpool.metrics import Counters
-from kvpool.store import Transfer, open_store
+from kvpool.store import open_store
+from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
-from kvpool.vllm import compat
+from kvpool.vllm.events import EVENT_OWNER
+from kvpool.vllm.facts import tier_facts
 from kvpool.vllm.guard import Guard, refuse
-from kvpool.vllm.lookups import LOOKUP_GRACE_S
+from kvpool.vllm.tier_lookups import ChunkLookups, is_spellable
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 logger = init_logger("vllm.kvpool")
 
-MAX_PARTS = 8  # under way at a time
 DRAIN_STEP_S = 1.0
-ASK_KEYS = 1 << 16  # in one question; a store takes 2^20, and a long request has more
-MAX_TOUCHES = 1 << 16  # chunks that wait to be counted as used; of more, the rest is not
-
-
-@dataclass(slots=True)
-class _Probe:
-    """What is known of one chunk, for as long as a request that has asked for it lives."""
-
-    asked_at: float
-    present: bool | None = None
-    requests: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class _Job:
-    """A load or a store. ``pending``: chunks, by their place in it, that no part has taken yet."""
+    """A load or a store that vLLM waits for."""
 
-    job_id: int
     is_load: bool
     keys: list[OffloadKey]
-    rows: list[int]
-    started: float
-    deadline: float
-    pending: list[int]
-    parts: int = 0
-    moved: set[int] = field(default_factory=set)  # in the pool now, or in their rows
-    missing: set[int] = field(default_factory=set)  # a load found that the pool does not hold them
-    cause: str = ""  # why it failed; "" while it has not
-
-
-@dataclass(slots=True)
-class _Part:
-    job: _Job
-    places: list[int]
-    transfer: Transfer
-    asking: bool = False  # a store whose existence check is under way
 
 
 class KVPoolTier(SecondaryTierManager):
@@ -136,7 +105,7 @@ class KVPoolTier(SecondaryTierManager):
                 )
             self._row_nbytes = _row_nbytes(primary_kv_view, offloading_spec.config)
             self._facts: dict[str, Fact] = {
-                **compat.tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes),
+                **tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes),
                 "weights": served_digest(offloading_spec.config.model.name, self._config.model_path),
             }
             self._namespace = Namespace(self._config.tenant, self._facts)
@@ -152,24 +121,26 @@ class KVPoolTier(SecondaryTierManager):
             )
         self._rows = primary_kv_view.cast("B")
         self._rows_count = len(primary_kv_view)
-        self._part_chunks = max(1, PART_NBYTES // self._row_nbytes)
-        self._probes: dict[OffloadKey, _Probe] = {}
-        self._asked_by: dict[str, set[OffloadKey]] = {}
-        self._questions: list[OffloadKey] = []
-        self._touches: dict[OffloadKey, None] = {}
-        self._touching: list[Transfer] = []
-        self._batches: list[tuple[list[OffloadKey], Transfer]] = []
         self._jobs: dict[int, _Job] = {}
-        self._parts: list[_Part] = []
         self._results: list[JobResult] = []
         self._broken = False
         self._faults = 0
         self._guard = Guard(self._break)
         self.counters = Counters()
+        self._mover = BlockMover(
+            self._store, HostMemory(max(1, PART_NBYTES // self._row_nbytes)), self.counters
+        )
+        self._lookups = ChunkLookups(
+            self._store,
+            lambda keys: self._names(keys),
+            timeout_s=self._config.lookup_timeout_s,
+            counters=self.counters,
+            cause=self._cause,
+        )
         logger.info(
-            "kvpool tier: namespace %s of tenant %s on %r, weights %s, %d bytes a chunk, budget %g s",
+            "kvpool tier: namespace %s of tenant %s on %r, weights %s, %d bytes a chunk, lookup timeout %g s",
             self._namespace.hex[:8], self._config.tenant, self._store, str(self._facts["weights"])[:8] or "of model_id",
-            self._row_nbytes, self._config.budget_s,
+            self._row_nbytes, self._config.lookup_timeout_s,
         )  # fmt: skip
 
     # Existence.
@@ -180,103 +151,30 @@ class KVPoolTier(SecondaryTierManager):
     def _lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         if self._broken:
             return LookupResult.MISS
-        self._collect()
-        now = time.monotonic()
-        probe = self._probes.get(key)
-        if probe is None:
-            probe = self._probes[key] = _Probe(now)
-            self._questions.append(key)
-        probe.requests.add(request_id)
-        self._asked_by.setdefault(request_id, set()).add(key)
-        if probe.present is None and now - probe.asked_at > self._config.budget_s + LOOKUP_GRACE_S:
-            probe.present = False
-            self.counters.add(metrics.LOOKUP_FAILURES, 1, "timeout")
-        if probe.present is None:
+        present = self._lookups.lookup(key, request_id)
+        if present is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if probe.present else LookupResult.MISS
+        return LookupResult.HIT if present else LookupResult.MISS
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self.counters.add(metrics.LOOKUP_REQUESTS)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._guard.run(lambda: self._forget(req_context.req_id), None)
-
-    def _forget(self, request_id: str) -> None:
-        for key in self._asked_by.pop(request_id, ()):
-            probe = self._probes[key]
-            probe.requests.discard(request_id)
-            if not probe.requests:
-                del self._probes[key]  # an answer that comes later is for nobody
+        self._guard.run(lambda: self._lookups.forget(req_context.req_id), None)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._guard.run(self._end_step, None)
 
     def _end_step(self) -> None:
-        self._collect()
-        questions = [key for key in dict.fromkeys(self._questions) if key in self._probes]
-        self._questions.clear()
+        self._lookups.collect()
         if self._broken:
-            return
-        for first in range(0, len(questions), ASK_KEYS):
-            self._ask(questions[first : first + ASK_KEYS])
-        self._send_touches()
-
-    def _ask(self, keys: list[OffloadKey]) -> None:
-        """Ask whether the pool has these, which counts them as used."""
-        spelled = [key for key in keys if _is_spellable(key)]
-        if len(spelled) < len(keys):
-            self._unanswered([key for key in keys if not _is_spellable(key)], "fault")
-        if not spelled:
-            return
-        self.counters.add(metrics.LOOKUP_BLOCKS, len(spelled))
-        try:
-            transfer = self._store.submit_touch(self._names(spelled), timeout_s=self._config.budget_s)
-        except Exception as error:
-            self._unanswered(spelled, self._cause(error))
+            self._lookups.drop_questions()
         else:
-            self._batches.append((spelled, transfer))
+            self._lookups.send()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._guard.run(lambda: self._touch(keys), None)
-
-    def _touch(self, keys: Collection[OffloadKey]) -> None:
-        for key in keys:
-            if len(self._touches) >= MAX_TOUCHES:
-                return
-            if _is_spellable(key) and key not in self._probes:  # who was asked for has been counted
-                self._touches[key] = None
-
-    def _send_touches(self) -> None:
-        """Count as used what the engine has used. One batch at a time; nobody waits for the answer."""
-        self._touching = [transfer for transfer in self._touching if not transfer.done()]
-        if not self._touches or self._touching:
-            return
-        names = self._names(self._touches)
-        self._touches.clear()
-        try:
-            self._touching.append(self._store.submit_touch(names, timeout_s=STORE_TIMEOUT_S))
-        except Exception as error:
-            self._cause(error)
-
-    def _collect(self) -> None:
-        """Take in the answers that are there."""
-        for batch in [batch for batch in self._batches if batch[1].done()]:
-            self._batches.remove(batch)
-            keys, transfer = batch
-            try:
-                answers = transfer.wait()
-            except Exception as error:
-                self._unanswered(keys, self._cause(error))
-                continue
-            for key, present in zip(keys, answers, strict=True):
-                probe = self._probes.get(key)
-                if probe is not None and probe.present is None:
-                    probe.present = present
-
-    def _unanswered(self, keys: Iterable[OffloadKey], cause: str) -> None:
-        self.counters.add(metrics.LOOKUP_FAILURES, 1, cause)
-        self._miss(keys)
+        self._guard.run(lambda: self._lookups.touch(keys), None)
 
     def _cause(self, error: Exception) -> str:
         """What a batch failed by. A fault of ours is told in the log, the first time with its stack."""
@@ -287,12 +185,6 @@ class KVPoolTier(SecondaryTierManager):
             logger.error("kvpool failed inside the engine; what was asked for is a miss", exc_info=error)
         return "fault"
 
-    def _miss(self, keys: Iterable[OffloadKey]) -> None:
-        """These are not offered again to any request that has asked for them."""
-        for key in keys:
-            if (probe := self._probes.get(key)) is not None:
-                probe.present = False
-
     # Jobs.
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -302,17 +194,43 @@ class KVPoolTier(SecondaryTierManager):
         self._submit(job_metadata, is_load=False)
 
     def _submit(self, wanted: TransferJob, *, is_load: bool) -> None:
-        keys = list(wanted.keys)
-        now = time.monotonic()
-        limit_s = self._config.max_load_s if is_load else STORE_TIMEOUT_S
-        rows = [int(row) for row in wanted.chunk_ids]
-        places = list(range(len(keys)))[::-1]  # taken from the end
-        self._jobs[wanted.job_id] = job = _Job(wanted.job_id, is_load, keys, rows, now, now + limit_s, places)
-        if self._broken:
-            self._fail(job, "store_unavailable")
-        elif len(rows) != len(keys) or not all(map(_is_spellable, keys)) or not self._has_rows(rows):
-            self._fail(job, "fault")
+        self._jobs[wanted.job_id] = job = _Job(is_load, list(wanted.keys))
+        self._guard.run(lambda: self._start(wanted, job), None)
         self._guard.run(self._advance, None)
+
+    def _start(self, wanted: TransferJob, job: _Job) -> None:
+        """Hand a job to the mover. One that cannot be is reported as failed by ``_advance``."""
+        rows = [int(row) for row in wanted.chunk_ids]
+        if self._broken:
+            self._refuse(wanted.job_id, "store_unavailable")
+        elif len(rows) != len(job.keys) or not all(map(is_spellable, job.keys)) or not self._has_rows(rows):
+            self._refuse(wanted.job_id, "fault")
+        else:
+            try:
+                names = self._names(job.keys)
+                records = [Record(name, self._row(row)) for name, row in zip(names, rows, strict=True)]
+            except Exception as error:
+                self._refuse(wanted.job_id, self._cause(error))
+                return
+            if job.is_load:
+                self._mover.load(
+                    wanted.job_id,
+                    records,
+                    timeout_s=self._config.lookup_timeout_s,
+                    max_s=self._config.max_load_s,
+                    need=Need.EACH,
+                )
+            else:
+                self._mover.store(wanted.job_id, records, max_s=STORE_TIMEOUT_S)
+
+    def _refuse(self, job_id: int, cause: str) -> None:
+        """End a job that the mover does not have."""
+        job = self._jobs[job_id]
+        if job.is_load:
+            self.counters.add(metrics.LOAD_REQUESTS, 1, cause)
+        else:
+            self.counters.add(metrics.STORE_SKIPPED_BLOCKS, len(job.keys), cause)
+        self._end_job(Moved(job_id, cause, [False] * len(job.keys), [], 0, 0, 0.0, None))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._guard.run(self._advance, None)
@@ -328,8 +246,7 @@ class KVPoolTier(SecondaryTierManager):
         vLLM calls this when it resets its caches and at no other time, which it does when weights are changed in place.
         """
         while self._jobs:
-            if self._parts:
-                self._parts[0].transfer.settle(DRAIN_STEP_S)
+            self._guard.run(lambda: self._mover.drain(DRAIN_STEP_S), None)
             self._guard.run(self._advance, None)
         if not self._config.weights_never_change:
             self._guard.run(self._begin_epoch, None)
@@ -339,12 +256,7 @@ class KVPoolTier(SecondaryTierManager):
         first = "epoch" not in self._facts
         self._facts["epoch"] = secrets.token_hex(8)
         self._namespace = Namespace(self._config.tenant, self._facts)
-        self._miss(self._probes)
-        for batch in self._batches:
-            batch[1].cancel()
-        self._batches.clear()
-        self._questions.clear()
-        self._touches.clear()
+        self._lookups.restart()
         self._events.clear()  # of chunks that this engine finds no more
         (logger.warning if first else logger.info)(
             "kvpool: the caches were reset, perhaps for other weights: until this engine restarts its tier goes on in "
@@ -360,102 +272,44 @@ class KVPoolTier(SecondaryTierManager):
         it may touch the rows for ever, so they are held on to, and so does vLLM.
         """
         self._store.close()
-        for held in (self._jobs, self._parts, self._batches, self._touching):
-            held.clear()
+        self._jobs.clear()
+        self._lookups.clear()
+        self._mover.close()  # nothing is under way any more
         self._rows.release()
 
     def _advance(self) -> None:
-        now = time.monotonic()
-        for part in [part for part in self._parts if part.transfer.done()]:
-            self._parts.remove(part)
-            part.job.parts -= 1
-            self._end_part(part)
-        for job in self._jobs.values():
-            if now > job.deadline:
-                self._fail(job, "too_slow")
-        # Loads first: somebody waits for them.
-        for job in sorted(self._jobs.values(), key=lambda job: not job.is_load):
-            while job.pending and not job.cause and len(self._parts) < MAX_PARTS:
-                places = [job.pending.pop() for _ in range(min(self._part_chunks, len(job.pending)))]
-                self._start(job, places, asking=not job.is_load)
-        for job in [job for job in self._jobs.values() if not job.parts and (job.cause or not job.pending)]:
-            del self._jobs[job.job_id]
-            self._end_job(job, now)
+        if self._broken:
+            for job_id in self._jobs:
+                self._mover.cancel(job_id, "store_unavailable")
+        loads, _, stores = self._mover.poll()
+        for moved in [*loads, *stores]:
+            self._end_job(moved)
+        if self._broken:
+            for job_id in [job_id for job_id in self._jobs if not self._mover.moves(job_id)]:
+                self._refuse(job_id, "store_unavailable")
 
-    def _start(self, job: _Job, places: list[int], *, asking: bool) -> None:
-        try:
-            names = self._names([job.keys[place] for place in places])
-            rows = [self._row(job.rows[place]) for place in places]
-            if job.is_load:
-                transfer = self._store.submit_get(names, rows, timeout_s=self._config.budget_s)
-            elif asking:
-                transfer = self._store.submit_touch(names, timeout_s=STORE_TIMEOUT_S)
-            else:
-                transfer = self._store.submit_put(names, rows, timeout_s=STORE_TIMEOUT_S)
-        except Exception as error:
-            self._fail(job, self._cause(error))
-            return
-        job.parts += 1
-        self._parts.append(_Part(job, places, transfer, asking))
-
-    def _end_part(self, part: _Part) -> None:
-        job = part.job
-        try:
-            answers = part.transfer.wait()
-        except Exception as error:
-            self._fail(job, self._cause(error))
-            return
-        done = {place for place, ok in zip(part.places, answers, strict=True) if ok}
-        rest = [place for place in part.places if place not in done]
-        job.moved |= done
-        if job.is_load:
-            job.missing.update(rest)
-        elif part.asking:
-            self.counters.add(metrics.STORE_SKIPPED_BLOCKS, len(done), "already_there")
-            if rest and not job.cause:
-                self._start(job, rest, asking=False)
-        else:
-            self._count_stored(len(done))
-            if rest:
-                self._fail(job, "pool_full")
-
-    def _end_job(self, job: _Job, now: float) -> None:
-        if job.missing:
-            job.cause = job.cause or "missing"
-        failed = [key for place, key in enumerate(job.keys) if place not in job.moved]
-        moved = [key for place, key in enumerate(job.keys) if place in job.moved]
+    def _end_job(self, moved: Moved) -> None:
+        job_id = cast(int, moved.job)
+        job = self._jobs.pop(job_id)
+        came = [key for key, ok in zip(job.keys, moved.moved, strict=True) if ok]
+        failed = [key for key, ok in zip(job.keys, moved.moved, strict=True) if not ok]
         # Before anything that could fail: the rows of a job that is not reported are pinned for ever.
         self._results.append(
             JobResult(
-                job_id=job.job_id,
+                job_id=job_id,
                 success=not failed,
-                successful_keys=moved if failed and moved and job.is_load else None,
-                transfer_time=now - job.started,
-                transfer_bytes=len(moved) * self._row_nbytes,
+                successful_keys=came if failed and came and job.is_load else None,
+                transfer_time=moved.seconds,
+                transfer_bytes=len(came) * self._row_nbytes,
             )
         )
+        if moved.error is not None:
+            self._cause(moved.error)
         if job.is_load:
-            self.counters.add(metrics.LOAD_REQUESTS, 1, job.cause or "ok")
-            self.counters.add(metrics.LOADED_BLOCKS, len(moved))
-            self.counters.add(metrics.LOADED_BYTES, len(moved) * self._row_nbytes)
-            self.counters.add(metrics.LOAD_SECONDS, now - job.started)
-            self._miss(failed)
-            self._tell([job.keys[place] for place in sorted(job.missing)], removed=True)
+            self._lookups.miss(failed)
+            self._tell([job.keys[place] for place in moved.missing], removed=True)
         else:
-            if failed:
-                self.counters.add(metrics.STORE_SKIPPED_BLOCKS, len(failed), job.cause)
-            self._tell(moved, removed=False)
-
-    def _fail(self, job: _Job, cause: str) -> None:
-        if not job.cause:
-            job.cause = cause
-            for part in self._parts:
-                if part.job is job:
-                    part.transfer.cancel()
-
-    def _count_stored(self, chunks: int) -> None:
-        self.counters.add(metrics.STORED_BLOCKS, chunks)
-        self.counters.add(metrics.STORED_BYTES, chunks * self._row_nbytes)
+            self._tell(came, removed=False)
 
     def _row(self, row: int) -> memoryview:
         return self._rows[row * self._row_nbytes : (row + 1) * self._row_nbytes]
@@ -477,8 +331,6 @@ class KVPoolTier(SecondaryTierManager):
         if not self._broken:
             self._broken = True
             logger.error("kvpool: the tier is switched off: %s", reason)
-        for job in self._jobs.values():
-            self._fail(job, "store_unavailable")
 
     # What others see.
 
@@ -490,7 +342,7 @@ class KVPoolTier(SecondaryTierManager):
                     medium=self.medium,
                     removed=removed,
                     locality=self.locality,
-                    ownership=compat.EVENT_OWNER,
+                    ownership=EVENT_OWNER,
                 )
             )
 
@@ -520,14 +372,6 @@ class KVPoolTier(SecondaryTierManager):
             name, _, label = sample.partition("/")
             stats.increase_counter(name, amount, (label,) if label else ())
         return stats
-
-
-def _is_spellable(key: OffloadKey) -> bool:
-    """Whether a chunk has a name in the pool: all have whose hash is one of vLLM's block hashes."""
-    return (
-        MIN_HASH_NBYTES <= len(get_offload_block_hash(key)) <= MAX_HASH_NBYTES
-        and get_offload_group_idx(key) <= MAX_INDEX
-    )
 
 
 def _row_nbytes(view: memoryview, config: Any) -> int:

@@ -1,7 +1,7 @@
-"""Which weights an engine has loaded: a digest of their files, or the operator's word where there are none.
+"""Which weights an engine has loaded: a digest of their files, or ``model_id`` where there are none.
 
-What stands for weights is the same on every node and for every path under which they are mounted. What nobody can
-vouch for is refused: a loader that reads something else than the files of a checkpoint, or more than them.
+The digest is the same on every node and for every path under which the files are mounted. A loader that reads something
+else than the files of a checkpoint, or more than them, is refused without ``model_id``.
 
 Threads: any; nothing here is kept.
 """
@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import huggingface_hub
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
-from vllm.model_executor import model_loader
-from vllm.model_executor.model_loader.utils import get_model_architecture
 
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.checkpoint import CheckpointDigest, checkpoint_digest
 from kvpool.key.key import Fact
+from kvpool.vllm import internals
 
-# What vLLM's loaders read from the folder, first to last; whichever there is, is all that they read.
+# What vLLM's loaders read from the folder: the first of these that exists, and no other.
 _CHECKPOINT = (".safetensors", ".bin", ".pt")
 _SUFFIXES = {
     "auto": _CHECKPOINT,
@@ -40,7 +39,7 @@ _SUFFIXES = {
     "pt": (".pt",),
     "gguf": (".gguf",),
 }
-# Of ``model_loader_extra_config``: how files are read, and not which.
+# Settings of ``model_loader_extra_config`` that say how files are read, not which.
 _HARMLESS = frozenset(
     (
         "enable_multithread_load",
@@ -51,7 +50,7 @@ _HARMLESS = frozenset(
         "distributed",
     )
 )
-# A model's class that uses one of these names loads from more places than the top of its folder.
+# A model class that uses one of these names loads from more places than the top of its folder.
 _ELSEWHERE = frozenset(("secondary_weights", "allow_patterns_overrides"))
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOTS = "snapshots"  # in a cache of the hub: models--ORG--NAME/snapshots/COMMIT
@@ -105,7 +104,7 @@ def weights_of(config: VllmConfig, settings: PoolConfig) -> Weights:
 
 
 def model_name(model: ModelConfig, model_id: str | None) -> str:
-    """What people call the model: the same where its files lie elsewhere. It is no fact."""
+    """The model's name for people, which does not depend on where its files lie. It is no fact."""
     served = model.served_model_name
     name = served[0] if isinstance(served, list) else served
     if model_id or (name and name != model.model):
@@ -133,7 +132,7 @@ def _untold(config: VllmConfig) -> Iterator[str]:
         yield "--load-format dummy fills the weights with random numbers"
     elif load_format not in _SUFFIXES:
         yield f"--load-format {load_format} loads weights from something else than the files of a checkpoint"
-    elif not _is_vllms(load_format):
+    elif not (internals.loader_module(load_format) or "").startswith("vllm."):
         yield f"--load-format {load_format} is a plugin's loader here"
     if model.model_weights:
         yield "the weights come from object storage"
@@ -145,14 +144,9 @@ def _untold(config: VllmConfig) -> Iterator[str]:
         yield "the weights come from ModelScope"
     if model.trust_remote_code and _code_is_elsewhere(model):
         yield "--trust-remote-code runs code that lies not beside the weights"
-    model_class, _ = get_model_architecture(model)
+    model_class = internals.model_class(model)
     if _loads_from_elsewhere(model_class):
         yield f"the model {model_class.__name__} loads weights from more places than its checkpoint"
-
-
-def _is_vllms(load_format: str) -> bool:
-    loader = model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(load_format)
-    return loader is not None and loader.__module__.startswith("vllm.")
 
 
 def _code_is_elsewhere(model: ModelConfig) -> bool:

@@ -1,23 +1,20 @@
 """The worker's half of the connector: one rank's KV cache, its staging slots, and the transfers between.
 
-A block that is stored is the scheduler's to keep until this rank says that its bytes have landed in staging; it says
-so once for every tag, whatever becomes of the store. What is the same on every rank the first one stores for all: the
-others say at once that they have done with it. After start-up nothing here raises into the engine: a fault of ours
-switches the pool off for this rank, every load that was promised is reported as failed, and the engine recomputes.
+The scheduler holds a block that is stored until this rank reports that its bytes are in staging. It does so once for
+every tag, whatever becomes of the store. What every rank has alike is stored by the first one; the others report it as
+stored at once. After start-up nothing here raises into the engine: a fault of ours switches the pool off for this rank,
+every load that was promised is reported as failed, and the engine recomputes.
 
 When the weights may have changed (``PoolMetadata.epoch``) this rank goes on in another namespace, from that step on.
 What it has stored by then goes to the earlier one; loads under way are ended and reported as failed. A rank that
 notices other weights by itself moves nothing until it is told so.
 
-Threads: the worker's model thread only; a second one announces the engine, and sets ``_announcer`` and ``_announced``.
+Threads: the worker's model thread only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,16 +23,14 @@ from vllm.logger import init_logger
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
-from kvpool.discovery.facts import announce_facts
-from kvpool.discovery.registry import Announcer
 from kvpool.errors import KVPoolError
-from kvpool.key.key import EPOCH_FACT, Fact, Namespace
+from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Store, open_store
-from kvpool.transfer import BlockCopier, TransferEngine
-from kvpool.transfer.mover import Block
+from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.staging import default_nbytes
 from kvpool.vllm.announcement import Announcement
+from kvpool.vllm.announcing import EngineAnnouncer
 from kvpool.vllm.guard import Guard, RequestGuard
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.stages import facts_of_epoch
@@ -67,7 +62,7 @@ class WorkerHalf:
         self._step_tokens = step_tokens
         self._model = model  # its name, for people
         self._store: Store | None = None
-        self._engine: TransferEngine | None = None
+        self._mover: KVCacheMover | None = None
         self._namespace: Namespace | None = None  # without one nothing is stored or loaded
         self._facts: dict[str, Fact] = {}  # of all stages
         self._epoch = ""
@@ -75,25 +70,24 @@ class WorkerHalf:
         self._weights_mark: Callable[[], object] = lambda: None
         self._seen_mark: object = None  # by the last step
         self._outdated: set[str] = set()  # loads under way of an earlier epoch
-        self._describe: Callable[[str], Announcement] | None = None
-        self._announcing: threading.Thread | None = None
-        self._closed = False
-        self._announcer: Announcer | None = None
-        self._announced: Namespace | None = None  # whose facts are in the pool
+        self._announcer: EngineAnnouncer | None = None  # of the first rank
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
-        self._promised: dict[str, dict[str, tuple[bytes, int]]] = {}  # loads under way: key to (hash, group)
+        self._promised: dict[
+            str, list[tuple[bytes, int]]
+        ] = {}  # loads under way: (hash, group) of each record
         self._failed: set[str] = set()  # loads that ended without a transfer
-        self._storing: dict[int, bool] = {}  # tags under way: whether they have landed
+        self._storing: dict[int, bool] = {}  # tags under way: whether they are staged
         self._started: dict[str, float] = {}  # loads under way: since when
         self._polled_at = 0.0
+        self._faulty = False  # an exception of a transfer was logged
         self.counters = Counters()
         self._guard, self._request_guard = Guard(self._break), RequestGuard(self.counters)
 
     @property
     def slots_in_use(self) -> int:
         """Staging slots that are not free."""
-        return self._engine.slots_in_use if self._engine else 0
+        return self._mover.slots_in_use if self._mover else 0
 
     def register(
         self,
@@ -119,7 +113,7 @@ class WorkerHalf:
                 BlockCopier(views, group.blocks_per_record)
                 for group, views in zip(self._groups, layers, strict=True)
             ]
-            self._engine = TransferEngine(
+            self._mover = KVCacheMover(
                 self._store,
                 copiers,
                 staging_nbytes=self._staging_nbytes(copiers),
@@ -130,8 +124,9 @@ class WorkerHalf:
             self._break(str(error))
             return
         self._report.facts[self._rank] = facts
-        self._report.store_slots = self._engine.store_slots
-        self._describe = describe
+        self._report.store_slots = self._mover.store_slots
+        if self._rank == 0:
+            self._announcer = EngineAnnouncer(self._config, self._model, describe)
         if not self._config.weights_never_change:
             self._weights_mark = weights_mark
             self._seen_mark = weights_mark()
@@ -145,7 +140,7 @@ class WorkerHalf:
         return self._config.staging_nbytes or default_nbytes(step_records, slot_nbytes)
 
     def refuse(self, reason: str) -> None:
-        """Do without a pool, for ``reason``; the scheduler hears of it."""
+        """Do without a pool, for ``reason``, which is reported to the scheduler."""
         self._break(reason)
 
     def _look_at_weights(self, step: PoolMetadata) -> None:
@@ -160,14 +155,16 @@ class WorkerHalf:
     def _leave(self) -> None:
         """Move nothing any more: what is under way into this engine's memory is not of its weights."""
         self._namespace = None
+        if self._announcer is not None:
+            self._announcer.leave()
         for request_id in self._promised:
             self._outdated.add(request_id)
-            if self._engine is not None:
-                self._engine.cancel(request_id)
+            if self._mover is not None:
+                self._mover.cancel(request_id)
 
     def _join(self, step: PoolMetadata) -> None:
         """Take the facts of all stages, or another epoch."""
-        if self._engine is None:
+        if self._mover is None:
             return
         self._leave()
         self._facts, self._epoch = step.facts or self._facts, step.epoch or self._epoch
@@ -178,89 +175,21 @@ class WorkerHalf:
         self._begin_announcing(self._namespace)
 
     def _begin_announcing(self, namespace: Namespace) -> None:
-        """Tell others of this engine, in a thread: a slow pool must not hold up its start, nor a step."""
-        if self._rank == 0:
-            self._announcing = threading.Thread(
-                target=self._announce_after,
-                args=(self._announcing, namespace),
-                name="kvpool-announcing",
-                daemon=True,
-            )
-            self._announcing.start()
-
-    def _announce_after(self, earlier: threading.Thread | None, namespace: Namespace) -> None:
-        if earlier is not None:
-            earlier.join()
-        store = self._store
-        if store is not None and namespace is self._namespace:  # else it is closed, or another one follows
-            self._announce(store, namespace)
-
-    def _announce(self, store: Store, namespace: Namespace) -> None:
-        """Tell others of this engine."""
-        self._announce_facts(store, namespace)
-        if self._announcer is not None:
-            self._announcer.enter(namespace.hex)
-        elif self._describe is not None:
-            self._announce_worker(store, self._describe, namespace)
-        if self._closed and self._announcer is not None:  # it took longer than close() waits
-            self._announcer.close()
-
-    def _announce_facts(self, store: Store, namespace: Namespace) -> None:
-        """Leave a readable record of the facts, and say on which ones this worker differs from earlier ones."""
-        self._withdraw_epoch(store)
-        self._announced = namespace
-        try:
-            differences = announce_facts(store, namespace, self._model)
-        except KVPoolError as error:
-            logger.warning("kvpool could not announce its namespace: %s", error)
+        """Announce this engine in its namespace."""
+        if self._announcer is None or self._store is None:
             return
-        for sentence in differences:
-            logger.warning("kvpool: %s", sentence)
-        staging = engine.staging if (engine := self._engine) else None
+        staging = mover.staging if (mover := self._mover) else None
         logger.info(
-            "kvpool: namespace %s, tenant %s, store %s, budget %g s, staging %d MiB (%d slots, %s)",
+            "kvpool: namespace %s, tenant %s, store %s, lookup timeout %g s, staging %d MiB (%d slots, %s)",
             namespace.hex,
             self._config.tenant,
-            store,
-            self._config.budget_s,
+            self._store,
+            self._config.lookup_timeout_s,
             (staging.tensor.nbytes if staging else 0) >> 20,
             staging.slots if staging else 0,
             "as set" if self._config.staging_nbytes else f"for steps of {self._step_tokens} tokens",
         )
-
-    def _withdraw_epoch(self, store: Store) -> None:
-        """Nobody else will ever use a namespace that this engine had for itself: its facts need not be kept."""
-        if self._announced is not None and EPOCH_FACT in self._announced.facts:
-            with contextlib.suppress(KVPoolError):
-                store.withdraw(self._announced.facts_key)
-
-    def _announce_worker(
-        self, store: Store, describe: Callable[[str], Announcement], namespace: Namespace
-    ) -> None:
-        """Tell indexes of this worker from now on. What keeps it from that costs a line in the log, no more."""
-        try:
-            announced = describe(namespace.hex)
-            for problem in announced.problems:
-                logger.log(logging.INFO if announced.events_off else logging.WARNING, "kvpool: %s", problem)
-            worker = announced.worker
-            self._announcer = Announcer(
-                store,
-                worker,
-                lease_s=self._config.lease_s,
-                say=lambda text: logger.warning("kvpool: %s", text),
-            )
-        except Exception as error:  # the engine starts all the same
-            logger.warning("kvpool could not announce this worker: %s: %s", type(error).__name__, error)
-            return
-        (publisher,) = worker.publishers
-        logger.info(
-            "kvpool: announced as worker %s at %s, rank %d, events %s, replay %s",
-            worker.id,
-            worker.address,
-            publisher.dp_rank,
-            publisher.events or "none",
-            publisher.replay or "none",
-        )
+        self._announcer.enter(self._store, namespace)
 
     def start_loads(self, step: PoolMetadata) -> None:
         """Submit the step's loads; calling it again with the same step does nothing."""
@@ -273,26 +202,24 @@ class WorkerHalf:
             self._guard.run(lambda: self._join(step), None)
         for plan in step.loads:
             self._failed.add(plan.request_id)
-            if self._engine is None or self._namespace is None or not plan.blocks:
+            if self._mover is None or self._namespace is None or not plan.blocks:
                 continue
             if not (blocks := self._named("load", plan.blocks)):
                 continue
-            self._promised[plan.request_id] = {
-                block.key: (ref.block_hash, ref.group) for block, ref in zip(blocks, plan.blocks, strict=True)
-            }
+            self._promised[plan.request_id] = [(ref.block_hash, ref.group) for ref in plan.blocks]
             self._failed.discard(plan.request_id)
             self._started[plan.request_id] = time.monotonic()
             self._guard.run(functools.partial(self._load, plan, blocks), None)
         for request_id in step.cancelled:
-            if self._engine is not None:
-                self._engine.cancel(request_id)
+            if self._mover is not None:
+                self._mover.cancel(request_id)
 
     def _load(self, plan: LoadPlan, blocks: list[Block]) -> None:
-        assert self._engine is not None
-        self._engine.load(
+        assert self._mover is not None
+        self._mover.load(
             plan.request_id,
             blocks,
-            timeout_s=plan.budget_s,
+            timeout_s=plan.stall_timeout_s,
             max_s=self._config.max_load_s,
             priority=plan.priority,
         )
@@ -302,8 +229,8 @@ class WorkerHalf:
         stores, tags, step.stores, step.tags = step.stores, step.tags, [], []
         if not stores:
             return
-        if self._engine is None or self._namespace is None:
-            self._count(self._report.landed, tags)
+        if self._mover is None or self._namespace is None:
+            self._count(self._report.staged, tags)
             self._count(self._report.dropped, tags)
             return
         own: dict[int, BlockRef] = {}
@@ -311,52 +238,67 @@ class WorkerHalf:
             if self._groups[block.group].stored_by(self._rank):
                 own[tag] = block
             else:
-                self._count(self._report.landed, [tag])
+                self._count(self._report.staged, [tag])
                 self._count(self._report.stored, [tag])
         if blocks := self._named("store", list(own.values())):
             self._storing |= dict.fromkeys(own, False)
             self._guard.run(functools.partial(self._send, blocks, list(own)), None)
         else:
-            self._count(self._report.landed, list(own))
+            self._count(self._report.staged, list(own))
             self._count(self._report.dropped, list(own))
 
     def _send(self, blocks: list[Block], tags: list[int]) -> None:
-        assert self._engine is not None
-        self._engine.store(blocks, tags)
+        assert self._mover is not None
+        self._mover.stage(blocks, tags)
         if self._config.store_policy == "write_back":
-            self._engine.store_first()  # the scheduler holds none of these: the next step may write over them
+            self._mover.hold_engine()  # the scheduler holds none of these: the next step may write over them
 
     def poll(self, idle: bool) -> tuple[set[str], set[str]]:
         """(loads that ended, those of them that failed) since the last call."""
         ended, failed = set(self._failed), set(self._failed)
         self._failed.clear()
-        if self._engine is not None:
-            engine = self._engine
-            finished = self._guard.run(lambda: engine.poll(IDLE_WAIT_S if idle else 0.0), None)
+        if (mover := self._mover) is not None:
+            finished = self._guard.run(lambda: mover.poll(IDLE_WAIT_S if idle else 0.0), None)
             seen_at, self._polled_at = self._polled_at, time.monotonic()
             if finished is not None:
-                for job, ok, missing in finished.loads:
-                    ended.add(job)
-                    if (started := self._started.pop(job, None)) is not None:
-                        # No more than it is known to have taken: it may have ended early in a long step.
-                        self._report.load_s[job] = max(0.0, seen_at - started)
-                    keys = self._promised.pop(job, {})
-                    if not ok or job in self._outdated:
-                        failed.add(job)
-                    if job in self._outdated:
-                        self._outdated.discard(job)
-                        continue
-                    self._report.missing.update(keys[key] for key in missing if key in keys)
-                self._count(self._report.landed, finished.landed)
-                self._storing |= dict.fromkeys(finished.landed, True)
-                for tag, _ in finished.stored:
-                    del self._storing[tag]
-                self._count(self._report.stored, [tag for tag, ok in finished.stored if ok])
-                self._count(self._report.dropped, [tag for tag, ok in finished.stored if not ok])
+                self._note_loads(finished, seen_at, ended, failed)
+                self._note_stores(finished)
         return ended, failed
 
+    def _note_loads(self, finished: Finished, seen_at: float, ended: set[str], failed: set[str]) -> None:
+        for load in finished.loads:
+            job = str(load.job)
+            ended.add(job)
+            if (started := self._started.pop(job, None)) is not None:
+                # No more than it is known to have taken: it may have ended early in a long step.
+                self._report.load_s[job] = max(0.0, seen_at - started)
+            records = self._promised.pop(job, [])
+            if not load.ok or job in self._outdated:
+                failed.add(job)
+                self._log_fault(load)
+            if job in self._outdated:
+                self._outdated.discard(job)
+                continue
+            if records:
+                self._report.missing.update(records[place] for place in load.missing)
+
+    def _note_stores(self, finished: Finished) -> None:
+        self._count(self._report.staged, finished.staged)
+        self._storing |= dict.fromkeys(finished.staged, True)
+        for tag, ok in finished.stored:
+            del self._storing[tag]
+            self._count(self._report.stored if ok else self._report.dropped, [tag])
+        for store in finished.stores:
+            self._log_fault(store)
+
+    def _log_fault(self, moved: Moved) -> None:
+        """Log the first exception that is not of a pool that is away."""
+        if moved.cause == "fault" and not self._faulty:
+            self._faulty = True
+            logger.error("kvpool failed to move blocks, which counts as a miss", exc_info=moved.error)
+
     def take_report(self) -> PoolWorkerMetadata | None:
-        """What the scheduler should hear of this step; None when there is nothing."""
+        """The report of this step to the scheduler; None when there is nothing to report."""
         self._report.asked = self._announcer is not None and self._announcer.asked
         if self._report.is_empty():
             return None
@@ -371,20 +313,15 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Let stores in flight end, within a few seconds, and release everything."""
-        self._closed = True
-        if self._announcing is not None:
-            self._announcing.join(DRAIN_S)
-        if self._announcer is not None:
-            self._announcer.close()
+        if self._announcer is not None and self._store is not None:
+            self._announcer.close(self._store)
             self._announcer = None
-        if self._store is not None:
-            self._withdraw_epoch(self._store)
-        if self._engine is not None:
-            self._engine.drain(DRAIN_S)
-            self._engine.close()
+        if self._mover is not None:
+            self._mover.drain(DRAIN_S)
+            self._mover.close()
         if self._store is not None:
             self._store.close()
-        self._engine = self._store = None
+        self._mover = self._store = None
 
     def _named(self, where: str, refs: Sequence[BlockRef]) -> list[Block]:
         """The blocks with their keys; none where one of them cannot have a key."""
@@ -411,12 +348,12 @@ class WorkerHalf:
         self._promised.clear()
         self._outdated.clear()
         self._started.clear()
-        engine, self._engine = self._engine, None
-        if engine is not None:
+        mover, self._mover = self._mover, None
+        if mover is not None:
             try:
-                engine.close()  # what the engine computes next comes after copies under way
+                mover.close()  # what the engine computes next comes after copies under way
             except Exception:
                 logger.exception("kvpool could not end its copies")
-        self._count(self._report.landed, [tag for tag, landed in self._storing.items() if not landed])
+        self._count(self._report.staged, [tag for tag, landed in self._storing.items() if not landed])
         self._count(self._report.dropped, list(self._storing))
         self._storing.clear()

@@ -19,11 +19,15 @@ def kvpool(*arguments: str, timeout_s: float = 120, **options: Any) -> subproces
 
 def refused(*arguments: str, **options: Any) -> str:
     """Run a command that must fail; the one line that it prints."""
-    ended = kvpool(*arguments, **options)
+    return refusal(kvpool(*arguments, **options))
+
+
+def refusal(ended: subprocess.CompletedProcess[str], program: str = "kvpool") -> str:
+    """The one line that a command prints when it fails."""
     assert ended.returncode not in (0, 120), ended
     lines = ended.stderr.strip().splitlines()
     assert len(lines) == 1, ended.stderr
-    assert lines[0].startswith("kvpool: ")
+    assert lines[0].startswith(f"{program}: ")
     assert ended.stdout == ""
     return lines[0]
 
@@ -32,8 +36,8 @@ def refused(*arguments: str, **options: Any) -> str:
     ("arguments", "says"),
     [
         (["demo", "--set", "pol=file:///x"], 'unknown setting "pol"; did you mean "pool"?'),
-        (["demo", "--set", "budget_s=-1"], '"budget_s"'),
-        (["demo", "--set", "budget_s"], "NAME=VALUE"),
+        (["demo", "--set", "lookup_timeout_s=-1"], '"lookup_timeout_s"'),
+        (["demo", "--set", "lookup_timeout_s"], "NAME=VALUE"),
         (["demo", "--pool", "file://relative/path"], "three slashes"),
         (["demo", "--pool", "fiel:///x"], 'did you mean "file"?'),
         (["demo", "--pool", "file:///etc/passwd"], "choose a directory"),
@@ -43,11 +47,6 @@ def refused(*arguments: str, **options: Any) -> str:
         (["bench", "store", "--rounds", "0"], "--rounds"),
         (["bench", "store", "--batch-bytes", "0"], "--batch-bytes"),
         (["bench", "store", "--batch-bytes", "many"], "not a size"),
-        (["bench", "index", "--blocks", "10"], "--blocks"),
-        (["bench", "index", "--workers", "0"], "--workers"),
-        (["bench", "e2e", "--pool", "fiel:///x"], 'did you mean "file"?'),
-        (["bench", "e2e", "--width", "300"], "multiple of 256"),
-        (["bench", "e2e", "--plot", "HERE/x/plot.png"], "cannot write the plot"),
         (["bench", "nothing"], "nothing"),
         (["demo", "--colour"], "--colour"),
     ],

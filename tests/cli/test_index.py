@@ -24,7 +24,7 @@ from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, 
 from kvpool.cli.index import parse_worker
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.lookup import read_numbers, run_lookup
-from kvpool.discovery.registry import Announcer
+from kvpool.discovery.announcer import Announcer
 from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
@@ -249,8 +249,8 @@ def test_who_announces_itself_in_the_pool_is_followed(tmp_path: Path) -> None:
                 )
                 figures = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
                 assert float(figures["kvpool_index_pool_removed_total"]) >= 1
-                assert float(figures["kvpool_index_pool_bound_seconds"]) >= 10
-                assert figures["kvpool_index_pool_deaf"] == "0.0"
+                assert float(figures["kvpool_index_pool_max_staleness_seconds"]) >= 10
+                assert figures["kvpool_index_pool_notifications_down"] == "0.0"
                 (status,) = client.workers()
                 assert (status.source, status.worker) == ("pool", worker)
                 assert status.lease_left_ms > 0
@@ -331,7 +331,7 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     server, client = authority.issue("server", names=("127.0.0.1",)), authority.issue("client")
     tokens, router, other = (str(tmp_path / name) for name in ("tokens.toml", "router.token", "other.token"))
-    made = kvpool("token", "router", "--right", "ask", "--token-file", router)
+    made = kvpool("token", "router", "--right", "read", "--token-file", router)
     made_other = kvpool("token", "other", "--right", "publish", "--tenant", "*", "--token-file", other)
     Path(tokens).write_text(made.stdout + made_other.stdout)
     secrets = [Path(name).read_text().strip() for name in (router, other)]
@@ -368,10 +368,10 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
         doctor = kvpool("doctor", "--index", index.target, *trusting, "--token-file", router).stdout
         assert f"{index.target} answers: it follows 1 workers" in " ".join(doctor.split())
         doctor = kvpool("doctor", "--index", index.target, *trusting).stdout
-        assert "give a token with the right to ask: --token-file" in " ".join(doctor.split())
+        assert "give a token with the right to read: --token-file" in " ".join(doctor.split())
         for arguments, says in [
             ([*trusting], "does not let this client in: this index asks for a token"),
-            ([*trusting, "--token-file", other], "this token has no right to ask"),
+            ([*trusting, "--token-file", other], 'this token does not have the right "read"'),
             ([*trusting, "--token-file", router, "--tenant", "x"], "this token is not for tenant 'x'"),
             (
                 [*trusting, "--token-file", str(server.cert)],

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool import IndexClient, IndexUnavailable, UnknownModel, Worker, open_store
 from kvpool.cli.engine_process import free_ports
-from kvpool.discovery.registry import Announcer
-from kvpool.index.client import codec
+from kvpool.discovery.announcer import Announcer
+from kvpool.index.client.messages import SERVICE
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import namespace_prefix
 from tests.cli.test_app import kvpool, refused
@@ -47,7 +47,7 @@ def row(client: IndexClient) -> tuple[int, int, bool]:
 
 def health(target: str) -> str:
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        request = health_pb2.HealthCheckRequest(service=codec.SERVICE)
+        request = health_pb2.HealthCheckRequest(service=SERVICE)
         reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 

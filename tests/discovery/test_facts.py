@@ -1,29 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import msgpack
 import pytest
 
-from kvpool import open_store
 from kvpool.discovery.facts import LEASE_S, announce_facts
 from kvpool.key.key import Namespace
 from kvpool.store.store import Store
-from tests.store.servers import SERVERS, running
 
 OURS = {"model": "m", "kv_dtype": "bfloat16", "tp": 2, "prefix": True, "isa": "avx512"}
-
-
-@pytest.fixture(params=["memory", "file", *SERVERS])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param in SERVERS:
-        with running(request.param, tmp_path) as server, open_store(server.url) as store:
-            yield store
-    else:
-        url = "memory://" if request.param == "memory" else f"file://{tmp_path}/pool"
-        with open_store(url) as store:
-            yield store
 
 
 def test_alone_nothing_differs(store: Store) -> None:

@@ -191,12 +191,19 @@ def processes_below(process: int) -> list[int]:
 
 
 def quiet(process: int) -> bool:
-    """Whether no thread of a process runs for a fifth of a second."""
-    used = [ran_ns(process)]
+    """Whether no thread of a process runs for a fifth of a second, or waits for a core, as on a busy machine."""
+    before = ran_ns(process)
     for _ in range(10):
         threading.Event().wait(0.02)
-        used.append(ran_ns(process))
-    return used[0] == used[-1]
+        if "R" in states(process):
+            return False
+    return ran_ns(process) == before
+
+
+def states(process: int) -> set[str]:
+    """The states of a process's threads, as ``/proc`` has them: R runs or waits for a core."""
+    texts = [(task / "stat").read_text() for task in Path(f"/proc/{process}/task").iterdir()]
+    return {text.rpartition(")")[2].split()[0] for text in texts}
 
 
 def ran_ns(process: int) -> int:

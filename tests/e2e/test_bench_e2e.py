@@ -1,4 +1,4 @@
-"""``kvpool bench e2e`` as small as it goes, on a server: what it measures, and what it leaves there."""
+"""``python -m benchmarks e2e`` as small as it goes, on a server: what it measures, and what it leaves there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.bench_e2e_report import HOST, LMCACHE, OFF, OWN
-from kvpool.cli.bench_workload import QUESTIONS, TURNS
-from tests.cli.test_app import kvpool
+from benchmarks.e2e_report import HOST, LMCACHE, OFF, OWN
+from benchmarks.e2e_workload import QUESTIONS, TURNS
+from tests.benchmarks.command import benchmark
 from tests.e2e.harness import LONG_SOAK
 from tests.store.servers import running
 
@@ -22,8 +22,8 @@ def test_bench_e2e_loads_what_it_measures_and_leaves_nothing(tmp_path: Path) -> 
     plot = tmp_path / "plot.png"
     with running("valkey-server", tmp_path) as server:
         server.client.set("other", "theirs")
-        ended = kvpool(
-            "bench", "e2e", "--pool", server.url, "--chats", "1", "--documents", "1", "--probes", "1",
+        ended = benchmark(
+            "e2e", "--pool", server.url, "--chats", "1", "--documents", "1", "--probes", "1",
             "--prompt-tokens", "600", "--width", "256", "--layers", "4", "--no-host-tier",
             "--plot", str(plot), "--json", timeout_s=600,
         )  # fmt: skip

@@ -16,12 +16,12 @@ import zmq
 from kvpool import BlockHasher, open_store
 from kvpool.cli.engine_process import EngineProcess, free_ports, kill_all_but_trackers
 from kvpool.config import hash_seed
-from kvpool.discovery.registry import WorkerWatch
 from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.answer import Row
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
-from kvpool.index.follow.subscriber import END, EventFeed
+from kvpool.index.follow.subscriber import END, Subscriber
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import parse_facts_key
 from kvpool.store.store import Store
@@ -48,7 +48,7 @@ class Index:
     fleet: Fleet = field(default_factory=Fleet)
 
     def __post_init__(self) -> None:
-        self.roster = Roster(self.fleet, EventFeed(self.fleet))
+        self.roster = Roster(self.fleet, Subscriber(self.fleet))
         self.watch = WorkerWatch(
             self.store,
             on_worker=lambda worker, keep_s: self.roster.add(worker, "pool", keep_s),
@@ -161,6 +161,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Index, str
         one.close()
 
 
+@pytest.mark.smoke
 @pytest.mark.allow_leaks("the index and its server are shared by the module")
 def test_what_the_engine_and_the_pool_have_is_credited_until_the_engine_dies(
     index: tuple[Index, str], llama: Path, tmp_path: Path
@@ -254,7 +255,7 @@ def test_a_hybrid_is_credited_with_what_it_can_use(gemma: Path, tmp_path: Path) 
     del options["kv_transfer_config"]
     options["max_num_batched_tokens"] = 1024  # several steps a prompt
     fleet = Fleet(reuse_reports=False)
-    roster = Roster(fleet, EventFeed(fleet))
+    roster = Roster(fleet, Subscriber(fleet))
     publisher = Publisher(0, f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
     shared = prompt(800, 1500)
     prompts = [shared[:cut] + prompt(801 + i, tokens) for i, (cut, tokens) in enumerate(

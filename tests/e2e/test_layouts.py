@@ -102,6 +102,7 @@ def _full_attention_group(pool: Path) -> str:
     return str(name.removeprefix("group").removesuffix(".attention"))
 
 
+@pytest.mark.smoke
 def test_tensor_parallel_ranks_share_with_their_like_only(
     llama: Path, of_one_rank: Computed, tmp_path: Path
 ) -> None:

@@ -27,7 +27,6 @@ from tests.e2e.harness import (
     processes_below,
     prompt,
     quiet,
-    ran_ns,
     records,
     started,
 )
@@ -201,6 +200,14 @@ def _delete(pair: Pair, found: list[Path]) -> None:
         record.unlink(missing_ok=True)
 
 
+def _has_stored_all(pair: Pair) -> bool:
+    """Whether another request finds nothing to be stored any more."""
+    stored = "kvpool_stored_blocks_total"
+    before = pair.metrics().get(stored, 0)
+    pair.second.generate(prompt(400, 60), 1)  # less than a block
+    return pair.metrics().get(stored, 0) == before
+
+
 def _replace_folder(pair: Pair, found: list[Path]) -> None:
     """Every further open fails with ENOTDIR: a fault, not a miss."""
     blocks = pair.pool / "blocks"
@@ -217,14 +224,21 @@ def test_pool_lost_while_a_load_is_in_flight(
 ) -> None:
     """The worker is held while its blocks go: the pool was asked and said yes, and the load finds them gone."""
     found = records(pair.pool, LONG[name])
-    before = pair.metrics()
     core, worker = process_named(pair.second, "VLLM::EngineCor"), process_named(pair.second, "VLLM::Worker")
+    # In the middle of a step, as those that store what the request before computed, the core would ask nothing.
+    assert eventually(lambda: _has_stored_all(pair), within_s=60)
+    before = pair.metrics()
+    looked_up = found[-1].stat().st_mtime_ns
     os.kill(worker, signal.SIGSTOP)
-    idle_ns = ran_ns(core)
     try:
         pair.second.send({"do": "generate", "tokens": LONG[name], "max_tokens": GENERATED_TOKENS})
-        # The core asks the pool by itself, and then waits for its worker without using the processor.
-        assert eventually(lambda: ran_ns(core) > idle_ns and quiet(core) and quiet(core))
+
+        # The core asks the pool by itself, which touches what is there, and then waits for its worker without using
+        # the processor.
+        def waits_for_its_worker() -> bool:
+            return found[-1].stat().st_mtime_ns > looked_up and quiet(core) and quiet(core)
+
+        assert eventually(waits_for_its_worker, within_s=60)
         damage(pair, found)
     finally:
         os.kill(worker, signal.SIGCONT)

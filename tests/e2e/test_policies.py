@@ -82,9 +82,15 @@ def policies(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     often, written = folder / "often", folder / "written"
     with running("valkey-server", folder) as server, proxied(server.port) as proxy:
         children = [
-            _child("reads", f"valkey://127.0.0.1:{proxy.port}", "kv_consumer", cost_gate=True, budget_s=5.0),
+            _child(
+                "reads",
+                f"valkey://127.0.0.1:{proxy.port}",
+                "kv_consumer",
+                cost_gate=True,
+                lookup_timeout_s=5.0,
+            ),
             _child("evicted", f"{server.url}?ttl={TTL_S}s", "kv_producer", store_policy="write_back"),
-            _child("often", f"file://{often}", "kv_producer", store_after_requests=2, store_decode=False),
+            _child("often", f"file://{often}", "kv_producer", min_requests_to_store=2, store_decode=False),
             _child("written", f"file://{written}", "kv_producer"),
         ]
         options = engine_options(

@@ -27,7 +27,7 @@ from tests.e2e.harness import (
 )
 from tests.store.servers import Server, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.smoke, pytest.mark.timeout(420)]
 
 PROMPTS = {name: prompt(40 + i, 2200) for i, name in enumerate(["hit", "stopped", "killed", "loading"])}
 BUDGET_S = 0.5
@@ -54,7 +54,7 @@ class Pair:
 def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("valkey")
     with running("valkey-server", folder) as server:
-        options = engine_options(llama, server.url, settings={"budget_s": BUDGET_S})
+        options = engine_options(llama, server.url, settings={"lookup_timeout_s": BUDGET_S})
         with started("first", folder, options) as first:
             cold = {name: first.generate(tokens, GENERATED_TOKENS) for name, tokens in PROMPTS.items()}
             again = {name: first.generate(tokens, GENERATED_TOKENS) for name, tokens in PROMPTS.items()}

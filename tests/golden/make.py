@@ -480,7 +480,7 @@ def make_snapshots() -> list[dict[str, Any]]:
 
     namespace = "0123456789abcdef" * 2
     names = [b"rank/300", b"rank/301", b"pool/" + namespace.encode()]
-    seats = [
+    holders = [
         number(len(name)) + name + number(rank) + number(0) + number(0) + number(0) + number(1)
         for name, rank in zip(names, [0, 1, 0], strict=True)
     ]
@@ -490,7 +490,7 @@ def make_snapshots() -> list[dict[str, Any]]:
         number(2) + number(0 << 4 | device | host) + number(1 << 4 | host) + blocks(3),
     ]
     copies = [number(0) + number(200) + struct.pack("<Q", 2)]
-    body = b"".join([number(3), *seats, number(2), *sets, number(1), *copies])
+    body = b"".join([number(3), *holders, number(2), *sets, number(1), *copies])
     image = sealed(b"KVPTABLE", len(body), body)
     digests = [0x0123456789ABCDEF, (1 << 64) - 1]
     worker = [

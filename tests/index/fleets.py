@@ -12,7 +12,7 @@ from kvpool.index import Publisher, Worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
 from kvpool.index.serve.http import HttpServer
-from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.key.hashing import seed_id
 
@@ -53,7 +53,7 @@ class Served:
         fleet: Fleet,
         feed: Any = None,
         *,
-        tally: Tally | None = None,
+        stats: RequestStats | None = None,
         http: bool = False,
         target: str = "",
         **options: Any,
@@ -62,7 +62,7 @@ class Served:
         self.roster = Roster(fleet, feed)
         self.target = target
         self.http = ""  # where it speaks HTTP; empty: nowhere
-        self._tally = tally or Tally()
+        self._stats = stats or RequestStats()
         self._with_http = http
         self._options = options  # of IndexServer
         self._ready = threading.Event()
@@ -84,12 +84,12 @@ class Served:
 
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        server = IndexServer(self.roster, self._tally, **self._options)
+        server = IndexServer(self.roster, self._stats, **self._options)
         http = HttpServer(
             self.roster,
-            self._tally,
+            self._stats,
             server.is_serving,
-            doors=self._options.get("doors"),
+            auth=self._options.get("auth"),
             tls=self._options.get("tls"),
         )
         try:
@@ -111,13 +111,13 @@ def serving(
     fleet: Fleet | None = None,
     *,
     feed: Any = None,
-    tally: Tally | None = None,
+    stats: RequestStats | None = None,
     http: bool = False,
     target: str = "",
     **options: Any,
 ) -> Iterator[Served]:
     """An index, on a free port unless one is given, until the end of the block; ``options``: of ``IndexServer``."""
-    served = Served(fleet or Fleet(), feed, tally=tally, http=http, target=target, **options)
+    served = Served(fleet or Fleet(), feed, stats=stats, http=http, target=target, **options)
     try:
         served.start()
         yield served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from kvpool import _native
 from kvpool.index import PrefixIndex
-from kvpool.index.client import codec
+from kvpool.index.client.codec import decode_lookup
 from kvpool.index.fleet import Fleet, merged
+from kvpool.index.prompt import Prompt
+from kvpool.index.serve import codec
 from kvpool.v1 import index_pb2 as pb
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, packed64, stored
@@ -127,12 +130,11 @@ REQUESTS = st.builds(
 def same(packed: bytes) -> bool:
     """Whether the native core reads it; then it says what protobuf would."""
     read = codec.read_lookup(packed)
-    if not isinstance(read, codec.Question):
+    if not isinstance(read, Prompt):
         return False
-    expected = codec.decode_question(pb.LookupRequest.FromString(packed))
-    assert (read.model, read.nbytes) == (expected.model, expected.nbytes)
-    rare = {"lora": None, "cache_salt": None, "multimodal": []} if "token_ids" in read.options else {}
-    assert {**read.options, **rare} == expected.options
+    expected = codec.decode_prompt(pb.LookupRequest.FromString(packed))
+    assert read.nbytes == expected.nbytes
+    assert read == replace(expected, multimodal=tuple(expected.multimodal))
     return True
 
 
@@ -174,7 +176,7 @@ def test_a_fleet_answers_in_bytes_what_it_answers_in_columns() -> None:
         answers = fleet.ask("m", hashes64=packed64([1, 2]), workers=workers)
         [answer] = answers
         reply = pb.LookupResponse.FromString(answer.rows.pack())
-        assert codec.decode_lookup(reply) == answer.lookup() == merged(answers)
+        assert decode_lookup(reply) == answer.lookup() == merged(answers)
         assert answer.rows.pack() == codec.encode_lookup(answer.lookup()).SerializeToString(
             deterministic=True
         )

@@ -40,4 +40,4 @@ def test_the_example_of_an_index_inside_a_router() -> None:
             assert (pick.worker, pick.prefill_cost, pick.trust) == ("w", 16, "exact")
         finally:
             exec(end, names)
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvpool-feed"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvpool-subscriber"]

@@ -237,7 +237,7 @@ def test_what_was_evicted_is_known_after_a_restart() -> None:
     fleet.add(a_worker("a"), "flag")
     say(fleet, "default/a", 0, 0, batch(stored([1, 2, 3])))
     again = Fleet(max_blocks=2)
-    again.thaw(Snapshot(1.0, "", fleet.freeze()), age_s=0, flags=["default/a"], life="")
+    again.restore(Snapshot(1.0, "", fleet.snapshot()), age_s=0, flags=["default/a"], life="")
     (status,) = again.workers()
     assert (status.publishers[0].evicted_blocks, status.publishers[0].blocks) == (1, 2)
 
@@ -259,15 +259,15 @@ def test_what_is_forgotten_is_not_expelled() -> None:
     memory = MemoryBudget(1 << 30)
     index = PrefixIndex(max_blocks=4, memory=memory)
     index.apply("p", batch(stored([1, 2, 3, 4], medium="STORAGE")))
-    assert index.doubt("p") == 0
+    assert index.mark("p") == 0
     assert memory.used_nbytes == index.memory_nbytes, "doubts are memory, too"
     index.apply("w", batch(stored([5, 6])))
     assert (index.evicted("p"), index.held_by("p")["pool"]) == (2, 2)
     index.apply("p", batch(stored([1, 2, 3, 4], medium="STORAGE")))  # all is there
-    assert index.expel("p") == (0, 0)
+    assert index.sweep("p") == (0, 0)
     assert index.held_by("p")["pool"] + index.held_by("w")["device"] == 4
     before = index.memory_nbytes
-    assert index.doubt("p") == 0
+    assert index.mark("p") == 0
     assert index.memory_nbytes > before
     index.remove_worker("p")
     index.remove_worker("w")

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, KVPoolError, MalformedEvents, UnknownModel
 from kvpool.discovery import admission
-from kvpool.index import Lookup, Publisher, Row, Worker
-from kvpool.index import fleet as fleet_module
+from kvpool.index import Lookup, Publisher, Row, Worker, membership
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
 from tests.index.fleets import Clock, a_worker, say
@@ -675,8 +674,10 @@ def test_a_lease_is_bounded(lease_s: float) -> None:
 @pytest.mark.parametrize(
     ("question", "says"),
     [
-        ({}, "as token_ids or as hashes64"),
-        ({"token_ids": [1], "hashes64": bytes(8)}, "not as both"),
+        ({}, "as token_ids, hashes64, text or chat"),
+        ({"token_ids": [1], "hashes64": bytes(8)}, "only once"),
+        ({"text": "x"}, "make tokens of a text"),
+        ({"token_ids": [1], "workers": "w"}, "a list of names"),
         ({"hashes64": b""}, "1 to 4194304 blocks, not 0"),
         ({"hashes64": bytes(9)}, "9 bytes are not"),
         ({"hashes64": bytes(8 * (1 << 22) + 8)}, "1 to 4194304 blocks"),
@@ -728,7 +729,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MAX_PARTITIONS", 2),
         ("MAX_NAMESPACES", 1),
     ]:
-        monkeypatch.setattr(fleet_module, name, most)
+        monkeypatch.setattr(membership, name, most)
     fleet = Fleet()
     fleet.add(a_worker("a"), "flag")
     fleet.add(a_worker("b", block_tokens=32), "flag")

@@ -28,7 +28,7 @@ from kvpool.cli.index_process import IndexProcess
 from kvpool.index import Row, Worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed_module
-from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.follow.subscriber import Subscriber
 from kvpool.key.hashing import seed_id
 from tests.conftest import SOAK_S, eventually
 from tests.index.fleets import serving
@@ -426,7 +426,7 @@ def drawn(examples: int, steps: int) -> settings:
 def test_no_answer_is_beyond_the_state_that_it_names() -> None:
     fleet = Fleet()
     with (
-        serving(fleet, feed=EventFeed(fleet)) as served,
+        serving(fleet, feed=Subscriber(fleet)) as served,
         IndexClient(served.target, timeout_s=CALL_S) as client,
     ):
         try:

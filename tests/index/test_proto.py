@@ -14,8 +14,10 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from kvpool import BlockHasher
-from kvpool.index.client import codec
+from kvpool.index.client.codec import pack_tokens
+from kvpool.index.client.messages import decode_worker
 from kvpool.index.fleet import Fleet
+from kvpool.index.serve import codec
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2
 from tests.golden.make import MESSAGES
@@ -176,19 +178,18 @@ def test_golden_prompts(case: dict[str, Any]) -> None:
     }
     assert [digest.hex() for digest in hasher.hashes(case["token_ids"], **extra)] == case["digests"]
     assert hasher.hashes64(case["token_ids"], **extra).hex() == case["block_hashes"]
-    assert codec.pack_tokens(case["token_ids"]).hex() == case["token_ids_packed"]
+    assert pack_tokens(case["token_ids"]).hex() == case["token_ids_packed"]
     assert seed_id(case["seed"]) == case["hash_seed_id"]
 
 
 @pytest.mark.parametrize("case", golden("exchange"), ids=lambda case: case["name"])
 def test_golden_exchanges(case: dict[str, Any]) -> None:
     fleet = Fleet(clock=Clock())
-    worker = codec.decode_worker(index_pb2.Worker.FromString(bytes.fromhex(case["worker"])), "")
+    worker = decode_worker(index_pb2.Worker.FromString(bytes.fromhex(case["worker"])), "")
     fleet.add(worker, "call")
     for dp_rank, sequence, payload in case["batches"]:
         fleet.apply(worker.id, dp_rank, sequence, bytes.fromhex(payload))
         fleet.heard(worker.id, dp_rank)
     request = index_pb2.LookupRequest.FromString(bytes.fromhex(case["request"]))
-    model, options, _ = codec.decode_question(request)
-    lookup = codec.encode_lookup(fleet.lookup(model, **options))
+    lookup = codec.encode_lookup(fleet.lookup(codec.decode_prompt(request)))
     assert lookup.SerializeToString(deterministic=True).hex() == case["reply"]

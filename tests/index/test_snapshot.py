@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from kvpool import PrefixIndex, SnapshotRefused, Worker, _native
 from kvpool.discovery.worker import Position
-from kvpool.index import Publisher
-from kvpool.index import fleet as fleet_module
-from kvpool.index.fleet import THAWED_LEASE_S, Fleet
+from kvpool.index import Publisher, membership
+from kvpool.index.fleet import Fleet
+from kvpool.index.membership import RESTORED_LEASE_S
 from kvpool.index.sequence import batch_digest
 from kvpool.index.snapshot import PartitionState, Snapshot, pack, unpack
 from tests.index.fleets import Clock, a_worker, say
@@ -31,10 +31,10 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "snapshots.json"
 
 
 def taken(fleet: Fleet, life: str = "") -> bytes:
-    return b"".join(pack(Snapshot(1000.0, life, fleet.freeze())))
+    return b"".join(pack(Snapshot(1000.0, life, fleet.snapshot())))
 
 
-def thawed(
+def restored(
     packed: bytes,
     *,
     age_s: float = 0.0,
@@ -43,7 +43,7 @@ def thawed(
     clock: Any = None,
 ) -> tuple[Fleet, dict[str, dict[int, Position]]]:
     fleet = Fleet(clock=clock or time.monotonic)
-    followed = fleet.thaw(unpack(packed), age_s=age_s, flags=flags, life=life)
+    followed = fleet.restore(unpack(packed), age_s=age_s, flags=flags, life=life)
     return fleet, {worker.id: positions for worker, positions in followed}
 
 
@@ -79,7 +79,7 @@ def a_fleet(clock: Clock) -> Fleet:
 def test_what_is_frozen_comes_back_and_is_credited_when_it_is_proved() -> None:
     clock = Clock()
     fleet = a_fleet(clock)
-    again, followed = thawed(taken(fleet, "life"), flags=("default/b",), life="life", clock=clock)
+    again, followed = restored(taken(fleet, "life"), flags=("default/b",), life="life", clock=clock)
     assert followed == {
         "default/a": {
             0: Position(8, batch_digest(batch(stored([3, 4], parent=2), dp_rank=0))),
@@ -110,7 +110,7 @@ def test_what_is_frozen_comes_back_and_is_credited_when_it_is_proved() -> None:
 
 
 def test_what_comes_back_is_dropped_when_its_publisher_is_another() -> None:
-    again, _ = thawed(taken(a_fleet(Clock())), flags=("default/b",))
+    again, _ = restored(taken(a_fleet(Clock())), flags=("default/b",))
     again.reset("default/b", 0, "its publisher was started anew")
     again.heard("default/b", 0)
     assert rows(again, [1, 2])[2] == ("b", 0, 0, 0, 0, 0, False)
@@ -125,21 +125,21 @@ def test_who_comes_back_and_for_how_long() -> None:
     packed = taken(a_fleet(clock))
 
     def leases(**options: Any) -> dict[str, float]:
-        fleet, followed = thawed(packed, clock=clock, **options)
+        fleet, followed = restored(packed, clock=clock, **options)
         statuses = {status.worker.id: status.lease_left_ms / 1000 for status in fleet.workers()}
         assert followed.keys() == statuses.keys()
         return statuses
 
-    assert leases() == {"default/a": THAWED_LEASE_S, "default/c": 100.0}
+    assert leases() == {"default/a": RESTORED_LEASE_S, "default/c": 100.0}
     assert leases(flags=("default/b",), life=None, age_s=30) == {"default/b": 0, "default/c": 70.0}
-    assert leases(age_s=100) == {"default/a": THAWED_LEASE_S}
+    assert leases(age_s=100) == {"default/a": RESTORED_LEASE_S}
     assert leases(age_s=100, life=None) == {}
 
 
 def test_the_pool_comes_back_while_it_is_the_same_one() -> None:
     fleet = a_fleet(Clock())
     for life, then, blocks in [("x", "x", 2), ("x", "y", 0), ("", "", 0), ("x", "", 0), ("", "x", 0)]:
-        again, _ = thawed(taken(fleet, life), life=then)
+        again, _ = restored(taken(fleet, life), life=then)
         assert rows(again, [1, 2])[0][4] == blocks
         say(again, "default/a", 0, 9, batch(stored([1], medium="STORAGE")))
         assert rows(again, [1, 2])[0][4] == max(1, blocks)
@@ -154,7 +154,7 @@ def test_a_rank_without_proof_begins_with_nothing() -> None:
     say(fleet, "default/mute", 0, 4, batch(stored([1])))
     say(fleet, "default/reset", 0, 4, batch(stored([1])))
     fleet.reset("default/reset", 0, "batch 5: malformed")
-    again, followed = thawed(taken(fleet))
+    again, followed = restored(taken(fleet))
     assert followed == {"default/mute": {}, "default/reset": {}, "default/new": {}}
     for worker_id in followed:
         again.heard(worker_id, 0)
@@ -171,7 +171,7 @@ def test_a_start_of_now_never_gets_the_blocks_of_one_before() -> None:
         say(fleet, f"default/w{number}", 0, 1, batch(stored([number])))
     packed = taken(fleet)
     for flags in [(), ("default/w0",), ("default/w3",), ("default/w1", "default/w2")]:
-        again, _ = thawed(packed, flags=flags)
+        again, _ = restored(packed, flags=flags)
         for number in range(4, 10):
             again.add(a_worker(f"w{number}"), "flag")
             again.heard(f"default/w{number}", 0)
@@ -181,10 +181,10 @@ def test_a_start_of_now_never_gets_the_blocks_of_one_before() -> None:
 
 def test_an_older_or_smaller_index_keeps_to_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = taken(a_fleet(Clock()))
-    monkeypatch.setattr(fleet_module, "MAX_WORKERS", 1)
+    monkeypatch.setattr(membership, "MAX_WORKERS", 1)
     fleet = Fleet()
     with pytest.raises(SnapshotRefused, match="follows 1 workers already"):
-        fleet.thaw(unpack(packed), age_s=0, flags=("default/b",), life="")
+        fleet.restore(unpack(packed), age_s=0, flags=("default/b",), life="")
     assert fleet.workers() == []
     assert fleet.add(a_worker("x"), "flag") == "new"
 
@@ -214,7 +214,7 @@ def test_batches_that_come_meanwhile_are_in_it_as_a_whole_or_not_at_all() -> Non
         thread.start()
     met = set()
     while any(thread.is_alive() for thread in threads):
-        again, followed = thawed(taken(fleet))
+        again, followed = restored(taken(fleet))
         for status in again.workers():
             (one,) = status.publishers
             if followed[status.worker.id]:
@@ -231,7 +231,7 @@ def test_batches_that_come_meanwhile_are_in_it_as_a_whole_or_not_at_all() -> Non
 @pytest.mark.parametrize("case", json.loads(GOLDEN.read_text()), ids=lambda case: case["name"])
 def test_golden_snapshots(case: dict[str, Any]) -> None:
     """What an earlier version has left on a disk is read by every later one, or refused by its number."""
-    fleet, followed = thawed(bytes.fromhex(case["hex"]), life="run")
+    fleet, followed = restored(bytes.fromhex(case["hex"]), life="run")
     ((worker_id, positions),) = followed.items()
     assert [list(position) for position in positions.values()] == case["positions"]
     for dp_rank in positions:
@@ -248,7 +248,7 @@ def test_golden_snapshots(case: dict[str, Any]) -> None:
     # Who had told only a part is asked for the rest, and nobody else.
     assert fleet.incomplete() == [(worker_id, rank) for rank, why in enumerate(case["lacking"]) if why]
     again = unpack(taken(fleet, "run"))
-    assert [rank.lacking for rank in again.partitions[0].workers[0].ranks] == case["lacking"]
+    assert [rank.incomplete_reason for rank in again.partitions[0].workers[0].ranks] == case["lacking"]
     assert (
         unpack(bytes.fromhex(case["hex"])).partitions[0].workers[0].worker
         == again.partitions[0].workers[0].worker
@@ -271,7 +271,7 @@ def test_what_is_packed_is_what_is_unpacked(life: str, written_at_s: float, work
     fleet = Fleet()
     for name, source, lease_s, incarnation, _ in workers:
         fleet.add(a_worker(name, incarnation=incarnation, ranks=2), source, lease_s or None)
-    packed = b"".join(pack(Snapshot(written_at_s, life, fleet.freeze())))
+    packed = b"".join(pack(Snapshot(written_at_s, life, fleet.snapshot())))
     snapshot = unpack(packed)
     assert (snapshot.life, snapshot.written_at_s) == (life, written_at_s)
     found = {state.worker: state for partition in snapshot.partitions for state in partition.workers}
@@ -288,11 +288,11 @@ def test_a_byte_that_is_changed_missing_or_too_many_is_noticed() -> None:
         changed = bytearray(packed)
         changed[at] ^= 1 << rng.randrange(8)
         with pytest.raises(SnapshotRefused):
-            thawed(bytes(changed))
+            restored(bytes(changed))
         with pytest.raises(SnapshotRefused):
-            thawed(packed[:at])
+            restored(packed[:at])
     with pytest.raises(SnapshotRefused):
-        thawed(packed + b"\0")
+        restored(packed + b"\0")
 
 
 @given(data=st.data())
@@ -306,7 +306,7 @@ def test_damage_of_any_kind_is_noticed(data: st.DataObject) -> None:
     if changed == packed:
         return
     with pytest.raises(SnapshotRefused) as caught:
-        thawed(changed)
+        restored(changed)
     assert "\n" not in str(caught.value)
 
 
@@ -366,7 +366,7 @@ def test_a_head_that_makes_no_sense_is_refused(place: tuple[Any, ...], value: An
         head = value
     fleet = Fleet()
     with pytest.raises(SnapshotRefused) as caught:
-        fleet.thaw(unpack(sealed(head, images)), age_s=0, flags=("default/b",), life="")
+        fleet.restore(unpack(sealed(head, images)), age_s=0, flags=("default/b",), life="")
     assert "\n" not in str(caught.value)
     assert fleet.workers() == []
 
@@ -375,14 +375,14 @@ def test_a_worker_that_is_there_twice_is_refused() -> None:
     head, images = unsealed(taken(a_fleet(Clock())))
     head["partitions"][0]["workers"] *= 2
     with pytest.raises(SnapshotRefused, match="is there twice"):
-        thawed(sealed(head, images))
+        restored(sealed(head, images))
     empty = PrefixIndex().image().pack()
     mixed = [one["workers"][0] for one in unsealed(taken(a_fleet(Clock())))[0]["partitions"]]
     for worker in mixed:
         worker[11] = [[*rank[:4], None, ""] for rank in worker[11]]
     head = {**head, "partitions": [{"image_nbytes": len(empty), "namespaces": [], "workers": mixed}]}
     with pytest.raises(SnapshotRefused, match="do not belong together"):
-        thawed(sealed(head, empty))
+        restored(sealed(head, empty))
 
 
 def test_names_in_an_image_that_are_no_text_are_refused() -> None:
@@ -396,7 +396,7 @@ def test_names_in_an_image_that_are_no_text_are_refused() -> None:
     with pytest.raises(SnapshotRefused, match="its names are no text"):
         PrefixIndex.of_image(packed)
     with pytest.raises(SnapshotRefused):
-        Fleet().thaw(Snapshot(0.0, "", (PartitionState((), (), packed),)), age_s=0, flags=(), life="")
+        Fleet().restore(Snapshot(0.0, "", (PartitionState((), (), packed),)), age_s=0, flags=(), life="")
 
 
 def test_a_worker_of_every_kind_is_packed() -> None:
@@ -405,7 +405,7 @@ def test_a_worker_of_every_kind_is_packed() -> None:
     fleet = Fleet(clock=Clock())
     fleet.add(worker, "pool", 60)
     fleet.apply("t/w", 3, (1 << 64) - 2, batch(stored([1])))
-    ((partition,), state) = (unpack(taken(fleet)).partitions, fleet.freeze()[0].workers[0])
+    ((partition,), state) = (unpack(taken(fleet)).partitions, fleet.snapshot()[0].workers[0])
     assert partition.workers == (state,)
     assert state.worker == worker
     assert state.ranks[0].position == Position((1 << 64) - 2, batch_digest(batch(stored([1]))))

@@ -518,14 +518,14 @@ def test_golden_batches(row: dict[str, Any]) -> None:
 
 
 def a_round(index: PrefixIndex, worker: str, *listed: Hash) -> int:
-    """Doubt, list, expel; how many blocks went."""
-    cursor = index.doubt(worker)
+    """Mark, list, sweep; how many blocks went."""
+    cursor = index.mark(worker)
     while cursor:
-        cursor = index.doubt(worker, cursor)
+        cursor = index.mark(worker, cursor)
     index.apply(worker, batch(stored(listed, medium="STORAGE")))
-    went, left = index.expel(worker)
+    went, left = index.sweep(worker)
     while left:
-        more, left = index.expel(worker)
+        more, left = index.sweep(worker)
         went += more
     return went
 
@@ -546,9 +546,9 @@ def test_what_is_not_listed_goes_and_nothing_else() -> None:
     assert (row.device_blocks, row.host_blocks) == (3, 3)
     assert a_round(index, "w") == 2
     assert a_round(index, "w") == 0
-    assert index.expel("w") == (0, 0), "no round goes on"
-    assert (index.doubt("nobody"), index.expel("nobody")) == (0, (0, 0))
-    for wrong in ("doubt", "expel"):
+    assert index.sweep("w") == (0, 0), "no round goes on"
+    assert (index.mark("nobody"), index.sweep("nobody")) == (0, (0, 0))
+    for wrong in ("mark", "sweep"):
         with pytest.raises(ConfigError, match="worker must be a str"):
             getattr(index, wrong)(3)
 
@@ -560,42 +560,42 @@ def test_any_event_ends_a_doubt(
     """``told``, ``gone`` and ``again`` are stored, removed and stored while a round goes on."""
     index = PrefixIndex()
     index.apply("w", batch(stored(sorted(before), medium="STORAGE"), stored(range(40), medium="CPU")))
-    assert index.doubt("w") == 0, "so few are seen at once"
+    assert index.mark("w") == 0, "so few are seen at once"
     if cleared_:
         index.clear("w", tier="pool")
     for event in (stored(sorted(told)), removed(sorted(gone)), stored(sorted(again)), stored(sorted(listed))):
         index.apply("w", batch({**event, "medium": "STORAGE"}))
-    index.expel("w")
+    index.sweep("w")
     assert pool_blocks(index, "w", range(31)) == ((told - gone) | again | listed)
     assert list(index.match(packed64(range(40))).host_blocks) == [40]
 
 
 def test_a_round_in_many_steps_among_events() -> None:
-    """What is stored once all is in doubt stays, whether that was before or after it was expelled."""
+    """What is stored once all is marked stays, whether that was before or after the sweep began."""
     chance = random.Random(7)
     index = PrefixIndex()
     blocks = range(40_000)
     index.apply("w", batch(stored(blocks, medium="STORAGE")))
     told: set[int] = set()
-    steps, cursor = 1, index.doubt("w")
+    steps, cursor = 1, index.mark("w")
     while cursor:
         some = chance.sample(blocks, 50)
         index.apply("w", batch(stored(some[:25], medium="STORAGE"), stored(some[25:], medium="GPU")))
         told.update(some[:25])
-        cursor, steps = index.doubt("w", cursor), steps + 1
+        cursor, steps = index.mark("w", cursor), steps + 1
     assert steps > 10
     listed = chance.sample(blocks, 5000)
     index.apply("w", batch(stored(listed, medium="STORAGE")))
     went, left, steps = 0, 1, 0
     late: set[int] = set()
     while left:
-        more, left = index.expel("w")
+        more, left = index.sweep("w")
         went, steps = went + more, steps + 1
         some = chance.sample(blocks, 50)
         index.apply("w", batch(stored(some, medium="STORAGE")))
         late.update(some)
     assert steps > 10
-    # What was stored before all was in doubt may be in doubt itself: whoever lists begins to list after that.
+    # What was stored before all was marked may be marked itself: list only after that.
     kept = pool_blocks(index, "w", blocks)
     assert kept >= {*listed, *late}
     assert kept <= {*listed, *late, *told}

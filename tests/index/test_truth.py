@@ -13,7 +13,7 @@ from kvpool import BlockHasher, IndexClient
 from kvpool.index import Row, Worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed_module
-from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.follow.subscriber import Subscriber
 from kvpool.key.hashing import seed_id
 from tests.conftest import eventually
 from tests.index.fleets import serving
@@ -68,7 +68,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(feed_module, "ANSWER_S", 0.3)
     fleet = Fleet()
     with ExitStack() as parts:
-        served = parts.enter_context(serving(fleet, feed=EventFeed(fleet)))
+        served = parts.enter_context(serving(fleet, feed=Subscriber(fleet)))
         parts.callback(served.roster.close)
         client = parts.enter_context(IndexClient(served.target, timeout_s=WITHIN_S))
         yield Rig(client, parts)

@@ -237,17 +237,18 @@ class _Reluctant:
 
 
 class _ReluctantStore:
-    """Answers the first part of each call by itself, and leaves the others to ``_Reluctant``."""
+    """Answers the part of each call that has the page ``first``, and leaves the others to ``_Reluctant``."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: Any, first: str) -> None:
+        self._store, self._first = store, first
         self.parts: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def _part(self, submit: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-        self.parts.append(_Reluctant() if self.parts else submit(*arguments, timeout_s=timeout_s))
+        answers = self._first in arguments[0][0]
+        self.parts.append(submit(*arguments, timeout_s=timeout_s) if answers else _Reluctant())
         return self.parts[-1]
 
     def submit_get(self, *arguments: Any, timeout_s: float) -> Any:
@@ -261,7 +262,7 @@ def test_a_call_returns_only_when_nothing_touches_host_memory_any_more(tmp_path:
     """SGLang gives the pages of a failed load to the next request at once."""
     server = serve(f"file://{tmp_path}/pool", page_tokens=64, heads=16, layers=16)
     keys, slots = hashes(12, page_tokens=64), server.slots(12)
-    server.backend._store = store = _ReluctantStore(server.backend._store)
+    server.backend._mover._store = store = _ReluctantStore(server.backend._store, keys[0])
     # The first part is a miss, or kept; the others are under way when the call ends.
     for move, wanted in (
         (server.backend.batch_get_v1, [False] * 12),
@@ -277,7 +278,7 @@ def test_a_pool_that_stands_still_costs_the_budget_and_comes_back(
     tmp_path: Path, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running("valkey-server", tmp_path) as pool:
-        server, other = serve(pool.url, budget_s=BUDGET_S), serve(pool.url, budget_s=BUDGET_S)
+        server, other = serve(pool.url, lookup_timeout_s=BUDGET_S), serve(pool.url, lookup_timeout_s=BUDGET_S)
         keys, slots, into = hashes(3), server.slots(3), server.slots(3)
         assert all(server.backend.batch_set_v1(keys, slots))
         pool.stop()
@@ -307,7 +308,7 @@ def test_a_pool_that_stands_still_costs_the_budget_and_comes_back(
 def test_a_connection_cut_within_a_page_is_a_miss(valkey: StoreServer, serve: Serve) -> None:
     valkey.client.flushall()
     with proxied(valkey.port) as proxy:
-        server = serve(f"valkey://127.0.0.1:{proxy.port}", threads=1, budget_s=5.0)
+        server = serve(f"valkey://127.0.0.1:{proxy.port}", threads=1, lookup_timeout_s=5.0)
         keys, slots, into = hashes(8), server.slots(8), server.slots(8)
         assert all(server.backend.batch_set_v1(keys, slots))
         for harm in (Harm.CLOSE, Harm.RESET, Harm.FLIP):
@@ -480,10 +481,10 @@ def test_what_a_store_raises_costs_one_call(
     server = serve(f"file://{tmp_path}/pool")
     backend, keys, slots = server.backend, hashes(2), server.slots(2)
     assert all(backend.batch_set_v1(keys, slots))
-    for number, name in enumerate(("touch_many", "submit_get", "submit_put"), 1):
+    for number, name in enumerate(("submit_touch", "submit_get", "submit_put"), 1):
         with monkeypatch.context() as patch:
             patch.setattr(backend._store, name, lambda *_, **__: 1 / 0)
-            assert backend.batch_exists(keys) == (0 if name == "touch_many" else 2)
+            assert backend.batch_exists(keys) == (0 if name == "submit_touch" else 2)
             assert backend.batch_get_v1(keys, slots) == [name != "submit_get"] * 2
             others = hashes(2, start=number * 10**6)
             assert backend.batch_set_v1(others, slots) == [name == "submit_get"] * 2
@@ -639,7 +640,7 @@ def test_pages_are_missed_on_purpose(tmp_path: Path, serve: Serve) -> None:
 
 def test_the_pool_dawdles_on_purpose(tmp_path: Path, serve: Serve) -> None:
     pool = f"file://{tmp_path}/pool"
-    slow = serve(pool, fault_delay_s=0.2, budget_s=BUDGET_S)
+    slow = serve(pool, fault_delay_s=0.2, lookup_timeout_s=BUDGET_S)
     slots = slow.slots(1)
     for call, wanted in (
         (lambda: slow.backend.batch_set_v1(hashes(1), slots), [True]),
@@ -649,7 +650,7 @@ def test_the_pool_dawdles_on_purpose(tmp_path: Path, serve: Serve) -> None:
         started = time.monotonic()
         assert call() == wanted  # type: ignore[no-untyped-call]
         assert time.monotonic() - started >= 0.2
-    too_slow = serve(pool, fault_delay_s=60.0, budget_s=BUDGET_S)
+    too_slow = serve(pool, fault_delay_s=60.0, lookup_timeout_s=BUDGET_S)
     started = time.monotonic()
     assert too_slow.backend.batch_exists(hashes(1)) == 0
     assert too_slow.backend.batch_get_v1(hashes(1), slots) == [False]

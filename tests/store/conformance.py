@@ -8,11 +8,10 @@ class TestMyStore(StoreConformance):
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import hashlib
-import os
 import random
-import select
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import numpy
 import pytest
 
+from kvpool import _native
 from kvpool.errors import ConfigError, KVPoolError, StoreClosed, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.store import LookupGroup, Store
@@ -160,6 +160,75 @@ class StoreConformance:
         assert store.get_many_into([key(1), key(1)], targets) == [True, True]
         assert targets == [b"same", b"same"]
         assert store.contains_many([key(1), key(1)]) == [True, True]
+
+    # ------------------------------------------------------------------ put if absent
+
+    def test_put_absent_puts_what_is_missing(self, store: Store) -> None:
+        values = [payload(number, 1000 + 50_000 * number) for number in range(6)]
+        others = [payload(100 + number, len(value)) for number, value in enumerate(values)]
+        before = [2, 4]
+        store.put_many([key(number) for number in before], [others[number] for number in before])
+        transfer = store.submit_put_absent(keys(6), values)
+        assert transfer.wait() == [True] * 6
+        ok, present = _native.OK, _native.PRESENT
+        assert list(transfer.results()) == [ok, ok, present, ok, present, ok]
+        targets = [bytearray(len(value)) for value in values]
+        assert store.get_many_into(keys(6), targets) == [True] * 6
+        expected = [others[number] if number in before else value for number, value in enumerate(values)]
+        assert targets == expected, "a value that was there is left as it is"
+        again = store.submit_put_absent(keys(6), values)
+        assert list(again.results()) == [present] * 6
+        counters = store.counters()
+        assert (counters["puts"], counters["present_puts"]) == (2 + 4, 2 + 6)
+        assert counters["put_nbytes"] == sum(map(len, expected))
+
+    def test_put_absent_of_one_key_twice_puts_it_once(self, store: Store) -> None:
+        value = payload(1, 300_000)
+        transfer = store.submit_put_absent([key(1), key(1)], [value, value])
+        assert transfer.wait() == [True, True]
+        target = bytearray(len(value))
+        assert store.get_many_into([key(1)], [target]) == [True]
+        assert target == value
+
+    def test_put_absent_of_many_keys(self, store: Store) -> None:
+        many = keys(2000)
+        values = [number.to_bytes(8, "little") * 1024 for number in range(2000)]
+        store.put_many(many[::3], values[::3], timeout_s=60)
+        results = store.submit_put_absent(many, values, timeout_s=60).results()
+        assert list(results) == [_native.OK if number % 3 else _native.PRESENT for number in range(2000)]
+        whole = bytearray(8192 * 2000)
+        targets = [memoryview(whole)[8192 * number : 8192 * (number + 1)] for number in range(2000)]
+        assert store.get_many_into(many, targets, timeout_s=60) == [True] * 2000
+        assert whole == b"".join(values)
+
+    def test_put_absent_by_many_at_once_leaves_one_whole_record(self, store: Store) -> None:
+        """Writers of one key, each with bytes of its own, so that a torn record would be seen."""
+        values = [payload(number, 300_000) for number in range(8)]
+        transfers = [store.submit_put_absent([key(1)], [value], timeout_s=30) for value in values]
+        results = [transfer.results()[0] for transfer in transfers]
+        assert set(results) <= {_native.OK, _native.PRESENT}
+        put = [value for value, result in zip(values, results, strict=True) if result == _native.OK]
+        assert put
+        target = bytearray(300_000)
+        assert store.get_many_into([key(1)], [target]) == [True]
+        assert target in put
+
+    def test_put_absent_cancelled(self, store: Store) -> None:
+        value = bytes(MIB)
+        store.put_many([key(0)], [value])
+        transfer = store.submit_put_absent(keys(64), [value] * 64, timeout_s=60)
+        transfer.cancel()
+        assert eventually(transfer.done)
+        with contextlib.suppress(StoreUnavailable):
+            assert transfer.wait() == [True] * 64
+        assert store.submit_put_absent(keys(64), [value] * 64, timeout_s=60).wait() == [True] * 64
+
+    def test_put_absent_needs_a_buffer_for_each_key(self, store: Store) -> None:
+        assert store.submit_put_absent([], []).results() == b""
+        with pytest.raises(ConfigError, match="2 keys need as many buffers, not 1"):
+            store.submit_put_absent(keys(2), [b"x"])
+        with pytest.raises(ConfigError):
+            store.submit_put_absent([key(1)], [b""])
 
     # ------------------------------------------------------------------ buffers
 
@@ -316,14 +385,6 @@ class StoreConformance:
         assert targets == [b"aa", b"bb", b"cc"]
         assert store.submit_contains([key(1), key(9)]).wait() == [True, False]
         assert "done" in repr(get)
-
-    def test_the_descriptor_tells_of_a_batch_that_ended(self, store: Store) -> None:
-        assert not select.select([store.fileno()], [], [], 0)[0]
-        transfer = store.submit_contains([key(1)])
-        assert select.select([store.fileno()], [], [], 10)[0]
-        assert transfer.done()
-        assert os.eventfd_read(store.fileno()) == 1
-        assert not select.select([store.fileno()], [], [], 0)[0]
 
     def test_cancel(self, store: Store) -> None:
         value = bytes(MIB)
@@ -484,7 +545,7 @@ class StoreConformance:
         assert store.announcements("kvpool:t:goes") == {"kvpool:t:goes": b"3"}
 
     def test_an_announcement_is_withdrawn(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("memory", "announcements", "server_announcements"):
+        for module in ("memory", "documents", "server.documents"):
             monkeypatch.setattr(f"kvpool.store.{module}.MAX_ANNOUNCEMENTS", 2)
         assert store.withdraw("kvpool:t:a") is False
         store.announce("kvpool:t:a", b"1", lease_s=600)
@@ -520,7 +581,7 @@ class StoreConformance:
         assert list(store.announcements("")) == ["k" * 512]
 
     def test_announcements_are_bounded(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("memory", "announcements", "server_announcements"):
+        for module in ("memory", "documents", "server.documents"):
             monkeypatch.setattr(f"kvpool.store.{module}.MAX_ANNOUNCEMENTS", 3)
         store.announce("goes", b"x", lease_s=0.02)
         for name in ("a", "b"):
@@ -563,12 +624,12 @@ class StoreConformance:
             lambda: store.submit_put([key(1)], [b"x"]),
             lambda: store.submit_get([key(1)], [bytearray(1)]),
             lambda: store.submit_contains([key(1)]),
+            lambda: store.submit_put_absent([key(1)], [b"x"]),
             lambda: store.submit_lookup(NAMESPACE, [lookup_group(0, 2)]),
             lambda: store.announce("k", b"x", lease_s=1),
             lambda: store.withdraw("k"),
             lambda: store.announcements(""),
             store.counters,
-            store.fileno,
             store.__enter__,
         ):
             with pytest.raises(StoreClosed):
@@ -609,6 +670,16 @@ class EvictionConformance:
             held = store.contains_many(keys(13))
             assert (held[0], held[1], held[2], held[3]) == (True, False, False, True)
             assert held[10:] == [True] * 3
+
+    def test_what_was_there_for_a_put_outlives_what_was_only_asked_for(self, open_one: OpenStore) -> None:
+        with open_one(MIB) as store:
+            for number in range(10):
+                assert store.put_many([key(number)], [bytes(100_000)]) == [True]
+            there = store.submit_put_absent([key(0), key(3)], [bytes(100_000)] * 2)
+            assert list(there.results()) == [_native.PRESENT] * 2
+            new = store.submit_put_absent([key(10), key(11)], [bytes(100_000)] * 2)
+            assert list(new.results()) == [_native.OK] * 2
+            assert store.contains_many(keys(4)) == [True, False, False, True]
 
     def test_what_a_lookup_found_outlives_what_was_only_asked_for(self, open_one: OpenStore) -> None:
         names = NAMESPACE.keys([hashed(number) for number in range(13)], 0, 0)

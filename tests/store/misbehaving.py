@@ -95,6 +95,11 @@ class Misbehaving:
         with self._lock:
             self._hashes[key.encode()] = fields(key, value)
 
+    def forget(self, key: str) -> None:
+        """Keep nothing under ``key``."""
+        with self._lock:
+            self._hashes.pop(key.encode(), None)
+
     def holds(self, key: str, value: bytes) -> bool:
         """Whether a good record of ``value`` is kept under ``key``."""
         with self._lock:

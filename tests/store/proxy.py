@@ -40,8 +40,8 @@ class Proxy:
     does each piece of at most 64 KiB take. ``nbytes_per_s`` is what all connections together can carry each way, piece
     by piece in turns, as over a thin link; None: what they like.
     One thread accepts; each connection has a thread each way. ``_lock`` guards ``_passed_nbytes``, ``_passed``,
-    ``_armed``, ``_harmed``, ``_connections``, ``_threads``, ``_free_s`` and ``_closing``; under it no socket is read or
-    written.
+    ``_armed``, ``_harms_all``, ``_harmed``, ``_connections``, ``_threads``, ``_free_s`` and ``_closing``; under it no
+    socket is read or written.
     """
 
     def __init__(self, port: int, nbytes_per_s: float | None = None) -> None:
@@ -52,6 +52,7 @@ class Proxy:
         self._passed_nbytes = dict.fromkeys(Way, 0)
         self._passed = {way: bytearray() for way in Way}
         self._armed: tuple[Way, int, Harm] | None = None
+        self._harms_all = False
         self._harmed = 0
         self._connections: set[_Connection] = set()
         self._threads: list[threading.Thread] = []
@@ -64,10 +65,18 @@ class Proxy:
         self._acceptor = threading.Thread(target=self._accept)
         self._acceptor.start()
 
-    def arm(self, way: Way, nbytes: int, harm: Harm) -> None:
-        """Once ``nbytes`` more have passed ``way``, harm the connection that carried the last; then no other."""
+    def arm(self, way: Way, nbytes: int, harm: Harm, *, of_all: bool = False) -> None:
+        """Once ``nbytes`` more have passed ``way``, harm the connection that carried the last.
+
+        ``of_all``: and each that carries anything more, until ``disarm``; else no other.
+        """
         with self._lock:
             self._armed = (way, self._passed_nbytes[way] + nbytes, harm)
+            self._harms_all = of_all
+
+    def disarm(self) -> None:
+        with self._lock:
+            self._armed = None
 
     @property
     def harmed(self) -> int:
@@ -158,14 +167,15 @@ class Proxy:
             if connection.harm is Harm.SILENCE and connection.harmed_way is way:
                 return b"", False
             if self._armed is not None and self._armed[0] is way:
-                left = self._armed[1] - self._passed_nbytes[way]
+                left = max(0, self._armed[1] - self._passed_nbytes[way])
                 if left <= len(piece):
                     if self._armed[2] is Harm.FLIP:
                         piece = piece[: left - 1] + bytes([piece[left - 1] ^ 1]) + piece[left:]
                     else:
                         piece = piece[:left]
                         connection.harmed_way, connection.harm = way, self._armed[2]
-                    self._armed = None
+                    if not self._harms_all:
+                        self._armed = None
                     self._harmed += 1
             self._passed_nbytes[way] += len(piece)
             self._passed[way] += piece[: TRANSCRIPT_NBYTES - len(self._passed[way])]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -26,6 +27,9 @@ from tests.store.certificates import Authority, Pair
 FOLDER = Path(__file__).parents[2] / ".cache" / "servers" / "bin"
 SERVERS = ("redis-server", "valkey-server")
 CLIENTS = ("native", "redis", "glide")
+
+# For tests, and for classes of them, that need no more than one: of what a module shares.
+ON_REDIS, ON_VALKEY = (pytest.mark.parametrize("server_of_module", [name], indirect=True) for name in SERVERS)
 
 
 def with_client(url: str, client: str) -> str:
@@ -100,6 +104,7 @@ class Server:
 
 
 _AnyServer = TypeVar("_AnyServer", bound=Server)
+_AnyGroup = TypeVar("_AnyGroup", bound="Group")
 
 
 class TlsServer(Server):
@@ -151,8 +156,34 @@ def started(server: _AnyServer) -> Iterator[_AnyServer]:
         server.kill()
 
 
-class Cluster:
-    """Primaries that share the slots, each with ``replicas`` replicas; started and joined when it is made.
+class Group:
+    """Servers that belong together, ``servers``: started when it is made, killed at the end of its ``with`` block."""
+
+    def __init__(self) -> None:
+        self.servers: list[Server] = []
+        try:
+            self._start()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self) -> None:
+        """Make, start and join them; each is in ``servers`` before it is started."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        for server in self.servers:
+            server.kill()
+
+    def __enter__(self: _AnyGroup) -> _AnyGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class Cluster(Group):
+    """Primaries that share the slots, each with ``replicas`` replicas.
 
     ``authority``: signs certificates for nodes that speak TLS, to each other too; None: no TLS.
     """
@@ -166,18 +197,9 @@ class Cluster:
         replicas: int = 0,
         authority: Authority | None = None,
     ) -> None:
-        self.primaries, self._authority = primaries, authority
-        self.servers: list[Server] = []
+        self.primaries, self._replicas, self._authority = primaries, replicas, authority
         self._folder, self._name = folder, name
-        for number in range(primaries * (1 + replicas)):
-            self.servers.append(self._make(number))
-        try:
-            for server in self.servers:
-                server.start()
-            self._join(replicas)
-        except BaseException:
-            self.kill()
-            raise
+        super().__init__()
 
     @property
     def url(self) -> str:
@@ -186,20 +208,28 @@ class Cluster:
         nodes = ",".join(f"127.0.0.1:{port_of(server)}" for server in self.servers)
         return f"valkey+cluster://{nodes}?tls=true&ca={self._authority.ca}"
 
+    def _start(self) -> None:
+        for number in range(self.primaries * (1 + self._replicas)):
+            self.servers.append(self._make(number))
+        for server in self.servers:
+            server.start()
+        self._join()
+
     def _make(self, number: int) -> Server:
         folder = self._folder / str(number)
         folder.mkdir()
         (bus_port,) = free_ports(1)
         options = (
             "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
-            "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no",
+            # Soon enough to wait for where a replica may take over; else nobody is given up on a busy machine.
+            "--cluster-node-timeout", "1000" if self._replicas else "15000", "--cluster-require-full-coverage", "no",
             "--repl-diskless-sync-delay", "0", "--cluster-allow-replica-migration", "no",
         )  # fmt: skip
         if self._authority is not None:
             return TlsServer(self._name, folder, self._authority, "--tls-cluster", "yes", *options)
         return Server(self._name, folder, *options)
 
-    def _join(self, replicas: int) -> None:
+    def _join(self) -> None:
         first = self.servers[0]
         ids = [server.client.execute_command("CLUSTER MYID") for server in self.servers]
         for number, server in enumerate(self.servers):
@@ -262,12 +292,8 @@ class Cluster:
         for server in (to, *self.servers[: self.primaries]):
             server.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", to_id)
 
-    def kill(self) -> None:
-        for server in self.servers:
-            server.kill()
 
-
-class Watched:
+class Watched(Group):
     """A primary with a replica, and three sentinels that watch it as ``pool``.
 
     ``authority``: signs certificates for all five, which speak TLS to each other too; None: no TLS.
@@ -276,30 +302,8 @@ class Watched:
     SERVICE = "pool"
 
     def __init__(self, name: str, folder: Path, *, authority: Authority | None = None) -> None:
-        self.sentinels: list[Server] = []
-        self._authority = authority
-        folders = [folder / one for one in ("primary", "replica", "sentinel-0", "sentinel-1", "sentinel-2")]
-        for one in folders:
-            one.mkdir()
-        self.primary = self._server(name, folders[0])
-        self.replica = self._server(
-            name,
-            folders[1],
-            "--replicaof",
-            f"127.0.0.1 {port_of(self.primary)}",
-            "--repl-diskless-sync-delay",
-            "0",
-        )
-        try:
-            self.primary.start()
-            self.replica.start()
-            assert eventually(lambda: self.replica.info("master_link_status") == "up", within_s=30)
-            for one in folders[2:]:
-                self.sentinels.append(self._watch(name, one))
-            assert eventually(lambda: all(self._agrees(one) for one in self.sentinels), within_s=30)
-        except BaseException:
-            self.kill()
-            raise
+        self._name, self._folder, self._authority = name, folder, authority
+        super().__init__()
 
     @property
     def url(self) -> str:
@@ -307,33 +311,56 @@ class Watched:
         tls = f"?tls=true&ca={self._authority.ca}" if self._authority else ""
         return f"valkey+sentinel://{hosts}/{self.SERVICE}{tls}"
 
-    def _server(self, name: str, folder: Path, *options: str) -> Server:
-        if self._authority is None:
-            return Server(name, folder, *options)
-        return TlsServer(name, folder, self._authority, "--tls-replication", "yes", *options)
+    @property
+    def sentinels(self) -> list[Server]:
+        return self.servers[2:]
 
-    def _watch(self, name: str, folder: Path) -> Server:
-        settings = folder / "sentinel.conf"
-        settings.write_text(
+    def _start(self) -> None:
+        self.primary = self._made("primary")
+        self.primary.start()
+        follow = ("--replicaof", f"127.0.0.1 {port_of(self.primary)}", "--repl-diskless-sync-delay", "0")
+        self.replica = self._made("replica", *follow)
+        self.replica.start()
+        assert eventually(lambda: self.replica.info("master_link_status") == "up", within_s=30)
+        for number in range(3):
+            self._watch(f"sentinel-{number}")
+        assert eventually(lambda: all(self._agrees(one) for one in self.sentinels), within_s=30)
+
+    def _made(self, role: str, *options: str) -> Server:
+        """A server, or a sentinel if its role begins so, with a folder of its own."""
+        folder = self._folder / role
+        folder.mkdir()
+        sentinel = role.startswith("sentinel")
+        if self._authority is None:
+            server = (Sentinel if sentinel else Server)(self._name, folder, *options)
+        else:
+            options = ("--tls-replication", "yes", *options)
+            server = (TlsSentinel if sentinel else TlsServer)(self._name, folder, self._authority, *options)
+        self.servers.append(server)
+        return server
+
+    def _watch(self, role: str) -> None:
+        sentinel = self._made(role)
+        (sentinel.folder / "sentinel.conf").write_text(
             f"sentinel monitor {self.SERVICE} 127.0.0.1 {port_of(self.primary)} 2\n"
-            f"sentinel down-after-milliseconds {self.SERVICE} 1000\n"
+            f"sentinel down-after-milliseconds {self.SERVICE} 60000\n"
             f"sentinel failover-timeout {self.SERVICE} 10000\n"
         )
-        sentinel: Server
-        if self._authority is None:
-            sentinel = Sentinel(name, folder)
-        else:
-            sentinel = TlsSentinel(name, folder, self._authority, "--tls-replication", "yes")
         sentinel.start()
-        return sentinel
+        # Sooner than by default, so that a failover takes 3 s and not 20. TILT begins when a busy machine holds a
+        # sentinel up for 2 s, which then does nothing, by default for 30 s.
+        pace = {"info-period": 1000, "publish-period": 200, "ask-period": 100, "tilt-period": 1000}
+        sentinel.client.execute_command("SENTINEL", "DEBUG", *(word for one in pace.items() for word in one))
+
+    def kill_primary(self) -> None:
+        """From now on its sentinels miss it after a second. Before, they give nobody up on a busy machine."""
+        self.primary.kill()
+        for one in self.sentinels:
+            one.client.execute_command("SENTINEL", "SET", self.SERVICE, "down-after-milliseconds", 1000)
 
     def _agrees(self, sentinel: Server) -> bool:
         state = sentinel.client.execute_command("SENTINEL MASTER", self.SERVICE)
         return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
-
-    def kill(self) -> None:
-        for server in (*self.sentinels, self.primary, self.replica):
-            server.kill()
 
 
 class Sentinel(Server):

@@ -1,6 +1,6 @@
 """Batches that are cancelled at any point: their buffers are the caller's again, and nothing else suffers.
 
-The server is good, slow and misbehaving by turns. The same under the sanitizers: tests/native/resp_engine_test.cpp.
+The server is good, slow and misbehaving by turns. Under the sanitizers: tests/native/store/resp_test.cpp.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import gc
 import random
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -17,14 +16,15 @@ import pytest
 
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
-from kvpool.store.clients import blocking
+from kvpool.store.clients import link_thread
 from kvpool.store.store import Store
 from tests.conftest import eventually
 from tests.store.conformance import keys, payload
 from tests.store.misbehaving import HungUp, Misbehaving, Peer, misbehaving
 from tests.store.server.test_fault_matrix import Buffer
 from tests.store.servers import CLIENTS, with_client
-from tests.store.traffic import MARGIN_S, serves
+from tests.store.stopwatch import MARGIN_S, Stopwatch
+from tests.store.traffic import serves
 
 NBYTES = 100_000
 KEYS = keys(8)
@@ -91,11 +91,11 @@ class Canceller:
                 threading.Event().wait(self._chance.random() * 0.01)
                 transfer.cancel()
                 self.cancelled += 1
-            started = time.monotonic()
+            watch = Stopwatch()
             found: list[bool] = []
             with contextlib.suppress(StoreUnavailable):
                 found = transfer.wait()
-            if time.monotonic() - started > DEADLINE_S + 2 * MARGIN_S:
+            if watch.ran_s() > DEADLINE_S + 2 * MARGIN_S:
                 self.wrong.append("a batch went on beyond its deadline")
             if not transfer.done():
                 self.wrong.append("a batch is still under way")
@@ -114,7 +114,7 @@ class Canceller:
 def test_batches_are_cancelled_at_any_point(
     server: Misbehaving, client: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocking, "MAX_CALL_S", DEADLINE_S)
+    monkeypatch.setattr(link_thread, "MAX_CALL_S", DEADLINE_S)
     with open_store(with_client(f"{server.url}?connections=3", client)) as store:
         assert all(store.put_many(KEYS, VALUES))
         server.misbehave(Moody(seed))

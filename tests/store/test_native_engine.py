@@ -6,7 +6,6 @@ import fcntl
 import gc
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -119,7 +118,7 @@ def open_engine(tmp_path):
     engines = []
 
     def open_one(root=None, capacity_nbytes=64 * MIB, threads=2):
-        engines.append(_native.open_file_engine(str(root or tmp_path / "pool"), capacity_nbytes, threads))
+        engines.append(_native.open_file_executor(str(root or tmp_path / "pool"), capacity_nbytes, threads))
         return engines[-1]
 
     yield open_one
@@ -265,7 +264,7 @@ def test_buffers_come_back_from_cancelled_loads_at_any_moment(open_engine):
 
 def test_buffers_outlive_the_engine_object(tmp_path):
     buffer = bytearray(payload(1, 1000))
-    engine = _native.open_file_engine(str(tmp_path), MIB, 1)
+    engine = _native.open_file_executor(str(tmp_path), MIB, 1)
     batch = engine.submit(_native.PUT, [key(1)], [buffer], WAIT_S)
     del engine
     gc.collect()
@@ -274,23 +273,6 @@ def test_buffers_outlive_the_engine_object(tmp_path):
 
 
 # ---- completion ----------------------------------------------------------------------------------
-
-
-def test_the_eventfd_is_readable_once_for_each_batch(open_engine):
-    engine = open_engine()
-    fd = engine.fileno()
-    assert select.select([fd], [], [], 0)[0] == []
-    batches = [engine.submit(_native.CONTAINS, [key(i)], None, WAIT_S) for i in range(3)]
-    seen = 0
-    while seen < 3:
-        assert select.select([fd], [], [], WAIT_S)[0] == [fd]
-        seen += int.from_bytes(os.read(fd, 8), sys.byteorder)
-    assert seen == 3
-    assert all(batch.done() for batch in batches)
-    with pytest.raises(BlockingIOError):
-        os.read(fd, 8)
-    assert engine.submit(_native.PUT, [], [], 1.0).done()
-    assert select.select([fd], [], [], 0)[0] == [fd]
 
 
 def test_waiting_releases_the_interpreter(open_engine, root):
@@ -344,9 +326,8 @@ def test_close(open_engine):
     assert count_threads() == threads - 3  # two for files, one for deadlines
     assert count_descriptors() < descriptors
     assert engine.close(0)
-    for call in (engine.fileno, lambda: engine.submit(_native.DELETE, [key(1)], None, 1.0)):
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(_native.DELETE, [key(1)], None, 1.0)
     assert engine.counters()["puts"] >= 1
 
 
@@ -417,15 +398,15 @@ def test_a_full_queue_is_refused(open_engine, root):
 
 def test_bad_ways_to_open(tmp_path):
     with pytest.raises(ValueError, match="capacity_nbytes"):
-        _native.open_file_engine(str(tmp_path), 0, 1)
+        _native.open_file_executor(str(tmp_path), 0, 1)
     for threads in (0, 257):
         with pytest.raises(ValueError, match="threads"):
-            _native.open_file_engine(str(tmp_path), MIB, threads)
+            _native.open_file_executor(str(tmp_path), MIB, threads)
     with pytest.raises(ValueError, match="root"):
-        _native.open_file_engine("", MIB, 1)
+        _native.open_file_executor("", MIB, 1)
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotADirectoryError) as caught:
-        _native.open_file_engine(str(tmp_path / "file"), MIB, 1)
+        _native.open_file_executor(str(tmp_path / "file"), MIB, 1)
     assert caught.value.filename.startswith(str(tmp_path / "file"))
 
 
@@ -496,7 +477,7 @@ WRITER = textwrap.dedent(
     from kvpool import _native
     sys.path.insert(0, sys.argv[4])
     from test_native_engine import key, payload
-    engine = _native.open_file_engine(sys.argv[1], int(sys.argv[2]), 2)
+    engine = _native.open_file_executor(sys.argv[1], int(sys.argv[2]), 2)
     for first in range(0, int(sys.argv[3]), 8):
         ids = [i % 97 for i in range(first, first + 8)]
         batch = engine.submit(_native.PUT, [key(i) for i in ids], [payload(i, 300_000) for i in ids], 30.0)
@@ -571,7 +552,7 @@ def small_mount(tmp_path):
 
 
 def test_a_full_file_system_makes_room_or_says_no(small_mount):
-    engine = _native.open_file_engine(str(small_mount / "pool"), 64 * MIB, 2)
+    engine = _native.open_file_executor(str(small_mount / "pool"), 64 * MIB, 2)
     for i in range(30):  # the capacity is far above what there is: old records make room for new ones
         assert put(engine, i, MIB) == _native.OK
     assert get(engine, 29, MIB) == _native.OK
@@ -601,12 +582,12 @@ PERMISSIONS = textwrap.dedent(
     root = Path(sys.argv[1])
     (root / "closed").mkdir(mode=0o500)
     try:
-        _native.open_file_engine(str(root / "closed"), 1 << 20, 1)
+        _native.open_file_executor(str(root / "closed"), 1 << 20, 1)
     except PermissionError as error:
         assert error.filename == str(root / "closed/kvpool-pool"), error.filename
     else:
         raise AssertionError("opened")
-    engine = _native.open_file_engine(str(root / "open"), 1 << 20, 1)
+    engine = _native.open_file_executor(str(root / "open"), 1 << 20, 1)
     assert put(engine, 1) == _native.OK
     (root / "open/tmp").chmod(0o500)
     batch = engine.submit(_native.PUT, [key(2)], [payload(2, 1000)], WAIT_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,35 +14,7 @@ from kvpool.key.record import pack_header
 from kvpool.store.store import Store
 from tests.conftest import eventually
 from tests.store.conformance import MIB, OpenStore, StoreConformance, key, keys, payload
-from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
-
-
-@pytest.fixture(params=SERVERS, scope="module")
-def server_of_module(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    with running(request.param, tmp_path_factory.mktemp("server")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(server_of_module: Server) -> Server:
-    """An empty server without a limit."""
-    server_of_module.client.flushall()
-    server_of_module.client.config_set("maxmemory", 0)
-    server_of_module.client.config_resetstat()
-    return server_of_module
-
-
-@pytest.fixture(params=CLIENTS)
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def store(server: Server, client: str) -> Iterator[Store]:
-    with open_store(with_client(server.url, client)) as store:
-        yield store
+from tests.store.servers import CLIENTS, ON_REDIS, ON_VALKEY, Server, with_client
 
 
 class ServerConformance(StoreConformance):
@@ -87,10 +58,6 @@ class LightConformance(OtherClientConformance):
     @pytest.mark.parametrize("nbytes", [1, 128, 129, 65536, 262145])
     def test_round_trip(self, store: Store, nbytes: int) -> None:
         super().test_round_trip(store, nbytes)
-
-
-ON_REDIS = pytest.mark.parametrize("server_of_module", ["redis-server"], indirect=True)
-ON_VALKEY = pytest.mark.parametrize("server_of_module", ["valkey-server"], indirect=True)
 
 
 @ON_VALKEY

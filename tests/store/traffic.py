@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 
 from kvpool.errors import StoreUnavailable
 from kvpool.store.store import Store
 from tests.conftest import eventually
 from tests.store.conformance import key, keys, payload
-
-# Beyond its deadline a batch may take this long: a thread that has to be woken on a busy machine.
-MARGIN_S = 0.5
+from tests.store.stopwatch import Stopwatch
 
 
 def serves(store: Store, number: int = 1) -> bool:
@@ -32,7 +29,7 @@ def serves(store: Store, number: int = 1) -> bool:
 
 
 class Traffic:
-    """Puts and gets in a thread, until told to end: every hit is compared, every call is timed.
+    """Puts and gets in a thread, until told to end: every hit is compared, every call is timed by a ``Stopwatch``.
 
     A fault is followed by a millisecond's rest, as a caller would have other things to do: one that asks again without
     end holds the interpreter, which a client in Python needs to dial.
@@ -69,7 +66,7 @@ class Traffic:
                     self.wrong.append(f"{number} holds something else")
 
     def _timed(self, call: Callable[[], list[bool]]) -> list[bool]:
-        started = time.monotonic()
+        watch = Stopwatch()
         try:
             return call()
         except StoreUnavailable:
@@ -77,4 +74,4 @@ class Traffic:
             self._stop.wait(0.001)
             return []
         finally:
-            self.longest_s = max(self.longest_s, time.monotonic() - started)
+            self.longest_s = max(self.longest_s, watch.ran_s())

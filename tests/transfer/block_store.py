@@ -12,9 +12,6 @@ class BlockStore(Store):
     def counters(self) -> dict[str, int]:
         return {}
 
-    def fileno(self) -> int:
-        return -1
-
     def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...
 
     def _announcements(self, prefix: str) -> dict[str, bytes]:

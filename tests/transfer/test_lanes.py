@@ -12,9 +12,10 @@ import torch
 
 from kvpool.metrics import Counters
 from kvpool.store import open_store
-from kvpool.transfer import BlockCopier, TransferEngine
+from kvpool.transfer import BlockCopier, KVCacheMover
+from kvpool.transfer.kv_cache import ABANDON_AFTER_S, Block
 from kvpool.transfer.lane import Host, device_of
-from kvpool.transfer.mover import ABANDON_AFTER_S, Block, Finished
+from kvpool.transfer.mover import Finished
 from kvpool.transfer.staging import Staging
 from tests.conftest import SOAK_S, eventually
 from tests.transfer.scripted_store import ScriptedStore
@@ -35,7 +36,7 @@ class Bench:
         ]
         self.device = SlowDevice(scratch_blocks * PAYLOAD_NBYTES)
         self.store = ScriptedStore()
-        self.engine = TransferEngine(
+        self.engine = KVCacheMover(
             self.store,
             [BlockCopier(layers) for layers in self.caches],
             staging_nbytes=slots * PAYLOAD_NBYTES,
@@ -76,10 +77,16 @@ def block(content: int, block_id: int, group: int = 0) -> Block:
 NOTHING = Finished([], [], [])
 
 
+def told(finished: Finished) -> tuple[list[int], list[tuple[int, bool]]]:
+    """(staged, stored), of what ended without a load."""
+    assert not finished.loads
+    return finished.staged, finished.stored
+
+
 def test_a_block_is_read_when_it_has_been_computed_and_free_when_it_has_landed() -> None:
     at = Bench()
     at.compute(3, 7)
-    at.engine.store([block(7, 3)], [0])
+    at.engine.stage([block(7, 3)], [0])
     at.compute(3, 99)  # the next step's, which the engine may only give when the block is free
     assert at.gathers.go_on() == 0, "the forward is not over"
     assert at.engine.poll() == NOTHING
@@ -88,11 +95,11 @@ def test_a_block_is_read_when_it_has_been_computed_and_free_when_it_has_landed()
     assert at.engine.poll() == NOTHING, "computed, but not copied"
     assert at.gathers.go_on() == 1
     at.device.go_on()
-    assert at.engine.poll() == Finished([], [0], [])
+    assert told(at.engine.poll()) == ([0], [])
     at.store.end()  # not there
     assert at.engine.poll() == NOTHING
     at.store.end()
-    assert at.engine.poll() == Finished([], [], [(0, True)])
+    assert told(at.engine.poll()) == ([], [(0, True)])
     assert at.kept(7)
     assert not at.engine.busy
     assert at.engine.slots_in_use == 0
@@ -118,7 +125,7 @@ def test_a_load_is_reported_when_its_blocks_are_written_and_not_before_those_may
 
 def test_what_arrives_together_is_one_copy_and_what_arrives_later_another() -> None:
     at = Bench(slots=64, scratch_blocks=64)
-    at.engine._part_blocks = 2
+    at.engine._memory.part_items = 2
     at.put(*range(1, 13))
     at.engine.load("job", [block(n, n) for n in range(1, 13)], timeout_s=5, max_s=20)
     assert len(at.store.under_way) == 6
@@ -154,8 +161,8 @@ def test_a_copy_for_two_loads_waits_for_the_later_one() -> None:
 def test_what_is_not_held_is_copied_before_the_engine_goes_on() -> None:
     at = Bench()
     at.compute(3, 7)
-    at.engine.store([block(7, 3)], [0])
-    at.engine.store_first()
+    at.engine.stage([block(7, 3)], [0])
+    at.engine.hold_engine()
     at.compute(3, 99)
     at.device.engine.go_on()
     assert at.holds(3, 7), "the next step waits for the copy"
@@ -172,10 +179,10 @@ def test_a_batch_larger_than_the_scratch_is_several_copies() -> None:
     at = Bench(slots=40, scratch_blocks=3)
     for n in range(1, 9):
         at.compute(n, n)
-    at.engine.store([block(n, n) for n in range(1, 9)], list(range(8)))
+    at.engine.stage([block(n, n) for n in range(1, 9)], list(range(8)))
     assert len(at.gathers) == 3
     at.device.go_on()
-    assert sorted(at.engine.poll().landed) == list(range(8))
+    assert sorted(at.engine.poll().staged) == list(range(8))
     at.store.end_all()
     at.engine.poll()
     at.store.end_all()
@@ -185,13 +192,13 @@ def test_a_batch_larger_than_the_scratch_is_several_copies() -> None:
 
 def test_a_store_that_gets_no_slot_lands_at_once() -> None:
     at = Bench(slots=4)
-    at.engine.store([block(n, n) for n in range(1, 7)], list(range(6)))
+    at.engine.stage([block(n, n) for n in range(1, 7)], list(range(6)))
     finished = at.engine.poll()
-    assert finished.landed == [3, 4, 5], "nothing of them is read"
+    assert finished.staged == [3, 4, 5], "nothing of them is read"
     assert finished.stored == [(3, False), (4, False), (5, False)]
     assert at.engine.slots_in_use == 3
-    at.engine.store([block(7, 7)], [6])
-    assert at.engine.poll() == Finished([], [6], [(6, False)]), "a copy under way has its slots"
+    at.engine.stage([block(7, 7)], [6])
+    assert told(at.engine.poll()) == ([6], [(6, False)]), "a copy under way has its slots"
 
 
 def test_a_load_that_is_cancelled_while_it_is_copied_is_reported_after_the_copy() -> None:
@@ -211,12 +218,12 @@ def test_a_load_that_is_cancelled_while_it_is_copied_is_reported_after_the_copy(
 
 def test_a_load_that_failed_copies_nothing_more() -> None:
     at = Bench(slots=64, scratch_blocks=64)
-    at.engine._part_blocks = 1
+    at.engine._memory.part_items = 1
     at.put(1)
     at.engine.load("job", [block(1, 1), block(2, 2)], timeout_s=5, max_s=20)
     at.store.end_all()
     (load,) = at.engine.poll().loads
-    assert (load.ok, load.missing) == (False, [key(2, 0)])
+    assert (load.ok, load.missing) == (False, [1])
     assert len(at.scatters) == 0
     assert at.engine.slots_in_use == 0
 
@@ -244,7 +251,7 @@ def test_waits_for_copies_have_deadlines() -> None:
     started = time.monotonic()
     assert at.engine.poll(wait_s=0.05) == NOTHING
     assert not at.engine.drain(0.05)
-    at.engine.store([block(6, 6)], [0])
+    at.engine.stage([block(6, 6)], [0])
     at.engine.close()
     assert time.monotonic() - started < 0.05 + 0.05 + ABANDON_AFTER_S + 0.5
 
@@ -254,7 +261,7 @@ def test_after_close_the_engine_computes_behind_the_copies_under_way() -> None:
     at.put(5)
     at.compute(6, 6)
     at.engine.load("job", [block(5, 4)], timeout_s=5, max_s=20)
-    at.engine.store([block(6, 6)], [0])
+    at.engine.stage([block(6, 6)], [0])
     at.store.end()
     at.engine.poll()
     at.engine.close()
@@ -274,10 +281,10 @@ def test_after_close_the_engine_computes_behind_the_copies_under_way() -> None:
 
 def test_a_store_that_is_away_when_blocks_land_drops_them() -> None:
     at = Bench()
-    at.engine.store([block(6, 6), block(7, 7)], [0, 1])
+    at.engine.stage([block(6, 6), block(7, 7)], [0, 1])
     at.store.close()
     at.device.go_on()
-    assert at.engine.poll() == Finished([], [0, 1], [(0, False), (1, False)])
+    assert told(at.engine.poll()) == ([0, 1], [(0, False), (1, False)])
     assert at.engine.slots_in_use == 0
 
 
@@ -300,7 +307,7 @@ def test_an_accelerator_moves_the_same_bytes_behind_what_it_computes(tmp_path: P
     cache = torch.zeros((4, 65, 2, 16, 8, 128), dtype=torch.bfloat16, device=driven)
     copiers = [BlockCopier(list(cache))]
     with open_store(f"file://{tmp_path}/pool") as store:
-        engine = TransferEngine(
+        engine = KVCacheMover(
             store, copiers, staging_nbytes=64 << 20, max_store_nbytes_per_s=0, counters=Counters()
         )
         # Long enough that a copy which did not wait for it would read zeros.
@@ -308,7 +315,7 @@ def test_an_accelerator_moves_the_same_bytes_behind_what_it_computes(tmp_path: P
         for _ in range(20):
             product = (product @ product).clamp(-1, 1)
         cache.copy_(torch.randn(cache.shape, device=driven))
-        engine.store([block(n, n) for n in range(1, 33)], list(range(32)))
+        engine.stage([block(n, n) for n in range(1, 33)], list(range(32)))
         assert sorted(run(engine).stored) == [(tag, True) for tag in range(32)]
         cache[:, 33:] = 0
         engine.load("job", [block(n, 32 + n) for n in range(1, 33)], timeout_s=5, max_s=20)
@@ -355,7 +362,7 @@ class _Model:
             blocks.append(block(content, block_id))
             tags.append(self.tags)
             self.tags += 1
-        self.at.engine.store(blocks, tags)
+        self.at.engine.stage(blocks, tags)
 
     def load(self) -> None:
         there = sorted(self.stored)
@@ -373,7 +380,7 @@ class _Model:
 
     def poll(self) -> None:
         finished = self.at.engine.poll()
-        for tag in finished.landed:
+        for tag in finished.staged:
             block_id, self.sending[tag] = self.storing.pop(tag)
             self.reuse(block_id)
         for tag, ok in finished.stored:

@@ -15,8 +15,9 @@ from kvpool.errors import ConfigError
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Store, Transfer, open_store
-from kvpool.transfer import BlockCopier, TransferEngine
-from kvpool.transfer.mover import ABANDON_AFTER_S, Block, Finished
+from kvpool.transfer import BlockCopier, KVCacheMover
+from kvpool.transfer.kv_cache import ABANDON_AFTER_S, Block
+from kvpool.transfer.mover import Finished
 from tests.conftest import eventually
 from tests.transfer.block_store import BlockStore
 
@@ -53,10 +54,10 @@ def engine_on(
     slots: int = 16,
     cap: int = 0,
     blocks_per_record: int = 1,
-) -> TransferEngine:
+) -> KVCacheMover:
     copiers = [BlockCopier(group, blocks_per_record) for group in caches]
     slot_nbytes = max(copier.payload_nbytes for copier in copiers)
-    return TransferEngine(
+    return KVCacheMover(
         store,
         copiers,
         staging_nbytes=slots * slot_nbytes,
@@ -65,14 +66,14 @@ def engine_on(
     )
 
 
-def run(engine: TransferEngine, *, within_s: float = 20.0) -> Finished:
+def run(engine: KVCacheMover, *, within_s: float = 20.0) -> Finished:
     """Poll until nothing is under way; everything that ended."""
     all_of_it = Finished([], [], [])
 
     def over() -> bool:
         finished = engine.poll()
         all_of_it.loads.extend(finished.loads)
-        all_of_it.stored.extend(finished.stored)
+        all_of_it.stores.extend(finished.stores)
         return not engine.busy
 
     assert eventually(over, within_s=within_s)
@@ -95,7 +96,7 @@ def test_blocks_come_back_byte_for_byte_in_other_places(store: Store) -> None:
     fill(target, 2)
     writer, reader = engine_on(store, source, slots=128), engine_on(store, target, slots=5)
     numbers = range(20)
-    writer.store(blocks(numbers), tags=list(range(40)))
+    writer.stage(blocks(numbers), tags=list(range(40)))
     assert sorted(run(writer).stored) == [(tag, True) for tag in range(40)]
     untouched = [[layer.clone() for layer in group] for group in target]
     reader.load("job", blocks(numbers, shift=7), timeout_s=5, max_s=20)
@@ -116,7 +117,7 @@ def test_of_a_record_of_several_blocks_a_load_writes_those_that_are_wanted(store
     fill(target, 2)
     writer = engine_on(store, source, blocks_per_record=3)
     records = [Block(key(n, g), g, (3 * n + 1, 3 * n + 3, 3 * n + 2)) for g in range(2) for n in range(5)]
-    writer.store(records, tags=list(range(10)))
+    writer.stage(records, tags=list(range(10)))
     assert sorted(run(writer).stored) == [(tag, True) for tag in range(10)]
     assert store.counters()["puts"] == 10
     untouched = [[layer.clone() for layer in group] for group in target]
@@ -138,7 +139,7 @@ def test_of_a_record_of_several_blocks_a_load_writes_those_that_are_wanted(store
 def test_a_load_of_a_lower_number_gets_the_next_slots(store: Store) -> None:
     caches = layers(1)
     writer = engine_on(store, caches, slots=64)
-    writer.store(blocks(range(24), groups=1), tags=list(range(24)))
+    writer.stage(blocks(range(24), groups=1), tags=list(range(24)))
     run(writer)
     engine = engine_on(store, caches, slots=2)
     engine.load("first", blocks(range(8), groups=1), timeout_s=5, max_s=20)  # takes both slots
@@ -154,7 +155,7 @@ def test_a_load_of_a_lower_number_gets_the_next_slots(store: Store) -> None:
 def test_a_load_with_one_missing_block_fails_and_names_it(store: Store) -> None:
     caches = layers(1)
     engine = engine_on(store, caches)
-    engine.store(blocks(range(6), groups=1), tags=list(range(6)))
+    engine.stage(blocks(range(6), groups=1), tags=list(range(6)))
     run(engine)
     store.delete_many([key(4, 0)])
     fill(caches, 9)
@@ -162,7 +163,7 @@ def test_a_load_with_one_missing_block_fails_and_names_it(store: Store) -> None:
     engine.load("job", blocks(range(6), groups=1), timeout_s=5, max_s=20)
     (load,) = run(engine).loads
     assert not load.ok
-    assert load.missing == [key(4, 0)]
+    assert load.missing == [4]
     assert engine.slots_in_use == 0
     assert all(torch.equal(layer, old) for layer, old in zip(caches[0], before, strict=True)), (
         "nothing is copied"
@@ -172,10 +173,10 @@ def test_a_load_with_one_missing_block_fails_and_names_it(store: Store) -> None:
 def test_a_key_already_there_is_not_sent_again(store: Store) -> None:
     caches = layers(1)
     engine = engine_on(store, caches)
-    engine.store(blocks(range(4), groups=1), tags=[0, 1, 2, 3])
+    engine.stage(blocks(range(4), groups=1), tags=[0, 1, 2, 3])
     run(engine)
     sent = store.counters()["puts"]
-    engine.store(blocks(range(6), groups=1), tags=list(range(6)))
+    engine.stage(blocks(range(6), groups=1), tags=list(range(6)))
     assert sorted(run(engine).stored) == [(tag, True) for tag in range(6)]
     assert store.counters()["puts"] == sent + 2
 
@@ -184,14 +185,14 @@ def test_stores_without_a_slot_are_dropped_and_loads_wait(store: Store) -> None:
     caches = layers(1)
     fill(caches, 3)
     engine = engine_on(store, caches, slots=4)
-    engine.store(blocks(range(10), groups=1), tags=list(range(10)))
+    engine.stage(blocks(range(10), groups=1), tags=list(range(10)))
     stored = dict(run(engine).stored)
     assert sum(stored.values()) == 3, "a quarter of the slots, here one, is kept for loads"
     assert len(stored) == 10
     skipped = engine._counters.take()[f"{metrics.STORE_SKIPPED_BLOCKS.name}/staging_full"]
     assert skipped == 7
     for start in range(0, 10, 3):
-        engine.store(
+        engine.stage(
             blocks(range(start, min(10, start + 3)), groups=1), tags=[0, 1, 2][: min(10, start + 3) - start]
         )
         run(engine)
@@ -205,7 +206,7 @@ def test_the_cap_on_store_bandwidth_holds(store: Store) -> None:
     caches = layers(1)
     payload = BlockCopier(caches[0]).payload_nbytes
     engine = engine_on(store, caches, slots=64, cap=3 * payload)
-    engine.store(blocks(range(20), groups=1), tags=list(range(20)))
+    engine.stage(blocks(range(20), groups=1), tags=list(range(20)))
     assert sum(ok for _, ok in run(engine).stored) == 3
 
 
@@ -304,17 +305,16 @@ def refuse(*_: object, **__: object) -> Transfer:
     raise ConfigError("planted")
 
 
-@pytest.mark.parametrize("call", ["submit_touch", "submit_put"])
 def test_a_batch_of_stores_that_is_refused_costs_those_alone(
-    store: Store, monkeypatch: pytest.MonkeyPatch, call: str
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_on(store, layers())
     with monkeypatch.context() as broken:
         broken.setattr(store, call, refuse)
-        engine.store(blocks(range(2)), tags=[0, 1, 2, 3])
+        engine.stage(blocks(range(2)), tags=[0, 1, 2, 3])
         assert sorted(run(engine).stored) == [(tag, False) for tag in range(4)]
     assert engine.slots_in_use == 0
-    engine.store(blocks(range(2)), tags=[4, 5, 6, 7])
+    engine.stage(blocks(range(2)), tags=[4, 5, 6, 7])
     assert sorted(run(engine).stored) == [(tag, True) for tag in range(4, 8)]
 
 
@@ -322,7 +322,7 @@ def test_a_batch_of_a_load_that_is_refused_costs_that_load_alone(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_on(store, layers())
-    engine.store(blocks(range(2)), tags=[0, 1, 2, 3])
+    engine.stage(blocks(range(2)), tags=[0, 1, 2, 3])
     run(engine)
     with monkeypatch.context() as broken:
         broken.setattr(store, "submit_get", refuse)
@@ -353,7 +353,7 @@ def test_close_ends_everything() -> None:
     store, caches = StallingStore(), layers(1)
     engine = engine_on(store, caches, slots=4)
     engine.load("job", blocks([1, 2], groups=1), timeout_s=10, max_s=10)
-    engine.store(blocks([5], groups=1), tags=[5])
+    engine.stage(blocks([5], groups=1), tags=[5])
     engine.close()
     assert all(batch.cancelled for batch, _ in store.batches)
     assert not engine._parts

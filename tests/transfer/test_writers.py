@@ -13,8 +13,8 @@ import torch
 from kvpool import open_store
 from kvpool.metrics import Counters
 from kvpool.store import Transfer
-from kvpool.transfer import BlockCopier, TransferEngine
-from kvpool.transfer.mover import Block
+from kvpool.transfer import BlockCopier, KVCacheMover
+from kvpool.transfer.kv_cache import Block
 from tests.conftest import eventually
 from tests.store.conformance import key, payload
 from tests.store.misbehaving import Peer, misbehaving
@@ -80,13 +80,13 @@ def test_a_writer_that_gives_up_is_no_answer_for_the_next() -> None:
 
 
 def test_transfer_engines_of_one_store_send_a_block_once() -> None:
-    """Every one asks first, and hears that the block is not there: all of them put it."""
+    """One of them asks, and hears that the block is not there; the others wait for its put."""
     cache = [torch.arange(4 * 1000, dtype=torch.int32).reshape(4, 1000)]
     with misbehaving() as server, open_store(f"{server.url}?connections=4") as store:
         held, looked_at_rights = Held(), server.heard(b"HSET")
         server.misbehave(held)
         engines = [
-            TransferEngine(
+            KVCacheMover(
                 store,
                 [BlockCopier(cache)],
                 staging_nbytes=16_000,
@@ -96,9 +96,8 @@ def test_transfer_engines_of_one_store_send_a_block_once() -> None:
             for _ in range(WRITERS)
         ]
         for tag, engine in enumerate(engines):
-            engine.store([Block(key(1), 0, (2,))], [tag])
-        # Each one's question is answered, and its put is submitted by its poll.
-        assert eventually(lambda: store.counters()["contains_misses"] == WRITERS)
+            engine.stage([Block(key(1), 0, (2,))], [tag])
+        assert eventually(lambda: server.heard(b"HSET") - looked_at_rights == 1)
         for engine in engines:
             assert engine.poll().stored == []
         assert eventually(lambda: store.counters()["queued"] == 0)
@@ -111,6 +110,8 @@ def test_transfer_engines_of_one_store_send_a_block_once() -> None:
             assert stored == [(tag, True)]
             engine.close()
         assert server.heard(b"HSET") - looked_at_rights == 1
+        counters = store.counters()
+        assert (counters["puts"], counters["present_puts"]) == (1, WRITERS - 1)
         target = bytearray(4000)
         assert store.get_many_into([key(1)], [target]) == [True]
         assert target == cache[0][2].numpy().tobytes()

@@ -126,8 +126,14 @@ class World:
         self._patch = pytest.MonkeyPatch()
         for module in (
             "kvpool.vllm.scheduler",
+            "kvpool.vllm.lookups",
+            "kvpool.vllm.step_timer",
             "kvpool.vllm.store_planner",
+            "kvpool.vllm.store_queue",
+            "kvpool.vllm.held_blocks",
             "kvpool.transfer.mover",
+            "kvpool.transfer.kv_cache",
+            "kvpool.transfer.job",
             "kvpool.store.batch",
         ):
             self._patch.setattr(f"{module}.time", self.clock)
@@ -442,14 +448,14 @@ class ScriptedEngine:
                 super().scatter(block_ids, *rest)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvpool.vllm.connector.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
+            patch.setattr("kvpool.vllm.internals.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
             patch.setattr(
-                "kvpool.vllm.connector.get_tp_group", lambda: SimpleNamespace(rank_in_group=of_stage)
+                "kvpool.vllm.internals.get_tp_group", lambda: SimpleNamespace(rank_in_group=of_stage)
             )
             patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
             device = LateDevice() if self.shape.late else None
             if device is not None:
-                patch.setattr("kvpool.transfer.mover.device_of", lambda _: device)
+                patch.setattr("kvpool.transfer.kv_cache.device_of", lambda _: device)
             connector = KVPoolConnector(self.config, KVConnectorRole.WORKER, cache)
             worker = connector._worker
             assert worker is not None
@@ -458,7 +464,7 @@ class ScriptedEngine:
                 update={"staging_nbytes": self.shape.slots * slot_nbytes}
             )
             rank = Rank(index, tensors, numbers, connector, device=device)
-            patch.setattr("kvpool.vllm.compat.weights_mark", lambda config: lambda: self.reloads)
+            patch.setattr("kvpool.vllm.internals.weights_mark", lambda config: lambda: self.reloads)
             self.world.reachable = not without_pool
             connector.register_kv_caches(tensors)
             self.world.reachable = True
@@ -562,7 +568,7 @@ class ScriptedEngine:
             one not in scheduler.running and any(scheduler.kv_cache_manager.get_block_ids(name))
             for name, one in scheduler.requests.items()
         )
-        held = any(pending.landing for pending in self.stores._pending.values())
+        held = any(pending.unstaged for pending in self.stores._queue._pending.values())
         assert self.queue or not held or self.shape.late, "a block is held"
         scheduler.reset_prefix_cache(running and not busy and not held, connector)
         if connector:
@@ -816,15 +822,17 @@ class ScriptedEngine:
             parent = self.world.parents[block.block_hash]
             if self._windowed(block.group) or parent is None or (parent, block.group) not in self.dropped:
                 continue
-            on_its_way = (parent, block.group) in self.stores._under_way
+            on_its_way = (parent, block.group) in self.stores._queue._under_way
             assert on_its_way or self.in_pool(parent, block.group), "a record is stored behind a gap"
 
     def in_pool(self, block_hash: bytes, group: int, *, now: bool = False) -> bool:
         """Whether every part of a record is in the pool, or was at some time."""
-        if self.planner._namespace is None:
+        if self.planner._namespace.current is None:
             return False
         parts = range(self.shape.parts(group))
-        keys = [key for part in parts for key in self.planner._namespace.keys([block_hash], group, part)]
+        keys = [
+            key for part in parts for key in self.planner._namespace.current.keys([block_hash], group, part)
+        ]
         return all(self.world.records.contains_many(keys)) if now else self.world.put >= set(keys)
 
     def _watch_offers(self) -> None:
@@ -853,10 +861,10 @@ class ScriptedEngine:
         (told,) = event.block_hashes
         assert isinstance(told, int)
         (block_hash,) = {one for _, one in self.world.values if int.from_bytes(one[-8:], "big") == told}
-        assert self.planner._namespace is not None
+        assert self.planner._namespace.current is not None
         group = event.group_idx or 0
         for part in range(self.shape.parts(group)):
-            (key,) = self.planner._namespace.keys([block_hash], group, part)
+            (key,) = self.planner._namespace.current.keys([block_hash], group, part)
             assert key in self.world.put, "a block is announced that is not on every rank"
 
     def _check_namespace(self, rank: Rank) -> None:
@@ -905,16 +913,16 @@ class ScriptedEngine:
                     self._check_owned(name, block)
             worker = rank.connector._worker
             assert worker is not None
-            if (engine := worker._engine) is not None:
-                held = [slot for part in engine._parts + engine._stopping for slot in part.slots]
+            if (mover := worker._mover) is not None:
+                held = [slot for part in [*mover._parts, *mover._stopping] for slot in part.slots]
                 assert len(set(held)) == len(held), "two transfers share a slot"
-                assert not set(held) & set(engine.staging._free), "a slot in use is free"
-                assert len(held) + engine.staging.free == engine.staging.slots, "a slot is lost"
-                free = set(engine.staging._free)
+                assert not set(held) & set(mover.staging._free), "a slot in use is free"
+                assert len(held) + mover.staging.free == mover.staging.slots, "a slot is lost"
+                free = set(mover.staging._free)
                 assert rank.store is not None
                 for batch in rank.store.under_way():
                     for view in batch.views:
-                        assert self._slot(engine.staging, view) not in free, "a slot is free that is written"
+                        assert self._slot(mover.staging, view) not in free, "a slot is free that is written"
 
     @staticmethod
     def _slot(staging: Any, view: memoryview) -> int:
@@ -926,9 +934,9 @@ class ScriptedEngine:
         self.check()
         assert not self.scheduler.requests
         assert not self.planner._requests
-        assert not self.stores._pending
-        assert not self.stores._held
-        assert not self.stores._late
+        assert not self.stores._queue._pending
+        assert not self.stores._held._references
+        assert not self.stores._late_answers
         assert not self.planner._new_loads
         assert not self.aggregator._recv_remaining_count
         assert not self.aggregator._failed_recving_pending
@@ -940,7 +948,7 @@ class ScriptedEngine:
             assert worker is not None
             assert not worker._promised
             assert not worker._failed
-            assert worker._engine is None or not worker._engine.busy
+            assert worker._mover is None or not worker._mover.busy
             assert not worker.slots_in_use
 
 

@@ -33,7 +33,7 @@ def described(base: Any, monkeypatch: pytest.MonkeyPatch, events: dict[str, Any]
     monkeypatch.setattr(base, "kv_events_config", None if events is None else KVEventsConfig(**events))
     for name, value in more.items():
         monkeypatch.setattr(base.parallel_config, name, value)
-    monkeypatch.setattr(announcement.compat, "block_sizes", lambda config, cache: (256, 128))
+    monkeypatch.setattr(announcement.internals, "block_sizes", lambda config, cache: (256, 128))
     return announcement.describe(base, SimpleNamespace(), settings, NAMESPACE)
 
 

@@ -15,7 +15,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kvpool import PrefixIndex
 from kvpool.vllm import cache_resync as module
-from kvpool.vllm.cache_resync import INTERVAL_S, WholeState
+from kvpool.vllm.cache_resync import INTERVAL_S, CacheResync
 from kvpool.vllm.plan import Group
 from tests.index.follow.test_engine_events import _encode, _Engine, _held
 from tests.index.wire import batch, packed64, stored
@@ -52,8 +52,8 @@ def numbers(one: Any) -> list[int]:
     return [int.from_bytes(block_hash[-8:], "big") for block_hash in one.block_hashes]
 
 
-def whole_state(block_pool: Any, *groups: Group) -> WholeState:
-    one = WholeState(groups or [Group(BLOCK)], clock=lambda: 0.0)
+def resync(block_pool: Any, *groups: Group) -> CacheResync:
+    one = CacheResync(groups or [Group(BLOCK)], clock=lambda: 0.0)
     one.bind(block_pool)
     return one
 
@@ -69,7 +69,7 @@ def test_copies_are_told_one_by_one(
     copies = [fill(block_pool, one) for one in (long, short, short)]
     block_pool.take_events()
     index = PrefixIndex(reuse_reports=reuse_reports)
-    applied = index.apply("w", _encode(whole_state(block_pool).tell()))
+    applied = index.apply("w", _encode(resync(block_pool).events()))
     assert (applied.cleared_events, applied.stored, applied.copied) == (1, 3, 4)
     for left, blocks in zip([2, 2, 0], copies, strict=True):
         block_pool.evict_blocks({block.block_id for block in blocks})
@@ -83,7 +83,7 @@ def test_other_tiers_stay() -> None:
     fill(block_pool, one)
     index = PrefixIndex()
     index.apply("w", batch(*(stored(numbers(one), medium=medium) for medium in ("CPU", "DISK", "STORAGE"))))
-    index.apply("w", _encode(whole_state(block_pool).tell()))
+    index.apply("w", _encode(resync(block_pool).events()))
     assert [list(row[2:6]) for row in index.match(packed64(numbers(one)))] == [[2, 2, 2, 2]]
 
 
@@ -93,7 +93,7 @@ def test_every_group_is_told_by_its_number_and_kind() -> None:
     fill(block_pool, one, group=0)
     fill(block_pool, other, group=1)
     fill(block_pool, other, group=1)
-    told: list[Any] = whole_state(block_pool, Group(BLOCK), Group(BLOCK, 8), Group(BLOCK)).tell()
+    told: list[Any] = resync(block_pool, Group(BLOCK), Group(BLOCK, 8), Group(BLOCK)).events()
     cleared, *held = told
     assert isinstance(cleared, AllBlocksCleared)
     assert [
@@ -117,7 +117,7 @@ def test_who_knows_vllms_events_reads_these() -> None:
 
     block_pool = BlockPool(16, True, BLOCK, enable_kv_cache_events=True)
     fill(block_pool, request([1] * 8))
-    payload = _encode(whole_state(block_pool).tell())
+    payload = _encode(resync(block_pool).events())
     cleared, held = msgspec.msgpack.decode(payload, type=KVEventBatch).events
     assert cleared == AllBlocksCleared()
     assert (held.medium, held.token_ids, held.lora_name) == ("GPU", [], None)
@@ -127,20 +127,20 @@ def test_an_empty_cache_is_told_too() -> None:
     block_pool = BlockPool(16, True, BLOCK, enable_kv_cache_events=True)
     index = PrefixIndex()
     index.apply("w", batch(stored([1, 2])))
-    index.apply("w", _encode(whole_state(block_pool).tell()))
+    index.apply("w", _encode(resync(block_pool).events()))
     assert len(index) == 0
 
 
 def test_it_is_told_at_most_every_ten_seconds() -> None:
     now_s = 100.0
-    one = WholeState([Group(BLOCK)], clock=lambda: now_s)
+    one = CacheResync([Group(BLOCK)], clock=lambda: now_s)
     one.bind(BlockPool(16, True, BLOCK, enable_kv_cache_events=True))
-    assert one.tell()
+    assert one.events()
     now_s += INTERVAL_S - 0.1
-    assert one.tell() == []
+    assert one.events() == []
     now_s += 0.1
-    assert one.tell()
-    assert one.tell() == []
+    assert one.events()
+    assert one.events() == []
 
 
 @pytest.mark.parametrize("shown", [None, SimpleNamespace(cached_block_hash_to_block={})])
@@ -150,11 +150,11 @@ def test_an_engine_that_does_not_show_its_cache_says_so_once(
     said: list[str] = []
     monkeypatch.setattr(module.logger, "warning", lambda text, *of: said.append(text % of))
     now_s = 0.0
-    one = WholeState([Group(BLOCK)], clock=lambda: now_s)
+    one = CacheResync([Group(BLOCK)], clock=lambda: now_s)
     if shown is not None:
         one.bind(shown)
     for _ in range(3):
-        assert one.tell() == []
+        assert one.events() == []
         now_s += INTERVAL_S
     (sentence,) = said
     assert "does not show its cache to connectors" in sentence
@@ -164,9 +164,9 @@ def test_what_no_index_could_take_is_not_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "MAX_BLOCKS", 3)
     block_pool = BlockPool(16, True, BLOCK, enable_kv_cache_events=True)
     fill(block_pool, request([1] * 8))
-    assert whole_state(block_pool).tell()
+    assert resync(block_pool).events()
     fill(block_pool, request([1] * 8))
-    assert whole_state(block_pool).tell() == []
+    assert resync(block_pool).events() == []
 
 
 class Telling(RuleBasedStateMachine):
@@ -184,8 +184,8 @@ class Telling(RuleBasedStateMachine):
         self.exact = report_mode == "incremental"
         self.engine = _Engine(random.Random(0), report_mode=report_mode)
         self.index = PrefixIndex(reuse_reports=not self.exact)
-        self.whole_state = WholeState([Group(BLOCK)], clock=lambda: self.now_s)
-        self.whole_state.bind(self.engine.pool)
+        self.resync = CacheResync([Group(BLOCK)], clock=lambda: self.now_s)
+        self.resync.bind(self.engine.pool)
         self.whole = True
 
     @rule(seed=st.integers(0, 1 << 32), steps=st.integers(1, 6), lost=st.booleans())
@@ -205,7 +205,7 @@ class Telling(RuleBasedStateMachine):
         self.engine.chance.seed(seed)
         self.engine.act()
         self.now_s += INTERVAL_S
-        self.index.apply("w", _encode([*self.engine.pool.take_events(), *self.whole_state.tell()], 0))
+        self.index.apply("w", _encode([*self.engine.pool.take_events(), *self.resync.events()], 0))
         self.whole = True
         assert _held(self.index, self.engine.known) == self.engine.holds()
 

@@ -85,7 +85,7 @@ def computed(asked: Request, store: Store) -> list[BlockStored]:
     keys = NAMESPACE.keys([block.block_hash for block in step.stores], 0, 0)
     assert all(store.put_many(keys, [b"x"] * len(keys)))
     everywhere = dict.fromkeys(step.tags, 1)
-    scheduler.update(PoolWorkerMetadata(landed=everywhere, stored=everywhere), (), ())
+    scheduler.update(PoolWorkerMetadata(staged=everywhere, stored=everywhere), (), ())
     return [event for event in scheduler.take_events() if isinstance(event, BlockStored)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,24 @@ from typing import Any
 import pytest
 import torch
 import vllm.config
-from vllm import envs
 from vllm.config import MultiModalConfig, VllmConfig, set_current_vllm_config
-from vllm.config.compilation import PassConfig
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.platforms import current_platform
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, get_kv_cache_spec_kind
 
-from kvpool.vllm.facts import ROPE_ROWS, _model_config, _processor, rope_fact
-from kvpool.vllm.judged import JUDGED, VARIABLES, settings_facts
+from kvpool.errors import EngineRefused
+from kvpool.key.key import Namespace
+from kvpool.vllm.events import held_event
+from kvpool.vllm.facts import ROPE_ROWS, _model_config, _processor, engine_facts, layout_of, rope_fact
+from kvpool.vllm.plan import Group
+from tests.vllm.specs import FULL, LATENT, WEIGHTS, WINDOW, attention_layers, cache_of, differing, facts_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 
-PAGE = Path(__file__).parents[2] / "docs" / "namespace.md"
+needs_fp8 = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="FP8 on a CPU takes AVX-512")
 PACKAGE = Path(vllm.config.__file__).parents[1]
 HALF = 16
 LONGROPE = {
@@ -140,115 +145,119 @@ def test_models_that_look_at_the_length_are_those_that_were_looked_through() -> 
     assert found <= looked_through
 
 
-# Settings.
+# FP8, groups and images.
 
 
-def test_settings_at_their_defaults_are_no_facts(engine_config: Any) -> None:
-    facts = settings_facts(engine_config())
-    assert facts == {"ParallelConfig.worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}
+def test_records_of_several_blocks_have_a_namespace_of_their_own(engine_config: Any) -> None:
+    cache = cache_of(FULL, WINDOW)
+    layers = [[torch.zeros((8, 2, 4, tokens, 32), dtype=torch.bfloat16)] for tokens in (32, 64)]
+    config = engine_config()
+    facts = [engine_facts(config, cache, WEIGHTS, layers, *more) for more in ((), (1,), (2,), (4,))]
+    assert facts[0] == facts[1]
+    assert len({Namespace("default", each).hex for each in facts}) == 3
+    changed = {name: value for name, value in facts[3].items() if value != facts[0].get(name)}
+    assert changed == {
+        "blocks_per_record": 4,
+        "group0.block_tokens": 128,
+        "group0.payload_nbytes": 4 * 2 * 4 * 32 * 32 * 2,
+        "group1.block_tokens": 256,
+        "group1.payload_nbytes": 4 * 2 * 4 * 64 * 32 * 2,
+    }
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "value", "says"),
-    [
-        ("cache_config", "kv_sharing_fast_prefill", True, True),
-        ("attention_config", "disable_flashinfer_q_quantization", True, True),
-        ("kernel_config", "moe_backend", "triton", "triton"),
-        ("parallel_config", "all2all_backend", "deepep_low_latency", "deepep_low_latency"),
-        ("parallel_config", "worker_extension_cls", "mine.Extension", "mine.Extension"),
-        (
-            "model_config",
-            "quantization_config",
-            {"linear": {"weight": "fp8"}},
-            '{"linear": {"weight": "fp8"}}',
-        ),
-    ],
-)
-def test_a_setting_that_changes_k_or_v_is_a_fact_of_its_own_name(
-    engine_config: Any, section: str, name: str, value: Any, says: Any
+def test_latent_vectors_are_facts_and_events_of_their_own() -> None:
+    groups = [Group(32, latent=True), Group(32)]
+    layout = layout_of(groups, [[torch.zeros(4, 32, 8)], [torch.zeros(4, 32, 8)]], "float32")
+    assert [layout.facts()[f"group{index}.attention"] for index in (0, 1)] == ["mla", "full"]
+    pool = BlockPool(4, True, 32)
+    kinds = [held_event(pool, 0, group, []).kv_cache_spec_kind for group in groups]
+    assert kinds == ["mla_attention", "full_attention"]
+    assert kinds == [get_kv_cache_spec_kind(spec) for spec in (LATENT, FULL)], "as the engine's own"
+
+
+def _fp8(engine_config: Any, **options: Any) -> tuple[Any, list[Attention]]:
+    config = engine_config(kv_cache_dtype="fp8", **options)
+    return config, attention_layers(config, 2)
+
+
+@needs_fp8
+def test_an_fp8_cache_is_known_by_its_format_its_layers_and_its_scales(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config, layers = _fp8(engine_config)
+    facts = facts_of(config)
+    assert facts["kv_dtype"] == "fp8"
+    assert facts_of(_fp8(engine_config)[0]) == facts, "the same in every process"
+
+    plain = engine_config()
+    attention_layers(plain, 2)
+    assert not [name for name in facts_of(plain) if name.startswith("fp8")]
+
+    other, _ = _fp8(engine_config, kv_cache_dtype_skip_layers=["1"])
+    assert differing(facts_of(other), facts) == {"fp8_layers", "fp8_scales"}
+
+    layers[1]._v_scale_float = 0.5
+    assert differing(facts_of(config), facts) == {"fp8_scales"}
+    layers[1]._v_scale_float = 1.0
+    assert facts_of(config) == facts
+    layers[0]._k_scale.fill_(0.25)
+    assert differing(facts_of(config), facts) == {"fp8_scales"}
+    layers[0]._k_scale.fill_(1.0)
+
+    monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_: torch.float8_e4m3fnuz)
+    assert differing(facts_of(config), facts) == {"fp8_format"}
+
+
+@needs_fp8
+def test_scales_of_heads_are_refused_where_ranks_have_different_ones(engine_config: Any) -> None:
+    config, layers = _fp8(engine_config)
+    layers[0]._k_scale = torch.ones(4)
+    facts_of(config)
+    config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(EngineRefused, match=r"layers.0.attn has a scale for each KV head"):
+        facts_of(config)
+
+
+def test_a_type_that_only_a_layer_knows_of_is_refused(engine_config: Any) -> None:
     config = engine_config()
-    facts = settings_facts(config)
-    setattr(getattr(config, section), name, value)
-    kind = type(getattr(config, section)).__name__
-    assert settings_facts(config) == {**facts, f"{kind}.{name}": says}
+    attention_layers(config, 2)[1].kv_cache_dtype = "int8_per_token_head"
+    with pytest.raises(EngineRefused, match=r"layers.1.attn is of type int8_per_token_head"):
+        facts_of(config)
 
 
-def test_adapters_target_modules_are_a_fact(engine_config: Any) -> None:
-    config = engine_config(enable_lora=True)
-    facts = settings_facts(config)
-    config.lora_config.target_modules = ["q_proj", "k_proj"]
-    assert settings_facts(config) == {**facts, "LoRAConfig.target_modules": '["q_proj", "k_proj"]'}
-
-
-def test_a_long_value_is_a_fact_as_a_digest(engine_config: Any) -> None:
-    config = engine_config()
-    config.additional_config = {"a": "x" * 5000}
-    assert len(str(settings_facts(config)["VllmConfig.additional_config"])) == 16
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("VLLM_BATCH_INVARIANT", True), ("VLLM_FLOAT32_MATMUL_PRECISION", "high")]
-)
-def test_a_switch_of_the_environment_is_a_fact(
-    engine_config: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+@needs_fp8
+def test_keys_are_packed_by_the_type_of_the_model_also_in_an_fp8cache_of(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As ``CPUAttentionMetadataBuilder`` does it: else engines with and without AMX would share."""
+    config, _ = _fp8(engine_config)
+    config.model_config.dtype = torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    without = facts_of(config)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert differing(facts_of(config), without) == {"kernel_packing"}
+
+
+def test_images_that_are_processed_otherwise_are_other_images(engine_config: Any) -> None:
     config = engine_config()
-    facts = settings_facts(config)
-    monkeypatch.setattr(envs, name, value, raising=False)
-    assert settings_facts(config) == {**facts, name: value}
+    config.model_config.multimodal_config = MultiModalConfig()
+    facts = facts_of(config)
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_kwargs={"num_crops": 4})
+    assert differing(facts_of(config), facts) == {"multimodal"}
 
 
-def test_the_switches_are_vllms_and_their_defaults_too() -> None:
-    assert {name: getattr(envs, name) for name in VARIABLES} == dict(VARIABLES)
-
-
-def test_a_setting_that_nobody_has_judged_is_a_fact_when_it_is_set(engine_config: Any) -> None:
-    """As a later version may bring one; what differs by rank and host is left out."""
+def test_groups_of_other_layers_have_another_namespace(engine_config: Any) -> None:
+    """Two groups of one shape: which layer is in which changes what a block means, and no shape tells it."""
+    layers = [[torch.zeros((8, 2, 4, 32, 32), dtype=torch.bfloat16)] for _ in range(2)]
     config = engine_config()
-    facts = settings_facts(config)
-    made = dataclasses.make_dataclass("CacheConfig", [("fold_keys", bool, dataclasses.field(default=False))])
-    config.cache_config = made()
-    assert settings_facts(config) == facts
-    config.cache_config = made(fold_keys=True)
-    assert settings_facts(config) == {**facts, "CacheConfig.fold_keys": True}
-    by_rank = dataclasses.make_dataclass("ParallelConfig", [("port", int, dataclasses.field(default=1))])
-    config.parallel_config = by_rank(port=2)
-    assert settings_facts(config) == {"CacheConfig.fold_keys": True}
 
+    def named(*names: str) -> Namespace:
+        groups = [KVCacheGroupSpec([name], FULL) for name in names]
+        cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        return Namespace("default", engine_facts(config, cache, WEIGHTS, layers))
 
-CLASSES = [
-    vllm.config.VllmConfig, vllm.config.ModelConfig, vllm.config.CacheConfig, vllm.config.ParallelConfig,
-    vllm.config.LoadConfig, vllm.config.AttentionConfig, vllm.config.CompilationConfig, PassConfig,
-    vllm.config.KernelConfig, vllm.config.LoRAConfig, MultiModalConfig,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("section", CLASSES, ids=lambda section: section.__name__)
-def test_every_setting_of_vllm_is_judged(section: Any) -> None:
-    """A new version must not slip one in. Say in ``judged.py`` what it does to K and V, and in the page."""
-    names = {one.name for one in dataclasses.fields(section) if not one.name.startswith("_")}
-    judged = [name for one in JUDGED for name in one.settings.get(section.__name__, "").split()]
-    assert names - set(judged) == set(), "judge them"
-    assert len(set(judged)) == len(judged), "each once"
-
-
-def test_no_class_is_judged_that_is_not_held_against_vllm() -> None:
-    assert {name for one in JUDGED for name in one.settings} == {one.__name__ for one in CLASSES}
-
-
-def test_the_page_shows_the_table() -> None:
-    text = PAGE.read_text()
-    words = {"fact": "fact", "covered": "by other facts", "refused": "refused", "same": "no matter"}
-    for one in JUDGED:
-        settings = "; ".join(f"{kind}: {names.replace(' ', ', ')}" for kind, names in one.settings.items())
-        row = f"| {words[one.verdict]} | {one.why} | {settings} |"
-        assert row in text, f"write it into the page: {row}"
-    for name in VARIABLES:
-        assert f"`{name}`" in text
-
-
-# Images.
+    assert named("a", "b").hex == named("a", "b").hex
+    assert named("a", "b").hex != named("b", "a").hex
 
 
 def test_how_images_are_processed_is_read_beside_a_local_model(engine_config: Any, tmp_path: Path) -> None:

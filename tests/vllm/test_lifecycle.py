@@ -97,7 +97,7 @@ def _configuration(engine_config: Callable[..., Any], drafts: int) -> Any:
         transfer={
             "kv_connector_extra_config": {
                 "pool": "file:///unused",
-                "budget_s": BUDGET_S,
+                "lookup_timeout_s": BUDGET_S,
                 "max_load_s": MAX_LOAD_S,
             }
         },
@@ -264,8 +264,10 @@ class EngineLife(Life):
     def _lose_all_and_ask_again(self, engine: ScriptedEngine) -> None:
         """Whatever of a prompt the engine has in its own cache: the pool has all of it afterwards."""
         prompt = [index * 7 % 40 for index in range(28)]
-        if engine.planner._broken or engine.planner._namespace is None:
+        if engine.planner._broken or engine.planner._namespace.current is None:
             return
+        if engine.planner._awaits_reset:  # for requests ran when its cache was to be reset
+            engine.reset(running=False, connector=True)
         self.world.put.clear()
         self.world.lose(1.0)
         engine.add("asked again", prompt, 1)
@@ -418,7 +420,7 @@ def test_weights_that_are_loaded_under_running_requests_keep_the_engine_from_the
     stored, first.reloads = set(world.put), 1
     generated(first, "not loaded", [7, *PROMPT])
     assert first.loads == 0
-    assert first.planner._awaits_reset
+    assert first.planner._namespace.awaits_reset
     # Of what was planned before, the bytes are of before.
     assert world.put == stored
     first.reset(running=False, connector=True)
@@ -440,7 +442,7 @@ def test_a_load_under_way_when_the_caches_are_reset_is_computed(
     while not second.ranks[0].loading:
         second.step()
     second.reset(running=False, connector=True)
-    assert second.planner._awaits_reset, "vLLM says that it could not reset what the load holds"
+    assert second.planner._namespace.awaits_reset, "vLLM says that it could not reset what the load holds"
     second.drain()
     assert (second.loads, second.loads_failed) == (1, 1)
 
@@ -455,15 +457,15 @@ def test_what_is_stored_while_the_caches_are_reset_goes_where_it_belongs(
         one.plan()
         one.execute()
         one.take()
-    before = one.planner._namespace
+    before = one.planner._namespace.current
     one.abort("slowly")
     assert one.scheduler.reset_prefix_cache(False, True)
     one.weights = one.world.newest_weights = 1
-    assert one.planner._store_planner._pending
+    assert one.planner._store_planner._queue._pending
     assert one.ranks[0].store.under_way()
     generated(one, "new weights", [8, *PROMPT])
     at_rest(one)
-    after = one.planner._namespace
+    after = one.planner._namespace.current
     assert before is not None
     assert after is not None
     assert {parse_key(key).fingerprint for key in world.put} == {before.fingerprint, after.fingerprint}
@@ -639,7 +641,7 @@ def test_a_rank_that_its_own_host_configures_wrongly_costs_its_engine_the_pool_a
 
     def loaded(*arguments: Any) -> PoolConfig:
         if next(halves) == "rank 1":
-            raise ConfigError("KVPOOL_BUDGET_S is wrong here")
+            raise ConfigError("KVPOOL_LOOKUP_TIMEOUT_S is wrong here")
         return load(*arguments)
 
     monkeypatch.setattr(PoolConfig, "load", loaded)
@@ -647,7 +649,7 @@ def test_a_rank_that_its_own_host_configures_wrongly_costs_its_engine_the_pool_a
     second.planner._loads = False  # so that its first step stores, before it has heard of any rank
     assert generated(second, "computed") == 0
     assert second.planner._broken
-    assert second.stores._next_tag, "nothing was to be stored"
+    assert second.stores._queue._next_tag, "nothing was to be stored"
 
 
 @pytest.mark.parametrize("mood", ["refusing", "faulting", "stuck"])
@@ -690,7 +692,7 @@ LONG_PROMPT = [index * 3 % 47 for index in range(58)]  # three steps, the first 
 def held_in_order(engine: ScriptedEngine, prompt: list[int]) -> int:
     """How many leading blocks of a prompt the pool has, or soon will have; there are none behind a gap."""
     hashes = BlockHasher(BLOCK_TOKENS).hashes(prompt)
-    there = [engine.in_pool(one, 0) or (one, 0) in engine.stores._under_way for one in hashes]
+    there = [engine.in_pool(one, 0) or (one, 0) in engine.stores._queue._under_way for one in hashes]
     assert there == sorted(there, reverse=True), f"stored behind a gap: {there}"
     return sum(there)
 
@@ -748,7 +750,7 @@ def test_an_idle_engine_does_not_step_on_for_a_pool_that_is_away(
     one.add("a", LONG_PROMPT, 1)
     started_s = one.world.clock.now_s
     one.drain()
-    assert one.stores._waiting
+    assert one.stores._queue._waiting
     assert one.world.clock.now_s - started_s < 6
     one.ranks[0].store.be("good", 0)
 
@@ -853,9 +855,9 @@ def test_of_drafted_tokens_only_those_that_were_accepted_are_in_the_pool(
     assert one.accepted > 10
     assert one.rejected > 10
     text = one.texts["drafted0"].tokens[: len(PROMPT) + 24]
-    assert one.planner._namespace is not None
+    assert one.planner._namespace.current is not None
     for group in range(2):
-        keys = one.planner._namespace.keys(BlockHasher(BLOCK_TOKENS).hashes(text), group, 0)
+        keys = one.planner._namespace.current.keys(BlockHasher(BLOCK_TOKENS).hashes(text), group, 0)
         assert len(keys) == 13
         assert one.world.put >= set(keys)
     assert generated(other, "follows", text) == 1

@@ -139,11 +139,11 @@ def test_a_record_that_holds_a_generated_token_is_not_stored_unless_it_is_wanted
         assert ids(step) + ids(scheduler.plan(output(asked, 8, TABLE))) == stored
 
 
-# Sightings.
+# Requests that have had a block.
 
 
 def test_a_block_is_stored_when_enough_requests_have_computed_it(store: Store) -> None:
-    scheduler = half(store, store_after_requests=3)
+    scheduler = half(store, min_requests_to_store=3)
     assert [ids(whole(scheduler, request(name))) for name in "ab"] == [[], []]
     assert ids(whole(scheduler, request("c"))) == TABLE[0][:6]
     assert ids(whole(scheduler, request("d"))) == TABLE[0][:6], "it was computed, so nobody had it"
@@ -152,14 +152,14 @@ def test_a_block_is_stored_when_enough_requests_have_computed_it(store: Store) -
 def test_a_block_that_the_engine_has_already_is_stored_by_the_request_that_makes_it_enough(
     store: Store,
 ) -> None:
-    scheduler = half(store, store_after_requests=2)
+    scheduler = half(store, min_requests_to_store=2)
     assert ids(whole(scheduler, request("a"))) == []
     assert ids(whole(scheduler, request("b"), held_tokens=64)) == TABLE[0][:6]
     assert ids(whole(scheduler, request("c"), held_tokens=96)) == [], "once"
 
 
 def test_a_record_that_begins_with_what_the_engine_had_counts_as_computed(store: Store) -> None:
-    scheduler = half(store, store_after_requests=2, blocks_per_record=4)
+    scheduler = half(store, min_requests_to_store=2, blocks_per_record=4)
     assert ids(whole(scheduler, request("a"))) == []
     assert ids(whole(scheduler, request("b"), held_tokens=48)) == TABLE[0][:4]
     assert ids(whole(scheduler, request("c"), held_tokens=48)) == TABLE[0][:4], (
@@ -169,7 +169,7 @@ def test_a_record_that_begins_with_what_the_engine_had_counts_as_computed(store:
 
 
 def test_a_request_counts_once_however_often_it_is_preempted(store: Store) -> None:
-    scheduler, asked = half(store, store_after_requests=2), request("a")
+    scheduler, asked = half(store, min_requests_to_store=2), request("a")
     assert [ids(whole(scheduler, asked)) for _ in range(3)] == [[], [], []]
     assert ids(whole(scheduler, request("b"))) == TABLE[0][:6]
     assert ids(whole(scheduler, asked, held_tokens=64)) == TABLE[0][4:6], (
@@ -178,7 +178,7 @@ def test_a_request_counts_once_however_often_it_is_preempted(store: Store) -> No
 
 
 def test_a_request_that_may_not_be_stored_is_not_counted(store: Store) -> None:
-    scheduler = half(store, store_after_requests=2)
+    scheduler = half(store, min_requests_to_store=2)
     shy = request("shy", transfer_params={"kvpool": {"store": False}})
     assert [ids(whole(scheduler, asked)) for asked in (shy, request("a"))] == [[], []]
     assert ids(whole(scheduler, request("b"))) == TABLE[0][:6]
@@ -368,4 +368,4 @@ def test_steps_without_prompts_and_lost_reports_do_not_spoil_the_rate(
     counted = scheduler.counters.take()
     assert counted[metrics.GATE_PREFILL_TOKENS.name] == 2 * MIN_STEP_TOKENS
     assert counted[metrics.GATE_PREFILL_SECONDS.name] == pytest.approx(3.0), "one after the other: 2 and 1"
-    assert not scheduler._steps
+    assert not scheduler._timer._steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.vllm.request_counter import Sightings
+from kvpool.vllm.request_counter import RequestCounter
 
 pytestmark = [pytest.mark.vllm]
 
@@ -14,18 +14,18 @@ def hashed(number: int) -> bytes:
 
 
 def test_blocks_are_counted_by_hash_and_group() -> None:
-    sightings = Sightings()
-    assert [sightings.add(hashed(1), 0) for _ in range(3)] == [1, 2, 3]
-    assert sightings.add(hashed(1), 1) == 1
-    assert sightings.add(hashed(2), 0) == 1
-    assert (sightings.count(hashed(1), 0), sightings.count(hashed(3), 0)) == (3, 0)
+    counter = RequestCounter()
+    assert [counter.add(hashed(1), 0) for _ in range(3)] == [1, 2, 3]
+    assert counter.add(hashed(1), 1) == 1
+    assert counter.add(hashed(2), 0) == 1
+    assert (counter.count(hashed(1), 0), counter.count(hashed(3), 0)) == (3, 0)
 
 
 def test_what_was_seen_longest_ago_is_forgotten() -> None:
-    sightings = Sightings(max_blocks=3)
+    counter = RequestCounter(max_blocks=3)
     for number in (1, 2, 3, 1, 4):
-        sightings.add(hashed(number), 0)
-    assert [sightings.count(hashed(number), 0) for number in (1, 2, 3, 4)] == [2, 0, 1, 1]
+        counter.add(hashed(number), 0)
+    assert [counter.count(hashed(number), 0) for number in (1, 2, 3, 4)] == [2, 0, 1, 1]
     for number in range(1000):
-        sightings.add(hashed(number), 0)
-    assert len(sightings._counts) == 3
+        counter.add(hashed(number), 0)
+    assert len(counter._counts) == 3

@@ -76,7 +76,7 @@ def half(
     **settings: Any,
 ) -> SchedulerHalf:
     scheduler = SchedulerHalf(
-        PoolConfig(pool="file:///unused", budget_s=BUDGET_S, **settings),
+        PoolConfig(pool="file:///unused", lookup_timeout_s=BUDGET_S, **settings),
         store,
         [replace(group, blocks_per_record=settings.get("blocks_per_record", 1)) for group in groups],
         ranks=ranks,
@@ -154,7 +154,7 @@ def test_the_longest_prefix_on_all_ranks_is_offered_and_loaded_once(store: Store
     (load,) = step.loads
     assert ids(load.blocks) == [8, 9, 10], "the first block is in the engine's own cache"
     assert [block.block_hash for block in load.blocks] == asked.block_hashes[1:4]
-    assert 0 < load.budget_s <= BUDGET_S
+    assert 0 < load.stall_timeout_s <= BUDGET_S
     assert scheduler.plan(SchedulerOutput.make_empty()).loads == [], "a plan is handed over once"
 
 
@@ -198,22 +198,22 @@ def test_a_store_is_settled_once_by_all_that_the_ranks_say(
         )
         block_pool, _, (tag,) = computed(scheduler, 1)
         told = 0
-        landed, ended = [False] * ranks, [False] * ranks
+        staged, ended = [False] * ranks, [False] * ranks
         turns = [rank for rank in order if rank < ranks]  # each rank says two things, one after the other
         for start in range(0, len(turns), together):
             report = PoolWorkerMetadata()
             for rank in turns[start : start + together]:
                 # Of what is the same on every rank the others have nothing to copy or to store.
                 ok = good[rank] or (latent and rank > 0)
-                name = "landed" if not landed[rank] else "stored" if ok else "dropped"
-                ended[rank], landed[rank] = landed[rank], True
+                name = "staged" if not staged[rank] else "stored" if ok else "dropped"
+                ended[rank], staged[rank] = staged[rank], True
                 report = PoolWorkerMetadata(**{name: {tag: 1}}).aggregate(report)
             scheduler.update(report, (), ())
-            assert block_pool.get_num_free_blocks() == 15 - (not all(landed))
+            assert block_pool.get_num_free_blocks() == 15 - (not all(staged))
             told += len(scheduler.take_events())
             assert told == (all(ended) and (good[0] if latent else all(good[:ranks])))
             assert scheduler.wants_steps() == (not all(ended))
-        scheduler.update(PoolWorkerMetadata(landed={tag: 1}, stored={tag: 1}, dropped={tag: 1}), (), ())
+        scheduler.update(PoolWorkerMetadata(staged={tag: 1}, stored={tag: 1}, dropped={tag: 1}), (), ())
         assert not scheduler.take_events(), "a tag that is settled says nothing any more"
         assert block_pool.get_num_free_blocks() == 15
 
@@ -367,15 +367,15 @@ def test_a_block_is_kept_until_every_rank_has_copied_it(store: Store) -> None:
     scheduler = half(store, ranks=2)
     block_pool, table, tags = computed(scheduler)
     assert block_pool.get_num_free_blocks() == 15 - 4
-    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags, 1)), (), ())
+    scheduler.update(PoolWorkerMetadata(staged=dict.fromkeys(tags, 1)), (), ())
     assert block_pool.get_num_free_blocks() == 15 - 4, "the other rank may still read them"
-    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags[:2], 1)), (), ())
+    scheduler.update(PoolWorkerMetadata(staged=dict.fromkeys(tags[:2], 1)), (), ())
     assert block_pool.get_num_free_blocks() == 15 - 2
     assert not {block.block_id for block in block_pool.get_new_blocks(13)} & set(table[2:])
-    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags[2:], 1)), (), ())
+    scheduler.update(PoolWorkerMetadata(staged=dict.fromkeys(tags[2:], 1)), (), ())
     assert block_pool.get_num_free_blocks() == 2
-    assert scheduler.wants_steps(), "landed, not stored"
-    scheduler.update(PoolWorkerMetadata(landed={tags[0]: 2, 999: 1}, stored=dict.fromkeys(tags, 2)), (), ())
+    assert scheduler.wants_steps(), "staged, not stored"
+    scheduler.update(PoolWorkerMetadata(staged={tags[0]: 2, 999: 1}, stored=dict.fromkeys(tags, 2)), (), ())
     assert block_pool.get_num_free_blocks() == 2, "given back once"
     assert not scheduler.wants_steps()
 
@@ -384,11 +384,11 @@ def test_blocks_are_given_back_when_a_rank_has_ended_the_pool(store: Store) -> N
     scheduler = half(store, ranks=2)
     block_pool, _, tags = computed(scheduler)
     broken = PoolWorkerMetadata(
-        broken={1: "planted"}, landed=dict.fromkeys(tags, 1), dropped=dict.fromkeys(tags, 1)
+        broken={1: "planted"}, staged=dict.fromkeys(tags, 1), dropped=dict.fromkeys(tags, 1)
     )
     scheduler.update(broken, (), ())
     assert block_pool.get_num_free_blocks() == 15 - 4, "the other rank goes on reading them"
-    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags, 1)), (), ())
+    scheduler.update(PoolWorkerMetadata(staged=dict.fromkeys(tags, 1)), (), ())
     assert block_pool.get_num_free_blocks() == 15
 
 
@@ -485,10 +485,10 @@ def test_blocks_that_two_records_share_are_given_back_when_both_have_landed(
         scheduler.finished(asked)
     assert block_pool.get_num_free_blocks() == 15 - 3
     if not at_once:
-        scheduler.update(PoolWorkerMetadata(landed={tags[1]: 1}), (), ())
+        scheduler.update(PoolWorkerMetadata(staged={tags[1]: 1}), (), ())
         assert block_pool.get_num_free_blocks() == 15 - 2, "the first record may still be read"
         del tags[1]
-    scheduler.update(PoolWorkerMetadata(landed=dict.fromkeys(tags, 1)), (), ())
+    scheduler.update(PoolWorkerMetadata(staged=dict.fromkeys(tags, 1)), (), ())
     assert block_pool.get_num_free_blocks() == 15
     assert len({block.block_id for block in block_pool.get_new_blocks(15)}) == 15
 
@@ -540,7 +540,7 @@ def test_a_fault_in_telling_ends_the_pool_and_not_the_engine(
     def broken(*arguments: object) -> object:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("kvpool.vllm.compat.held_event", broken)
+    monkeypatch.setattr("kvpool.vllm.cache_resync.held_event", broken)
     scheduler.update(PoolWorkerMetadata(asked=True, missing={(asked.block_hashes[3], 0)}), (), ())
     (removed,) = scheduler.take_events()
     assert removed.medium == "STORAGE", "nothing is told by halves, least of all a clear"
@@ -608,7 +608,7 @@ def test_a_request_with_hashes_that_nobody_can_spell_goes_without_the_pool(store
 
 
 @pytest.mark.parametrize(
-    "call", ["compat.adapter_changed_in_place", "compat.record_hashes", "scheduler.groups_to_ask"]
+    "call", ["internals.adapter_changed_in_place", "internals.record_hashes", "lookups.groups_to_ask"]
 )
 def test_a_fault_while_a_request_is_looked_up_costs_that_request_the_pool(
     store: Store, monkeypatch: pytest.MonkeyPatch, call: str
@@ -668,7 +668,7 @@ def test_a_fault_in_planning_a_load_fails_that_load_alone(
     put(store, bad.block_hashes)
     assert answer(scheduler, bad) == 96
     with monkeypatch.context() as broken:
-        broken.setattr("kvpool.vllm.compat.record_hashes", planted)
+        broken.setattr("kvpool.vllm.internals.record_hashes", planted)
         scheduler.allocated(bad, TABLE, 96)
     assert faults(scheduler, "load") == 1
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
@@ -721,7 +721,7 @@ def test_a_fault_in_what_the_workers_report_ends_the_pool_and_not_the_engine(
 ) -> None:
     scheduler, asked = half(store), request("a")
     put(store, asked.block_hashes)
-    monkeypatch.setattr(scheduler, "_hear", planted)
+    monkeypatch.setattr(scheduler._namespace, "learn", planted)
     scheduler.update(PoolWorkerMetadata(stored={1: 1}), (), ())
     assert scheduler.matched_tokens(asked, 0) == (0, False)
     assert scheduler.plan(output(asked, 100, TABLE)).stores == []

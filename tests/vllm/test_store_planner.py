@@ -54,7 +54,7 @@ class Engine:
     def report(self, step: PoolMetadata, *, ok: bool = True) -> None:
         tags = dict.fromkeys(step.tags, 1)
         ended = {"stored": tags} if ok else {"dropped": tags}
-        self.scheduler.update(PoolWorkerMetadata(landed=tags, **ended), (), ())
+        self.scheduler.update(PoolWorkerMetadata(staged=tags, **ended), (), ())
 
 
 def hashes(step: PoolMetadata) -> list[bytes]:
@@ -145,7 +145,7 @@ def test_a_worker_that_only_writes_asks_for_what_the_engine_has_and_stores_what_
 
 
 def test_what_is_held_and_missing_is_stored_if_enough_requests_have_had_it(store: Store) -> None:
-    engine = Engine(store, store_after_requests=3)
+    engine = Engine(store, min_requests_to_store=3)
     for name, stored in (("a", 0), ("b", 0), ("c", 6)):
         asked = request(name)
         assert answer(engine.scheduler, asked, local_tokens=80) == 0
@@ -204,7 +204,7 @@ def test_what_was_dropped_goes_before_what_comes_behind_it(
     first = engine.begins(asked, 0, tokens=48)
     assert hashes(first) == asked.block_hashes[:3]
     engine.scheduler.update(
-        PoolWorkerMetadata(landed=dict.fromkeys(first.tags, 1), stored={first.tags[0]: 1}), (), ()
+        PoolWorkerMetadata(staged=dict.fromkeys(first.tags, 1), stored={first.tags[0]: 1}), (), ()
     )
     engine.scheduler.update(PoolWorkerMetadata(dropped=dict.fromkeys(first.tags[1:], 1)), (), ())
     asked.num_computed_tokens = 48
@@ -300,7 +300,7 @@ def test_blocks_come_back_that_nobody_else_has(store: Store, monkeypatch: pytest
     assert engine.scheduler.frees_blocks()
     clock[0] += 2
     assert not engine.scheduler.frees_blocks(), "not for ever"
-    engine.scheduler.update(PoolWorkerMetadata(landed={step.tags[0]: 1}), (), ())
+    engine.scheduler.update(PoolWorkerMetadata(staged={step.tags[0]: 1}), (), ())
     assert engine.scheduler.frees_blocks(), "one has come: the others may"
     engine.report(step)
     assert not engine.scheduler.frees_blocks()

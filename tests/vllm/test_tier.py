@@ -25,7 +25,7 @@ from kvpool import open_store
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import EngineRefused, KVPoolError
 from kvpool.store.store import MAX_BATCH_KEYS
-from kvpool.vllm import KVPoolTier, tier
+from kvpool.vllm import KVPoolTier, tier_lookups
 from tests.conftest import eventually
 from tests.store.servers import SERVERS, Server, running
 from tests.vllm.secondary_tier import (
@@ -157,7 +157,7 @@ def test_a_server_that_is_away_costs_the_budget_and_no_more(
 ) -> None:
     with running(SERVERS[1], tmp_path) as server:
         # For the test drains the tier in passing, as vLLM does when its caches are reset.
-        driven = opened(made(entry(server.url, budget_s=0.5, weights_never_change=True)))
+        driven = opened(made(entry(server.url, lookup_timeout_s=0.5, weights_never_change=True)))
         driven.fill(range(8))
         keys = [key(number) for number in range(8)]
         assert driven.ended(driven.submit(keys, range(8), load=False)).success
@@ -366,7 +366,7 @@ def test_what_engines_ask_for_and_use_counts_as_used(
         server.client.config_resetstat()
         act()
         assert isinstance(driven.tier, KVPoolTier)
-        assert eventually(lambda: (driven.poll(), not driven.tier._touching)[1])  # type: ignore[attr-defined]
+        assert eventually(lambda: (driven.poll(), not driven.tier._lookups._touching)[1])  # type: ignore[attr-defined]
         return int(server.client.info("commandstats").get("cmdstat_touch", {"calls": 0})["calls"])
 
     assert touched_by(lambda: driven.look_up(keys)) == 3
@@ -378,8 +378,8 @@ def test_questions_and_jobs_of_any_length_are_cut(
     server: Server, opened: Callable[[Driven], Driven], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool.store.store.MAX_BATCH_KEYS", 10)
-    monkeypatch.setattr("kvpool.vllm.tier.ASK_KEYS", 10)
-    monkeypatch.setattr("kvpool.vllm.tier.MAX_TOUCHES", 10)
+    monkeypatch.setattr("kvpool.vllm.tier_lookups.ASK_KEYS", 10)
+    monkeypatch.setattr("kvpool.vllm.tier_lookups.MAX_TOUCHES", 10)
     monkeypatch.setattr("kvpool.vllm.tier.PART_NBYTES", 10 * CHUNK_NBYTES)
     driven = opened(made(entry(server.url)))
     keys = stored(driven, range(CHUNKS))
@@ -389,7 +389,7 @@ def test_questions_and_jobs_of_any_length_are_cut(
 
 
 def test_a_batch_of_the_tier_fits_the_store() -> None:
-    assert max(tier.ASK_KEYS, tier.MAX_TOUCHES) <= MAX_BATCH_KEYS
+    assert max(tier_lookups.ASK_KEYS, tier_lookups.MAX_TOUCHES) <= MAX_BATCH_KEYS
 
 
 SHORT, OF_A_GROUP = make_offload_key(b"short", 0), make_offload_key(bytes(32), 1 << 16)
@@ -469,7 +469,7 @@ def check_it_serves(driven: Driven, keys: list[OffloadKey]) -> None:
         ({"pool": "valkey://127.0.0.1:1"}, "kvpool refuses to start: .*127.0.0.1:1"),
         ({"poll": "x"}, 'unknown setting "poll"; did you mean "pool"'),
         ({"model_id": None}, "model_id"),
-        ({"budget_s": 0}, "budget_s"),
+        ({"lookup_timeout_s": 0}, "lookup_timeout_s"),
     ],
 )
 def test_it_refuses_to_start_in_one_line(more: dict[str, Any], words: str, server: Server) -> None:
@@ -492,6 +492,6 @@ def test_a_fault_of_ours_switches_it_off(
     driven.fill([0])
     assert driven.ended(driven.submit([key(1)], [0], load=False)).success
     assert isinstance(driven.tier, KVPoolTier)
-    monkeypatch.setattr(driven.tier, "_collect", lambda: 1 / 0)
+    monkeypatch.setattr(driven.tier._lookups, "collect", lambda: 1 / 0)
     assert driven.tier.lookup(key(1), ReqContext("r")) is LookupResult.MISS
     assert not driven.ended(driven.submit([key(1)], [1], load=True)).success

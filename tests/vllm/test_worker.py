@@ -13,7 +13,7 @@ import torch
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
-from kvpool.discovery import registry
+from kvpool.discovery import announcer
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_record import unpack_worker
 from kvpool.key.key import EPOCH_FACT, Fact, Namespace, request_key
@@ -82,7 +82,7 @@ def test_the_first_rank_announces_the_worker_until_it_is_closed(
 def test_a_request_of_an_index_is_reported_while_it_stands(
     tmp_path: Path, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "READ_S", 0.05)
+    monkeypatch.setattr(announcer, "READ_S", 0.05)
     url = f"file://{tmp_path}/pool"
     worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048)
     worker.register([[cache]], FACTS, described)
@@ -210,7 +210,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
     report = second.take_report()
     assert report is not None
     assert report.stored == {10: 1, 12: 1}, "nothing of these is for this rank to store"
-    assert report.landed.keys() >= {10, 12}
+    assert report.staged.keys() >= {10, 12}
     stored(second, 11)
     assert second.take_report() is None, "each tag once"
     namespace = Namespace("default", FACTS)
@@ -245,7 +245,7 @@ def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tenso
     assert finish(worker, 1) == ({"a"}, {"a"})
     report = worker.take_report()
     assert report is not None
-    assert (report.landed, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
+    assert (report.staged, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
     of_all = {**FACTS, "stage1.group0.layers": 3}
     namespace = Namespace("default", of_all)
     with open_store(url) as store:
@@ -276,7 +276,7 @@ def test_a_rank_without_a_pool_has_stored_nothing_of_what_is_the_same_on_every_r
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     report = worker.take_report()
     assert report is not None
-    assert (report.landed, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
+    assert (report.staged, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
     worker.close()
 
 
@@ -318,23 +318,23 @@ def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
     monkeypatch.setattr("kvpool.vllm.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
-    ended = worker._engine.poll  # type: ignore[union-attr]
+    ended = worker._mover.poll  # type: ignore[union-attr]
     worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)], timed=7))
-    monkeypatch.setattr(worker._engine, "poll", lambda wait_s: Finished([], [], []))
+    monkeypatch.setattr(worker._mover, "poll", lambda wait_s: Finished([], [], []))
     for _ in range(3):
         clock[0] += 1
         assert worker.poll(idle=False) == (set(), set())
     over: list[Finished] = []
     assert eventually(lambda: over.append(ended(0.01)) or bool(over[-1].loads))
     found = iter(over)
-    monkeypatch.setattr(worker._engine, "poll", lambda wait_s: next(found))
+    monkeypatch.setattr(worker._mover, "poll", lambda wait_s: next(found))
     clock[0] += 50
     assert finish(worker, 1) == ({"a"}, set())
     report = worker.take_report()
     assert report is not None
     assert report.load_s == {"a": pytest.approx(3.0)}
     assert report.timed == 7
-    monkeypatch.setattr(worker._engine, "poll", ended)
+    monkeypatch.setattr(worker._mover, "poll", ended)
     worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((7, 8)), 1.0)]))
     assert finish(worker, 1) == ({"b"}, {"b"})
     report = worker.take_report()
@@ -382,7 +382,7 @@ def test_a_record_that_has_no_key_costs_its_load_and_its_step_of_stores_and_not_
     worker.start_stores(PoolMetadata(stores=nameless, tags=[9]))
     report = worker.take_report()
     assert report is not None
-    assert (report.landed, report.dropped, report.broken) == ({9: 1}, {9: 1}, {})
+    assert (report.staged, report.dropped, report.broken) == ({9: 1}, {9: 1}, {})
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
     worker.start_loads(
@@ -418,9 +418,10 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
 ) -> None:
     worker.take_report()
     device = SlowDevice(1 << 20)
-    engine = worker._engine
-    assert engine is not None
-    engine._device, engine._gathers = device, device.lane(1 << 20)  # type: ignore[assignment]
+    mover = worker._mover
+    assert mover is not None
+    memory = mover._memory
+    memory._device, memory._gathers = device, device.lane(1 << 20)  # type: ignore[assignment]
     worker.start_stores(PoolMetadata(stores=refs((1, 3), (2, 4)), tags=[10, 11]))
     worker.poll(idle=False)
     assert worker.take_report() is None, "not copied yet"
@@ -429,17 +430,17 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     worker.poll(idle=False)
     report = worker.take_report()
     assert report is not None
-    assert report.landed == {10: 1, 11: 1}
+    assert report.staged == {10: 1, 11: 1}
     worker.start_stores(PoolMetadata(stores=refs((5, 5)), tags=[12]))
 
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(engine, "poll", broken)
+    monkeypatch.setattr(mover, "poll", broken)
     worker.poll(idle=False)
     report = worker.take_report()
     assert report is not None
-    assert report.landed == {12: 1}, "each tag once"
+    assert report.staged == {12: 1}, "each tag once"
     assert report.dropped.keys() >= {12}
     assert len(device.engine) == 3, (
         "what is computed next comes behind all copies: a mark, and a wait for each lane"
@@ -447,7 +448,7 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     worker.start_stores(PoolMetadata(stores=refs((6, 6)), tags=[13]))
     report = worker.take_report()
     assert report is not None
-    assert report.landed == report.dropped == {13: 1}
+    assert report.staged == report.dropped == {13: 1}
 
 
 def test_a_pool_that_says_nothing_of_announcements_does_not_hold_up_the_start(
@@ -537,7 +538,7 @@ def test_a_worker_that_finds_other_weights_moves_nothing_until_an_epoch_begins(
     assert (step(1).stored, step(2).reloaded) == ({1: 1}, 0)
     weights[0] = "second"
     report = step(3)
-    assert (report.reloaded, report.landed, report.stored, report.dropped) == (3, {3: 1}, {}, {3: 1})
+    assert (report.reloaded, report.staged, report.stored, report.dropped) == (3, {3: 1}, {}, {3: 1})
     # Also not when it hears of other stages meanwhile.
     report = step(4, facts=FACTS)
     assert (report.reloaded, report.stored, report.dropped) == (0, {}, {4: 1})

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import random
-import select
 import shutil
 import tempfile
 import time
@@ -60,7 +59,10 @@ GARBAGE = 0xEE
 # Where a fault of ours is planted: once, in the middle of what a tier does. The first cost a batch or a job, the others
 # the tier.
 COST_A_JOB = ("_names", "_row")
-STUMBLES = ("_collect", "_end_part", "_start", "_tell", "_miss", *COST_A_JOB)
+STUMBLES = (
+    "_lookups.collect", "_lookups.miss", "_start", "_end_job", "_tell",
+    "_mover._go_on_storing", "_mover._has_arrived", "_mover._start_parts", "_mover._end_jobs", *COST_A_JOB,
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -93,7 +95,7 @@ class ScriptedPool(World):
         super().__init__(seed, capacity_nbytes)
         self.models: dict[bytes, str] = {}  # by the namespace's fingerprint
         self.offered: set[str] = set()  # what engines wanted to store
-        self._patch.setattr("kvpool.vllm.tier.time", self.clock)
+        self._patch.setattr("kvpool.vllm.tier_lookups.time", self.clock)
         self._patch.setattr("kvpool.vllm.tier.open_store", self._open_store)
         patch_parts(self._patch)
 
@@ -144,11 +146,9 @@ class DirectoryPool:
         return time.monotonic()
 
     def pass_time(self, seconds: float) -> None:
-        """Wait until some batch has ended, if one does; a step waits for none."""
+        """Give the stores' threads a moment, but for a step, which waits for none."""
         if seconds > STEP_S:
-            stores = [store for store in self._opened if not store._closed]
-            for store in select.select(stores, [], [], 0.005)[0]:
-                os.eventfd_read(store.fileno())
+            time.sleep(0.002)
 
     def payload_of(self, key: str) -> bytes:
         return payload_of(self.models, key)
@@ -192,7 +192,7 @@ Pool = ScriptedPool | DirectoryPool
 def patch_parts(patch: pytest.MonkeyPatch) -> None:
     """Parts so small that a job has many, and so few at a time that they wait for each other."""
     patch.setattr("kvpool.vllm.tier.PART_NBYTES", PART_CHUNKS * ROW_NBYTES)
-    patch.setattr("kvpool.vllm.tier.MAX_PARTS", 3)
+    patch.setattr("kvpool.transfer.memory.MAX_PARTS", 3)
 
 
 def payload_of(models: dict[bytes, str], key: str) -> bytes:
@@ -350,7 +350,7 @@ class TieredEngine:
                 "module_path": __name__,
                 "pool": "file:///unused",
                 "model_id": self.model,
-                "budget_s": self.pool.budget_s,
+                "lookup_timeout_s": self.pool.budget_s,
                 "max_load_s": self.pool.max_load_s,
                 "weights_never_change": not self.changes,
             },
@@ -577,7 +577,7 @@ class TieredEngine:
 
     def check_overdue(self) -> None:
         """A job that is late is kept by a batch that has not ended, and by nothing else."""
-        kept = {part.job.job_id for part in self.tier._parts}
+        kept = {part.job.name for part in self.tier._mover._parts}
         for job_id, flight in self.jobs.items():
             limit_s = (self.pool.max_load_s if flight.is_load else STORE_TIMEOUT_S) + self.pool.at_once_s
             late = self.pool.now_s() - flight.began_s > limit_s + 0.001
@@ -611,12 +611,13 @@ class TieredEngine:
             "requests of the manager": manager._req_state,
             "copies": self.copies,
             "jobs of the tier": tier._jobs,
-            "parts": tier._parts,
+            "jobs of the mover": tier._mover._jobs,
+            "parts": tier._mover._parts,
             "results": tier._results,
-            "questions": tier._questions,
-            "batches": tier._batches,
-            "probes": tier._probes,
-            "askers": tier._asked_by,
+            "questions": tier._lookups._questions,
+            "batches": tier._lookups._batches,
+            "probes": tier._lookups._probes,
+            "askers": tier._lookups._asked_by,
             "events": tier._events,
         }
         return {what: some for what, some in left.items() if some}
@@ -624,11 +625,14 @@ class TieredEngine:
     def stumble(self, where: str) -> None:
         """The next call of one of the tier's own functions fails as no function of ours should."""
 
+        *path, name = where.split(".")
+        holder = getattr(self.tier, path[0]) if path else self.tier
+
         def stumbling(*arguments: Any, **more: Any) -> Any:
-            delattr(self.tier, where)
+            delattr(holder, name)
             raise ZeroDivisionError("planted")
 
-        setattr(self.tier, where, stumbling)
+        setattr(holder, name, stumbling)
 
     def _write(self, row: int, what: Any) -> None:
         self.rows[row] = self.known[row] = what

@@ -17,7 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "table.h"
+#include "index/table.h"
 
 namespace kvpool {
 

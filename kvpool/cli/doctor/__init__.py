@@ -1,1 +1,7 @@
 """``kvpool doctor``: what keeps a pool, its workers and its index from working."""
+
+from __future__ import annotations
+
+from kvpool.cli.doctor.doctor import run_doctor
+
+__all__ = ["run_doctor"]

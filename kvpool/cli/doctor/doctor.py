@@ -19,16 +19,17 @@ from rich.text import Text
 
 from kvpool.cli.doctor.file_system import file_system_findings
 from kvpool.cli.doctor.finding import Finding, note, ok, problem
-from kvpool.cli.doctor.fleet_check import announced_workers, index_findings, replica_findings, worker_findings
 from kvpool.cli.doctor.host_settings import host_findings
+from kvpool.cli.doctor.indexes import index_findings, replica_findings
 from kvpool.cli.doctor.server_settings import server_findings
+from kvpool.cli.doctor.workers import announced_workers, worker_findings
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.discovery.facts import announced_namespaces, describe_differences
 from kvpool.discovery.worker import Worker
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.key.names import check_tenant
-from kvpool.store import Store, StoreURL, visit_store
+from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.url import SERVER_SCHEMES
 from kvpool.text import format_nbytes
 
@@ -70,7 +71,7 @@ class _Pool:
 
     def findings(self) -> Iterator[Finding]:
         try:
-            store = visit_store(self._text)
+            store = open_for_inspection(self._text)
         except KVPoolError as error:
             yield problem("pool", str(error), "nothing can be shared before this works")
             return

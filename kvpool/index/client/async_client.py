@@ -1,35 +1,48 @@
-"""``AsyncIndexClient``: asks an index, from one event loop."""
+"""``AsyncIndexClient``: asks an index, from one event loop. ``scripts/sync-client`` makes ``client.py`` of this."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+import warnings
+from collections.abc import Iterable
+from functools import partial  # async only
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
+from kvpool.discovery.worker_record import DEFAULT_LEASE_S  # async only
+from kvpool.errors import IndexUnavailable
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.client import channel, codec
 from kvpool.index.client.access import Access
 from kvpool.index.client.codec import Answer, Call
-from kvpool.index.client.publisher import EventPublisher
-from kvpool.index.client.stream import LookupStream
-from kvpool.index.place.chat import Chat
+from kvpool.index.client.publisher import EventPublisher  # async only
+from kvpool.index.client.stream import LookupStream  # async only
 from kvpool.index.place.load import Load
 from kvpool.index.place.route import Route
-from kvpool.key.hashing import Multimodal
+from kvpool.index.prompt import Prompt, PromptFields, as_prompt
+from kvpool.index.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-DEFAULT_LEASE_S = 10.0
+    from typing_extensions import Unpack
 
 
 class AsyncIndexClient:
-    """``IndexClient`` for one event loop: made, used and closed in it. Same arguments, answers and errors."""
+    """A connection to the index at ``HOST:PORT``; it is made with the first call, and again when it was lost.
+
+    ``token``: the bearer token, for an index that asks for one; None: none.
+    ``tls_ca``: PEM file of the authorities that the index's certificate must be of; None: no TLS. ``tls_cert``,
+    ``tls_key``: of this client, for an index that demands a certificate. Without TLS a token crosses the network in the
+    clear.
+
+    ``timeout_s``: the deadline of a call that names none. Made, used and closed in one event loop.
+
+    Errors, of every call: ``ConfigError`` for a wrong argument, ``UnknownModel``, and ``IndexUnavailable`` when no
+    index answers in time, or (``AccessDenied``) it does not let this client in. A router takes the last as "nothing is
+    known" and goes on.
+    """
 
     def __init__(
         self,
@@ -49,59 +62,52 @@ class AsyncIndexClient:
         self._closed = False
 
     async def lookup(
-        self,
-        model: str,
-        *,
-        token_ids: Sequence[int] | Buffer | None = None,
-        hashes64: Buffer | None = None,
-        text: str | None = None,
-        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
-        tenant: str = DEFAULT_TENANT,
-        lora: tuple[str, str] | None = None,
-        cache_salt: str | None = None,
-        multimodal: Sequence[Multimodal] = (),
-        workers: Sequence[str] | None = None,
-        timeout_s: float | None = None,
+        self, model: str | Prompt, *, timeout_s: float | None = None, **fields: Unpack[PromptFields]
     ) -> Lookup:
-        """As ``IndexClient.lookup``."""
-        call = codec.lookup_call(
-            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
-            cache_salt=cache_salt, multimodal=multimodal, workers=workers,
-        )  # fmt: skip
-        return await self._answer(call, timeout_s)
+        """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.
+
+        The prompt: a model's name and the fields of a ``Prompt``, or a ``Prompt``. As ``token_ids`` the index hashes it
+        for each kind of worker; ``hashes64`` are asked everywhere. For ``text`` and ``chat`` the index must have the
+        model's tokenizer.
+        """
+        return await self._answer(codec.lookup_call(as_prompt(model, fields)), timeout_s)
 
     async def route(
         self,
-        model: str,
+        model: str | Prompt,
         *,
-        token_ids: Sequence[int] | Buffer | None = None,
-        hashes64: Buffer | None = None,
-        text: str | None = None,
-        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
-        tenant: str = DEFAULT_TENANT,
-        lora: tuple[str, str] | None = None,
-        cache_salt: str | None = None,
-        multimodal: Sequence[Multimodal] = (),
-        workers: Sequence[str] | None = None,
         loads: Iterable[Load] = (),
+        limit: int | None = None,
         most: int | None = None,
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
         timeout_s: float | None = None,
+        **fields: Unpack[PromptFields],
     ) -> Route:
-        """As ``IndexClient.route``."""
+        """The workers' ranks by what a prompt would cost there, the cheapest first, with the terms of each cost.
+
+        The prompt as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows; the index keeps it
+        for later questions, and reads the workers' metrics itself. ``limit``: picks that are wanted; None: all
+        (``most``: its former name). ``reserve_s``: count this prompt as load of the first pick for so long, so that
+        routers that ask meanwhile see it; ``release`` ends it sooner. ``prompt_tokens``: of the whole prompt, where it
+        is given as hashes; None: of its full blocks.
+        """
+        if most is not None:
+            warnings.warn("route(most=) is limit= now", DeprecationWarning, stacklevel=2)
+            limit = most
+        prompt = as_prompt(model, fields)
         call = codec.route_call(
-            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
-            cache_salt=cache_salt, multimodal=multimodal, workers=workers, loads=loads, most=most,
-            reserve_s=reserve_s, prompt_tokens=prompt_tokens,
-        )  # fmt: skip
+            prompt, loads=loads, limit=limit, reserve_s=reserve_s, prompt_tokens=prompt_tokens
+        )
         return await self._answer(call, timeout_s)
 
     async def release(
         self, reservation: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None
     ) -> bool:
-        """As ``IndexClient.release``."""
+        """End a reservation of ``route``: the request is over, or its load shows. False if it has ended by itself."""
         return await self._answer(codec.release_call(reservation, tenant), timeout_s)
+
+    # async only: begin
 
     def stream(self) -> LookupStream:
         """Many lookups over one call, for half the cost of a call each. Close it, or use it as a context manager.
@@ -130,29 +136,63 @@ class AsyncIndexClient:
             lease_s,
         )
 
+    # async only: end
+
     async def workers(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> list[WorkerStatus]:
-        """As ``IndexClient.workers``."""
+        """Whom the index follows, by tenant and name, and how well. ``tenant``, ``model``: only these; None: all."""
         return await self._answer(codec.workers_call(tenant, model), timeout_s)
 
     async def status(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> FleetStatus:
-        """As ``IndexClient.status``."""
+        """``workers``, and what the index says of itself: hit ratios, blocks, memory."""
         return await self._answer(codec.status_call(tenant, model), timeout_s)
 
     async def register(
         self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None
     ) -> bool:
-        """As ``IndexClient.register``."""
+        """Have the index follow a worker that does not announce itself, for ``lease_s`` seconds or until removed.
+
+        To be called again before the lease ends. An empty ``hash_seed_id`` is that of the index. True when another
+        start of this worker was followed, and is forgotten.
+        """
         return await self._answer(codec.register_call(worker, lease_s), timeout_s)
 
     async def remove(
-        self, name: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None
+        self,
+        name: str,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        timeout_s: float | None = None,
     ) -> bool:
-        """As ``IndexClient.remove``."""
+        """Forget a worker and all it holds, until it announces itself again; False if it is not known."""
         return await self._answer(codec.remove_call(name, tenant), timeout_s)
+
+    async def snapshot(self, *, timeout_s: float | None = None) -> bytearray:
+        """All that the index knows, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.
+
+        For an index that is about to start. Errors: also ``IndexUnavailable`` when that one is not warm itself.
+        """
+        limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
+        if self._closed:
+            raise channel.closed(self._target)
+        found = bytearray()
+        try:
+            call = channel.open_snapshot(self._channel, self._access, limit_s)
+            async for chunk in call:
+                found += chunk.data
+                if len(found) > MAX_SNAPSHOT_NBYTES:
+                    call.cancel()
+                    raise IndexUnavailable(
+                        f"the snapshot of {self._target} has more than {MAX_SNAPSHOT_NBYTES} bytes"
+                    )
+        except grpc.RpcError as error:
+            raise channel.error_of(self._target, limit_s, error) from error
+        except grpc.aio.UsageError as error:  # closed just now, by somebody else
+            raise channel.closed(self._target) from error
+        return found
 
     async def close(self) -> None:
         """End the connection, and calls under way with it. May be called again."""
@@ -180,6 +220,6 @@ class AsyncIndexClient:
             if self._closed:
                 raise channel.closed(self._target) from error
             raise channel.error_of(self._target, limit_s, error) from error
-        except grpc.aio.UsageError as error:  # closed by another task, just now
+        except grpc.aio.UsageError as error:  # closed just now, by somebody else
             raise channel.closed(self._target) from error
         return channel.read(self._target, call, reply)

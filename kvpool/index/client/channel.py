@@ -9,9 +9,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvpool.errors import AccessDenied, ConfigError, IndexUnavailable, KVPoolError, UnknownModel
-from kvpool.index.client import codec
 from kvpool.index.client.access import Access
 from kvpool.index.client.codec import Answer, Call
+from kvpool.index.client.messages import MAX_REPLY_NBYTES, MAX_REQUEST_NBYTES, REPLIES, SERVICE
 from kvpool.text import parse_address
 from kvpool.v1 import index_pb2 as pb
 
@@ -20,8 +20,8 @@ MAX_TIMEOUT_S = 3600.0
 MAX_DETAIL_CHARS = 300
 
 OPTIONS = (
-    ("grpc.max_send_message_length", codec.MAX_REQUEST_NBYTES),
-    ("grpc.max_receive_message_length", codec.MAX_REPLY_NBYTES),
+    ("grpc.max_send_message_length", MAX_REQUEST_NBYTES),
+    ("grpc.max_receive_message_length", MAX_REPLY_NBYTES),
     ("grpc.enable_http_proxy", 0),  # http_proxy in the environment is not meant for an index next door
     # An index that comes back is found again within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -73,23 +73,23 @@ def open_calls(channel: Any, access: Access) -> dict[str, Any]:
     """What calls each method of the index, by its name; of either kind of channel."""
     return {
         name: partial(
-            channel.unary_unary(f"/{codec.SERVICE}/{name}", request_serializer=_packed),
+            channel.unary_unary(f"/{SERVICE}/{name}", request_serializer=_packed),
             metadata=access.metadata,
         )
-        for name in codec.REPLIES
+        for name in REPLIES
     }
 
 
 def open_stream(channel: Any, access: Access, method: str = "LookupStream") -> Any:
     """A call of a method with streams on both sides, under way."""
-    call = channel.stream_stream(f"/{codec.SERVICE}/{method}", request_serializer=_packed)
+    call = channel.stream_stream(f"/{SERVICE}/{method}", request_serializer=_packed)
     return call(metadata=access.metadata)
 
 
 def open_snapshot(channel: Any, access: Access, timeout_s: float) -> Any:
     """The chunks of a ``Snapshot``, as they come."""
     call = channel.unary_stream(
-        f"/{codec.SERVICE}/Snapshot",
+        f"/{SERVICE}/Snapshot",
         request_serializer=_packed,
         response_deserializer=pb.SnapshotChunk.FromString,
     )

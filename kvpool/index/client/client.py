@@ -1,10 +1,14 @@
-"""``IndexClient``: asks an index, from any thread."""
+"""``IndexClient``: asks an index, from any thread. Made of ``async_client.py``: change that.
+
+``scripts/sync-client`` makes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -14,14 +18,13 @@ from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.client import channel, codec
 from kvpool.index.client.access import Access
 from kvpool.index.client.codec import Answer, Call
-from kvpool.index.place.chat import Chat
 from kvpool.index.place.load import Load
 from kvpool.index.place.route import Route
+from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
-from kvpool.key.hashing import Multimodal
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Unpack
 
 
 class IndexClient:
@@ -58,67 +61,43 @@ class IndexClient:
         self._closed = False
 
     def lookup(
-        self,
-        model: str,
-        *,
-        token_ids: Sequence[int] | Buffer | None = None,
-        hashes64: Buffer | None = None,
-        text: str | None = None,
-        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
-        tenant: str = DEFAULT_TENANT,
-        lora: tuple[str, str] | None = None,
-        cache_salt: str | None = None,
-        multimodal: Sequence[Multimodal] = (),
-        workers: Sequence[str] | None = None,
-        timeout_s: float | None = None,
+        self, model: str | Prompt, *, timeout_s: float | None = None, **fields: Unpack[PromptFields]
     ) -> Lookup:
-        """How many leading blocks of a prompt each worker of ``model`` holds: a row for every candidate rank.
+        """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.
 
-        Give the prompt as ``token_ids`` (ints from 0 to 2**32 - 1, or a buffer of ints) and the index hashes them for
-        each kind of worker; or as ``hashes64``, what ``BlockHasher.hashes64`` returns, and these are asked everywhere.
-        ``text`` is a prompt as for ``/v1/completions``, ``chat`` the messages of one for ``/v1/chat/completions`` (or a
-        ``Chat``, with tools and more): an index that was started with the model's tokenizer makes tokens of them.
-        ``lora``, ``cache_salt`` and ``multimodal`` enter the hash of tokens, as in ``BlockHasher``. ``workers``:
-        candidates by name, those that are not known have no row; None: all.
+        The prompt: a model's name and the fields of a ``Prompt``, or a ``Prompt``. As ``token_ids`` the index hashes it
+        for each kind of worker; ``hashes64`` are asked everywhere. For ``text`` and ``chat`` the index must have the
+        model's tokenizer.
         """
-        call = codec.lookup_call(
-            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
-            cache_salt=cache_salt, multimodal=multimodal, workers=workers,
-        )  # fmt: skip
-        return self._answer(call, timeout_s)
+        return self._answer(codec.lookup_call(as_prompt(model, fields)), timeout_s)
 
     def route(
         self,
-        model: str,
+        model: str | Prompt,
         *,
-        token_ids: Sequence[int] | Buffer | None = None,
-        hashes64: Buffer | None = None,
-        text: str | None = None,
-        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
-        tenant: str = DEFAULT_TENANT,
-        lora: tuple[str, str] | None = None,
-        cache_salt: str | None = None,
-        multimodal: Sequence[Multimodal] = (),
-        workers: Sequence[str] | None = None,
         loads: Iterable[Load] = (),
+        limit: int | None = None,
         most: int | None = None,
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
         timeout_s: float | None = None,
+        **fields: Unpack[PromptFields],
     ) -> Route:
         """The workers' ranks by what a prompt would cost there, the cheapest first, with the terms of each cost.
 
-        The prompt and ``workers`` as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows;
-        the index keeps it for later questions, and reads the workers' metrics itself. ``most``: picks that are wanted;
-        None: all. ``reserve_s``: count this prompt as load of the first pick for so long, so that routers that ask
-        meanwhile see it; ``release`` ends it sooner. ``prompt_tokens``: of the whole prompt, where it is given as
-        hashes; None: of its full blocks.
+        The prompt as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows; the index keeps it
+        for later questions, and reads the workers' metrics itself. ``limit``: picks that are wanted; None: all
+        (``most``: its former name). ``reserve_s``: count this prompt as load of the first pick for so long, so that
+        routers that ask meanwhile see it; ``release`` ends it sooner. ``prompt_tokens``: of the whole prompt, where it
+        is given as hashes; None: of its full blocks.
         """
+        if most is not None:
+            warnings.warn("route(most=) is limit= now", DeprecationWarning, stacklevel=2)
+            limit = most
+        prompt = as_prompt(model, fields)
         call = codec.route_call(
-            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
-            cache_salt=cache_salt, multimodal=multimodal, workers=workers, loads=loads, most=most,
-            reserve_s=reserve_s, prompt_tokens=prompt_tokens,
-        )  # fmt: skip
+            prompt, loads=loads, limit=limit, reserve_s=reserve_s, prompt_tokens=prompt_tokens
+        )
         return self._answer(call, timeout_s)
 
     def release(
@@ -149,12 +128,18 @@ class IndexClient:
         """
         return self._answer(codec.register_call(worker, lease_s), timeout_s)
 
-    def remove(self, name: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None) -> bool:
+    def remove(
+        self,
+        name: str,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        timeout_s: float | None = None,
+    ) -> bool:
         """Forget a worker and all it holds, until it announces itself again; False if it is not known."""
         return self._answer(codec.remove_call(name, tenant), timeout_s)
 
     def snapshot(self, *, timeout_s: float | None = None) -> bytearray:
-        """All that the index knows, for ``kvpool.index.snapshot.unpack``; its bytes are not judged here.
+        """All that the index knows, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.
 
         For an index that is about to start. Errors: also ``IndexUnavailable`` when that one is not warm itself.
         """
@@ -173,7 +158,7 @@ class IndexClient:
                     )
         except grpc.RpcError as error:
             raise channel.error_of(self._target, limit_s, error) from error
-        except ValueError as error:  # closed by another thread, just now
+        except ValueError as error:  # closed just now, by somebody else
             raise channel.closed(self._target) from error
         return found
 
@@ -203,6 +188,6 @@ class IndexClient:
             if self._closed:
                 raise channel.closed(self._target) from error
             raise channel.error_of(self._target, limit_s, error) from error
-        except ValueError as error:  # closed by another thread, just now
+        except ValueError as error:  # closed just now, by somebody else
             raise channel.closed(self._target) from error
         return channel.read(self._target, call, reply)

@@ -29,7 +29,7 @@ CLOSE_S = 1.0
 logger = logging.getLogger("kvpool.index")
 
 
-class _Rank:
+class _DpRank:
     """``kept``: the newest batches, without a hole. ``sent``: the number of the next one that goes out."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class EventPublisher:
         self.problem = "not connected yet"
         self._target, self._register, self._open_call = target, register, open_call
         self._worker, self._lease_s = worker, lease_s
-        self._ranks = {one.dp_rank: _Rank() for one in worker.publishers}
+        self._ranks = {one.dp_rank: _DpRank() for one in worker.publishers}
         self._woken = asyncio.Event()
         self._closing = asyncio.Event()
         self._runner = asyncio.create_task(self._run())
@@ -183,7 +183,7 @@ class EventPublisher:
                 await self._send_of(call, dp_rank, rank)
             await call.done_writing()
 
-    async def _send_of(self, call: Any, dp_rank: int, rank: _Rank) -> None:
+    async def _send_of(self, call: Any, dp_rank: int, rank: _DpRank) -> None:
         """What has not gone out, and before it the answer to what was asked. A stream of one writer, so in order."""
         while True:
             if (ack := rank.question) is not None:

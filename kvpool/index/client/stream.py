@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
-from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import KVPoolError
 from kvpool.index.answer import Lookup
 from kvpool.index.client import channel, codec
-from kvpool.index.place.chat import Chat
-from kvpool.key.hashing import Multimodal
+from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Unpack
 
 MAX_WAITING = 1024  # lookups that have no answer yet
 
@@ -44,24 +41,13 @@ class LookupStream:
 
     async def lookup(
         self,
-        model: str,
+        model: str | Prompt,
         *,
-        token_ids: Sequence[int] | Buffer | None = None,
-        hashes64: Buffer | None = None,
-        text: str | None = None,
-        chat: Chat | Sequence[Mapping[str, Any]] | None = None,
-        tenant: str = DEFAULT_TENANT,
-        lora: tuple[str, str] | None = None,
-        cache_salt: str | None = None,
-        multimodal: Sequence[Multimodal] = (),
-        workers: Sequence[str] | None = None,
         timeout_s: float | None = None,
+        **fields: Unpack[PromptFields],
     ) -> Lookup:
         """As ``IndexClient.lookup``. An answer that comes after its time is thrown away, and the stream goes on."""
-        call = codec.lookup_call(
-            model, token_ids=token_ids, hashes64=hashes64, text=text, chat=chat, tenant=tenant, lora=lora,
-            cache_salt=cache_salt, multimodal=multimodal, workers=workers,
-        )  # fmt: skip
+        call = codec.lookup_call(as_prompt(model, fields))
         limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
         try:
             reply = await asyncio.wait_for(self._ask(call.request), limit_s)

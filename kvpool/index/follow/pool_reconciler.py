@@ -1,20 +1,21 @@
-"""``Residency``: what the index credits to the pool is what lies there.
+"""``PoolReconciler``: keeps what the index credits to the pool equal to what the pool has.
 
 Workers' events say what was put and what a load missed. What servers evict, delete or lose, no worker says. So:
 
 - **Notices.** A key of which a server says that it changed is looked for, and its block is credited or not, as it is
   there or not.
-- **Rounds.** Again and again all keys are walked. Before that each block that is credited is put in doubt; what is
-  found, or told of by an event meanwhile, is credited; what is still in doubt at the end is not any more.
+- **Rounds.** All keys are walked, again and again: mark and sweep. First each block that is credited is marked; a
+  block that is found, or that an event stores meanwhile, loses its mark; what still has one at the end is not credited
+  any more.
 
 A block of a KV-cache group is there when the keys of all its ranks are. How many ranks store a group is seen from its
 keys: one more than the highest.
 
 When the pool and the workers' events have come to rest, the first round that begins then makes the index right:
-``ResidencyTotals.bound_s`` is how long that takes at most. A notice is faster, and nothing rests on it: a round repairs
-what was missed.
+``ReconcilerTotals.max_staleness_s`` is how long that takes at most. A notice is faster; a round repairs what notices
+missed.
 
-Threads: one, ``kvpool-residency``, owns all fields but ``_again`` and ``_closing``; others read ``_totals`` as a whole.
+Threads: ``kvpool-reconciler`` owns all fields but ``_again`` and ``_closing``; others read ``_totals`` as a whole.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ import msgpack
 
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.fleet import Fleet, Pool
+from kvpool.index.fleet import Fleet
+from kvpool.index.partition import Pool
 from kvpool.key.key import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
 from kvpool.store.notices import Notices
 from kvpool.store.store import LOOK_KEYS, Store
@@ -50,15 +52,15 @@ WITNESSES = 16  # keys that were there lately: when all are gone after a flush, 
 
 _WHOLE = {"full": "full_attention", "mla": "mla_attention"}
 _WINDOW = re.compile(r"sliding_window:([0-9]{1,9})")
-_DEAF = "the pool does not say what it loses, so that is seen in rounds only"
-_UNSEEN = "the pool cannot be looked through, so what it loses in silence stays credited"
+_NOTIFICATIONS_DOWN = "the pool does not say what it loses, so that is seen in rounds only"
+_SCAN_FAILED = "the pool cannot be looked through, so what it loses in silence stays credited"
 
 logger = logging.getLogger("kvpool.index")
 
 Namespace = tuple[str, str]  # tenant, 32 hex digits
 
 
-class ResidencyTotals(NamedTuple):
+class ReconcilerTotals(NamedTuple):
     """Since the start, and the last four as it is now. Both notices and rounds add and remove blocks."""
 
     notices: int = 0
@@ -67,12 +69,12 @@ class ResidencyTotals(NamedTuple):
     removed: int = 0
     rounds: int = 0
     failed_rounds: int = 0
-    deaf: int = 0  # 1: some server says nothing
+    notifications_down: int = 0  # 1: some server says nothing
     round_s: float = 0.0  # of the last whole one
-    bound_s: float = 0.0  # a round that is under way, the pause, and the next one
+    max_staleness_s: float = 0.0  # a round that is under way, the pause, and the next one
 
 
-class Residency:
+class PoolReconciler:
     """Keeps the pool's blocks in ``fleet`` as they are in ``store``, from a thread of its own, until it is closed.
 
     ``keys_per_s``: how many keys its rounds look at in a second. ``pause_s``: between two rounds.
@@ -105,8 +107,8 @@ class Residency:
         self._groups: dict[Namespace, dict[int, dict[str, Any]]] = {}  # by group: what its events say besides
         self._witnesses: deque[str] = deque(maxlen=WITNESSES)
         self._said: set[str] = set()  # what is wrong now
-        self._totals = ResidencyTotals()
-        self._thread = threading.Thread(target=self._run, name="kvpool-residency", daemon=True)
+        self._totals = ReconcilerTotals()
+        self._thread = threading.Thread(target=self._run, name="kvpool-reconciler", daemon=True)
         self._thread.start()
 
     def pool_lost(self) -> None:
@@ -114,7 +116,7 @@ class Residency:
         self._fleet.forget_pool()
         self._again.set()
 
-    def totals(self) -> ResidencyTotals:
+    def totals(self) -> ReconcilerTotals:
         """What a metrics page shows. Any thread."""
         return self._totals
 
@@ -149,10 +151,10 @@ class Residency:
             self._closing.wait(wait_s)
             return
         heard = notices.take(wait_s)
-        self._say(_DEAF, heard.deaf)
+        self._say(_NOTIFICATIONS_DOWN, heard.problem)
         missed = heard.missed or heard.emptied
         self._count(notices=len(heard.keys), missed_notices=int(missed))
-        self._totals = self._totals._replace(deaf=int(bool(heard.deaf)))
+        self._totals = self._totals._replace(notifications_down=int(bool(heard.problem)))
         if missed:
             self._again.set()
         try:
@@ -182,11 +184,11 @@ class Residency:
             looked_at = next(self._round)
         except StopIteration:
             self._end_round(self._pause_s, WAIT_S)
-            self._say(_UNSEEN, "")
+            self._say(_SCAN_FAILED, "")
         except KVPoolError as error:
             self._end_round(RETRY_S, RETRY_S)
             self._count(failed_rounds=1)
-            self._say(_UNSEEN, str(error))
+            self._say(_SCAN_FAILED, str(error))
         else:
             # What a step came late, for notices were looked after, is caught up.
             self._next_s = max(self._next_s, now_s - CATCH_UP_S) + looked_at / self._keys_per_s
@@ -207,9 +209,9 @@ class Residency:
             self._learn_groups()
             for pool in pools:
                 yield 0
-                cursor, slices = pool.table.doubt(pool.holder), 1
+                cursor, slices = pool.table.mark(pool.holder), 1
                 while cursor:
-                    cursor, slices = pool.table.doubt(pool.holder, cursor), slices + 1
+                    cursor, slices = pool.table.mark(pool.holder, cursor), slices + 1
                     if slices % SLICES == 0:
                         yield 0
             for keys in self._store.scan_keys(_common_prefix(self._known)):
@@ -219,14 +221,14 @@ class Residency:
             for pool in pools:
                 left, slices = 1, 0
                 while left:
-                    removed, left = pool.table.expel(pool.holder)
+                    removed, left = pool.table.sweep(pool.holder)
                     self._count(removed=removed)
                     slices += 1
                     if slices % SLICES == 0:
                         yield 0
         round_s = time.monotonic() - started_s
         self._count(rounds=1)
-        self._totals = self._totals._replace(round_s=round_s, bound_s=2 * round_s + self._pause_s)
+        self._totals = self._totals._replace(round_s=round_s, max_staleness_s=2 * round_s + self._pause_s)
 
     # ---- what is there
 

@@ -1,14 +1,14 @@
-"""``Intake``: batches of events that publishers push to the index, where it cannot reach their sockets.
+"""``PushReceiver``: batches of events that publishers push to the index, where it cannot reach their sockets.
 
-The rules are those of ``Sequence``, as for ``EventFeed``: what that asks a replay endpoint, this asks the publisher, in
-the stream on which it pushes (``protos/kvpool/v1/index.proto``, ``EventBatch``). A question has a number and is
-answered once, so a late answer is never taken for that of the next question. While one is open, new batches are not
+The rules are those of ``Sequence``, as for ``Subscriber``, but a replay is asked of the publisher, in the stream on
+which it pushes (``protos/kvpool/v1/index.proto``, ``EventBatch``). A question has a number and is answered once, so a
+late answer is never taken for that of the next question. While one is open, new batches are not
 kept here: they are part of the answer, or are asked for with the next one.
 
 A rank is pushed by one stream at a time, the one that spoke of it last. When that ends, the rank is stale until
 another one has shown that nothing is missing.
 
-Threads: any may call anything; of one ``PushStream`` one at a time. ``Intake._lock`` guards ``_links``;
+Threads: any may call anything; of one ``PushStream`` one at a time. ``PushReceiver._lock`` guards ``_links``;
 ``_Link.lock`` guards a link's fields and is held while a batch is applied. Roster's lock comes before both.
 """
 
@@ -88,7 +88,7 @@ class _Link:
         return self.probe_at if self.sequence.is_live else self.ask_at
 
 
-class Intake:
+class PushReceiver:
     """Tells ``sink`` what is pushed of the workers that it follows; only of publishers whose events are ``PUSHED``.
 
     When ``unfollow`` has returned, nothing more is told of that start of the worker; it may wait for a batch that is
@@ -156,14 +156,14 @@ class Intake:
 class PushStream:
     """One caller's stream of batches. Close it, whatever happens."""
 
-    def __init__(self, intake: Intake, sink: EventSink, clock: Callable[[], float]) -> None:
-        self._intake, self._sink, self._clock = intake, sink, clock
+    def __init__(self, receiver: PushReceiver, sink: EventSink, clock: Callable[[], float]) -> None:
+        self._receiver, self._sink, self._clock = receiver, sink, clock
         self._links: dict[tuple[str, int], _Link] = {}
         self._due_at = clock() + PROBE_S  # not later than the first of theirs
 
     def take(self, pushed: Pushed) -> list[Ack]:
         """One message; what to tell its publisher. Blocking, while the batch is applied. Errors: ``NotRegistered``."""
-        link = self._intake.link_of(pushed)
+        link = self._receiver.link_of(pushed)
         with link.lock:
             if link.gone:
                 raise NotRegistered(f"worker {pushed.worker_id} was removed: call RegisterWorker again")

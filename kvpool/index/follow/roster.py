@@ -13,8 +13,9 @@ from typing import Protocol
 
 from kvpool.discovery.worker import Position, Worker
 from kvpool.errors import KVPoolError
-from kvpool.index.fleet import Added, Fleet, Source
-from kvpool.index.follow.push import Intake
+from kvpool.index.fleet import Added, Fleet
+from kvpool.index.follow.push import PushReceiver
+from kvpool.index.membership import Source
 from kvpool.index.snapshot import Snapshot
 
 
@@ -38,14 +39,14 @@ class Feed(Protocol):
 class Roster:
     """Adds workers to ``fleet`` and removes them, and has ``feed`` follow those that are there.
 
-    ``feed``: None where events come some other way. ``intake`` follows those who push their events. Any thread may
+    ``feed``: None where events come some other way. ``receiver`` follows those who push their events. Any thread may
     call any method.
     """
 
     def __init__(self, fleet: Fleet, feed: Feed | None = None) -> None:
         self.fleet = fleet
-        self.intake = Intake(fleet)
-        self._feeds: tuple[Feed, ...] = (self.intake,) if feed is None else (self.intake, feed)
+        self.receiver = PushReceiver(fleet)
+        self._feeds: tuple[Feed, ...] = (self.receiver,) if feed is None else (self.receiver, feed)
         self._lock = threading.Lock()
 
     def add(self, worker: Worker, source: Source, lease_s: float | None = None) -> Added:
@@ -67,9 +68,9 @@ class Roster:
             return added
 
     def restore(self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None) -> None:
-        """``Fleet.thaw``; those that come back are followed from where they were. Errors: ``SnapshotRefused``."""
+        """``Fleet.restore``; those that come back are followed from where they were. Errors: ``SnapshotRefused``."""
         with self._lock:
-            for worker, positions in self.fleet.thaw(snapshot, age_s=age_s, flags=flags, life=life):
+            for worker, positions in self.fleet.restore(snapshot, age_s=age_s, flags=flags, life=life):
                 for feed in self._feeds:
                     feed.follow(worker, positions)
 

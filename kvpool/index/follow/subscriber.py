@@ -1,4 +1,4 @@
-"""``EventFeed``: subscribes to the KV events of workers and hands each batch on, in order, once.
+"""``Subscriber``: subscribes to the KV events of workers and hands each batch on, in order, once.
 
 The protocol is that of vLLM's ZMQ publisher (``vllm/distributed/kv_events.py``): a PUB socket sends ``[topic,
 number as 8 bytes big-endian, payload]``; a ROUTER socket answers ``[b"", number]`` with ``[b"", topic, number,
@@ -35,7 +35,7 @@ LOOK_S = 0.05  # how late the end of a wait may be noticed
 END = (1 << 64) - 1  # -1
 
 
-class FeedStuck(KVPoolError):
+class SubscriberStuck(KVPoolError):
     """The feed's own thread does not go on: a fault of ours."""
 
 
@@ -63,7 +63,7 @@ class _Link:
         return self.probe_at if self.sequence.is_live else self.ask_at
 
 
-class EventFeed:
+class Subscriber:
     """Follows the publishers of workers and tells ``sink`` what they say, from one thread of its own.
 
     Any thread but the feed's own may call the methods. When ``unfollow`` or ``close`` has returned, nothing more is
@@ -88,7 +88,7 @@ class EventFeed:
         self._epoll = select.epoll()
         self._epoll.register(self._woken, select.EPOLLIN)
         self.ignored_messages = 0  # that are no batch
-        self._thread = threading.Thread(target=self._run, name="kvpool-feed", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvpool-subscriber", daemon=True)
         self._thread.start()
 
     def follow(self, worker: Worker, positions: Mapping[int, Position] | None = None) -> None:
@@ -102,7 +102,7 @@ class EventFeed:
     def unfollow(self, worker_id: str) -> None:
         """Leave a worker; nothing happens if it is not followed.
 
-        Blocking, while a batch is applied. Errors: ``FeedStuck`` when the feed does not come to it.
+        Blocking, while a batch is applied. Errors: ``SubscriberStuck`` when the feed does not come to it.
         """
         done = threading.Event()
 
@@ -112,7 +112,7 @@ class EventFeed:
 
         self._order(leave)
         if not done.wait(STUCK_S):
-            raise FeedStuck(f"the feed's thread has not answered for {STUCK_S:g} s")
+            raise SubscriberStuck(f"the feed's thread has not answered for {STUCK_S:g} s")
 
     def close(self) -> None:
         """Leave all and end the thread; again does nothing. Blocking and errors: as ``unfollow``."""
@@ -122,7 +122,7 @@ class EventFeed:
         self._order(lambda: None)
         self._thread.join(STUCK_S)
         if self._thread.is_alive():
-            raise FeedStuck(f"the feed's thread has not ended within {STUCK_S:g} s")
+            raise SubscriberStuck(f"the feed's thread has not ended within {STUCK_S:g} s")
         self._epoll.close()
         os.close(self._woken)
 
@@ -178,7 +178,7 @@ class EventFeed:
         self._unfollow(worker.id)
         links = self._followed[worker.id] = []
         for publisher in worker.publishers:
-            if publisher.events == PUSHED:  # it comes to us: see Intake
+            if publisher.events == PUSHED:  # it comes to us: see PushReceiver
                 continue
             if not publisher.events:
                 self._sink.mark(worker.id, publisher.dp_rank, stale=True, problem="it publishes no KV events")

@@ -17,16 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.answer import Row
-from kvpool.index.fleet import MAX_RANKS, Fleet
+from kvpool.index.fleet import Fleet
+from kvpool.index.membership import MAX_RANKS
 from kvpool.index.place.load import Known, Load, LoadBoard
 from kvpool.index.place.reservations import Reservations
 from kvpool.index.place.route import Pick, Route, Trust
+from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.key.hashing import len_tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MAX_RESERVE_S = 600.0
 MAX_PROMPT_TOKENS = (1 << 32) - 1
@@ -86,35 +90,36 @@ class Router:
 
     def route(
         self,
-        model: str,
+        model: str | Prompt,
         *,
         loads: Iterable[Load] = (),
-        most: int | None = None,
+        limit: int | None = None,
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
-        **question: Any,
+        **fields: Unpack[PromptFields],
     ) -> Route:
         """The ranks of a model's workers, the cheapest for this prompt first.
 
-        ``question``: the other arguments of ``Fleet.lookup``. ``loads``: what the caller knows of candidates now; kept
-        for later questions, too. ``most``: picks that are wanted; None: all. ``reserve_s``: count this prompt as
+        The prompt as in ``Fleet.lookup``. ``loads``: what the caller knows of candidates now; kept
+        for later questions, too. ``limit``: picks that are wanted; None: all. ``reserve_s``: count this prompt as
         load of the first pick for so long, or until ``release``; not done while too many are. ``prompt_tokens``: of
         the whole prompt, where it is given as hashes; None: of its full blocks.
         Ties go to the rank with the least load, then to the one that was picked least recently. Errors: as
         ``Fleet.lookup``.
         """
-        if most is not None and most < 1:
-            raise ConfigError(f"most is the number of picks, 1 or more, not {most}")
+        prompt = as_prompt(model, fields)
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit is the number of picks, 1 or more, not {limit}")
         if reserve_s is not None and not 0 < reserve_s <= MAX_RESERVE_S:
             raise ConfigError(
                 f"a reservation is for more than 0 and at most {MAX_RESERVE_S:g} seconds, not {reserve_s:g}"
             )
-        if question.get("token_ids") is not None:
-            prompt_tokens = len_tokens(question["token_ids"])
+        if prompt.token_ids is not None:
+            prompt_tokens = len_tokens(prompt.token_ids)
         elif prompt_tokens is not None and not 1 <= prompt_tokens <= MAX_PROMPT_TOKENS:
             raise ConfigError(f"prompt_tokens is from 1 to {MAX_PROMPT_TOKENS}, not {prompt_tokens}")
-        tenant = question.get("tenant", DEFAULT_TENANT)
-        rows = list(self._fleet.lookup(model, **question))
+        tenant = prompt.tenant
+        rows = list(self._fleet.lookup(prompt))
         candidates = {(row.worker, row.dp_rank) for row in rows}
         for load in loads:
             if (load.worker, load.dp_rank) in candidates:
@@ -124,7 +129,7 @@ class Router:
         typical = sum(queues) / len(queues) if queues else 0.0
         with self._lock:
             picks = [
-                appraise(
+                score(
                     row,
                     prompt_tokens,
                     one,
@@ -143,7 +148,7 @@ class Router:
                     *pick.row[:2],
                 )
             )
-            return Route(tuple(picks[:most]), self._take(tenant, picks[0], reserve_s) if picks else "")
+            return Route(tuple(picks[:limit]), self._take(tenant, picks[0], reserve_s) if picks else "")
 
     def release(self, tenant: str, reservation: str) -> bool:
         """End a reservation before its time; False if it has ended, or is not of this tenant."""
@@ -169,7 +174,7 @@ def queue_cost(load: Load, costs: Costs) -> float:
     return queued + costs.running * load.running + costs.usage * load.kv_usage
 
 
-def appraise(
+def score(
     row: Row,
     prompt_tokens: int | None,
     known: Known | None,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool.errors import ConfigError
-from kvpool.index.place.chat import Chat, text_parts
+from kvpool.index.chat import Chat, text_parts
 from kvpool.text import missing_extra
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")

@@ -1,15 +1,15 @@
-"""``Doors``: who may ask the index, publish to it and administer it, by bearer tokens.
+"""``TokenAuth``: who may read the index, publish to it and administer it, by bearer tokens.
 
 The file of tokens is TOML. It holds no token, only what SHA-256 makes of it (a token is random, so it cannot be
 guessed from that); ``kvpool token`` makes both. One table for each token, under a name of your choice:
 
     [router]
     sha256 = "..."          # 64 hex digits
-    rights = ["ask"]        # ask, publish, administer; none brings another one
+    rights = ["read"]       # read, publish, admin; none includes another one
     tenants = ["team-a"]    # or "*": all
 
-``admit`` may be called by any thread, ``reload`` by one at a time; ``_doors`` is replaced whole. Tokens are neither
-kept nor logged.
+``authenticate`` may be called by any thread, ``reload`` by one at a time; ``_entries`` is replaced whole. Tokens are
+neither kept nor logged.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from kvpool.index.client.file_state import file_state
 from kvpool.key.names import check_tenant
 from kvpool.text import unknown
 
-Right = Literal["ask", "publish", "administer"]
+Right = Literal["read", "publish", "admin"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
+RENAMED_RIGHTS: Mapping[str, Right] = {"ask": "read", "administer": "admin"}  # read for one version more
 ALL_TENANTS = "*"
 
 MAX_TOKENS = 1024  # each call is compared with all of them: 0.2 ms
@@ -43,10 +44,10 @@ logger = logging.getLogger("kvpool.index")
 
 
 class WrongToken(AccessDenied):
-    """Nobody is known by this token, or there is none."""
+    """The token is not known, or there is none."""
 
 
-class Pass(NamedTuple):
+class Permissions(NamedTuple):
     """What one caller may do. ``tenants``: None: all of them."""
 
     rights: frozenset[str]
@@ -58,7 +59,7 @@ class Pass(NamedTuple):
         Errors: ``AccessDenied``, in the same words whether the index knows a tenant or not.
         """
         if right not in self.rights:
-            raise AccessDenied(f"this token has no right to {right}")
+            raise AccessDenied(f'this token does not have the right "{right}"')
         if tenant is not None and not self.sees(tenant):
             raise AccessDenied(
                 "this token is not for "
@@ -70,15 +71,15 @@ class Pass(NamedTuple):
         return self.tenants is None or tenant in self.tenants
 
 
-EVERYTHING = Pass(frozenset(RIGHTS), None)
+EVERYTHING = Permissions(frozenset(RIGHTS), None)
 
 
-class _Door(NamedTuple):
+class _Entry(NamedTuple):
     sha256: bytes
-    opens: Pass
+    permissions: Permissions
 
 
-class Doors:
+class TokenAuth:
     """``path``: the file of tokens; None: everybody may do everything.
 
     Errors: ``ConfigError`` that names the file, and the token by its name.
@@ -87,29 +88,29 @@ class Doors:
     def __init__(self, path: str | None = None) -> None:
         self._path = path
         self._seen: object = None
-        self._doors: tuple[_Door, ...] = ()
+        self._entries: tuple[_Entry, ...] = ()
         if path is not None:
             self._seen = file_state(path)
-            self._doors = _read(path)
+            self._entries = _read(path)
 
     @property
-    def are_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether nobody needs a token."""
         return self._path is None
 
-    def admit(self, authorization: str | None) -> Pass:
-        """What the caller may do who sends this ``authorization`` (``Bearer TOKEN``). Errors: ``WrongToken``."""
+    def authenticate(self, authorization: str | None) -> Permissions:
+        """What a caller with this ``authorization`` (``Bearer TOKEN``) may do. Errors: ``WrongToken``."""
         if self._path is None:
             return EVERYTHING
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise WrongToken("this index asks for a token: send authorization: Bearer TOKEN")
-        found: Pass | None = None
+        found: Permissions | None = None
         if len(token) <= MAX_TOKEN_CHARS:
             digest = _digest(token)
-            for door in self._doors:  # all of them, whichever it is: the time says nothing
-                if hmac.compare_digest(door.sha256, digest):
-                    found = door.opens
+            for entry in self._entries:  # always all of them, so that the time tells nothing
+                if hmac.compare_digest(entry.sha256, digest):
+                    found = entry.permissions
         if found is None:
             raise WrongToken("this index does not know this token")
         return found
@@ -123,24 +124,24 @@ class Doors:
             return
         self._seen = seen
         try:
-            self._doors = _read(self._path)
+            self._entries = _read(self._path)
         except ConfigError as error:
             logger.warning("the tokens stay as they were: %s", error)
         else:
-            logger.info("the tokens were read again: %d", len(self._doors))
+            logger.info("the tokens were read again: %d", len(self._entries))
 
 
 def make_token(name: str, rights: Iterable[str], tenants: Iterable[str]) -> tuple[str, str]:
     """A new token, and the table for the file of tokens. Errors: ``ConfigError``."""
     token = secrets.token_urlsafe(32)
     several = list(tenants)
-    entry = {
+    table = {
         "sha256": _digest(token).hex(),
-        "rights": list(rights),
+        "rights": [RENAMED_RIGHTS.get(right, right) for right in rights],
         "tenants": ALL_TENANTS if ALL_TENANTS in several else several,
     }
-    _door(name, entry)  # judges it
-    lines = (f"{field} = {_toml(value)}" for field, value in entry.items())
+    _entry(name, table)  # checks it
+    lines = (f"{field} = {_toml(value)}" for field, value in table.items())
     return token, "\n".join((f"[{name}]", *lines)) + "\n"
 
 
@@ -153,22 +154,22 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="replace")).digest()
 
 
-def _read(path: str) -> tuple[_Door, ...]:
+def _read(path: str) -> tuple[_Entry, ...]:
     tables = read_toml(path, "--tokens")
     if not 1 <= len(tables) <= MAX_TOKENS:
         raise ConfigError(
             f"{path} has {len(tables)} tokens: write 1 to {MAX_TOKENS}, kvpool token makes them"
         )
     try:
-        doors = tuple(_door(name, table) for name, table in tables.items())
+        entries = tuple(_entry(name, table) for name, table in tables.items())
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    if len({door.sha256 for door in doors}) != len(doors):
+    if len({entry.sha256 for entry in entries}) != len(entries):
         raise ConfigError(f"{path}: two names have the same token")
-    return doors
+    return entries
 
 
-def _door(name: str, table: Any) -> _Door:
+def _entry(name: str, table: Any) -> _Entry:
     if _NAME.fullmatch(name) is None or not isinstance(table, Mapping):
         raise ConfigError(
             f"{name!r:.80}: write a table for each token, under a name of letters, digits, _ and -"
@@ -187,18 +188,21 @@ def _door(name: str, table: Any) -> _Door:
         )
     if not _are_texts(rights) or not rights:
         raise ConfigError(f"token {name}: rights is a list of {', '.join(RIGHTS)}")
+    for old in sorted({*rights} & RENAMED_RIGHTS.keys()):
+        logger.warning('token %s: write the right "%s" as "%s"', name, old, RENAMED_RIGHTS[old])
+    rights = [RENAMED_RIGHTS.get(right, right) for right in rights]
     for right in rights:
         if right not in RIGHTS:
             raise ConfigError(f"token {name}: {unknown('right', right, RIGHTS)}")
     if tenants == ALL_TENANTS:
-        return _Door(bytes.fromhex(sha256), Pass(frozenset(rights), None))
+        return _Entry(bytes.fromhex(sha256), Permissions(frozenset(rights), None))
     if not _are_texts(tenants) or not 1 <= len(tenants) <= MAX_TENANTS:
         raise ConfigError(f'token {name}: tenants is a list of 1 to {MAX_TENANTS} names, or "*"')
     try:
         found = frozenset(map(check_tenant, tenants))
     except ConfigError as error:
         raise ConfigError(f"token {name}: {error}") from error
-    return _Door(bytes.fromhex(sha256), Pass(frozenset(rights), found))
+    return _Entry(bytes.fromhex(sha256), Permissions(frozenset(rights), found))
 
 
 def _are_texts(value: object) -> bool:

@@ -32,9 +32,9 @@ from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.follow.roster import Roster
 from kvpool.index.serve import rfc1403
-from kvpool.index.serve.auth import EVERYTHING, Doors, Pass, WrongToken
+from kvpool.index.serve.auth import EVERYTHING, Permissions, TokenAuth, WrongToken
 from kvpool.index.serve.listening import open_listening
-from kvpool.index.serve.request_stats import Matched, Result, Tally
+from kvpool.index.serve.request_stats import Matched, RequestStats, Result
 from kvpool.key.names import check_tenant
 
 MAX_BODY_NBYTES = 8 << 20  # a million tokens; 400,000 hashes
@@ -55,7 +55,7 @@ logger = logging.getLogger("kvpool.index")
 # The status, and how gRPC calls the same.
 HEALTH = "/health"
 
-_Call = Callable[[bytes, Pass], Awaitable[Any]]
+_Call = Callable[[bytes, Permissions], Awaitable[Any]]
 _STATUSES: tuple[tuple[type[KVPoolError], int, str], ...] = (
     (WrongToken, 401, "UNAUTHENTICATED"),
     (AccessDenied, 403, "PERMISSION_DENIED"),
@@ -76,23 +76,23 @@ class _Refused(Exception):
 class HttpServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``stop``.
 
-    ``tally`` counts what is answered. ``is_serving``: what ``/health`` says. ``doors``: who may do what; None: all may
+    ``stats`` counts what is answered. ``is_serving``: what ``/health`` says. ``auth``: who may do what; None: all may
     do everything. ``tls``: None: without; its files are read once, when it starts.
     """
 
     def __init__(
         self,
         roster: Roster,
-        tally: Tally,
+        stats: RequestStats,
         is_serving: Callable[[], Awaitable[bool]],
         *,
-        doors: Doors | None = None,
+        auth: TokenAuth | None = None,
         tls: ServerTls | None = None,
     ) -> None:
         self._roster = roster
-        self._tally = tally
+        self._stats = stats
         self._is_serving = is_serving
-        self._doors = doors or Doors()
+        self._auth = auth or TokenAuth()
         self._tls = tls
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-http")
         self._changing = asyncio.Lock()  # a registration adds to what it has read
@@ -164,7 +164,7 @@ class HttpServer:
         try:
             caller = EVERYTHING  # health is open to all
             if request.url.path != HEALTH:
-                caller = self._doors.admit(request.headers.get("authorization"))
+                caller = self._auth.authenticate(request.headers.get("authorization"))
             await self._read(request, body)
             return Response(await call(bytes(body), caller), media_type="application/json")
         except ClientDisconnect:
@@ -181,7 +181,7 @@ class HttpServer:
             self._waiting_nbytes -= len(body)
 
     def _refuse(self, status: int, name: str, line: str, headers: dict[str, str] | None = None) -> Response:
-        self._tally.refused(name)
+        self._stats.record_refusal(name)
         # What is left of a body is not read: so the connection ends.
         return Response(
             _packed({"error": line}), status, {**(headers or {}), "connection": "close"}, "application/json"
@@ -220,20 +220,20 @@ class HttpServer:
         if refusal is not None:
             raise refusal
 
-    async def _health(self, _: bytes, __: Pass) -> bytes:
+    async def _health(self, _: bytes, __: Permissions) -> bytes:
         if not await self._is_serving():
             raise _Refused(503, "UNAVAILABLE", "this index does not answer for now")
         return _packed({"status": "ok"})
 
-    async def _query(self, body: bytes, caller: Pass, *, by_hash: bool) -> bytes:
+    async def _query(self, body: bytes, caller: Permissions, *, by_hash: bool) -> bytes:
         started_s = time.perf_counter()
         result: Result = "failed"
         matched = None
 
         def answer() -> tuple[bytes, Matched]:
             query = rfc1403.decode_query(body, by_hash=by_hash)
-            caller.check("ask", query.tenant)
-            rows = self._roster.fleet.lookup_tiers(query.model, **query.options)
+            caller.check("read", query.prompt.tenant)
+            rows = self._roster.fleet.lookup_tiers(query.prompt)
             return _packed(rfc1403.encode_answer(query, rows)), Matched.of_tiers(rows)
 
         try:
@@ -247,9 +247,9 @@ class HttpServer:
             result = "wrong"
             raise
         finally:
-            self._tally.looked_up(time.perf_counter() - started_s, result, matched)
+            self._stats.record_lookup(time.perf_counter() - started_s, result, matched)
 
-    async def _register(self, body: bytes, caller: Pass) -> bytes:
+    async def _register(self, body: bytes, caller: Permissions) -> bytes:
         def register() -> bytes:
             asked = rfc1403.decode_registration(body)
             caller.check("publish", asked.tenant)
@@ -261,10 +261,10 @@ class HttpServer:
         async with self._changing:
             return await self._in_thread(register)
 
-    async def _unregister(self, body: bytes, caller: Pass) -> bytes:
+    async def _unregister(self, body: bytes, caller: Permissions) -> bytes:
         def unregister() -> bytes:
             asked = rfc1403.decode_removal(body)
-            caller.check("administer", asked.tenant)
+            caller.check("admin", asked.tenant)
             known = self._known(asked.tenant, asked.instance)
             if known is None:
                 ranks = []

@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.pool_reconciler import Residency
-from kvpool.index.serve.request_stats import Histogram, Tally
+from kvpool.index.follow.pool_reconciler import PoolReconciler
+from kvpool.index.serve.request_stats import Histogram, RequestStats
 from kvpool.index.table import TIERS
 from kvpool.metrics import Metric
 from kvpool.text import parse_address
@@ -27,13 +27,13 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Exporter(Collector):
-    """Shows a fleet's totals, and what ``tally`` has counted, on a page of its own. Any thread may call anything.
+    """Shows a fleet's totals, and what ``stats`` has counted, on a page of its own. Any thread may call anything.
 
-    ``residency``: None where there is no pool.
+    ``reconciler``: None where there is no pool.
     """
 
-    def __init__(self, fleet: Fleet, tally: Tally, residency: Residency | None = None) -> None:
-        self._fleet, self._tally, self._residency = fleet, tally, residency
+    def __init__(self, fleet: Fleet, stats: RequestStats, reconciler: PoolReconciler | None = None) -> None:
+        self._fleet, self._stats, self._reconciler = fleet, stats, reconciler
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._page: tuple[Any, Thread] | None = None
@@ -41,9 +41,9 @@ class Exporter(Collector):
     def collect(self) -> Iterator[Family]:
         """The totals now; prometheus-client calls it."""
         yield from self._of_fleet()
-        yield from self._of_tally()
-        if self._residency is not None:
-            yield from _families(metrics.RESIDENCY, self._residency.totals()._asdict())
+        yield from self._of_stats()
+        if self._reconciler is not None:
+            yield from _families(metrics.POOL_RECONCILER, self._reconciler.totals()._asdict())
 
     def _of_fleet(self) -> Iterator[Family]:
         totals = self._fleet.totals()._asdict()
@@ -64,8 +64,8 @@ class Exporter(Collector):
             shown.add_metric([worker.tenant, worker.name, str(dp_rank)], staleness_ms / 1000)
         yield shown
 
-    def _of_tally(self) -> Iterator[Family]:
-        totals = self._tally.totals()
+    def _of_stats(self) -> Iterator[Family]:
+        totals = self._stats.totals()
         yield _by_label(CounterMetricFamily, metrics.INDEX_LOOKUPS, totals.results)
         yield _by_label(CounterMetricFamily, metrics.INDEX_REFUSED, totals.refused)
         streams = metrics.INDEX_STREAMS
@@ -98,6 +98,8 @@ def _families(shown: Mapping[str, Metric], totals: Mapping[str, float]) -> Itera
     for field, metric in shown.items():
         family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
         yield family(metric.name, metric.help, value=totals[field])
+        if metric.former_name:
+            yield family(metric.former_name, f"Renamed to {metric.name}.", value=totals[field])
 
 
 def _by_label(

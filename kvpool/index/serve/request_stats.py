@@ -1,4 +1,4 @@
-"""``Tally``: counts what an index answers, for its metrics and for ``ListWorkers``.
+"""``RequestStats``: counts what an index answers, for its metrics and for ``ListWorkers``.
 
 Any thread may call anything. ``_lock`` guards all fields but ``started_s``; nothing under it takes more than a few
 microseconds.
@@ -61,7 +61,7 @@ class Histogram:
 
 
 class Totals(NamedTuple):
-    """Since the tally was made; ``streams``: now."""
+    """Since the stats was made; ``streams``: now."""
 
     results: dict[str, int]
     seconds: Histogram  # of those that were answered
@@ -72,8 +72,8 @@ class Totals(NamedTuple):
     streams: int
 
 
-class Tally:
-    """Told by whoever answers, read by whoever shows it."""
+class RequestStats:
+    """Written by the servers, read by the metrics page and ``ListWorkers``."""
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
@@ -86,7 +86,7 @@ class Tally:
         self._refused: Counter[str] = Counter()
         self._streams = 0
 
-    def looked_up(self, seconds: float, result: Result, matched: Matched | None = None) -> None:
+    def record_lookup(self, seconds: float, result: Result, matched: Matched | None = None) -> None:
         """One lookup has ended. ``matched``: of one that was answered."""
         with self._lock:
             self._results[result] += 1
@@ -100,12 +100,12 @@ class Tally:
             for histogram, blocks in zip(self._ratios.values(), matched[1:], strict=True):
                 histogram.add(blocks / matched.prompt_blocks)
 
-    def refused(self, status: str) -> None:
+    def record_refusal(self, status: str) -> None:
         """One request ended without an answer. ``status``: a name of gRPC's status codes."""
         with self._lock:
             self._refused[status] += 1
 
-    def stream(self, change: int) -> None:
+    def record_stream(self, change: int) -> None:
         """One stream of lookups was opened (1), or has ended (-1)."""
         with self._lock:
             self._streams += change

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from kvpool.discovery.worker import DEFAULT_TENANT, MAX_DP_RANK, Publisher, Worker
 from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import TierRow
-from kvpool.index.client.codec import MAX_U32
+from kvpool.index.client.messages import MAX_U32
+from kvpool.index.prompt import Prompt
 from kvpool.key.hashing import MAX_BLOCK_TOKENS
 
 MAX_U64 = (1 << 64) - 1
@@ -28,9 +29,7 @@ _HASHES = ("seq_hashes", "block_hash", "block_hashes")  # Mooncake's, that of it
 class Query(NamedTuple):
     """One question."""
 
-    model: str
-    tenant: str
-    options: dict[str, Any]  # the other arguments of Fleet.lookup_tiers
+    prompt: Prompt
     block_tokens: int | None  # only workers with blocks of that many; None: all
     as_dynamo: bool
 
@@ -63,16 +62,20 @@ def decode_query(raw: bytes, *, by_hash: bool) -> Query:
     tenant = _name(fields, "tenant_id") or DEFAULT_TENANT
     block_tokens = _whole(fields, "block_size", MAX_BLOCK_TOKENS)
     instance = _name(fields, "instance_id")
-    options: dict[str, Any] = {"tenant": tenant, "workers": [instance] if instance else None}
+    workers = [instance] if instance else None
     if by_hash:
         # lora_name and cache_salt are in the hashes already.
-        return Query(model, tenant, {**options, "hashes64": _hashes(fields)}, block_tokens, as_dynamo)
-    options |= {
-        "token_ids": _tokens(fields),
-        "lora": _lora(fields),
-        "cache_salt": _name(fields, "cache_salt") or None,
-    }
-    return Query(model, tenant, options, block_tokens, as_dynamo)
+        prompt = Prompt(model, hashes64=_hashes(fields), tenant=tenant, workers=workers)
+    else:
+        prompt = Prompt(
+            model,
+            token_ids=_tokens(fields),
+            tenant=tenant,
+            lora=_lora(fields),
+            cache_salt=_name(fields, "cache_salt") or None,
+            workers=workers,
+        )
+    return Query(prompt, block_tokens, as_dynamo)
 
 
 def decode_registration(raw: bytes) -> Registration:
@@ -161,12 +164,12 @@ def _name(fields: Mapping[str, Any], field: str) -> str:
     return str(value)
 
 
-def _whole(fields: Mapping[str, Any], field: str, most: int) -> int | None:
+def _whole(fields: Mapping[str, Any], field: str, limit: int) -> int | None:
     value = fields.get(field)
     if value is None:
         return None
-    if type(value) is not int or not 0 <= value <= most:
-        raise ConfigError(f"{field} is a whole number from 0 to {most}, not {json.dumps(value):.40}")
+    if type(value) is not int or not 0 <= value <= limit:
+        raise ConfigError(f"{field} is a whole number from 0 to {limit}, not {json.dumps(value):.40}")
     return value
 
 
@@ -223,13 +226,13 @@ def encode_answer(query: Query, rows: Sequence[TierRow]) -> dict[str, Any]:
     if rows and not wanted:
         sizes = ", ".join(map(str, sorted({row.block_tokens for row in rows})))
         raise UnknownModel(
-            f'no worker of model "{query.model}" has blocks of {query.block_tokens} tokens; known are {sizes}'
+            f'no worker of model "{query.prompt.model}" has blocks of {query.block_tokens} tokens; known are {sizes}'
         )
     instances: dict[str, list[TierRow]] = {}
     for row in wanted:
         instances.setdefault(row.worker, []).append(row)
     if not query.as_dynamo:
-        return {query.tenant: {name: _mooncake(ranks) for name, ranks in instances.items()}}
+        return {query.prompt.tenant: {name: _mooncake(ranks) for name, ranks in instances.items()}}
     return {
         "scores": {name: _by_rank(ranks) for name, ranks in instances.items()},
         "frequencies": [],

@@ -1,10 +1,10 @@
 """``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
 
 The handlers run in one event loop. What takes long is done in ``_threads``: prompts above ``INLINE_NBYTES``, and
-changes of the roster. Batches that are pushed are applied in ``_intake_threads``, so that no flood of them keeps a
+changes of the roster. Batches that are pushed are applied in ``_push_threads``, so that no flood of them keeps a
 prompt waiting. The native table does not hold the interpreter's lock while it works.
 
-Every call passes ``_answering`` or ``_stream``: both ask ``Doors`` who the caller is, and a method cannot be served
+Every call passes ``_answering`` or ``_stream``: both ask ``TokenAuth`` who the caller is, and a method cannot be served
 without saying which right it takes and about which tenant it is (``_Method``).
 """
 
@@ -17,12 +17,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.discovery.admission import check_name
@@ -30,17 +32,27 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index import snapshot
 from kvpool.index.answer import FleetStatus, IndexStatus
-from kvpool.index.client import codec
+from kvpool.index.chat import Chat
+from kvpool.index.client.messages import (
+    MAX_REPLY_NBYTES,
+    MAX_REQUEST_NBYTES,
+    REPLIES,
+    SERVICE,
+    decode_worker,
+)
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import merged
 from kvpool.index.follow.push import NotRegistered
 from kvpool.index.follow.roster import Roster
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer
-from kvpool.index.serve.auth import ALL_TENANTS, Doors, Pass, Right, WrongToken
+from kvpool.index.prompt import Prompt
+from kvpool.index.serve import codec
+from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth, WrongToken
+from kvpool.index.serve.health import Health
 from kvpool.index.serve.listening import open_listening
-from kvpool.index.serve.request_stats import Matched, Result, Tally
-from kvpool.index.serve.stream_limiter import Turnstile
+from kvpool.index.serve.request_stats import Matched, RequestStats, Result
+from kvpool.index.serve.stream_limiter import StreamLimiter
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant
 from kvpool.text import parse_address
@@ -50,7 +62,7 @@ INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
 LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
 THREADS = 4
 TEXT_THREADS = 2  # that make tokens of text: long ones must not hold up what else takes a thread
-INTAKE_THREADS = 2
+PUSH_THREADS = 2
 MAX_CALLS = 256  # at a time, streams and health checks among them; more are refused
 MAX_CONNECTIONS = 4096
 ACK_TIMEOUT_S = 5.0  # a publisher that does not read for so long is stale
@@ -96,51 +108,47 @@ class _Method(NamedTuple):
     request: Any
     right: Right
     tenant: Callable[[Any], str | None]
-    answer: Callable[[Any, Pass], Awaitable[Any]]
+    answer: Callable[[Any, Permissions], Awaitable[Any]]
     read: Callable[[bytes], Any] | None = None
 
 
 class IndexServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
 
-    ``tally`` counts what is answered here; others may count in it, too. ``router``: of the same fleet; None: one that
+    ``stats`` counts what is answered here; others may count in it, too. ``router``: of the same fleet; None: one that
     knows of no load but what routers report. ``tokenizers``: by model, for prompts that come as text. ``is_warm``:
     whether there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says "not serving",
     and every call is answered all the same. ``take``: a snapshot of what is known, to be called in any thread.
-    ``doors``: who may do what; None: everybody everything. ``tls``: None: without. Files of either are looked at again
+    ``auth``: who may do what; None: everybody everything. ``tls``: None: without. Files of either are looked at again
     while it serves.
     """
 
     def __init__(
         self,
         roster: Roster,
-        tally: Tally | None = None,
+        stats: RequestStats | None = None,
         *,
         router: Router | None = None,
         tokenizers: Mapping[str, Tokenizer] | None = None,
         is_warm: Callable[[], bool] = lambda: True,
         warm_up_s: float = WARM_UP_S,
         take: Callable[[], Snapshot] | None = None,
-        doors: Doors | None = None,
+        auth: TokenAuth | None = None,
         tls: ServerTls | None = None,
     ) -> None:
         self._roster = roster
-        self._tally = tally or Tally()
+        self._stats = stats or RequestStats()
         self._router = router or Router(roster.fleet)
         self._tokenizers = tokenizers or {}
-        self._is_warm = is_warm
-        self._warm_up_s = warm_up_s
-        self._serves_at_s = 0.0  # at the latest
-        self._serves = False
         self._take = take
         self._taking = asyncio.Lock()
-        self._doors = doors or Doors()
+        self._auth = auth or TokenAuth()
         self._tls = tls
-        self._turnstile = Turnstile()
-        self._intake_threads = ThreadPoolExecutor(INTAKE_THREADS, "kvpool-intake")
+        self._stream_limiter = StreamLimiter()
+        self._push_threads = ThreadPoolExecutor(PUSH_THREADS, "kvpool-push")
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._health = health.aio.HealthServicer()
+        self._health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "kvpool-text")
         self._streams: set[asyncio.Task[None]] = set()
@@ -152,21 +160,19 @@ class IndexServer:
         open_listening(listen, "listen on").close()
         # so_reuseport off: two indexes on one port would each get half of the calls
         options = [
-            ("grpc.max_receive_message_length", codec.MAX_REQUEST_NBYTES),
-            ("grpc.max_send_message_length", codec.MAX_REPLY_NBYTES),
+            ("grpc.max_receive_message_length", MAX_REQUEST_NBYTES),
+            ("grpc.max_send_message_length", MAX_REPLY_NBYTES),
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ]
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(codec.SERVICE, self._handlers()),)
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if self._doors.are_open:  # it has no doors of its own
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._handlers()),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        if self._auth.is_open:  # it checks no tokens itself
             reflection.enable_server_reflection(
-                (codec.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+                (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
             )
         try:
             if self._tls is None:
@@ -178,8 +184,7 @@ class IndexServer:
             raise ConfigError(f"cannot listen on {listen}: {error}") from error
         self._warn(listen)
         self._server = server
-        self._serves_at_s = time.monotonic() + self._warm_up_s
-        await self._tell_health()  # before anybody can ask
+        await self._health.begin()
         await server.start()
         self._ticker = asyncio.create_task(self._tick())
         return int(bound)
@@ -197,7 +202,7 @@ class IndexServer:
 
     async def stop(self) -> None:
         """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""
-        await self._health.enter_graceful_shutdown()
+        await self._health.servicer.enter_graceful_shutdown()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -207,20 +212,18 @@ class IndexServer:
             for stream in self._streams:
                 stream.cancel()
             await stopped
-        for threads in (self._threads, self._text_threads, self._intake_threads):
+        for threads in (self._threads, self._text_threads, self._push_threads):
             threads.shutdown()
 
     async def is_serving(self) -> bool:
         """Whether its health says so."""
-        asked = health_pb2.HealthCheckRequest(service=codec.SERVICE)
-        told = await self._health.Check(asked, None)
-        return bool(told.status == health_pb2.HealthCheckResponse.SERVING)
+        return await self._health.is_serving()
 
     def _warn(self, listen: str) -> None:
         """Say what others on the network could do."""
         if _is_loopback(listen):
             return
-        if self._doors.are_open:
+        if self._auth.is_open:
             logger.warning(
                 "whoever reaches %s may ask about every tenant, and register and remove workers: give it --tokens, or "
                 "keep the port behind a network policy",
@@ -235,23 +238,12 @@ class IndexServer:
         while True:
             await asyncio.sleep(TICK_S)
             await self._in_thread(self._tend)
-            if not self._serves:
-                await self._tell_health()
-
-    async def _tell_health(self) -> None:
-        is_warm = self._is_warm()
-        self._serves = is_warm or time.monotonic() >= self._serves_at_s
-        if self._serves and not is_warm:
-            logger.warning(
-                "after %g s some workers were not heard from; the index serves without", self._warm_up_s
-            )
-        status = health_pb2.HealthCheckResponse
-        for name in ("", codec.SERVICE):
-            await self._health.set(name, status.SERVING if self._serves else status.NOT_SERVING)
+            if not self._health.serves:
+                await self._health.update()
 
     def _tend(self) -> None:
         self._roster.expire()
-        self._doors.reload()
+        self._auth.reload()
         if self._tls is not None:
             self._tls.reload()
 
@@ -261,10 +253,10 @@ class IndexServer:
         unary = {
             "Lookup": self._asking(),
             "Route": _Method(
-                pb.RouteRequest, "ask", lambda request: _tenant(request.scope.tenant), self._route
+                pb.RouteRequest, "read", lambda request: _tenant(request.scope.tenant), self._route
             ),
             "Release": _Method(
-                pb.ReleaseRequest, "ask", lambda request: _tenant(request.tenant), self._release
+                pb.ReleaseRequest, "read", lambda request: _tenant(request.tenant), self._release
             ),
             "RegisterWorker": _Method(
                 pb.RegisterWorkerRequest,
@@ -273,17 +265,17 @@ class IndexServer:
                 self._register,
             ),
             "RemoveWorker": _Method(
-                pb.RemoveWorkerRequest, "administer", lambda request: _tenant(request.tenant), self._remove
+                pb.RemoveWorkerRequest, "admin", lambda request: _tenant(request.tenant), self._remove
             ),
             "ListWorkers": _Method(
-                pb.ListWorkersRequest, "ask", lambda request: request.tenant or None, self._list
+                pb.ListWorkersRequest, "read", lambda request: request.tenant or None, self._list
             ),
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
                 self._answering(name, method),
                 # the answer of a lookup is packed already
-                response_serializer=None if name == "Lookup" else codec.REPLIES[name].SerializeToString,
+                response_serializer=None if name == "Lookup" else REPLIES[name].SerializeToString,
             )
             for name, method in unary.items()
         }
@@ -298,43 +290,42 @@ class IndexServer:
         return handlers
 
     def _asking(self) -> _Method:
-        return _Method(pb.LookupRequest, "ask", _tenant_asked, self._lookup, codec.read_lookup)
+        return _Method(pb.LookupRequest, "read", _tenant_asked, self._lookup, codec.read_lookup)
 
-    async def _lookup(self, request: Any, _: Pass) -> Any:
-        return await self._asked(request, self._looked_up)
+    async def _lookup(self, request: Any, _: Permissions) -> Any:
+        return await self._asked(request, self._pack_lookup)
 
-    def _looked_up(self, question: codec.Question) -> tuple[bytes, Matched]:
+    def _pack_lookup(self, prompt: Prompt) -> tuple[bytes, Matched]:
         """The packed reply: native, unless workers of the model differ in how they hash."""
-        answers = self._roster.fleet.ask(question.model, **question.options)
+        answers = self._roster.fleet.ask(prompt)
         if len(answers) == 1:
             return answers[0].rows.pack(), Matched(*answers[0].rows.most())
         lookup = merged(answers)
         return codec.encode_lookup(lookup).SerializeToString(), Matched.of(lookup)
 
-    async def _route(self, request: Any, _: Pass) -> Any:
-        def answer(question: codec.Question) -> tuple[Any, Matched]:
-            wishes = codec.decode_route_options(request)
-            route = self._router.route(question.model, **wishes, **question.options)
+    async def _route(self, request: Any, _: Permissions) -> Any:
+        def answer(prompt: Prompt) -> tuple[Any, Matched]:
+            route = self._router.route(prompt, **codec.decode_route_options(request))
             return codec.encode_route(route), Matched()  # the best rank may not be among the picks
 
         return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
 
     async def _asked(
-        self, request: Any, answer: Callable[[codec.Question], tuple[Any, Matched]], beside_nbytes: int = 0
+        self, request: Any, answer: Callable[[Prompt], tuple[Any, Matched]], beside_nbytes: int = 0
     ) -> Any:
         """The reply to a request that holds a prompt, and other work that takes as long as so many bytes of one."""
         started_s = time.perf_counter()
         result: Result = "failed"
         matched = None
         try:
-            if isinstance(request, codec.Question):
-                question = request
+            if isinstance(request, Prompt):
+                prompt = request
             else:
-                question = await self._in_tokens(codec.decode_question(request))
-            if question.nbytes + beside_nbytes <= INLINE_NBYTES:
-                reply, matched = answer(question)
+                prompt = await self._in_tokens(codec.decode_prompt(request))
+            if prompt.nbytes + beside_nbytes <= INLINE_NBYTES:
+                reply, matched = answer(prompt)
             else:
-                reply, matched = await self._in_thread(lambda: answer(question))
+                reply, matched = await self._in_thread(lambda: answer(prompt))
             result = "answered"
             return reply
         except UnknownModel:
@@ -344,43 +335,43 @@ class IndexServer:
             result = "wrong"
             raise
         finally:
-            self._tally.looked_up(time.perf_counter() - started_s, result, matched)
+            self._stats.record_lookup(time.perf_counter() - started_s, result, matched)
 
-    async def _in_tokens(self, question: codec.Question) -> codec.Question:
-        """The question with tokens in the place of text."""
-        text, chat = question.options.pop("text", None), question.options.pop("chat", None)
+    async def _in_tokens(self, prompt: Prompt) -> Prompt:
+        """The prompt with tokens in the place of text."""
+        model, text, chat = prompt.model, prompt.text, prompt.chat
         if text is None and chat is None:
-            return question
-        model = question.model
-        self._roster.fleet.check_model(model, question.options["tenant"])
+            return prompt
+        self._roster.fleet.check_model(model, prompt.tenant)
         tokenizer = self._tokenizers.get(model)
         if tokenizer is None:
             raise ConfigError(
                 f'this index has no tokenizer for "{model}": start it with --tokenizer {model}=FOLDER, '
                 "or send token_ids"
             )
-        token_ids = await asyncio.get_running_loop().run_in_executor(
-            self._text_threads, lambda: tokenizer.of_text(text) if chat is None else tokenizer.of_chat(chat)
+        work = (
+            partial(tokenizer.of_chat, chat)
+            if isinstance(chat, Chat)
+            else partial(tokenizer.of_text, text or "")
         )
-        return codec.Question(
-            model, {**question.options, "token_ids": token_ids}, len(token_ids) * codec.TOKEN_NBYTES
-        )
+        token_ids = await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
+        return replace(prompt, token_ids=token_ids, text=None, chat=None)
 
     async def _lookups(self, context: grpc.aio.ServicerContext) -> None:
         answer = self._answering("Lookup", self._asking())
-        self._tally.stream(1)
+        self._stats.record_stream(1)
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
                 await context.write(await answer(request, context))
         finally:
-            self._tally.stream(-1)
+            self._stats.record_stream(-1)
 
     async def _published(self, context: grpc.aio.ServicerContext) -> None:
-        stream = self._roster.intake.open()
+        stream = self._roster.receiver.open()
 
-        async def take(batch: Any, _: Pass) -> Any:
+        async def take(batch: Any, _: Permissions) -> Any:
             pushed = codec.decode_batch(batch)
-            return await self._to_intake(lambda: stream.take(pushed))
+            return await self._in_push_thread(lambda: stream.take(pushed))
 
         answer = self._answering(
             "Publish", _Method(pb.EventBatch, "publish", lambda batch: _tenant(batch.tenant), take)
@@ -396,7 +387,7 @@ class IndexServer:
                         return
                     acks = await answer(batch, context)
                 else:
-                    acks = await self._to_intake(stream.remind)
+                    acks = await self._in_push_thread(stream.remind)
                 # Who does not read what it is asked is stale until it does, and waits for itself alone.
                 unread = asyncio.get_running_loop().call_later(ACK_TIMEOUT_S, stream.close)
                 try:
@@ -415,15 +406,15 @@ class IndexServer:
         async def serve(context: grpc.aio.ServicerContext) -> None:
             async with AsyncExitStack() as held:
 
-                async def take(_: Any, __: Pass) -> list[bytes]:
-                    if self._take is None or not self._serves:
+                async def take(_: Any, __: Permissions) -> list[bytes]:
+                    if self._take is None or not self._health.serves:
                         raise _NotWarm("this index has nothing to give: it is not warm itself")
                     if self._taking.locked():
                         raise KVPoolError("another snapshot is under way: ask later")
                     await held.enter_async_context(self._taking)
                     return await self._in_thread(self._pack)
 
-                method = _Method(pb.SnapshotRequest, "administer", lambda _: ALL_TENANTS, take)
+                method = _Method(pb.SnapshotRequest, "admin", lambda _: ALL_TENANTS, take)
                 for part in await self._answering("Snapshot", method)(request, context):
                     for at in range(0, len(part), codec.CHUNK_NBYTES):
                         chunk = pb.SnapshotChunk(data=part[at : at + codec.CHUNK_NBYTES]).SerializeToString()
@@ -438,33 +429,33 @@ class IndexServer:
         assert self._take is not None
         return snapshot.pack(self._take())
 
-    async def _release(self, request: Any, _: Pass) -> Any:
+    async def _release(self, request: Any, _: Permissions) -> Any:
         tenant = check_tenant(_tenant(request.tenant))
         return pb.ReleaseResponse(released=self._router.release(tenant, request.reservation))
 
-    async def _register(self, request: Any, _: Pass) -> Any:
+    async def _register(self, request: Any, _: Permissions) -> Any:
         if not request.HasField("worker"):
             raise ConfigError("a RegisterWorkerRequest holds a worker")
-        worker = codec.decode_worker(request.worker, self._roster.fleet.seed_id)
+        worker = decode_worker(request.worker, self._roster.fleet.seed_id)
         lease_s = request.lease_ms / 1000 if request.lease_ms else None
         added = await self._in_thread(lambda: self._roster.add(worker, "call", lease_s))
         return pb.RegisterWorkerResponse(replaced=added == "replaced")
 
-    async def _remove(self, request: Any, _: Pass) -> Any:
+    async def _remove(self, request: Any, _: Permissions) -> Any:
         tenant = check_tenant(_tenant(request.tenant))
         worker_id = f"{tenant}/{check_name(request.name)}"
         removed = await self._in_thread(lambda: self._roster.remove(worker_id))
         return pb.RemoveWorkerResponse(removed=removed)
 
-    async def _list(self, request: Any, caller: Pass) -> Any:
+    async def _list(self, request: Any, caller: Permissions) -> Any:
         return await self._in_thread(
             lambda: codec.encode_status(self._status(request.tenant or None, request.model or None, caller))
         )
 
-    def _status(self, tenant: str | None, model: str | None, caller: Pass) -> FleetStatus:
-        fleet, told = self._roster.fleet, self._tally.totals()
+    def _status(self, tenant: str | None, model: str | None, caller: Permissions) -> FleetStatus:
+        fleet, told = self._roster.fleet, self._stats.totals()
         totals = fleet.totals()
-        index = IndexStatus(int((time.monotonic() - self._tally.started_s) * 1000))
+        index = IndexStatus(int((time.monotonic() - self._stats.started_s) * 1000))
         if caller.sees(ALL_TENANTS):  # sums over all of them
             index = IndexStatus(
                 index.uptime_ms, told.lookups, *told.matched, held_blocks=totals.blocks,
@@ -476,8 +467,8 @@ class IndexServer:
     async def _in_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _to_intake(self, work: Callable[[], Value]) -> Value:
-        return await asyncio.get_running_loop().run_in_executor(self._intake_threads, work)
+    async def _in_push_thread(self, work: Callable[[], Value]) -> Value:
+        return await asyncio.get_running_loop().run_in_executor(self._push_threads, work)
 
     # ---- what every call passes
 
@@ -489,7 +480,7 @@ class IndexServer:
 
         async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
-                caller = self._doors.admit(_authorization(context))
+                caller = self._auth.authenticate(_authorization(context))
                 try:
                     request = read(packed)
                 except DecodeError:
@@ -511,8 +502,8 @@ class IndexServer:
             assert task is not None
             self._streams.add(task)
             try:
-                self._doors.admit(_authorization(context))
-                with self._turnstile.passed(context.peer()):
+                self._auth.authenticate(_authorization(context))
+                with self._stream_limiter.acquire(context.peer()):
                     await serve(context)
             except grpc.aio.AbortError:  # a message of it was refused
                 raise
@@ -537,7 +528,7 @@ class IndexServer:
             text = str(error)
         else:
             logger.error("a call of %s failed", name, exc_info=error)
-        self._tally.refused(code.name)
+        self._stats.record_refusal(code.name)
         await _abort(context, code, text)
 
 
@@ -558,8 +549,8 @@ def _authorization(context: grpc.aio.ServicerContext) -> str | None:
 
 def _tenant_asked(request: Any) -> str:
     """Of what ``codec.read_lookup`` returns."""
-    if isinstance(request, codec.Question):
-        return str(request.options["tenant"])
+    if isinstance(request, Prompt):
+        return request.tenant
     return _tenant(request.scope.tenant)
 
 

@@ -1,4 +1,4 @@
-"""``Turnstile``: how many streams are open, in all and from each host.
+"""``StreamLimiter``: how many streams are open, in all and from each host.
 
 A caller that never reads keeps its stream for as long as its connection stands: gRPC ends a call only when the status
 could be sent. So the number of streams is what bounds such callers, and it leaves room for calls that end by
@@ -17,14 +17,14 @@ MAX_STREAMS = 192
 MAX_STREAMS_OF_HOST = 64
 
 
-class Turnstile:
+class StreamLimiter:
     """Counts streams; ``peer`` is as gRPC spells it: ``ipv4:10.0.0.7:40312``."""
 
     def __init__(self) -> None:
         self._open: Counter[str] = Counter()
 
     @contextmanager
-    def passed(self, peer: str) -> Iterator[None]:
+    def acquire(self, peer: str) -> Iterator[None]:
         """For as long as the stream is open. Errors: ``KVPoolError`` when there are too many."""
         host = peer.rpartition(":")[0]
         if self._open[host] >= MAX_STREAMS_OF_HOST:

@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
-from kvpool.store.clients.blocking import (
-    BlockingStore,
-    Command,
-    Link,
-    LinkFault,
-    LinkRefused,
-    LinkSilent,
-    Refusal,
-)
+from kvpool.store.clients.blocking import BlockingStore
+from kvpool.store.clients.link import Command, Link, LinkFault, LinkRefused, LinkSilent, Refusal
 from kvpool.store.clients.redis import RedisLink
 from kvpool.store.server.connection import introduction
 from kvpool.store.tls import Tls

@@ -13,15 +13,8 @@ from typing import Any
 import redis
 from redis.connection import PythonRespSerializer
 
-from kvpool.store.clients.blocking import (
-    BlockingStore,
-    Command,
-    Link,
-    LinkFault,
-    LinkRefused,
-    LinkSilent,
-    Refusal,
-)
+from kvpool.store.clients.blocking import BlockingStore
+from kvpool.store.clients.link import Command, Link, LinkFault, LinkRefused, LinkSilent, Refusal
 from kvpool.store.server.connection import Bounded, within
 from kvpool.store.url import StoreURL
 

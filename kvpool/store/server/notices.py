@@ -1,11 +1,11 @@
-"""What Redis or Valkey servers say of keys that change: the invalidation messages of their client tracking.
+"""Notices of keys that change, from Redis or Valkey: the invalidation messages of client tracking.
 
-``CLIENT TRACKING ON BCAST PREFIX kvpool:``, sent to the very connection that asked for them. They are sent whatever the
-server's own settings are, for a write, a deletion, an eviction, an end of life and a flush
+``CLIENT TRACKING ON BCAST PREFIX kvpool:``, redirected to the connection that asks. The server sends them for each
+write, deletion, eviction, expiry and flush, whatever its settings
 (docs/decisions/0041-notices-are-invalidation-messages.md).
 
-Threads: one for each server, which reads its connection and nothing else. ``_Inbox`` is where they meet the caller; its
-lock guards its fields. All else belongs to the thread that calls ``take``.
+Threads: one a server, which only reads its connection and fills the ``_Inbox``, whose lock guards its fields. All else
+belongs to the thread that calls ``take``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 
 from kvpool.errors import KVPoolError
 from kvpool.key.key import KEY_PREFIX, is_key
-from kvpool.store.notices import Heard
+from kvpool.store.notices import Invalidations
 from kvpool.store.server.connection import connect
 from kvpool.store.server.topology import Primaries
 from kvpool.store.url import StoreURL
 
 TIMEOUT_S = 2.0  # of the connection and each reply
-POLL_S = 0.25  # how late a listener notices that it is to end
-PING_S = 5.0  # of silence, after which the server is asked whether it is there
-LINGER_S = 0.01  # keys come in one look for each hundredth of a second
-SERVERS_S = 5.0  # how often it is asked which servers there are
+POLL_S = 0.25  # a subscriber sees so late that it is to end
+PING_S = 5.0  # of silence, then the server is sent a PING
+LINGER_S = 0.01  # so long notices are gathered before take() returns
+SERVERS_S = 5.0  # between two looks at which servers there are
 RETRY_S = 1.0
-REFUSED_S = 30.0  # until who refuses is asked again
-MAX_KEYS = 1 << 16  # that wait for take(): more are missed
+REFUSED_S = 30.0  # until a server that refused is asked again
+MAX_KEYS = 1 << 16  # wait for take(); of more, all count as missed
 CLOSE_S = 5.0
 
 CHANNEL = "__redis__:invalidate"
@@ -37,32 +37,30 @@ ADVICE = f"allow +client|id +client|tracking +subscribe &{CHANNEL}"
 
 
 class ServerNotices:
-    """Listens to each server of ``primaries``, and goes on when one is lost or replaced. See ``Notices``.
+    """Subscribes to each server of ``primaries``, again when one is lost or replaced. See ``Notices``.
 
-    ``name``: of the store, for what is said.
+    ``name``: of the store, for error texts.
     """
 
     def __init__(self, primaries: Primaries, name: str) -> None:
         self._primaries, self._name = primaries, name
         self._inbox = _Inbox()
-        self._ears: dict[StoreURL, _Ear] = {}
+        self._subscribers: dict[StoreURL, _Subscriber] = {}
         self._asked_s = -SERVERS_S
         self._problem = ""
 
-    def take(self, timeout_s: float) -> Heard:
-        """What was heard since the last call; waits for something."""
-        self._listen()
-        deaf = next((ear.problem for ear in self._ears.values() if ear.problem), self._problem)
-        return self._inbox.take(timeout_s)._replace(deaf=deaf)
+    def take(self, timeout_s: float) -> Invalidations:
+        self._subscribe()
+        problems = (one.problem for one in self._subscribers.values() if one.problem)
+        return self._inbox.take(timeout_s)._replace(problem=next(problems, self._problem))
 
     def close(self) -> None:
-        """Stop listening."""
         self._inbox.closed.set()
-        for ear in self._ears.values():
-            ear.join()
+        for subscriber in self._subscribers.values():
+            subscriber.join()
 
-    def _listen(self) -> None:
-        """Have a listener for each server that there is, and none for those that are no more."""
+    def _subscribe(self) -> None:
+        """Have one subscriber for each present server."""
         now_s = time.monotonic()
         if now_s >= self._asked_s + SERVERS_S:
             self._asked_s = now_s
@@ -70,18 +68,18 @@ class ServerNotices:
                 urls = self._primaries.urls()
                 self._problem = ""
             except KVPoolError as error:
-                self._problem, urls = str(error), list(self._ears)
-            for url in self._ears.keys() - urls:
-                self._ears.pop(url).dismiss()
+                self._problem, urls = str(error), list(self._subscribers)
+            for url in self._subscribers.keys() - urls:
+                self._subscribers.pop(url).dismiss()
             for url in urls:
-                if url not in self._ears:
-                    self._ears[url] = _Ear(url, self._name, self._inbox)
-        for ear in self._ears.values():
-            ear.open()
+                if url not in self._subscribers:
+                    self._subscribers[url] = _Subscriber(url, self._name, self._inbox)
+        for subscriber in self._subscribers.values():
+            subscriber.open()
 
 
 class _Inbox:
-    """What the listeners have heard and nobody has taken."""
+    """What came and was not taken yet."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()
@@ -90,7 +88,7 @@ class _Inbox:
         self._keys: dict[str, None] = {}
         self._emptied = self._missed = False
 
-    def hear(self, keys: list[str] | None) -> None:
+    def add(self, keys: list[str] | None) -> None:
         """``keys``: None for a flush."""
         with self._lock:
             if keys is None:
@@ -107,18 +105,18 @@ class _Inbox:
             self._missed = True
         self._something.set()
 
-    def take(self, timeout_s: float) -> Heard:
+    def take(self, timeout_s: float) -> Invalidations:
         if self._something.wait(timeout_s):
             self.closed.wait(min(LINGER_S, timeout_s))
         with self._lock:
-            heard = Heard(list(self._keys), self._emptied, self._missed, "")
+            taken = Invalidations(list(self._keys), self._emptied, self._missed, "")
             self._keys, self._emptied, self._missed = {}, False, False
             self._something.clear()
-        return heard
+        return taken
 
 
-class _Ear:
-    """Listens to one server: in a thread for as long as the connection lasts, and in another one some time later."""
+class _Subscriber:
+    """Follows one server: a thread for each connection, the next one some time after the last was lost."""
 
     def __init__(self, url: StoreURL, name: str, inbox: _Inbox) -> None:
         self._url, self._name, self._inbox = url, name, inbox
@@ -129,7 +127,7 @@ class _Ear:
         self._again_s = 0.0
 
     def open(self) -> None:
-        """Begin, or begin again if it is time for that."""
+        """Start the thread if there is none and the pause after the last one is over."""
         if (self._thread is None or not self._thread.is_alive()) and time.monotonic() >= self._again_s:
             self._thread = threading.Thread(target=self._run, name="kvpool-notices", daemon=True)
             self._thread.start()
@@ -163,10 +161,10 @@ class _Ear:
 
 
 class _Tracking:
-    """One connection that is told of changes. Errors: redis-py's; ``ValueError`` for what makes no sense."""
+    """One tracked connection. Errors: redis-py's; ``ValueError`` for a malformed message."""
 
     def __init__(self, server: Any) -> None:
-        # None of redis-py's own subscribers: they dial again by themselves, and then nothing is tracked.
+        # Not redis-py's PubSub: it reconnects by itself, and the new connection is not tracked.
         self._connection: Any = server.connection_pool.make_connection()
         try:
             self._connection.connect()
@@ -176,21 +174,21 @@ class _Tracking:
         except BaseException:
             self.close()
             raise
-        self._heard_s = time.monotonic()
+        self._received_s = time.monotonic()
         self._pinged = False
 
     def read(self, inbox: _Inbox) -> None:
-        """Wait a moment for a message, and hand it over."""
+        """Wait for a message, for at most ``POLL_S``, and put it into ``inbox``."""
         if self._connection.can_read(timeout=POLL_S):
             self._connection.extend()
             message: Any = self._connection.read_response()
-            self._heard_s, self._pinged = time.monotonic(), False
+            self._received_s, self._pinged = time.monotonic(), False
             if not isinstance(message, list) or not message:
-                raise ValueError("it sends what is no message of a subscription")
+                raise ValueError("it sent no message of a subscription")
             if message[0] == b"message" and len(message) == 3:
-                inbox.hear(_block_keys(message[2]))
+                inbox.add(_block_keys(message[2]))
             return
-        silence_s = time.monotonic() - self._heard_s
+        silence_s = time.monotonic() - self._received_s
         if self._pinged and silence_s > PING_S + TIMEOUT_S:
             raise ValueError("it has fallen silent")
         if not self._pinged and silence_s > PING_S:
@@ -206,17 +204,17 @@ class _Tracking:
 
 
 def _block_keys(told: Any) -> list[str] | None:
-    """The keys of blocks among those of a message; None when it says that all are gone."""
+    """The keys of blocks in a message; None: a flush."""
     if told is None:
         return None
     if not isinstance(told, list):
-        raise ValueError("it sends what is no list of keys")
+        raise ValueError("it sent no list of keys")
     names = (name.decode("ascii", "replace") for name in told if isinstance(name, bytes))
     return [name for name in names if is_key(name)]
 
 
 def refusal(url: StoreURL) -> str:
-    """Why the server of ``url`` says nothing of its keys to this user; empty: it does. Blocking, for some seconds."""
+    """Why the server of ``url`` refuses this user notices; empty: it does not. Blocking, for some seconds."""
     import redis
 
     try:

@@ -60,8 +60,8 @@ class ServerStore(Store):
     def _withdraw_all(self, prefix: str) -> int:
         return self._announced.remove_all(prefix)
 
-    def _life(self) -> str:
-        """What its servers call their present runs; empty where one may not be asked."""
+    def _server_run_id(self) -> str:
+        """A digest of the run ids of all its servers; empty if one of them may not be asked."""
         if not self._url.nodes:
             with self._kept.asked("cannot ask for its run_id", RUN_ID_S) as server:
                 return _run_id(server)
@@ -80,16 +80,16 @@ class ServerStore(Store):
         before = self._primaries.find()
         for url in self._primaries.urls():
             yield from scan_keys(url, self._name, prefix)
-        # Else keys may have gone from a server that was not walked yet to one that had been.
+        # If they changed, keys may have moved from a server not yet scanned to one already scanned.
         if self._primaries.find() != before:
-            raise StoreUnavailable(f"{self._name}: its servers changed while its blocks were looked at")
+            raise StoreUnavailable(f"{self._name}: its servers changed during the scan")
 
     def _notices(self) -> ServerNotices:
         return ServerNotices(self._primaries, self._name)
 
 
 def run_id(url: StoreURL, name: str) -> str:
-    """What the server of ``url`` calls its present run; empty where it may not be asked."""
+    """The run id of the server of ``url``; empty if it may not be asked. Errors: ``StoreUnavailable``."""
     try:
         with connect(url, timeout_s=RUN_ID_S, role="life") as server:
             return _run_id(server)
@@ -105,7 +105,7 @@ def _run_id(server: redis.Redis) -> str:
 
 
 def server_name(url: StoreURL) -> str:
-    """How the server of ``url`` is called in errors: without its secrets."""
+    """The name of the server of ``url`` for errors, without secrets."""
     assert url.scheme in SERVER_SCHEMES, url.scheme
     if url.nodes:
         hosts = ",".join(f"{_in_url(host)}:{port}" for host, port in url.nodes)

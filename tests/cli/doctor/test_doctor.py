@@ -19,8 +19,8 @@ from kvpool.cli.doctor.server_rules import RULES
 from kvpool.cli.doctor.server_settings import server_findings
 from kvpool.cli.engine_process import free_ports
 from kvpool.cli.index_process import IndexProcess
+from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.facts import announce_facts
-from kvpool.discovery.registry import Announcer
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.errors import StoreUnavailable
 from kvpool.key.hashing import seed_id

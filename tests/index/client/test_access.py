@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool import AsyncIndexClient, ConfigError, IndexClient, UnknownModel
 from kvpool.errors import AccessDenied
-from kvpool.index.client import codec
+from kvpool.index.client.messages import SERVICE
 from kvpool.index.fleet import Fleet
-from kvpool.index.serve.auth import Doors
+from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
@@ -47,10 +47,10 @@ def closed(tmp_path: Path) -> Iterator[Closed]:
     path = tmp_path / "tokens.toml"
     tokens = write_tokens(
         path,
-        router=(["ask"], ["a"]),
+        router=(["read"], ["a"]),
         worker=(["publish"], ["a"]),
-        owner=(["ask", "administer"], ["a"]),
-        root=(["ask", "publish", "administer"], ["*"]),
+        owner=(["read", "admin"], ["a"]),
+        root=(["read", "publish", "admin"], ["*"]),
     )
     fleet = Fleet()
     for tenant in ("a", "b"):
@@ -58,9 +58,9 @@ def closed(tmp_path: Path) -> Iterator[Closed]:
         say(fleet, f"{tenant}/w-{tenant}", 0, 4, batch(stored([1, 2])))
 
     def take() -> Snapshot:
-        return Snapshot(1.0, "", fleet.freeze())
+        return Snapshot(1.0, "", fleet.snapshot())
 
-    with serving(fleet, take=take, doors=Doors(str(path))) as served:
+    with serving(fleet, take=take, auth=TokenAuth(str(path))) as served:
         yield Closed(served, path, tokens)
 
 
@@ -68,7 +68,7 @@ def refused(channel: grpc.Channel, method: str, request: bytes, token: str | Non
     """Name of the status code, and its text."""
     metadata = [("authorization", f"Bearer {token}")] if token is not None else []
     streams = next(one for one in METHODS if one.name == method)
-    path = f"/{codec.SERVICE}/{method}"
+    path = f"/{SERVICE}/{method}"
     options: dict[str, Any] = {"timeout": WAIT_S, "metadata": metadata}
     call: Any
     if streams.client_streaming:
@@ -135,10 +135,10 @@ def requests(tenant: str) -> dict[str, Any]:
 
 
 RIGHT = {
-    "Lookup": "ask", "LookupStream": "ask", "ListWorkers": "ask", "Publish": "publish", "RegisterWorker": "publish",
-    "RemoveWorker": "administer",
+    "Lookup": "read", "LookupStream": "read", "ListWorkers": "read", "Publish": "publish", "RegisterWorker": "publish",
+    "RemoveWorker": "admin",
 }  # fmt: skip
-HOLDERS = {"router": {"ask"}, "worker": {"publish"}, "owner": {"ask", "administer"}}
+HOLDERS = {"router": {"read"}, "worker": {"publish"}, "owner": {"read", "admin"}}
 
 
 @pytest.mark.parametrize("method", RIGHT)
@@ -149,7 +149,7 @@ def test_each_call_takes_its_right(closed: Closed, method: str) -> None:
                 found = refused(
                     channel, method, requests("a")[method].SerializeToString(), closed.tokens[name]
                 )
-                assert found == ("PERMISSION_DENIED", f"this token has no right to {RIGHT[method]}")
+                assert found == ("PERMISSION_DENIED", f'this token does not have the right "{RIGHT[method]}"')
 
 
 @pytest.mark.parametrize("method", RIGHT)
@@ -194,7 +194,7 @@ def test_a_token_that_is_taken_away_ends_streams_as_well(closed: Closed) -> None
         async with AsyncIndexClient(closed.target, WAIT_S, token=token) as client, client.stream() as stream:
             asked: dict[str, Any] = {"hashes64": packed64([1, 2]), "tenant": "a"}
             assert (await stream.lookup("model-a", **asked)).device_blocks == (2,)
-            write_tokens(closed.path, other=(["ask"], ["*"]))
+            write_tokens(closed.path, other=(["read"], ["*"]))
             with IndexClient(closed.target, WAIT_S, token=token) as blocking:
                 assert await asyncio.to_thread(eventually, lambda: _is_refused(blocking))
             with pytest.raises(AccessDenied, match="does not know this token"):
@@ -229,7 +229,7 @@ def test_an_open_index_takes_no_notice_of_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listen", "doors", "says"),
+    ("listen", "tokens", "says"),
     [
         ("127.0.0.1:0", False, ""),
         ("localhost:0", False, ""),
@@ -239,11 +239,11 @@ def test_an_open_index_takes_no_notice_of_tokens() -> None:
     ],
 )
 def test_what_others_could_do_is_said_at_the_start(
-    listen: str, doors: bool, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    listen: str, tokens: bool, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "kvpool.index")
-    write_tokens(tmp_path / "tokens", a=(["ask"], ["*"]))
-    with serving(target=listen, doors=Doors(str(tmp_path / "tokens") if doors else None)):
+    write_tokens(tmp_path / "tokens", a=(["read"], ["*"]))
+    with serving(target=listen, auth=TokenAuth(str(tmp_path / "tokens") if tokens else None)):
         pass
     assert len(caplog.messages) == bool(says)
     assert says in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import socket
 import subprocess
@@ -12,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -35,7 +36,10 @@ from kvpool.index import (
 )
 from kvpool.index.client import codec
 from kvpool.index.client.channel import error_of
+from kvpool.index.client.messages import REPLIES, SERVICE, decode_worker
 from kvpool.index.fleet import Fleet
+from kvpool.index.prompt import Prompt
+from kvpool.index.serve.codec import decode_prompt, encode_lookup, encode_status
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
@@ -142,30 +146,15 @@ def test_register_list_remove(served: Served) -> None:
         assert client.workers()[2].worker.hash_seed_id == seed_id(None)
 
 
-def test_the_two_clients_have_one_surface() -> None:
-    def surface(client: type) -> dict[str, Any]:
-        return {
-            name: inspect.signature(method).replace(return_annotation="")
-            for name, method in vars(client).items()
-            if not name.startswith("_")
-        }
+def test_the_blocking_client_is_made_of_the_asynchronous_one() -> None:
+    root = Path(__file__).parents[3]
+    made = subprocess.check_output([sys.executable, root / "scripts/sync-client", "--print"], text=True)
+    assert (root / "kvpool/index/client/client.py").read_text() == made, "run scripts/sync-client"
 
-    of_tasks = surface(AsyncIndexClient)
-    of_threads = surface(IndexClient)
-    for only_of_tasks in ("stream", "publisher"):  # threads get by with calls
-        del of_tasks[only_of_tasks]
-    del of_threads["snapshot"]  # asked for once, by an index that starts
-    assert of_threads == of_tasks
-    assert set(of_threads) == {
-        "lookup",
-        "route",
-        "release",
-        "workers",
-        "status",
-        "register",
-        "remove",
-        "close",
-    }
+
+def test_the_former_name_of_a_limit_is_taken_with_a_warning(served: Served) -> None:
+    with IndexClient(served.target, PATIENT_S) as client, pytest.warns(DeprecationWarning, match="limit="):
+        assert len(client.route("m", token_ids=[1], most=1).picks) == 1
 
 
 def test_many_threads_share_a_client(served: Served) -> None:
@@ -312,8 +301,8 @@ def grpc_server(handle: Callable[[bytes, Any], bytes] | None) -> Iterator[str]:
     """A gRPC server that is no index, or a bad one."""
     server = grpc.server(futures.ThreadPoolExecutor(2))
     if handle is not None:
-        handlers = {name: grpc.unary_unary_rpc_method_handler(handle) for name in codec.REPLIES}
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(codec.SERVICE, handlers)])
+        handlers = {name: grpc.unary_unary_rpc_method_handler(handle) for name in REPLIES}
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -518,20 +507,20 @@ def sent(message: Any) -> Any:
 def test_lookups_travel(rows: list[Row]) -> None:
     lookup = Lookup.of(rows)
     assert list(lookup) == rows
-    assert codec.decode_lookup(sent(codec.encode_lookup(lookup))) == lookup
+    assert codec.decode_lookup(sent(encode_lookup(lookup))) == lookup
 
 
 @given(WORKERS)
 def test_workers_travel(worker: Worker) -> None:
     request = sent(codec.register_call(worker, None).request)
-    assert codec.decode_worker(request.worker, "default") == worker
+    assert decode_worker(request.worker, "default") == worker
     assert request.lease_ms == 0
 
 
 @given(INDEX, st.lists(STATUSES, max_size=3))
 def test_statuses_travel(index: IndexStatus, statuses: list[WorkerStatus]) -> None:
     status = FleetStatus(index, tuple(statuses))
-    reply = sent(codec.encode_status(status))
+    reply = sent(encode_status(status))
     assert codec.decode_status(reply) == status
     assert codec.decode_workers(reply) == statuses
 
@@ -552,16 +541,12 @@ def test_questions_travel(
     workers: list[str] | None,
     tenant: str,
 ) -> None:
-    call = codec.lookup_call(
-        "m", token_ids=tokens, hashes64=None, tenant=tenant, lora=lora, cache_salt=salt, multimodal=items,
-        workers=workers,
-    )  # fmt: skip
-    model, options, nbytes = codec.decode_question(sent(call.request))
-    assert (model, nbytes) == ("m", 4 * len(tokens))
-    assert options.pop("token_ids").tolist() == tokens
-    assert options == {
-        "tenant": tenant, "lora": lora, "cache_salt": salt, "multimodal": items, "workers": workers,
-    }  # fmt: skip
+    prompt = Prompt(
+        "m", token_ids=tokens, tenant=tenant, lora=lora, cache_salt=salt, multimodal=items, workers=workers
+    )
+    received = decode_prompt(sent(codec.lookup_call(prompt).request))
+    assert prompt.nbytes == received.nbytes == 4 * len(tokens)
+    assert replace(received, token_ids=list(received.token_ids or ())) == prompt
 
 
 @given(st.binary(max_size=200))
@@ -574,10 +559,10 @@ def test_noise_is_refused_or_read(noise: bytes) -> None:
     except DecodeError:
         return
     try:
-        question = codec.decode_question(request)
-        if question.options.keys() & {"text", "chat"}:
+        prompt = decode_prompt(request)
+        if prompt.text is not None or prompt.chat is not None:
             return  # for a tokenizer
-        fleet.lookup(question.model, **question.options)
+        fleet.lookup(prompt)
     except kvpool.KVPoolError as error:
         lines = str(error).splitlines()
         assert len(lines) == 1
@@ -585,8 +570,5 @@ def test_noise_is_refused_or_read(noise: bytes) -> None:
 
 def test_packed_numbers_are_little_endian() -> None:
     assert codec.pack_tokens([1, 0x01020304]).hex() == "0100000004030201"
-    call = codec.lookup_call(
-        "m", token_ids=None, hashes64=packed64([1, 0x0102030405060708]), tenant="t", lora=None, cache_salt=None,
-        multimodal=(), workers=None,
-    )  # fmt: skip
+    call = codec.lookup_call(Prompt("m", hashes64=packed64([1, 0x0102030405060708])))
     assert call.request.block_hashes.hex() == "01000000000000000807060504030201"

@@ -15,9 +15,11 @@ from kvpool import AsyncIndexClient, ConfigError, IndexClient, IndexUnavailable,
 from kvpool.index import Publisher, Worker
 from kvpool.index.client import codec
 from kvpool.index.client import publisher as module
+from kvpool.index.client.messages import SERVICE
 from kvpool.index.client.publisher import EventPublisher
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.push import Pushed
+from kvpool.index.serve import codec as serve_codec
 from kvpool.index.serve import service
 from kvpool.v1 import index_pb2 as pb
 from tests.index.fleets import Served, a_worker, serving
@@ -180,7 +182,7 @@ def test_what_cannot_be_published() -> None:
 
 def test_the_newest_batches_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KEPT", 5)
-    rank = module._Rank()
+    rank = module._DpRank()
     for number in range(12):
         rank.keep(bytes([number]))
     assert [number for number, _ in rank.kept] == [7, 8, 9, 10, 11]
@@ -222,7 +224,7 @@ def test_what_is_refused_ends_the_stream(sent: bytes, code: str, says: str) -> N
     fleet.add(a_worker("a"), "flag")
     options = [("grpc.max_send_message_length", -1)]
     with serving(fleet) as served, grpc.insecure_channel(served.target, options=options) as channel:
-        call = channel.stream_stream(f"/{codec.SERVICE}/Publish")(iter([sent]), timeout=WAIT_S)
+        call = channel.stream_stream(f"/{SERVICE}/Publish")(iter([sent]), timeout=WAIT_S)
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert caught.value.code().name == code
@@ -267,13 +269,13 @@ def test_a_flood_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
         apply(*arguments)
 
     async def use(client: AsyncIndexClient) -> None:
-        names = [f"p{number}" for number in range(2 * service.INTAKE_THREADS)]
+        names = [f"p{number}" for number in range(2 * service.PUSH_THREADS)]
         publishers = [client.publisher(pusher(name)) for name in names]
         try:
             for publisher in publishers:
                 for number in range(100):
                     publisher.publish(payload(number))
-            for _ in range(service.INTAKE_THREADS):
+            for _ in range(service.PUSH_THREADS):
                 assert await asyncio.to_thread(entered.acquire, timeout=WAIT_S)
             assert await held(client, 1) == -1
             long = await client.lookup("m", hashes64=bytes(8 << 17), timeout_s=WAIT_S)
@@ -296,7 +298,7 @@ def test_who_does_not_read_what_it_is_told_is_stale(monkeypatch: pytest.MonkeyPa
 
     async def main(target: str) -> None:
         async with grpc.aio.insecure_channel(target, options=QUIET) as channel:
-            call = channel.stream_stream(f"/{codec.SERVICE}/Publish")()
+            call = channel.stream_stream(f"/{SERVICE}/Publish")()
             pushing = asyncio.create_task(_write_for_ever(call))
             async with AsyncIndexClient(target, timeout_s=WAIT_S) as client:
                 await until(lambda: _problem(client, "nobody pushes its events"))
@@ -318,13 +320,13 @@ def test_who_leaves_while_it_is_told_is_no_fault_of_the_index(
 
     async def main(target: str) -> None:
         async with grpc.aio.insecure_channel(target) as channel:
-            call = channel.stream_stream(f"/{codec.SERVICE}/Publish")()
+            call = channel.stream_stream(f"/{SERVICE}/Publish")()
             await call.write(message(last=True))
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 await asyncio.wait_for(call.read(), WAIT_S)
             assert ended.value.code() is grpc.StatusCode.CANCELLED
 
-    monkeypatch.setattr(codec, "encode_ack", unsent)
+    monkeypatch.setattr(serve_codec, "encode_ack", unsent)
     with serving() as served:
         served.roster.add(pusher(), "call")
         asyncio.run(main(served.target))

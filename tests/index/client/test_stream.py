@@ -13,8 +13,8 @@ import grpc.aio
 import pytest
 
 from kvpool import AsyncIndexClient, ConfigError, IndexUnavailable, UnknownModel
-from kvpool.index.client import codec
 from kvpool.index.client import stream as lookup_stream
+from kvpool.index.client.messages import SERVICE
 from kvpool.index.client.stream import LookupStream
 from kvpool.index.fleet import Fleet
 from kvpool.v1 import index_pb2 as pb
@@ -138,7 +138,7 @@ class Slow:
         handler = grpc.stream_stream_rpc_method_handler(self._answer, pb.LookupRequest.FromString)
         self._server = grpc.server(futures.ThreadPoolExecutor(4))
         self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(codec.SERVICE, {"LookupStream": handler}),)
+            (grpc.method_handlers_generic_handler(SERVICE, {"LookupStream": handler}),)
         )
         self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
@@ -230,7 +230,7 @@ def test_the_end_of_an_index_does_not_wait_for_its_streams() -> None:
 
 def test_a_message_that_is_no_question_is_refused() -> None:
     with serving(a_fleet()) as served, grpc.insecure_channel(served.target) as channel:
-        call = channel.stream_stream(f"/{codec.SERVICE}/LookupStream")(iter([b"\xff\xff"]), timeout=WAIT_S)
+        call = channel.stream_stream(f"/{SERVICE}/LookupStream")(iter([b"\xff\xff"]), timeout=WAIT_S)
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -49,7 +49,7 @@ def test_the_pools_events_are_of_the_pool_tier() -> None:
     """What kvpool's own connector publishes."""
     from types import SimpleNamespace
 
-    from kvpool.vllm.compat import removed_event, stored_event
+    from kvpool.vllm.events import removed_event, stored_event
     from kvpool.vllm.plan import Group
 
     request: Any = SimpleNamespace(

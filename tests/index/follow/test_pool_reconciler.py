@@ -16,10 +16,10 @@ import pytest
 
 from kvpool import ConfigError, Namespace, StoreUnavailable, open_store
 from kvpool.discovery.facts import announce_facts
-from kvpool.discovery.registry import WorkerWatch
+from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import pool_reconciler as module
-from kvpool.index.follow.pool_reconciler import Residency
+from kvpool.index.follow.pool_reconciler import PoolReconciler
 from kvpool.store.memory import MemoryStore
 from kvpool.store.server import notices as server_notices
 from kvpool.store.store import Store
@@ -84,35 +84,39 @@ def a_fleet(*namespaces: Namespace) -> Fleet:
 
 
 @contextmanager
-def following(fleet: Fleet, store: Store, *, pause_s: float = NEVER_S, **more: Any) -> Iterator[Residency]:
-    residency = Residency(fleet, store, pause_s=pause_s, **more)
+def following(
+    fleet: Fleet, store: Store, *, pause_s: float = NEVER_S, **more: Any
+) -> Iterator[PoolReconciler]:
+    reconciler = PoolReconciler(fleet, store, pause_s=pause_s, **more)
     try:
-        yield residency
+        yield reconciler
     finally:
-        residency.close()
-        assert not residency._thread.is_alive()
+        reconciler.close()
+        assert not reconciler._thread.is_alive()
 
 
-def rests(residency: Residency) -> bool:
+def rests(reconciler: PoolReconciler) -> bool:
     """Wait until servers are listened to, and no round goes on or is to come soon."""
     return eventually(
         lambda: (
-            residency.totals().missed_notices > 0
-            and not residency._again.is_set()
-            and residency._round is None
-            and residency.totals().rounds > 0
+            reconciler.totals().missed_notices > 0
+            and not reconciler._again.is_set()
+            and reconciler._round is None
+            and reconciler.totals().rounds > 0
         ),
         within_s=30,
     )
 
 
-def another_round(residency: Residency) -> None:
+def another_round(reconciler: PoolReconciler) -> None:
     """Wait for a round that begins after this call."""
-    before = residency.totals().rounds
-    residency._again.set()
+    before = reconciler.totals().rounds
+    reconciler._again.set()
     assert eventually(
         lambda: (
-            residency.totals().rounds > before and residency._round is None and not residency._again.is_set()
+            reconciler.totals().rounds > before
+            and reconciler._round is None
+            and not reconciler._again.is_set()
         )
     )
 
@@ -150,7 +154,7 @@ def test_thousands_of_evictions_while_events_come_in(name: str, heard: bool, tmp
         fleet, everything = a_fleet(), range(8000)
         with (
             open_store(url) as store,
-            following(fleet, store, pause_s=0.2, keys_per_s=200_000) as residency,
+            following(fleet, store, pause_s=0.2, keys_per_s=200_000) as reconciler,
         ):
 
             def write(part: int) -> None:
@@ -172,32 +176,32 @@ def test_thousands_of_evictions_while_events_come_in(name: str, heard: bool, tmp
             assert eventually(
                 lambda: credited(fleet, everything) == present(server, everything),
                 # The machine may be busy; what is promised is measured by the index itself.
-                within_s=20 + residency.totals().bound_s,
+                within_s=20 + reconciler.totals().max_staleness_s,
             )
             assert server.info("evicted_keys") > 2000
             assert len(present(server, everything)) > 500
-            assert residency.totals().removed > 1000
-            assert residency.totals().deaf == (not heard)
-            rounds = residency.totals().rounds
-            assert eventually(lambda: residency.totals().rounds > rounds + 1)
+            assert reconciler.totals().removed > 1000
+            assert reconciler.totals().notifications_down == (not heard)
+            rounds = reconciler.totals().rounds
+            assert eventually(lambda: reconciler.totals().rounds > rounds + 1)
             assert credited(fleet, everything) == present(server, everything), "and so it stays"
 
 
 def test_evictions_are_heard_at_once(server: Server) -> None:
     fleet, mine = a_fleet(), range(1000)
-    with open_store(server.url) as store, following(fleet, store) as residency:
+    with open_store(server.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
         fleet.apply("default/w0", 0, 1, told(mine))
-        assert rests(residency)
-        before = residency.totals()
+        assert rests(reconciler)
+        before = reconciler.totals()
         server.client.config_set("maxmemory-policy", "allkeys-lru")
         server.client.config_set("maxmemory", str(server.info("used_memory") + (64 << 10)))
         for number in range(400):  # somebody else's
             server.client.set(f"other:{number}", bytes(NBYTES))
         assert eventually(lambda: credited(fleet, mine) == present(server, mine))
         assert 0 < len(present(server, mine)) < 1000
-        assert residency.totals().rounds == before.rounds
-        assert residency.totals().notices > before.notices
+        assert reconciler.totals().rounds == before.rounds
+        assert reconciler.totals().notices > before.notices
 
 
 # ---- what else a server loses
@@ -212,28 +216,28 @@ def test_each_kind_of_loss_is_heard(server: Server) -> None:
         "renamed": lambda key: server.client.rename(key, "elsewhere"),
         "replaced by nothing": lambda key: server.client.hdel(key, "h", "b"),
     }
-    with open_store(server.url) as store, following(fleet, store) as residency:
+    with open_store(server.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
         fleet.apply("default/w0", 0, 1, told(mine))
-        assert rests(residency)
-        rounds = residency.totals().rounds
+        assert rests(reconciler)
+        rounds = reconciler.totals().rounds
         for number, (kind, lose) in enumerate(losses.items()):
             assert credited(fleet, mine) == set(range(number, 20)), kind
             lose(keys([number])[0])
             assert eventually(lambda n=number: credited(fleet, mine) == set(range(n + 1, 20))), kind
         put(store, [0])
         assert eventually(lambda: 0 in credited(fleet, mine)), "whoever puts it, it can be loaded"
-        assert residency.totals().rounds == rounds
+        assert reconciler.totals().rounds == rounds
 
 
 @pytest.mark.parametrize("flush", [("FLUSHALL",), ("FLUSHDB", "ASYNC")], ids=" ".join)
 def test_a_flush_is_heard_at_once(server: Server, flush: tuple[str, ...]) -> None:
     fleet, mine = a_fleet(), range(200)
-    with open_store(server.url) as store, following(fleet, store) as residency:
+    with open_store(server.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
         fleet.apply("default/w0", 0, 1, told(mine))
-        assert rests(residency)
-        residency._keys_per_s = 1  # a round would not come to its end
+        assert rests(reconciler)
+        reconciler._keys_per_s = 1  # a round would not come to its end
         server.client.execute_command(*flush)
         assert eventually(lambda: not credited(fleet, mine))
 
@@ -241,40 +245,40 @@ def test_a_flush_is_heard_at_once(server: Server, flush: tuple[str, ...]) -> Non
 def test_a_flush_of_another_database_takes_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvpool.index")
     fleet, mine = a_fleet(), range(200)
-    with open_store(server.url + "/1") as store, following(fleet, store) as residency:
+    with open_store(server.url + "/1") as store, following(fleet, store) as reconciler:
         put(store, mine)
         fleet.apply("default/w0", 0, 1, told(mine))
-        assert rests(residency)
-        before = residency.totals()
+        assert rests(reconciler)
+        before = reconciler.totals()
         server.client.flushdb()
-        assert eventually(lambda: residency.totals().missed_notices > before.missed_notices)
-        assert eventually(lambda: residency.totals().rounds > before.rounds), "it looks, to be sure"
+        assert eventually(lambda: reconciler.totals().missed_notices > before.missed_notices)
+        assert eventually(lambda: reconciler.totals().rounds > before.rounds), "it looks, to be sure"
         assert credited(fleet, mine) == set(mine)
         assert not any("is forgotten" in text for text in caplog.messages), "not for a moment"
-        assert residency.totals().removed == before.removed
+        assert reconciler.totals().removed == before.removed
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with its keys", "empty"])
 def test_a_server_that_is_started_anew(server: Server, kept: bool) -> None:
     fleet, mine = a_fleet(), range(200)
-    with open_store(server.url) as store, following(fleet, store) as residency:
+    with open_store(server.url) as store, following(fleet, store) as reconciler:
         watch = WorkerWatch(
-            store, on_worker=lambda *_: None, on_gone=lambda _: None, on_pool_lost=residency.pool_lost,
+            store, on_worker=lambda *_: None, on_gone=lambda _: None, on_pool_lost=reconciler.pool_lost,
             tenants=["default"], interval_s=0.05,
         )  # fmt: skip
         try:
             put(store, mine)
             fleet.apply("default/w0", 0, 1, told(mine))
-            assert rests(residency)
+            assert rests(reconciler)
             assert eventually(lambda: watch.rounds > 0)
             if kept:
                 server.client.save()
             server.kill()
-            before = residency.totals()
+            before = reconciler.totals()
             server.start()
-            assert eventually(lambda: residency.totals().missed_notices > before.missed_notices, within_s=20)
+            assert eventually(lambda: reconciler.totals().missed_notices > before.missed_notices, within_s=20)
             expected = set(mine) if kept else set()
-            assert eventually(lambda: rests(residency) and credited(fleet, mine) == expected, within_s=20)
+            assert eventually(lambda: rests(reconciler) and credited(fleet, mine) == expected, within_s=20)
             assert present(server, mine) == expected
         finally:
             watch.close()
@@ -286,18 +290,18 @@ def test_a_server_that_is_started_anew(server: Server, kept: bool) -> None:
 def test_what_was_lost_while_nobody_listened_is_found(server: Server) -> None:
     """The listener's connection is cut, and blocks go in the same moment."""
     fleet, mine = a_fleet(), range(50)
-    with open_store(server.url) as store, following(fleet, store) as residency:
+    with open_store(server.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
         fleet.apply("default/w0", 0, 1, told(mine))
-        assert rests(residency)
-        before = residency.totals()
+        assert rests(reconciler)
+        before = reconciler.totals()
         with server.client.pipeline(transaction=True) as together:
             together.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
             together.delete(*keys(range(10)))
             killed, deleted = together.execute()
         assert (killed, deleted) == (1, 10)
         assert eventually(lambda: credited(fleet, mine) == set(range(10, 50)), within_s=20)
-        assert residency.totals().notices == before.notices, "seen by a round, not heard"
+        assert reconciler.totals().notices == before.notices, "seen by a round, not heard"
         server.client.delete(*keys([10]))
         assert eventually(lambda: credited(fleet, mine) == set(range(11, 50))), "heard again"
 
@@ -305,14 +309,14 @@ def test_what_was_lost_while_nobody_listened_is_found(server: Server) -> None:
 def test_a_listener_that_is_flooded_is_repaired(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_notices, "MAX_KEYS", 10)
     fleet, mine = a_fleet(), range(500)
-    with open_store(valkey.url) as store, following(fleet, store) as residency:
+    with open_store(valkey.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
         fleet.apply("default/w0", 0, 1, told(mine))
-        assert rests(residency)
-        before = residency.totals()
+        assert rests(reconciler)
+        before = reconciler.totals()
         valkey.client.delete(*keys(range(400)))  # told of in one message
         assert eventually(lambda: credited(fleet, mine) == set(range(400, 500)))
-        assert residency.totals().missed_notices > before.missed_notices
+        assert reconciler.totals().missed_notices > before.missed_notices
 
 
 def test_a_server_that_falls_silent(
@@ -321,16 +325,16 @@ def test_a_server_that_falls_silent(
     monkeypatch.setattr(server_notices, "PING_S", 0.2)
     monkeypatch.setattr(server_notices, "TIMEOUT_S", 0.3)
     fleet, mine = a_fleet(), range(50)
-    with open_store(valkey.url) as store, following(fleet, store) as residency:
+    with open_store(valkey.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
         fleet.apply("default/w0", 0, 1, told(mine))
-        assert rests(residency)
+        assert rests(reconciler)
         valkey.stop()
         try:
-            assert eventually(lambda: residency.totals().deaf == 1, within_s=30)
+            assert eventually(lambda: reconciler.totals().notifications_down == 1, within_s=30)
         finally:
             valkey.go_on()
-        assert eventually(lambda: residency.totals().deaf == 0, within_s=30)
+        assert eventually(lambda: reconciler.totals().notifications_down == 0, within_s=30)
         valkey.client.delete(*keys([1]))
         assert eventually(lambda: 1 not in credited(fleet, mine))
     assert sum("the pool does not say what it loses" in text for text in caplog.messages) == 2
@@ -338,28 +342,28 @@ def test_a_server_that_falls_silent(
 
 def test_a_late_event_of_what_is_gone_is_corrected_by_the_next_round(valkey: Server) -> None:
     fleet, mine = a_fleet(), range(10)
-    with open_store(valkey.url) as store, following(fleet, store) as residency:
+    with open_store(valkey.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
-        assert rests(residency)
+        assert rests(reconciler)
         assert eventually(lambda: credited(fleet, mine) == set(mine)), "present, so it is credited"
         valkey.client.delete(*keys([3]))
         assert eventually(lambda: 3 not in credited(fleet, mine))
         fleet.apply("default/w0", 0, 1, told([3]))
         assert 3 in credited(fleet, mine)
-        another_round(residency)
+        another_round(reconciler)
         assert credited(fleet, mine) == set(mine) - {3}
 
 
 def test_a_miss_that_a_worker_reports_counts_at_once(valkey: Server) -> None:
     """It has read a record that does not prove itself, say; the key may even be there again by now."""
     fleet, mine = a_fleet(), range(10)
-    with open_store(valkey.url) as store, following(fleet, store) as residency:
+    with open_store(valkey.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
-        assert rests(residency)
+        assert rests(reconciler)
         assert eventually(lambda: credited(fleet, mine) == set(mine))
         fleet.apply("default/w0", 0, 2, batch(removed(hashes64([4]), medium="STORAGE")))
         assert 4 not in credited(fleet, mine)
-        another_round(residency)
+        another_round(reconciler)
         assert credited(fleet, mine) == set(mine), "which the next round finds"
 
 
@@ -385,37 +389,37 @@ class Told(MemoryStore):
 def test_what_is_put_while_the_pool_is_walked_stays() -> None:
     """The walk does not see it, and its event comes before the end."""
     fleet = a_fleet()
-    with Told() as store, following(fleet, store) as residency:
+    with Told() as store, following(fleet, store) as reconciler:
         put(store, range(5))
-        another_round(residency)
+        another_round(reconciler)
         assert credited(fleet, range(9)) == set(range(5))
         fleet.apply("default/w0", 0, 1, told([5, 6]))  # credited, and not there
         store.hidden = set(keys([7, 4]))
         put(store, [7])
         # 4 was credited before the round and is told again in it, 7 is new, 5 and 6 have gone.
         store.meanwhile = lambda: fleet.apply("default/w0", 0, 2, told([7, 4]))
-        another_round(residency)
+        another_round(reconciler)
         assert credited(fleet, range(9)) == {*range(5), 7}
         store.meanwhile = lambda: None
-        another_round(residency)
-        assert credited(fleet, range(9)) == set(range(4)), "in doubt again, and not seen"
+        another_round(reconciler)
+        assert credited(fleet, range(9)) == set(range(4)), "marked again, and not seen"
 
 
 def test_a_walk_that_fails_takes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     fleet = a_fleet()
-    with Told() as store, following(fleet, store, pause_s=0.01) as residency:
+    with Told() as store, following(fleet, store, pause_s=0.01) as reconciler:
         put(store, range(5))
         fleet.apply("default/w0", 0, 1, told(range(9)))
 
         def fail() -> None:
             raise StoreUnavailable("planted")
 
-        another_round(residency)
+        another_round(reconciler)
         assert credited(fleet, range(9)) == set(range(5))
         store.meanwhile = fail
         fleet.apply("default/w0", 0, 1, told(range(9)))
-        failed = residency.totals().failed_rounds
-        assert eventually(lambda: residency.totals().failed_rounds > failed + 1)
+        failed = reconciler.totals().failed_rounds
+        assert eventually(lambda: reconciler.totals().failed_rounds > failed + 1)
         assert credited(fleet, range(9)) == set(range(9))
         store.meanwhile = lambda: None
         assert eventually(lambda: credited(fleet, range(9)) == set(range(5)))
@@ -445,15 +449,15 @@ def test_a_fault_of_ours_is_logged_and_the_next_round_goes_on(
 def test_all_ranks_make_a_block(server: Server) -> None:
     """With tensor parallelism a block is there when every rank's part is."""
     fleet, mine = a_fleet(), range(10)
-    with open_store(server.url) as store, following(fleet, store) as residency:
+    with open_store(server.url) as store, following(fleet, store) as reconciler:
         for rank in range(3):
             put(store, mine, rank=rank)
         fleet.apply("default/w0", 0, 1, told(mine))
-        assert rests(residency)
+        assert rests(reconciler)
         server.client.delete(*keys([3], rank=2))
         assert eventually(lambda: credited(fleet, mine) == set(mine) - {3}), "heard"
         fleet.apply("default/w0", 0, 2, told([3]))
-        another_round(residency)
+        another_round(reconciler)
         assert credited(fleet, mine) == set(mine) - {3}, "and seen"
         put(store, [3], rank=2)
         assert eventually(lambda: credited(fleet, mine) == set(mine))
@@ -474,17 +478,17 @@ def test_what_all_ranks_have_in_common_lies_there_once(valkey: Server) -> None:
         for group, rank, numbers in ((0, 0, mine), (0, 1, mine), (1, 0, mine[:3])):
             names = keys(numbers, group, rank, namespace)
             store.put_many(names, [bytes(NBYTES)] * len(names))
-        with following(fleet, store) as residency:
-            assert rests(residency)
+        with following(fleet, store) as reconciler:
+            assert rests(reconciler)
             (pool,) = fleet.pools()
 
             def whole() -> list[int]:
                 return list(pool.table.match(packed64(hashes64(mine)), workers=[pool.holder]).pool_blocks)
 
             assert whole() == [3]
-            assert residency._groups["default", namespace.hex][1]["kv_cache_spec_kind"] == "mla_attention"
+            assert reconciler._groups["default", namespace.hex][1]["kv_cache_spec_kind"] == "mla_attention"
             valkey.client.delete(*keys([2], 0, 1, namespace))
-            another_round(residency)
+            another_round(reconciler)
             assert whole() == [2]
 
 
@@ -500,11 +504,11 @@ def test_groups_are_as_the_facts_say(valkey: Server) -> None:
         announce_facts(store, namespace, "m")
         names = [*keys([4], 0, 0, namespace), *keys(range(5), 1, 0, namespace)]
         store.put_many(names, [bytes(NBYTES)] * len(names))
-        with following(fleet, store) as residency:
-            assert rests(residency)
+        with following(fleet, store) as reconciler:
+            assert rests(reconciler)
             (pool,) = fleet.pools()
             assert list(pool.table.match(packed64(hashes64(range(5)))).pool_blocks) == [5]
-            groups = residency._groups["default", namespace.hex]
+            groups = reconciler._groups["default", namespace.hex]
             assert groups[0]["kv_cache_spec_sliding_window"] == 16
             assert groups[1] == {"kv_cache_spec_kind": "full_attention", "block_size": 16}
 
@@ -518,9 +522,9 @@ def test_records_of_several_blocks_are_credited_whole(valkey: Server) -> None:
         announce_facts(store, namespace, "m")
         names = keys([2, 5, 11], 0, 0, namespace)  # blocks 0 to 5, and 9 to 11
         store.put_many(names, [bytes(NBYTES)] * len(names))
-        with following(fleet, store) as residency:
-            assert rests(residency)
-            another_round(residency)
+        with following(fleet, store) as reconciler:
+            assert rests(reconciler)
+            another_round(reconciler)
             (pool,) = fleet.pools()
             matched = [
                 list(pool.table.match(packed64(hashes64(range(n)))).pool_blocks) for n in (2, 3, 8, 12)
@@ -530,23 +534,23 @@ def test_records_of_several_blocks_are_credited_whole(valkey: Server) -> None:
 
 def test_other_namespaces_and_tenants_are_left_alone(valkey: Server) -> None:
     fleet = a_fleet(NAMESPACE, OTHER)
-    with open_store(valkey.url) as store, following(fleet, store) as residency:
+    with open_store(valkey.url) as store, following(fleet, store) as reconciler:
         put(store, range(5))
         stranger = Namespace("stranger", dict(NAMESPACE.facts))
         for other, numbers in ((OTHER, [7]), (stranger, [8]), (Namespace("default", {"model": "x"}), [9])):
             store.put_many(keys(numbers, namespace=other), [bytes(NBYTES)])
         valkey.client.set("kvpool:default:no-key-of-a-block", 1)
-        assert rests(residency)
-        another_round(residency)
+        assert rests(reconciler)
+        another_round(reconciler)
         assert credited(fleet, range(10)) == set(range(5))
         assert credited(fleet, range(10), OTHER) == {7}
 
 
 def test_a_namespace_that_comes_is_looked_at_at_once() -> None:
     fleet = Fleet()
-    with open_store("memory://") as store, following(fleet, store) as residency:
+    with open_store("memory://") as store, following(fleet, store) as reconciler:
         put(store, range(5))
-        assert eventually(lambda: residency.totals().rounds > 0)
+        assert eventually(lambda: reconciler.totals().rounds > 0)
         fleet.add(a_worker("w0", namespace=NAMESPACE.hex), "pool")
         assert eventually(lambda: credited(fleet, range(9)) == set(range(5)))
 
@@ -554,15 +558,15 @@ def test_a_namespace_that_comes_is_looked_at_at_once() -> None:
 def test_files_are_looked_through(tmp_path: Path) -> None:
     """Nobody says what a directory loses."""
     fleet, mine = a_fleet(), range(50)
-    with open_store(f"file://{tmp_path}/pool") as store, following(fleet, store, pause_s=0.05) as residency:
+    with open_store(f"file://{tmp_path}/pool") as store, following(fleet, store, pause_s=0.05) as reconciler:
         put(store, mine)
         assert eventually(lambda: credited(fleet, mine) == set(mine))
         store.delete_many(keys(range(10)))
         for path in (tmp_path / "pool" / "blocks").glob(f"*/*.{digest(10).hex()}.*"):
             path.unlink()
         assert eventually(lambda: credited(fleet, mine) == set(range(11, 50)))
-        assert residency.totals().deaf == 0
-        assert residency.totals().bound_s > 0.05
+        assert reconciler.totals().notifications_down == 0
+        assert reconciler.totals().max_staleness_s > 0.05
 
 
 def test_the_rate_is_kept(valkey: Server) -> None:
@@ -570,12 +574,12 @@ def test_the_rate_is_kept(valkey: Server) -> None:
     fleet = a_fleet()
     with open_store(valkey.url) as store:
         put(store, range(3000))
-        with following(fleet, store, keys_per_s=2500) as residency:
+        with following(fleet, store, keys_per_s=2500) as reconciler:
             started_s = time.monotonic()
-            assert eventually(lambda: residency.totals().rounds > 0, within_s=30)
+            assert eventually(lambda: reconciler.totals().rounds > 0, within_s=30)
             assert time.monotonic() - started_s > 1.0
-            assert residency.totals().round_s > 1.0
-            assert residency.totals().bound_s == 2 * residency.totals().round_s + NEVER_S
+            assert reconciler.totals().round_s > 1.0
+            assert reconciler.totals().max_staleness_s == 2 * reconciler.totals().round_s + NEVER_S
             assert credited(fleet, range(3000)) == set(range(3000))
 
 
@@ -589,9 +593,9 @@ def test_who_may_not_listen_is_told_and_rounds_do_it(
     for right in ("-subscribe", "-client|tracking", "resetchannels"):
         caplog.clear()
         fleet = a_fleet()
-        with open_store(without(server, right)) as store, following(fleet, store, pause_s=0.05) as residency:
+        with open_store(without(server, right)) as store, following(fleet, store, pause_s=0.05) as reconciler:
             put(store, mine)
-            assert eventually(lambda r=residency: r.totals().deaf == 1)
+            assert eventually(lambda r=reconciler: r.totals().notifications_down == 1)
             assert eventually(lambda f=fleet: credited(f, mine) == set(mine))
             server.client.delete(*keys(range(5)))
             assert eventually(lambda f=fleet: credited(f, mine) == set(range(5, 20)))
@@ -624,30 +628,30 @@ def test_the_rights_of_one_tenant_are_enough(valkey: Server) -> None:
     with (
         open_store(valkey.url) as everybodys,
         open_store(valkey.url.replace("://", "://u:pass-word@")) as store,
-        following(fleet, store) as residency,
+        following(fleet, store) as reconciler,
     ):
         put(store, mine)
-        assert rests(residency)
+        assert rests(reconciler)
         assert eventually(lambda: credited(fleet, mine) == set(mine))
-        rounds = residency.totals().rounds
+        rounds = reconciler.totals().rounds
         with valkey.client.pipeline(transaction=True) as together:
             together.hset(keys([1], namespace=stranger)[0], "h", "x")
             together.delete(*keys([7]))
             together.execute()
         assert eventually(lambda: credited(fleet, mine) == set(mine) - {7})
         everybodys.put_many(keys(range(9), namespace=stranger), [b"x"] * 9)
-        another_round(residency)
+        another_round(reconciler)
         assert credited(fleet, mine) == set(mine) - {7}
-        assert (residency.totals().rounds, residency.totals().failed_rounds) == (rounds + 1, 0)
+        assert (reconciler.totals().rounds, reconciler.totals().failed_rounds) == (rounds + 1, 0)
 
 
 def test_who_may_not_walk_is_told_and_notices_do_it(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     fleet, mine = a_fleet(), range(20)
-    with open_store(without(server, "-scan")) as store, following(fleet, store, pause_s=0.05) as residency:
+    with open_store(without(server, "-scan")) as store, following(fleet, store, pause_s=0.05) as reconciler:
         put(store, mine)
         fleet.apply("default/w0", 0, 1, told(mine))
-        assert eventually(lambda: residency.totals().missed_notices > 0)
-        assert eventually(lambda: residency.totals().failed_rounds > 1)
+        assert eventually(lambda: reconciler.totals().missed_notices > 0)
+        assert eventually(lambda: reconciler.totals().failed_rounds > 1)
         assert credited(fleet, mine) == set(mine)
         server.client.delete(*keys(range(5)))
         assert eventually(lambda: credited(fleet, mine) == set(range(5, 20)))
@@ -658,19 +662,19 @@ def test_who_may_not_walk_is_told_and_notices_do_it(server: Server, caplog: pyte
 
 def test_a_pool_that_is_away_takes_nothing(valkey: Server) -> None:
     fleet, mine = a_fleet(), range(20)
-    with open_store(valkey.url) as store, following(fleet, store, pause_s=0.05) as residency:
+    with open_store(valkey.url) as store, following(fleet, store, pause_s=0.05) as reconciler:
         put(store, mine)
         assert eventually(lambda: credited(fleet, mine) == set(mine))
         valkey.kill()
-        failed = residency.totals().failed_rounds
-        assert eventually(lambda: residency.totals().failed_rounds > failed + 1, within_s=20)
+        failed = reconciler.totals().failed_rounds
+        assert eventually(lambda: reconciler.totals().failed_rounds > failed + 1, within_s=20)
         assert credited(fleet, mine) == set(mine)
 
 
 @pytest.mark.parametrize("rate", [0, -1, 1.5, True, 1 << 40])
 def test_a_rate_is_a_number(rate: Any) -> None:
     with open_store("memory://") as store, pytest.raises(ConfigError, match="keys a second"):
-        Residency(Fleet(), store, keys_per_s=rate)
+        PoolReconciler(Fleet(), store, keys_per_s=rate)
 
 
 # ---- several servers
@@ -681,10 +685,10 @@ def test_every_node_of_a_cluster_is_heard_and_walked(name: str, tmp_path: Path) 
     cluster = Cluster(name, tmp_path)
     try:
         fleet, mine = a_fleet(), range(60)
-        with open_store(cluster.url) as store, following(fleet, store) as residency:
+        with open_store(cluster.url) as store, following(fleet, store) as reconciler:
             put(store, mine)
-            assert eventually(lambda: residency.totals().missed_notices > 0)
-            assert rests(residency)
+            assert eventually(lambda: reconciler.totals().missed_notices > 0)
+            assert rests(reconciler)
             assert eventually(lambda: credited(fleet, mine) == set(mine))
             left = set(mine)
             for one in cluster.servers:
@@ -695,9 +699,9 @@ def test_every_node_of_a_cluster_is_heard_and_walked(name: str, tmp_path: Path) 
                 left -= {number for number in left if keys([number])[0].encode() == key}
                 assert eventually(lambda left=left: credited(fleet, mine) == left)
             assert len(left) == 57
-            rounds = residency.totals().rounds
+            rounds = reconciler.totals().rounds
             cluster.servers[0].client.flushall()
-            assert eventually(lambda: residency.totals().rounds > rounds and rests(residency))
+            assert eventually(lambda: reconciler.totals().rounds > rounds and rests(reconciler))
             kept = {number for number in left if store.contains_many(keys([number])) == [True]}
             assert 0 < len(kept) < 57
             assert eventually(lambda: credited(fleet, mine) == kept)
@@ -749,7 +753,7 @@ def test_whatever_happens_it_is_right_when_it_rests(valkey: Server, seconds: flo
     late: list[bytes] = []
     with (
         open_store(valkey.url) as store,
-        following(fleet, store, pause_s=0.1, keys_per_s=100_000) as residency,
+        following(fleet, store, pause_s=0.1, keys_per_s=100_000) as reconciler,
     ):
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
@@ -776,5 +780,5 @@ def test_whatever_happens_it_is_right_when_it_rests(valkey: Server, seconds: flo
             late.clear()
             assert eventually(
                 lambda: credited(fleet, everything) == present(valkey, everything),
-                within_s=10 + residency.totals().bound_s,
+                within_s=10 + reconciler.totals().max_staleness_s,
             ), f"seed {seed}"

@@ -15,7 +15,7 @@ from kvpool.discovery.admission import check_worker
 from kvpool.discovery.worker import PUSHED
 from kvpool.index import Publisher, Worker
 from kvpool.index.follow import push as module
-from kvpool.index.follow.push import Ack, Intake, NotRegistered, Pushed, PushStream
+from kvpool.index.follow.push import Ack, NotRegistered, Pushed, PushReceiver, PushStream
 from tests.conftest import eventually
 from tests.index.fleets import Clock
 from tests.index.test_sequence import Heard, batch
@@ -34,8 +34,8 @@ def pushed(
     return Pushed(ID, RANK, incarnation, number, payload, answers, last)
 
 
-def an_intake(heard: Heard, clock: Clock | None = None) -> Intake:
-    one = Intake(heard, clock=clock or Clock())
+def an_intake(heard: Heard, clock: Clock | None = None) -> PushReceiver:
+    one = PushReceiver(heard, clock=clock or Clock())
     one.follow(a_worker())
     assert heard.stale
     return one
@@ -235,7 +235,7 @@ class Pushing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.heard, self.clock = Heard(), Clock()
-        self.intake = an_intake(self.heard, self.clock)
+        self.receiver = an_intake(self.heard, self.clock)
         self.life = 0
         self.published: list[bytes] = []
         self.stream: PushStream | None = None
@@ -261,7 +261,7 @@ class Pushing(RuleBasedStateMachine):
     @rule()
     def connect(self) -> None:
         if self.stream is None:
-            self.stream = self.intake.open()
+            self.stream = self.receiver.open()
             self.to_index.append(pushed(last=True))
 
     @rule(noticed=st.booleans())

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvpool import open_store
-from kvpool.discovery import registry
-from kvpool.discovery.registry import Announcer, WorkerWatch
+from kvpool.discovery import announcer, worker_watch
+from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed
 from kvpool.index.follow.roster import Roster
-from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.sequence import Sequence
 from kvpool.key.hashing import seed_id
 from kvpool.store.store import Store
@@ -46,7 +47,7 @@ class Index:
 
     def __init__(self, store: Store) -> None:
         self.fleet = Fleet()
-        self._roster = Roster(self.fleet, EventFeed(self.fleet))
+        self._roster = Roster(self.fleet, Subscriber(self.fleet))
         self._watch = WorkerWatch(
             store,
             on_worker=lambda worker, keep_s: self._roster.add(worker, "pool", keep_s),
@@ -93,9 +94,9 @@ def announced(store: Store, publisher: Publisher) -> Iterator[Announcer]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "READ_S", 0.05)
-    monkeypatch.setattr(registry, "ASK_S", 0.2)
-    monkeypatch.setattr(registry, "REQUEST_LEASE_S", 1.0)
+    monkeypatch.setattr(announcer, "READ_S", 0.05)
+    monkeypatch.setattr(worker_watch, "ASK_S", 0.2)
+    monkeypatch.setattr(worker_watch, "REQUEST_LEASE_S", 1.0)
     monkeypatch.setattr(feed, "PROBE_S", 0.2)
 
 

@@ -21,7 +21,7 @@ from tests.index.wire import batch, stored
 
 
 def taker(fleet: Fleet, life: str = "") -> Callable[[], Snapshot]:
-    return lambda: Snapshot(time.time(), life, fleet.freeze())
+    return lambda: Snapshot(time.time(), life, fleet.snapshot())
 
 
 def a_fleet() -> Fleet:
@@ -137,11 +137,11 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SnapshotRefused, match="cannot be read: Is a directory"):
         read(path)
     old = tmp_path / "old"
-    write(old, pack(Snapshot(time.time() - 500, "", a_fleet().freeze())))
+    write(old, pack(Snapshot(time.time() - 500, "", a_fleet().snapshot())))
     with pytest.raises(SnapshotRefused, match=r"this snapshot is 500 s old, and 400 s is the limit"):
         read(old, max_age_s=400)
     assert read(old, max_age_s=600) is not None
-    write(old, pack(Snapshot(time.time() + 500, "", a_fleet().freeze())))
+    write(old, pack(Snapshot(time.time() + 500, "", a_fleet().snapshot())))
     future = read(old)
     assert future is not None
     assert age(future) == 0

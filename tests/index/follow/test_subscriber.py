@@ -15,7 +15,7 @@ import zmq
 from kvpool.cli.engine_process import free_ports
 from kvpool.discovery.worker import Publisher
 from kvpool.index.follow import subscriber as module
-from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.follow.subscriber import Subscriber
 from tests.conftest import eventually
 from tests.index.publisher import misbehaving, worker_of
 from tests.index.test_sequence import Heard
@@ -39,11 +39,11 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
 
 
 @pytest.fixture
-def feed(heard: Heard) -> Iterator[EventFeed]:
-    one = EventFeed(heard)
+def feed(heard: Heard) -> Iterator[Subscriber]:
+    one = Subscriber(heard)
     yield one
     one.close()
-    assert "kvpool-feed" not in {thread.name for thread in threading.enumerate()}
+    assert "kvpool-subscriber" not in {thread.name for thread in threading.enumerate()}
 
 
 def followed(heard: Heard, numbers: list[int]) -> bool:
@@ -54,7 +54,7 @@ def text(number: int, life: int = 0) -> bytes:
     return f"{life}:{number}".encode()
 
 
-def test_what_was_published_before_and_after_the_first_contact(feed: EventFeed, heard: Heard) -> None:
+def test_what_was_published_before_and_after_the_first_contact(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         for number in range(3):
             publisher.publish(text(number))
@@ -66,7 +66,7 @@ def test_what_was_published_before_and_after_the_first_contact(feed: EventFeed, 
         assert heard.problems == []
 
 
-def test_a_lost_batch_is_fetched(feed: EventFeed, heard: Heard) -> None:
+def test_a_lost_batch_is_fetched(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
         feed.follow(worker_of(publisher.publisher))
@@ -77,7 +77,7 @@ def test_a_lost_batch_is_fetched(feed: EventFeed, heard: Heard) -> None:
         assert heard.gaps == heard.closed <= 1
 
 
-def test_a_lost_last_batch_is_found_by_asking(feed: EventFeed, heard: Heard) -> None:
+def test_a_lost_last_batch_is_found_by_asking(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
         feed.follow(worker_of(publisher.publisher))
@@ -86,7 +86,7 @@ def test_a_lost_last_batch_is_found_by_asking(feed: EventFeed, heard: Heard) -> 
         assert followed(heard, [0, 1])
 
 
-def test_an_idle_publisher_proves_itself_again_and_again(feed: EventFeed, heard: Heard) -> None:
+def test_an_idle_publisher_proves_itself_again_and_again(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
         feed.follow(worker_of(publisher.publisher))
@@ -95,7 +95,7 @@ def test_an_idle_publisher_proves_itself_again_and_again(feed: EventFeed, heard:
         assert publisher.asked[-1] == 0, "asked from the last batch applied"
 
 
-def test_a_replay_with_holes_is_asked_again(feed: EventFeed, heard: Heard) -> None:
+def test_a_replay_with_holes_is_asked_again(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         for number in range(50):
             publisher.publish(text(number))
@@ -104,7 +104,7 @@ def test_a_replay_with_holes_is_asked_again(feed: EventFeed, heard: Heard) -> No
         assert followed(heard, list(range(50)))
 
 
-def test_a_gap_wider_than_what_is_kept_forgets(feed: EventFeed, heard: Heard) -> None:
+def test_a_gap_wider_than_what_is_kept_forgets(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
         feed.follow(worker_of(publisher.publisher))
@@ -118,7 +118,7 @@ def test_a_gap_wider_than_what_is_kept_forgets(feed: EventFeed, heard: Heard) ->
 
 
 @pytest.mark.parametrize("published", [0, 2, 4])
-def test_a_restart_is_a_new_life(feed: EventFeed, heard: Heard, published: int) -> None:
+def test_a_restart_is_a_new_life(feed: Subscriber, heard: Heard, published: int) -> None:
     with misbehaving() as first:
         for number in range(3):
             first.publish(text(number))
@@ -134,7 +134,7 @@ def test_a_restart_is_a_new_life(feed: EventFeed, heard: Heard, published: int) 
         assert any("started anew" in problem for problem in heard.problems)
 
 
-def test_a_publisher_that_answers_no_replay_is_stale_until_it_does(feed: EventFeed, heard: Heard) -> None:
+def test_a_publisher_that_answers_no_replay_is_stale_until_it_does(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
         feed.follow(worker_of(publisher.publisher))
@@ -147,7 +147,7 @@ def test_a_publisher_that_answers_no_replay_is_stale_until_it_does(feed: EventFe
 
 
 def test_what_was_asked_of_a_publisher_that_is_gone_is_asked_of_the_next_one(
-    feed: EventFeed, heard: Heard, monkeypatch: pytest.MonkeyPatch
+    feed: Subscriber, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 10 * WITHIN_S)
     with misbehaving() as first:
@@ -161,7 +161,7 @@ def test_what_was_asked_of_a_publisher_that_is_gone_is_asked_of_the_next_one(
         assert eventually(lambda: heard.applied == [text(0, 1)] and not heard.stale, within_s=WITHIN_S)
 
 
-def test_nobody_there_is_stale_and_found_when_it_comes(feed: EventFeed, heard: Heard) -> None:
+def test_nobody_there_is_stale_and_found_when_it_comes(feed: Subscriber, heard: Heard) -> None:
     ports = free_ports(2)
     events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
     feed.follow(worker_of(Publisher(3, events, replay)))
@@ -172,7 +172,7 @@ def test_nobody_there_is_stale_and_found_when_it_comes(feed: EventFeed, heard: H
         assert followed(heard, [0])
 
 
-def test_without_a_replay_endpoint_it_follows_what_comes(feed: EventFeed, heard: Heard) -> None:
+def test_without_a_replay_endpoint_it_follows_what_comes(feed: Subscriber, heard: Heard) -> None:
     with misbehaving(replay=False) as publisher:
         feed.follow(worker_of(publisher.publisher))
 
@@ -189,7 +189,7 @@ def test_without_a_replay_endpoint_it_follows_what_comes(feed: EventFeed, heard:
         assert "no replay endpoint" in heard.problems[-1]
 
 
-def test_what_is_no_batch_is_counted_and_left(feed: EventFeed, heard: Heard) -> None:
+def test_what_is_no_batch_is_counted_and_left(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
         feed.follow(worker_of(publisher.publisher))
@@ -206,7 +206,7 @@ def test_what_is_no_batch_is_counted_and_left(feed: EventFeed, heard: Heard) -> 
         assert followed(heard, [0, 1])
 
 
-def test_a_worker_that_is_left_is_not_spoken_of_any_more(feed: EventFeed, heard: Heard) -> None:
+def test_a_worker_that_is_left_is_not_spoken_of_any_more(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
         worker = worker_of(publisher.publisher)
@@ -218,7 +218,7 @@ def test_a_worker_that_is_left_is_not_spoken_of_any_more(feed: EventFeed, heard:
         publisher.publish(text(1))
         # Another feed shows for how long the first one has had nothing to say.
         witness = Locked()
-        other = EventFeed(witness)
+        other = Subscriber(witness)
         try:
             other.follow(worker)
             assert eventually(lambda: witness.numbers == [0, 1] and witness.proofs >= 5, within_s=WITHIN_S)
@@ -230,7 +230,7 @@ def test_a_worker_that_is_left_is_not_spoken_of_any_more(feed: EventFeed, heard:
 
 @pytest.mark.parametrize("replay", ["", "tcp://no host:1"])
 def test_an_address_that_one_cannot_connect_to_is_a_problem_of_that_worker(
-    feed: EventFeed, heard: Heard, replay: str
+    feed: Subscriber, heard: Heard, replay: str
 ) -> None:
     feed.follow(worker_of(Publisher(3, "tcp://no host:1", replay), "broken"))
     feed.unfollow("default/broken")
@@ -258,7 +258,7 @@ publisher.shutdown()
 
 @pytest.mark.vllm
 def test_vllms_own_publisher_with_more_batches_than_a_replay_carries_at_once(
-    feed: EventFeed, heard: Heard, tmp_path: Path
+    feed: Subscriber, heard: Heard, tmp_path: Path
 ) -> None:
     """Its ROUTER drops what a slow reader leaves in its queue of 1,000, without a word."""
     events, replay = free_ports(2)
@@ -286,7 +286,7 @@ def test_vllms_own_publisher_with_more_batches_than_a_replay_carries_at_once(
         process.wait(20)
 
 
-def test_a_batch_that_the_index_takes_for_malformed_is_told(feed: EventFeed, heard: Heard) -> None:
+def test_a_batch_that_the_index_takes_for_malformed_is_told(feed: Subscriber, heard: Heard) -> None:
     heard.malformed = batch(stored([1]))
     with misbehaving() as publisher:
         publisher.publish(batch(stored([1])))
@@ -312,7 +312,7 @@ class AmongOthers(Locked):
 
 def test_more_workers_than_zmq_has_sockets_for_by_itself(tmp_path: Path) -> None:
     heard = AmongOthers()
-    with misbehaving() as publisher, closing(EventFeed(heard)) as feed:
+    with misbehaving() as publisher, closing(Subscriber(heard)) as feed:
         publisher.publish(text(0))
         nobody = Publisher(0, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
         for number in range(300):
@@ -323,7 +323,7 @@ def test_more_workers_than_zmq_has_sockets_for_by_itself(tmp_path: Path) -> None
 
 def test_a_worker_that_no_socket_is_left_for_is_stale_and_costs_the_others_nothing() -> None:
     heard = AmongOthers()
-    with misbehaving() as publisher, closing(EventFeed(heard)) as feed:
+    with misbehaving() as publisher, closing(Subscriber(heard)) as feed:
         feed._context.set(zmq.MAX_SOCKETS, 6)  # one worker, and not two
         feed.follow(worker_of(publisher.publisher))
         publisher.publish(text(0))

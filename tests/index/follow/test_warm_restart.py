@@ -12,7 +12,7 @@ from kvpool.discovery.worker import Worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed_module
 from kvpool.index.follow.roster import Roster
-from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from tests.conftest import eventually
 from tests.index.publisher import Misbehaving, misbehaving, worker_of
@@ -33,7 +33,7 @@ class Index:
 
     def __init__(self, snapshot: bytes | None = None, flags: list[Worker] | None = None) -> None:
         self.fleet = Fleet()
-        self.feed = EventFeed(self.fleet)
+        self.feed = Subscriber(self.fleet)
         self.roster = Roster(self.fleet, self.feed)
         if snapshot is not None:
             ids = {worker.id for worker in flags or ()}
@@ -42,7 +42,7 @@ class Index:
             self.roster.add(worker, "flag")
 
     def taken(self) -> bytes:
-        return b"".join(pack(Snapshot(time.time(), "", self.fleet.freeze())))
+        return b"".join(pack(Snapshot(time.time(), "", self.fleet.snapshot())))
 
     def row(self) -> tuple[int, int, bool]:
         """Device blocks, sequence, stale."""

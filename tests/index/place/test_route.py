@@ -17,6 +17,7 @@ from kvpool.index.client import codec
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.serve.codec import MAX_TEXT_NBYTES
 from kvpool.v1 import index_pb2 as pb
 from tests.index.fleets import Served, a_worker, say, serving
 from tests.index.serve.test_service import refused
@@ -78,7 +79,7 @@ def test_a_router_places_a_request(served: Served) -> None:
         assert (best.trust, best.cost, best.prefill_cost, best.row.device_blocks) == ("exact", 32, 32, 3)
         loads = [Load("b", running=100, queued_tokens=5000, kv_usage=0.125)]
         hashes64 = BlockHasher(16).hashes64(TOKENS)
-        (first,) = index.route("m", hashes64=hashes64, loads=loads, most=1, prompt_tokens=83).picks
+        (first,) = index.route("m", hashes64=hashes64, loads=loads, limit=1, prompt_tokens=83).picks
         assert (first.worker, first.prefill_cost) == ("a", 83), "b is busy"
         (busy,) = index.route("m", token_ids=TOKENS, workers=["b"]).picks
         assert (busy.running, busy.queued_tokens, busy.kv_usage_permille) == (100, 5000, 125)
@@ -95,7 +96,7 @@ def test_a_router_places_a_request(served: Served) -> None:
 def test_the_same_in_an_event_loop(served: Served) -> None:
     async def ask() -> None:
         async with AsyncIndexClient(served.target, 30) as index, index.stream() as stream:
-            route = await index.route("m", token_ids=TOKENS, reserve_s=60, most=2)
+            route = await index.route("m", token_ids=TOKENS, reserve_s=60, limit=2)
             assert [pick.worker for pick in route.picks] == ["b", "a"]
             assert await index.release(route.reservation)
             assert not await index.release(route.reservation)
@@ -141,7 +142,7 @@ USER = pb.ChatMessage(role="user", content=["x"])
         ("Lookup", pb.LookupRequest(scope=pb.Scope(model="other"), text="x"), "INVALID_ARGUMENT",
          'this index has no tokenizer for "other": start it with --tokenizer other=FOLDER, or send token_ids'),
         ("Lookup", pb.LookupRequest(scope=SCOPE, text=""), "INVALID_ARGUMENT", "a prompt as text has 1 to"),
-        ("Lookup", pb.LookupRequest(scope=SCOPE, text="x" * (codec.MAX_TEXT_NBYTES + 1)), "INVALID_ARGUMENT",
+        ("Lookup", pb.LookupRequest(scope=SCOPE, text="x" * (MAX_TEXT_NBYTES + 1)), "INVALID_ARGUMENT",
          "a prompt as text has 1 to 4194304 bytes, not 4194305"),
         ("Lookup", pb.LookupRequest(scope=SCOPE, chat=pb.ChatPrompt()), "INVALID_ARGUMENT", "as chat has 1 to"),
         ("Lookup", pb.LookupRequest(scope=SCOPE, chat=pb.ChatPrompt(tools_json="[]")), "INVALID_ARGUMENT",
@@ -182,8 +183,8 @@ def test_what_is_refused(standing: Served, method: str, request_: Any, code: str
         ({"chat": [{"content": "x"}]}, "a chat is a list of messages with a role"),
         ({"chat": [{"role": "user", "content": [{"type": "image_url"}]}]}, "send what is not as token ids"),
         ({"chat": Chat([{"role": "user"}], template_options={"x": object()})}, "not JSON serializable"),
-        ({"token_ids": [1], "most": 0}, "most is the number of picks"),
-        ({"token_ids": [1], "most": 1 << 40}, "cannot be sent"),
+        ({"token_ids": [1], "limit": 0}, "limit is the number of picks"),
+        ({"token_ids": [1], "limit": 1 << 40}, "cannot be sent"),
         ({"token_ids": [1], "reserve_s": 0}, "a reservation is a number of seconds"),
         ({"token_ids": [1], "loads": ["x"]}, "cannot be sent"),
         ({"token_ids": [1], "prompt_tokens": -1}, "cannot be sent"),

@@ -16,7 +16,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.place import reservations as reservations_module
 from kvpool.index.place.load import KEEP_S, Known
 from kvpool.index.place.route import Pick, Route
-from kvpool.index.place.router import Costs, Router, appraise
+from kvpool.index.place.router import Costs, Router, score
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, packed64, stored
 
@@ -54,7 +54,7 @@ def known(source: Any = "reported", *, asleep: bool = False, **load: Any) -> Kno
 def test_what_is_left_to_compute_and_to_fetch(
     row: dict[str, int], prompt_tokens: int | None, terms: tuple[int, int]
 ) -> None:
-    pick = appraise(a_row(**row), prompt_tokens, None, 0.0, 0, COSTS)
+    pick = score(a_row(**row), prompt_tokens, None, 0.0, 0, COSTS)
     assert (pick.prefill_cost, pick.fetch_cost) == terms
     assert (pick.queue_cost, pick.cost) == (0, sum(terms))
 
@@ -73,13 +73,13 @@ def test_what_is_left_to_compute_and_to_fetch(
     ],
 )
 def test_what_is_there_before(told: Known | None, reserved: int, queue: int) -> None:
-    pick = appraise(a_row(), None, told, 77.2, reserved, COSTS)
+    pick = score(a_row(), None, told, 77.2, reserved, COSTS)
     assert (pick.queue_cost, pick.reserved_cost, pick.cost) == (queue, reserved, 160 + queue)
 
 
 def test_a_pick_says_what_it_is_made_of() -> None:
     told = known("scraped", running=3, waiting=2, queued_tokens=50, kv_usage=0.5, asleep=True)
-    assert appraise(a_row(), None, told, 0.0, 7, COSTS) == Pick(
+    assert score(a_row(), None, told, 0.0, 7, COSTS) == Pick(
         row=a_row(), trust="exact", cost=160 + 50 + 300 + 100 + 7, prefill_cost=160, fetch_cost=0,
         queue_cost=457, running=3, waiting=2, queued_tokens=50, kv_usage_permille=500, reserved_cost=7,
         load_source="scraped", load_age_ms=250, asleep=True,
@@ -122,7 +122,7 @@ def test_the_cheapest_comes_first() -> None:
     assert route.picks[0].address == "http://b:8000"
     assert route.reservation == ""
     loads = [Load("a"), Load("b", running=1), Load("c")]
-    assert order(router.route("m", token_ids=list(range(165)), loads=loads, most=2)) == ["a", "c"]
+    assert order(router.route("m", token_ids=list(range(165)), loads=loads, limit=2)) == ["a", "c"]
     as_hashes = router.route(
         "m", hashes64=BlockHasher(16).hashes64(range(160)), prompt_tokens=165, loads=[Load("b")]
     )
@@ -276,12 +276,12 @@ def test_routers_that_ask_at_once_spread() -> None:
 @pytest.mark.parametrize(
     ("wishes", "says"),
     [
-        ({"most": 0}, "most is the number of picks"),
+        ({"limit": 0}, "limit is the number of picks"),
         ({"reserve_s": 0}, "a reservation is for more than 0"),
         ({"reserve_s": 601}, "a reservation is for more than 0 and at most 600 seconds, not 601"),
         ({"reserve_s": float("nan")}, "a reservation is for"),
         ({"prompt_tokens": 0, "token_ids": None, "hashes64": bytes(8)}, "prompt_tokens is from 1"),
-        ({"hashes64": bytes(8)}, "and not as both"),
+        ({"hashes64": bytes(8)}, "only once"),
     ],
 )
 def test_wishes_that_make_no_sense(wishes: dict[str, Any], says: str) -> None:

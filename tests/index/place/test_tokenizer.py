@@ -12,8 +12,11 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.index import Chat
-from kvpool.index.client import codec
+from kvpool.index.client.codec import lookup_call
 from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.prompt import Prompt
+from kvpool.index.serve.codec import decode_prompt
+from kvpool.v1 import index_pb2 as pb
 from tests.index.tiny_tokenizer import EITHER, PARTS, PLAIN, write_tokenizer
 
 TEMPLATES = {"plain": PLAIN, "parts": PARTS, "either": EITHER}
@@ -146,12 +149,10 @@ def test_a_chat_has_the_tokens_that_vllm_gives_it(
     for name, body in BODIES.items():
         chat = Chat.of_request(body)
         assert tokenizer.of_chat(chat) == vllm_tokens[template, name], name
-        sent = codec.lookup_call(
-            "m", token_ids=None, hashes64=None, chat=chat, tenant="t", lora=None, cache_salt=None, multimodal=(),
-            workers=None,
-        ).request.SerializeToString()  # fmt: skip
-        question = codec.decode_question(codec.pb.LookupRequest.FromString(sent))
-        assert tokenizer.of_chat(question.options["chat"]) == vllm_tokens[template, name], name
+        sent = lookup_call(Prompt("m", chat=chat)).request.SerializeToString()
+        received = decode_prompt(pb.LookupRequest.FromString(sent)).chat
+        assert isinstance(received, Chat)
+        assert tokenizer.of_chat(received) == vllm_tokens[template, name], name
     assert len({tuple(vllm_tokens[template, name]) for name in BODIES}) > 5
 
 

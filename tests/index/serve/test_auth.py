@@ -12,63 +12,63 @@ import pytest
 from kvpool import ConfigError, IndexUnavailable
 from kvpool.errors import AccessDenied
 from kvpool.index.client.access import check_token
-from kvpool.index.serve.auth import EVERYTHING, Doors, WrongToken, make_token
+from kvpool.index.serve.auth import EVERYTHING, TokenAuth, WrongToken, make_token
 from tests.index.tokens import write_tokens
 
 GOOD = "a" * 64
 
 
-def doors(path: Path, text: str) -> Doors:
+def auth_of(path: Path, text: str) -> TokenAuth:
     path.write_text(text)
-    return Doors(str(path))
+    return TokenAuth(str(path))
 
 
 def test_without_a_file_everybody_may_do_everything() -> None:
-    opened = Doors()
-    assert opened.are_open
-    assert opened.admit(None) == opened.admit("Bearer x") == EVERYTHING
+    opened = TokenAuth()
+    assert opened.is_open
+    assert opened.authenticate(None) == opened.authenticate("Bearer x") == EVERYTHING
     opened.reload()
-    EVERYTHING.check("administer", "*")
+    EVERYTHING.check("admin", "*")
 
 
 def test_a_token_brings_its_rights_and_no_others(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
-    tokens = write_tokens(path, router=(["ask"], ["a", "b"]), root=(["administer", "publish"], ["*"]))
-    closed = Doors(str(path))
-    assert not closed.are_open
-    router, root = (closed.admit(f"Bearer {tokens[name]}") for name in ("router", "root"))
-    router.check("ask", "a")
-    router.check("ask", "b")
-    router.check("ask", None)
-    root.check("administer", "*")
+    tokens = write_tokens(path, router=(["read"], ["a", "b"]), root=(["admin", "publish"], ["*"]))
+    closed = TokenAuth(str(path))
+    assert not closed.is_open
+    router, root = (closed.authenticate(f"Bearer {tokens[name]}") for name in ("router", "root"))
+    router.check("read", "a")
+    router.check("read", "b")
+    router.check("read", None)
+    root.check("admin", "*")
     root.check("publish", "any")
     assert (router.sees("a"), router.sees("c"), root.sees("c")) == (True, False, True)
     for right, tenant, says in [
-        ("ask", "c", "this token is not for tenant 'c'"),
-        ("ask", "*", "this token is not for all tenants"),
-        ("publish", "a", "this token has no right to publish"),
-        ("administer", "a", "this token has no right to administer"),
+        ("read", "c", "this token is not for tenant 'c'"),
+        ("read", "*", "this token is not for all tenants"),
+        ("publish", "a", 'this token does not have the right "publish"'),
+        ("admin", "a", 'this token does not have the right "admin"'),
     ]:
         with pytest.raises(AccessDenied, match=says) as caught:
             router.check(right, tenant)  # type: ignore[arg-type]
         assert not isinstance(caught.value, WrongToken)
-    with pytest.raises(AccessDenied, match="no right to ask"):
-        root.check("ask", "a")
+    with pytest.raises(AccessDenied, match="does not have the right"):
+        root.check("read", "a")
     assert issubclass(AccessDenied, IndexUnavailable), "a router goes on without an index that refuses it"
 
 
 def test_other_words_are_no_token(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
-    token = write_tokens(path, w=(["ask"], ["*"]))["w"]
-    closed = Doors(str(path))
-    assert closed.admit(f"bearer {token}")
+    token = write_tokens(path, w=(["read"], ["*"]))["w"]
+    closed = TokenAuth(str(path))
+    assert closed.authenticate(f"bearer {token}")
     for wrong in (
         None, "", "Bearer", "Bearer ", token, f"Basic {token}", f"Bearer {token} ", f"Bearer {token[:-1]}",
         f"Bearer  {token}", f"Bearer {token}{token}", "Bearer " + "x" * 100_000, "Bearer \ud800", "Bearer \0",
         f"Bearer {path.read_text().split(chr(34))[1]}",  # what the file holds opens nothing
     ):  # fmt: skip
         with pytest.raises(WrongToken) as caught:
-            closed.admit(wrong)
+            closed.authenticate(wrong)
         assert token not in str(caught.value)
         assert len(str(caught.value)) < 200
 
@@ -82,18 +82,18 @@ def test_other_words_are_no_token(tmp_path: Path) -> None:
         ("a = 3", "write a table for each token"),
         (f'["a b"]\nsha256 = "{GOOD}"', "a name of letters, digits, _ and -"),
         ("[a]", "token a: sha256 is missing"),
-        (f'[a]\nsha256 = "{GOOD}"\nrights = ["ask"]', "token a: tenants is missing"),
+        (f'[a]\nsha256 = "{GOOD}"\nrights = ["read"]', "token a: tenants is missing"),
         (f'[a]\nsha265 = "{GOOD}"', 'token a: unknown field "sha265"; did you mean "sha256"?'),
-        ('[a]\nsha256 = "the-token-itself"\nrights = ["ask"]\ntenants = "*"', "not the token"),
-        (f'[a]\nsha256 = "{GOOD.upper()}"\nrights = ["ask"]\ntenants = "*"', "64 hex digits"),
-        (f'[a]\nsha256 = "{GOOD}"\nrights = "ask"\ntenants = "*"', "rights is a list of ask, publish, administer"),
+        ('[a]\nsha256 = "the-token-itself"\nrights = ["read"]\ntenants = "*"', "not the token"),
+        (f'[a]\nsha256 = "{GOOD.upper()}"\nrights = ["read"]\ntenants = "*"', "64 hex digits"),
+        (f'[a]\nsha256 = "{GOOD}"\nrights = "read"\ntenants = "*"', "rights is a list of read, publish, admin"),
         (f'[a]\nsha256 = "{GOOD}"\nrights = []\ntenants = "*"', "rights is a list of"),
-        (f'[a]\nsha256 = "{GOOD}"\nrights = ["aks"]\ntenants = "*"', 'unknown right "aks"; did you mean "ask"?'),
-        (f'[a]\nsha256 = "{GOOD}"\nrights = ["ask"]\ntenants = []', "tenants is a list of 1 to 1024"),
-        (f'[a]\nsha256 = "{GOOD}"\nrights = ["ask"]\ntenants = [3]', "tenants is a list of 1 to 1024"),
-        (f'[a]\nsha256 = "{GOOD}"\nrights = ["ask"]\ntenants = ["*"]', "is not allowed"),
-        (f'[a]\nsha256 = "{GOOD}"\nrights = ["ask"]\ntenants = ["a/b"]', "is not allowed"),
-        ("".join(f'[{n}]\nsha256 = "{GOOD}"\nrights = ["ask"]\ntenants = "*"\n' for n in "ab"),
+        (f'[a]\nsha256 = "{GOOD}"\nrights = ["raed"]\ntenants = "*"', 'unknown right "raed"; did you mean "read"?'),
+        (f'[a]\nsha256 = "{GOOD}"\nrights = ["read"]\ntenants = []', "tenants is a list of 1 to 1024"),
+        (f'[a]\nsha256 = "{GOOD}"\nrights = ["read"]\ntenants = [3]', "tenants is a list of 1 to 1024"),
+        (f'[a]\nsha256 = "{GOOD}"\nrights = ["read"]\ntenants = ["*"]', "is not allowed"),
+        (f'[a]\nsha256 = "{GOOD}"\nrights = ["read"]\ntenants = ["a/b"]', "is not allowed"),
+        ("".join(f'[{n}]\nsha256 = "{GOOD}"\nrights = ["read"]\ntenants = "*"\n' for n in "ab"),
          "two names have the same token"),
     ],
 )  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_file_that_makes_no_sense_is_one_line(tmp_path: Path, text: str, says:
     with pytest.raises(
         ConfigError, match=says.replace("[", r"\[").replace("*", r"\*").replace("?", r"\?")
     ) as caught:
-        doors(path, text)
+        auth_of(path, text)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "the-token-itself" not in str(caught.value)
@@ -110,9 +110,9 @@ def test_a_file_that_makes_no_sense_is_one_line(tmp_path: Path, text: str, says:
 
 def test_no_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--tokens={tmp_path}/tokens: No such file"):
-        Doors(f"{tmp_path}/tokens")
+        TokenAuth(f"{tmp_path}/tokens")
     with pytest.raises(ConfigError, match="Is a directory"):
-        Doors(str(tmp_path))
+        TokenAuth(str(tmp_path))
 
 
 def test_a_changed_file_counts_and_a_broken_one_changes_nothing(
@@ -120,26 +120,26 @@ def test_a_changed_file_counts_and_a_broken_one_changes_nothing(
 ) -> None:
     caplog.set_level(logging.INFO, "kvpool.index")
     path = tmp_path / "tokens.toml"
-    old = write_tokens(path, a=(["ask"], ["*"]))["a"]
-    closed = Doors(str(path))
+    old = write_tokens(path, a=(["read"], ["*"]))["a"]
+    closed = TokenAuth(str(path))
     closed.reload()
     assert caplog.messages == []
-    new = write_tokens(path, a=(["ask"], ["*"]))["a"]
+    new = write_tokens(path, a=(["read"], ["*"]))["a"]
     closed.reload()
-    assert closed.admit(f"Bearer {new}")
+    assert closed.authenticate(f"Bearer {new}")
     with pytest.raises(WrongToken):
-        closed.admit(f"Bearer {old}")
+        closed.authenticate(f"Bearer {old}")
     path.write_text("[a]")
     for _ in range(3):
         closed.reload()
-        assert closed.admit(f"Bearer {new}")
+        assert closed.authenticate(f"Bearer {new}")
     path.unlink()
     for _ in range(3):
         closed.reload()
-        assert closed.admit(f"Bearer {new}")
-    last = write_tokens(path, a=(["ask"], ["*"]))["a"]
+        assert closed.authenticate(f"Bearer {new}")
+    last = write_tokens(path, a=(["read"], ["*"]))["a"]
     closed.reload()
-    assert closed.admit(f"Bearer {last}")
+    assert closed.authenticate(f"Bearer {last}")
     assert [message.split(":")[0] for message in caplog.messages] == [
         "the tokens were read again", "the tokens stay as they were", "the tokens stay as they were",
         "the tokens were read again",
@@ -148,16 +148,16 @@ def test_a_changed_file_counts_and_a_broken_one_changes_nothing(
 
 
 def test_tokens_that_are_made_are_new_and_fit_the_file(tmp_path: Path) -> None:
-    made = [make_token("a-1", ["ask", "publish"], ["t", "u_v"]) for _ in range(50)]
+    made = [make_token("a-1", ["read", "publish"], ["t", "u_v"]) for _ in range(50)]
     assert len({token for token, _ in made}) == 50
     for token, entry in made:
         assert check_token(token) == token
         assert len(token) >= 32
         assert token not in entry
-        found = doors(tmp_path / "tokens", entry).admit(f"Bearer {token}")
-        assert (found.rights, found.tenants) == ({"ask", "publish"}, {"t", "u_v"})
-    assert 'tenants = "*"' in make_token("a", ["ask"], ["*"])[1]
-    for wrong in (("a b", ["ask"], ["t"]), ("a", ["x"], ["t"]), ("a", ["ask"], ["/"]), ("a", [], ["t"])):
+        found = auth_of(tmp_path / "tokens", entry).authenticate(f"Bearer {token}")
+        assert (found.rights, found.tenants) == ({"read", "publish"}, {"t", "u_v"})
+    assert 'tenants = "*"' in make_token("a", ["read"], ["*"])[1]
+    for wrong in (("a b", ["read"], ["t"]), ("a", ["x"], ["t"]), ("a", ["read"], ["/"]), ("a", [], ["t"])):
         with pytest.raises(ConfigError):
             make_token(*wrong)
 
@@ -168,3 +168,14 @@ def test_what_can_be_no_token_is_refused_and_not_shown(token: Any) -> None:
         check_token(token)
     assert str(token) not in str(caught.value) or not token
     assert os.linesep not in str(caught.value)
+
+
+def test_the_former_words_for_rights_are_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token, entry = make_token("w", ["ask", "administer", "publish"], ["*"])
+    assert 'rights = ["read", "admin", "publish"]' in entry
+    former = entry.replace('"read"', '"ask"').replace('"admin"', '"administer"')
+    found = auth_of(tmp_path / "tokens", former).authenticate(f"Bearer {token}")
+    assert found.rights == {"read", "admin", "publish"}
+    assert 'token w: write the right "administer" as "admin"' in caplog.messages

@@ -19,11 +19,11 @@ from kvpool import BlockHasher, ConfigError
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
-from kvpool.index.follow.subscriber import EventFeed
+from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.serve import http as http_module
-from kvpool.index.serve.auth import Doors
+from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
-from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve.request_stats import RequestStats
 from tests.conftest import eventually
 from tests.index.fleets import Served, a_worker, say, serving
 from tests.index.publisher import Misbehaving, misbehaving
@@ -114,7 +114,7 @@ def test_a_client_gets_right_answers_of_real_publishers() -> None:
     fleet = Fleet()
     with (
         misbehaving() as first, misbehaving() as second, misbehaving() as other,
-        serving(fleet, feed=EventFeed(fleet), http=True) as served, asking(served.http) as client,
+        serving(fleet, feed=Subscriber(fleet), http=True) as served, asking(served.http) as client,
     ):  # fmt: skip
         try:
             assert client.call("GET", "/health") == (200, {"status": "ok"})
@@ -194,7 +194,7 @@ def test_tenants_are_apart() -> None:
 def test_tokens_are_asked_for_here_too(tmp_path: Path) -> None:
     tokens = write_tokens(
         tmp_path / "tokens.toml",
-        router=(["ask"], ["t"]), worker=(["publish"], ["t"]), chief=(["administer"], ["*"]),
+        router=(["read"], ["t"]), worker=(["publish"], ["t"]), chief=(["admin"], ["*"]),
     )  # fmt: skip
     fleet = Fleet()
     fleet.add(a_worker("a", tenant="t"), "flag")
@@ -208,7 +208,7 @@ def test_tokens_are_asked_for_here_too(tmp_path: Path) -> None:
         "dp_rank": 0,
     }
     endpoint = {"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:2"}
-    with serving(fleet, http=True, doors=Doors(str(tmp_path / "tokens.toml"))) as served:
+    with serving(fleet, http=True, auth=TokenAuth(str(tmp_path / "tokens.toml"))) as served:
 
         def status(holder: str, method: str, path: str, body: Any = None) -> int:
             with asking(served.http, tokens.get(holder, holder)) as client:
@@ -254,16 +254,16 @@ def test_a_request_is_answered_in_its_own_spelling(served: Served) -> None:
 
 
 def test_what_is_asked_is_counted() -> None:
-    fleet, tally = Fleet(), Tally()
+    fleet, stats = Fleet(), RequestStats()
     fleet.add(a_worker("a"), "flag")
     say(fleet, "default/a", 0, 0, batch(stored(HASHES[:5])))
-    with serving(fleet, tally=tally, http=True) as served, asking(served.http) as client:
+    with serving(fleet, stats=stats, http=True) as served, asking(served.http) as client:
         client.query()
         client.query_by_hash()
         client.call("POST", "/query", {"model": "unknown", "token_ids": [1]})
         client.call("POST", "/query", b"{")
         client.call("GET", "/query")
-    totals = tally.totals()
+    totals = stats.totals()
     assert totals.results == {"answered": 2, "wrong": 1, "unknown": 1, "failed": 0}
     assert totals.matched == (20, 10, 10, 0)
     assert totals.refused == {"NOT_FOUND": 1, "INVALID_ARGUMENT": 1, "UNIMPLEMENTED": 1}
@@ -472,12 +472,12 @@ def test_who_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.Monkey
 
 
 def test_it_ends_with_somebody_who_does_not_read() -> None:
-    fleet, tally = Fleet(), Tally()
-    with serving(fleet, tally=tally, http=True) as served, deaf(fleet, served.http):
+    fleet, stats = Fleet(), RequestStats()
+    with serving(fleet, stats=stats, http=True) as served, deaf(fleet, served.http):
         answered = [-1, 0]
         while answered[-1] != answered[-2]:  # then no more goes out
             time.sleep(0.5)
-            answered.append(tally.totals().results["answered"])
+            answered.append(stats.totals().results["answered"])
         started_s = time.monotonic()
         served.stop()
         assert time.monotonic() - started_s < http_module.STOP_TIMEOUT_S + WAIT_S / 2
@@ -498,7 +498,7 @@ def test_health_is_that_of_the_index() -> None:
     import asyncio
 
     async def check() -> bytes:
-        server = HttpServer(Roster(Fleet()), Tally(), not_yet)
+        server = HttpServer(Roster(Fleet()), RequestStats(), not_yet)
         try:
             port = await server.start("127.0.0.1:0")
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -519,7 +519,7 @@ def test_an_address_that_is_taken_is_one_line(served: Served) -> None:
     import asyncio
 
     async def start(listen: str) -> None:
-        server = HttpServer(Roster(Fleet()), Tally(), lambda: asyncio.sleep(0, True))
+        server = HttpServer(Roster(Fleet()), RequestStats(), lambda: asyncio.sleep(0, True))
         try:
             await server.start(listen)
         finally:

@@ -11,11 +11,11 @@ import grpc.aio
 import pytest
 
 from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
-from kvpool.index.client import codec
+from kvpool.index.client.messages import SERVICE
 from kvpool.index.fleet import Fleet
 from kvpool.index.serve import service
-from kvpool.index.serve import stream_limiter as turnstile
-from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve import stream_limiter as limiter
+from kvpool.index.serve.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
 from tests.index.client.test_publisher import QUIET
@@ -47,7 +47,7 @@ def test_calls_above_the_limit_are_refused_in_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(fleet, "ask", slow)
     asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8 << 17)).SerializeToString()
     with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
-        method = channel.unary_unary(f"/{codec.SERVICE}/Lookup")
+        method = channel.unary_unary(f"/{SERVICE}/Lookup")
         try:
             calls = [method.future(asked, timeout=WAIT_S) for _ in range(2)]
             for _ in calls:
@@ -81,7 +81,7 @@ def _is_answered(client: IndexClient) -> bool:
 def test_streams_above_the_limit_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, limit: str, says: str
 ) -> None:
-    monkeypatch.setattr(turnstile, limit, 2)
+    monkeypatch.setattr(limiter, limit, 2)
 
     async def run(target: str) -> None:
         async with AsyncIndexClient(target, WAIT_S) as client:
@@ -104,7 +104,7 @@ def test_streams_above_the_limit_are_refused_in_one_line(
 
 def _open_one_more(target: str) -> None:
     with grpc.insecure_channel(target) as channel:
-        list(channel.stream_stream(f"/{codec.SERVICE}/LookupStream")(iter(()), timeout=WAIT_S))
+        list(channel.stream_stream(f"/{SERVICE}/LookupStream")(iter(()), timeout=WAIT_S))
 
 
 async def _until_there_is_room(client: AsyncIndexClient) -> None:
@@ -121,14 +121,14 @@ def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
     """What waits is bounded by the windows of the connection: the index answers no more until something is read."""
     workers, most = 300, 20_000
     asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8000)).SerializeToString()
-    tally = Tally()
+    stats = RequestStats()
 
     def lookups() -> int:
-        return tally.totals().results["answered"]
+        return stats.totals().results["answered"]
 
     async def run(target: str) -> None:
         async with grpc.aio.insecure_channel(target, options=QUIET) as channel:
-            call = channel.stream_stream(f"/{codec.SERVICE}/LookupStream")()
+            call = channel.stream_stream(f"/{SERVICE}/LookupStream")()
             sent = 0
             writing: asyncio.Future[None]
             while sent < most:
@@ -150,5 +150,5 @@ def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
                 read += 1
             call.cancel()
 
-    with serving(a_fleet(workers), tally=tally) as served:
+    with serving(a_fleet(workers), stats=stats) as served:
         asyncio.run(run(served.target))

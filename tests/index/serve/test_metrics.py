@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpool.index.fleet import Fleet
 from kvpool.index.serve import metrics as exporter_module
 from kvpool.index.serve.metrics import Exporter
-from kvpool.index.serve.request_stats import Matched, Tally
+from kvpool.index.serve.request_stats import Matched, RequestStats
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, stored
 
@@ -20,13 +20,13 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Page:
-    """A fleet, a tally, and what is shown of them."""
+    """A fleet, a stats, and what is shown of them."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.fleet = Fleet(clock=self.clock)
-        self.tally = Tally()
-        self.exporter = Exporter(self.fleet, self.tally)
+        self.stats = RequestStats()
+        self.exporter = Exporter(self.fleet, self.stats)
         self.port = self.exporter.serve("127.0.0.1:0")
 
     def read(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -89,13 +89,13 @@ def test_staleness_of_each_rank(page: Page, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lookups(page: Page) -> None:
-    tally = page.tally
-    tally.looked_up(0.0004, "answered", Matched(10, 5, 10, 0))
-    tally.looked_up(0.5, "answered", Matched(10, 0, 0, 3))
-    tally.looked_up(70.0, "answered", Matched())  # nobody there, or no whole block
-    tally.looked_up(1.0, "wrong")
-    tally.refused("INVALID_ARGUMENT")
-    tally.stream(1)
+    stats = page.stats
+    stats.record_lookup(0.0004, "answered", Matched(10, 5, 10, 0))
+    stats.record_lookup(0.5, "answered", Matched(10, 0, 0, 3))
+    stats.record_lookup(70.0, "answered", Matched())  # nobody there, or no whole block
+    stats.record_lookup(1.0, "wrong")
+    stats.record_refusal("INVALID_ARGUMENT")
+    stats.record_stream(1)
     figures = page.read()
     results = {("answered",): 3, ("wrong",): 1, ("unknown",): 0, ("failed",): 0}
     assert labelled(figures, "lookups_total") == results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from kvpool import ConfigError, UnknownModel
 from kvpool.index import Publisher, Worker
 from kvpool.index.answer import TierRow
+from kvpool.index.prompt import Prompt
 from kvpool.index.serve import rfc1403
 
 
@@ -29,35 +31,30 @@ def test_a_question_as_mooncake_spells_it() -> None:
         instance_id="vllm-1", block_size=64, cache_salt="w8a8", medium=["G1"],
     )  # fmt: skip
     query = rfc1403.decode_query(raw, by_hash=False)
-    assert query[:2] + query[3:] == ("deepseek", "t", 64, False)
-    tokens = query.options.pop("token_ids")
-    assert list(tokens) == [101, 15, 0]
-    assert query.options == {
-        "tenant": "t", "workers": ["vllm-1"], "lora": ("sql-adapter", "/sql"), "cache_salt": "w8a8",
-    }  # fmt: skip
+    assert query[1:] == (64, False)
+    assert query.prompt == Prompt(
+        "deepseek", token_ids=array("I", [101, 15, 0]), tenant="t", workers=["vllm-1"], lora=("sql-adapter", "/sql"),
+        cache_salt="w8a8",
+    )  # fmt: skip
 
 
 def test_a_question_as_dynamo_spells_it() -> None:
     query = rfc1403.decode_query(packed(model_name="m", token_ids=[1], lora_name=None), by_hash=False)
-    assert query[:2] + query[3:] == ("m", "default", None, True)
-    assert query.options["workers"] is query.options["lora"] is query.options["cache_salt"] is None
+    assert query == (Prompt("m", token_ids=array("I", [1])), None, True)
 
 
 def test_ids_may_be_numbers() -> None:
     raw = packed(model="m", token_ids=[1], tenant_id=99, instance_id=7, cache_salt=334455, lora_id=-1)
-    query = rfc1403.decode_query(raw, by_hash=False)
-    assert (query.tenant, query.options["workers"], query.options["cache_salt"]) == ("99", ["7"], "334455")
+    prompt = rfc1403.decode_query(raw, by_hash=False).prompt
+    assert (prompt.tenant, prompt.workers, prompt.cache_salt) == ("99", ["7"], "334455")
 
 
 @pytest.mark.parametrize("field", ["seq_hashes", "block_hash", "block_hashes"])
 def test_hashes(field: str) -> None:
     raw = packed(model="m", cache_salt="s", lora_name="l", **{field: [7, -1, -(1 << 63), (1 << 63) + 5]})
-    query = rfc1403.decode_query(raw, by_hash=True)
     expected = [7, (1 << 64) - 1, 1 << 63, (1 << 63) + 5]
-    assert query.options == {
-        "tenant": "default", "workers": None, "hashes64": rfc1403.array("Q", expected),
-    }  # fmt: skip
-    assert query.options["hashes64"].tobytes() == struct.pack("<4Q", *expected)
+    assert rfc1403.decode_query(raw, by_hash=True).prompt == Prompt("m", hashes64=array("Q", expected))
+    assert array("Q", expected).tobytes() == struct.pack("<4Q", *expected)
 
 
 TOKENS, HASHES = {"model": "m", "token_ids": [1]}, {"model": "m", "seq_hashes": [1]}

@@ -15,13 +15,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool import ConfigError, IndexClient, IndexUnavailable, KVPoolError
-from kvpool.index import fleet as fleet_module
+from kvpool.index import membership
 from kvpool.index.client import client as client_module
-from kvpool.index.client import codec
+from kvpool.index.client.messages import SERVICE, encode_worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
+from kvpool.index.prompt import MAX_PROMPT_BLOCKS
+from kvpool.index.serve import codec
 from kvpool.index.serve import service as service_module
-from kvpool.index.serve.request_stats import Tally
+from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from kvpool.v1 import index_pb2 as pb
@@ -52,7 +54,7 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
 
 
 def raw(channel: grpc.Channel, method: str, request: bytes, timeout_s: float = WAIT_S) -> bytes:
-    return channel.unary_unary(f"/{codec.SERVICE}/{method}")(request, timeout=timeout_s)
+    return channel.unary_unary(f"/{SERVICE}/{method}")(request, timeout=timeout_s)
 
 
 def refused(channel: grpc.Channel, method: str, request: Any) -> tuple[str, str]:
@@ -111,7 +113,7 @@ def test_register_list_remove(channel: grpc.Channel) -> None:
 
 def test_a_long_prompt_is_answered(channel: grpc.Channel) -> None:
     stub = index_pb2_grpc.IndexServiceStub(channel)
-    blocks = fleet_module.MAX_PROMPT_BLOCKS
+    blocks = MAX_PROMPT_BLOCKS
     request = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8 * blocks))
     assert list(stub.Lookup(request, timeout=WAIT_S).prompt_blocks) == [blocks, blocks]
     tokens = pb.LookupRequest(scope=pb.Scope(model="m"), token_ids=bytes(4 * 100_000))
@@ -173,8 +175,8 @@ def test_wrong_calls(channel: grpc.Channel, method: str, request_: Any, code: st
 
 
 def test_a_full_fleet_says_so(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "MAX_WORKERS", 1)
-    request = pb.RegisterWorkerRequest(worker=codec.encode_worker(a_worker("b")))
+    monkeypatch.setattr(membership, "MAX_WORKERS", 1)
+    request = pb.RegisterWorkerRequest(worker=encode_worker(a_worker("b")))
     assert refused(channel, "RegisterWorker", request) == (
         "RESOURCE_EXHAUSTED", "this index follows 1 workers already: remove one, or start another",
     )  # fmt: skip
@@ -197,7 +199,7 @@ def test_a_fault_of_ours_stays_in_our_log(
 
 
 def test_what_is_answered_is_counted() -> None:
-    tally, fleet = Tally(), Fleet()
+    stats, fleet = RequestStats(), Fleet()
     fleet.add(a_worker(namespace="a" * 32), "flag")
     say(
         fleet,
@@ -206,7 +208,7 @@ def test_what_is_answered_is_counted() -> None:
         1,
         batch(stored([1]), stored([1, 2], medium="CPU"), stored([9], medium="STORAGE")),
     )
-    with serving(fleet, tally=tally) as served, grpc.insecure_channel(served.target) as channel:
+    with serving(fleet, stats=stats) as served, grpc.insecure_channel(served.target) as channel:
         asked = [("m", packed64([1, 2, 3, 4])), ("m", bytes(8 << 17)), ("m", b""), ("x", bytes(8))]
         for model, hashes in asked:
             request = pb.LookupRequest(scope=pb.Scope(model=model), block_hashes=hashes)
@@ -216,7 +218,7 @@ def test_what_is_answered_is_counted() -> None:
                 continue
         stub = index_pb2_grpc.IndexServiceStub(channel)
         status = stub.ListWorkers(pb.ListWorkersRequest(), timeout=WAIT_S).index
-    totals = tally.totals()
+    totals = stats.totals()
     assert totals.results == {"answered": 2, "wrong": 1, "unknown": 1, "failed": 0}
     assert totals.refused == {"INVALID_ARGUMENT": 1, "NOT_FOUND": 1}
     assert totals.matched == (4 + (1 << 17), 1, 2, 0)
@@ -232,9 +234,9 @@ def test_what_is_answered_is_counted() -> None:
 
 
 def test_open_streams_are_counted() -> None:
-    tally, fleet = Tally(), Fleet()
+    stats, fleet = RequestStats(), Fleet()
     fleet.add(a_worker(), "flag")
-    with serving(fleet, tally=tally) as served, grpc.insecure_channel(served.target) as channel:
+    with serving(fleet, stats=stats) as served, grpc.insecure_channel(served.target) as channel:
         stub = index_pb2_grpc.IndexServiceStub(channel)
         going_on = threading.Event()
 
@@ -244,10 +246,10 @@ def test_open_streams_are_counted() -> None:
 
         answers = stub.LookupStream(questions(), timeout=WAIT_S)
         next(answers)
-        assert tally.totals().streams == 1
+        assert stats.totals().streams == 1
         going_on.set()
         assert list(answers) == []
-        assert eventually(lambda: tally.totals().streams == 0)
+        assert eventually(lambda: stats.totals().streams == 0)
 
 
 # ---- health, reflection, start and end
@@ -264,7 +266,7 @@ def test_health(channel: grpc.Channel) -> None:
 
 
 def test_health_waits_until_it_is_warm_and_not_for_ever() -> None:
-    ask = health_pb2.HealthCheckRequest(service=codec.SERVICE)
+    ask = health_pb2.HealthCheckRequest(service=SERVICE)
     status = health_pb2.HealthCheckResponse
     is_warm = threading.Event()
     options = {"is_warm": is_warm.is_set, "warm_up_s": 3600.0}
@@ -297,7 +299,7 @@ def test_a_snapshot_comes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     say(fleet, "default/a", 0, 4, batch(stored(range(200))))
 
     def take() -> Snapshot:
-        return Snapshot(1.0, "life", fleet.freeze())
+        return Snapshot(1.0, "life", fleet.snapshot())
 
     with serving(fleet, take=take) as served, IndexClient(served.target, WAIT_S) as client:
         packed = client.snapshot()
@@ -326,9 +328,9 @@ def test_snapshots_are_refused_one_by_one(caplog: pytest.LogCaptureFixture) -> N
         client.snapshot()
     with serving(take=take) as served, grpc.insecure_channel(served.target) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            list(channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"\xff", timeout=WAIT_S))
+            list(channel.unary_stream(f"/{SERVICE}/Snapshot")(b"\xff", timeout=WAIT_S))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        first = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=WAIT_S)
+        first = channel.unary_stream(f"/{SERVICE}/Snapshot")(b"", timeout=WAIT_S)
         assert going.wait(WAIT_S)
         with IndexClient(served.target, WAIT_S) as client:
             with pytest.raises(IndexUnavailable, match="another snapshot is under way"):
@@ -348,13 +350,13 @@ def test_a_caller_that_takes_no_chunks_is_left(monkeypatch: pytest.MonkeyPatch) 
 
     def take() -> Snapshot:
         begun.set()
-        return Snapshot(1.0, "", fleet.freeze())
+        return Snapshot(1.0, "", fleet.snapshot())
 
     with (
         serving(fleet, take=take) as served,
         grpc.insecure_channel(served.target, options=options) as channel,
     ):
-        mute = channel.unary_stream(f"/{codec.SERVICE}/Snapshot")(b"", timeout=3600)
+        mute = channel.unary_stream(f"/{SERVICE}/Snapshot")(b"", timeout=3600)
         assert begun.wait(WAIT_S)
         with IndexClient(served.target, WAIT_S) as client:
 
@@ -392,7 +394,7 @@ def test_a_call_under_way_is_answered_before_the_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fleet, "ask", slow)
     request = pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(8 << 17)).SerializeToString()
     with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
-        call = channel.unary_unary(f"/{codec.SERVICE}/Lookup").future(request, timeout=WAIT_S)
+        call = channel.unary_unary(f"/{SERVICE}/Lookup").future(request, timeout=WAIT_S)
         assert entered.wait(WAIT_S)
         ending = threading.Thread(target=served.stop)
         ending.start()
@@ -450,7 +452,7 @@ def test_it_listens_on_ipv6() -> None:
         try:
             port = await server.start("[::1]:0")
             async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
-                await channel.unary_unary(f"/{codec.SERVICE}/ListWorkers")(b"", timeout=WAIT_S)
+                await channel.unary_unary(f"/{SERVICE}/ListWorkers")(b"", timeout=WAIT_S)
             return port
         finally:
             await server.stop()
@@ -533,7 +535,7 @@ def test_a_start_that_cannot_be_taken_leaves_nobody_half_followed(monkeypatch: p
     with pytest.raises(ConfigError):
         roster.add(a_worker(block_tokens=0), "call")
     assert len(feed.orders) == 1, "a worker that makes no sense changes nothing"
-    monkeypatch.setattr(fleet_module, "MAX_RANKS", 1)
+    monkeypatch.setattr(membership, "MAX_RANKS", 1)
     with pytest.raises(KVPoolError):
         roster.add(a_worker(ranks=2), "call")
     assert feed.orders[1:] == ["unfollow default/w, known as "]

@@ -2,7 +2,7 @@
 #include <cstdint>
 
 #include "check.h"
-#include "events.h"
+#include "index/events.h"
 
 using namespace kvpool;
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "check.h"
-#include "record.h"
+#include "key/record.h"
 
 using namespace kvpool;
 

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "check.h"
-#include "resp.h"
+#include "store/resp.h"
 
 using namespace kvpool;
 using namespace std::chrono_literals;
@@ -113,7 +113,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t nbyt
              puts ? "EXEC\r\n" : make_key('3').text + "\r\n$1\r\nh\r\n$1\r\nb\r\n");
   RespSettings settings;
   settings.endpoint = {"", 0, server.path()};
-  Engine engine(std::make_unique<RespBackend>(std::move(settings)), 1);
+  IoExecutor engine(std::make_unique<RespBackend>(std::move(settings)), 1);
 
   const auto large = payload(300, 7);
   const auto small = payload(20, 3);

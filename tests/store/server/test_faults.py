@@ -5,8 +5,7 @@ Not every client counts its connections: where one does not, there is nothing to
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,25 +17,14 @@ from kvpool.store.native import NativeStore
 from kvpool.store.store import Store
 from tests.conftest import eventually
 from tests.store.conformance import MIB, key, keys, payload
-from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
-from tests.store.traffic import MARGIN_S, Traffic, serves
-
-
-@pytest.fixture(params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    with running(request.param, tmp_path) as server:
-        yield server
-
-
-@pytest.fixture(params=CLIENTS)
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+from tests.store.servers import Server, running, with_client
+from tests.store.stopwatch import MARGIN_S, ends_within
+from tests.store.traffic import Traffic, serves
 
 
 @pytest.fixture
-def store(server: Server, client: str) -> Iterator[Store]:
-    with open_store(with_client(server.url, client)) as store:
-        yield store
+def server(own_server: Server) -> Server:
+    return own_server
 
 
 def test_a_server_that_is_killed_and_comes_back(server: Server, store: Store) -> None:
@@ -62,10 +50,8 @@ def test_while_a_server_is_away_a_batch_does_not_wait_for_its_deadline(server: S
         lambda: not serves(store) and store.counters()["up_connections"] == 0,
         within_s=30,
     )
-    started = time.monotonic()
-    with pytest.raises(StoreUnavailable, match=r"refused|reset|closed|timed out"):
+    with ends_within(0), pytest.raises(StoreUnavailable, match=r"refused|reset|closed|timed out"):
         store.get_many_into(keys(100), [bytearray(1000)] * 100, timeout_s=60)
-    assert time.monotonic() - started < MARGIN_S
 
 
 def test_a_server_that_is_stopped_costs_the_deadline(server: Server, store: Store) -> None:
@@ -77,10 +63,8 @@ def test_a_server_that_is_stopped_costs_the_deadline(server: Server, store: Stor
             lambda: store.put_many(keys(50), [bytes(MIB)] * 50, timeout_s=0.3),
             lambda: store.contains_many(keys(50), timeout_s=0.3),
         ):
-            started = time.monotonic()
-            with pytest.raises(StoreUnavailable):
+            with ends_within(0.3), pytest.raises(StoreUnavailable):
                 call()
-            assert time.monotonic() - started < 0.3 + MARGIN_S
     finally:
         server.go_on()
     assert eventually(lambda: serves(store, 2))
@@ -154,10 +138,8 @@ def fill(server: Server) -> None:
 
 def refusal(call: Callable[[], object]) -> str:
     """What the store says to a call that has to fail at once."""
-    started = time.monotonic()
-    with pytest.raises(StoreUnavailable) as caught:
+    with ends_within(4.5), pytest.raises(StoreUnavailable) as caught:
         call()
-    assert time.monotonic() - started < 5
     return str(caught.value)
 
 
@@ -263,7 +245,7 @@ def test_a_user_may_be_confined_to_a_tenant(server: Server, client: str) -> None
         store.announce("kvpool:tenant-1:x", b"x", lease_s=60)
         assert store.announcements("kvpool:tenant-1:") == {"kvpool:tenant-1:x": b"x"}
         assert store.withdraw("kvpool:tenant-1:x") is True
-        assert (store.life() == "") is (client != "glide"), "INFO is not among the others' rights"
+        assert (store.server_run_id() == "") is (client != "glide"), "INFO is not among the others' rights"
         foreign = key(1).replace("tenant-1", "tenant-2")
         for call in (
             lambda: store.put_many([foreign], [b"x"]),
@@ -292,30 +274,6 @@ def test_a_full_server_that_evicts_nothing_has_no_room(server: Server, store: St
     assert store.get_many_into(keys(30), targets) == kept
     assert all(target == value for target, hit in zip(targets, kept, strict=True) if hit)
     assert store.counters().get("disconnections", 0) == 0
-
-
-@pytest.mark.parametrize("value_nbytes", [64 << 10, 512 << 10, 2 << 20, 4 << 20])
-def test_memory_of_the_server_per_payload_byte(server: Server, store: Store, value_nbytes: int) -> None:
-    room_nbytes = 192 * MIB
-    server.client.config_set("maxmemory-policy", "allkeys-lru")
-    used_nbytes = server.info("used_memory")
-    server.client.config_set("maxmemory", used_nbytes + room_nbytes)
-    count = room_nbytes // value_nbytes * 3 // 2
-    value = payload(1, value_nbytes)
-    for start in range(0, count, 16):
-        part = [key(number) for number in range(start, min(count, start + 16))]
-        assert all(store.put_many(part, [value] * len(part), timeout_s=30))
-    # What it reads a value into takes room as well, for a moment: of 192 MiB a large value notices.
-    stays = sum(store.contains_many([key(number) for number in range(count)]))
-    assert stays < count
-    memory_nbytes = server.client.memory_usage(key(count - 1))
-    of_room = room_nbytes / (stays * value_nbytes)
-    of_key = memory_nbytes / value_nbytes
-    print(
-        f"{server.name} {value_nbytes >> 10} KiB: {stays} of {count} stay; {of_room:.4f}, one key {of_key:.4f}"
-    )
-    assert of_key <= 1.08
-    assert of_room <= 1.08
 
 
 def test_the_client_of_the_test_is_not_the_store(server: Server) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
-from kvpool.store import StoreURL, visit_store
+from kvpool.store import StoreURL, open_for_inspection
 from kvpool.store.server.rights import COSTS, refused_commands
 from tests.store.conformance import key, keys, payload
-from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
+from tests.store.servers import Server, running, with_client
 
 # As docs/stores.md has it.
 DOCUMENTED = [
@@ -21,17 +20,6 @@ DOCUMENTED = [
     "+touch", "+unlink", "+time", "+set", "+mget", "+zadd", "+zcard", "+zscore", "+zrange", "+zrem",
     "+zremrangebyscore", "+zremrangebyrank",
 ]  # fmt: skip
-
-
-@pytest.fixture(params=SERVERS, scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(request.param, tmp_path_factory.mktemp("server")) as server:
-        yield server
-
-
-@pytest.fixture(params=CLIENTS)
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def url_of(server: Server, *, without: tuple[str, ...] = (), keys: str = "kvpool:tenant-1:*") -> str:
@@ -48,7 +36,6 @@ def url_of(server: Server, *, without: tuple[str, ...] = (), keys: str = "kvpool
 def test_the_documented_rights_are_enough(server: Server, client: str) -> None:
     url = url_of(server)
     server.client.execute_command("ACL LOG RESET")
-    server.client.flushall()
     assert refused_commands(StoreURL.parse(url)) == []
     with open_store(with_client(url, client)) as store:
         assert store.put_many([key(1)], [b"value"]) == [True]
@@ -65,7 +52,6 @@ def test_the_documented_rights_are_enough(server: Server, client: str) -> None:
 
 @pytest.mark.parametrize("command", sorted(COSTS))
 def test_looking_at_rights_names_what_is_missing_and_leaves_nothing(server: Server, command: str) -> None:
-    server.client.flushall()
     url = url_of(server, without=(command.lower(),), keys="*")
     assert [refused.command for refused in refused_commands(StoreURL.parse(url))] == [command]
     assert server.client.dbsize() == 0
@@ -81,14 +67,13 @@ def test_a_missing_right_is_told_when_a_store_is_opened(
     assert "nothing can be put: the server refuses HSET to this user" in line
     assert "kvpool doctor" in line
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "kvpool.store"), visit_store(url):
+    with caplog.at_level(logging.WARNING, "kvpool.store"), open_for_inspection(url):
         assert not [record for record in caplog.records if record.name == "kvpool.store"]
 
 
 def test_a_refused_put_harms_no_load(server: Server, client: str) -> None:
     """An error reply is an answer: the connections stay, and so does all else on them."""
     value = payload(1, 100_000)
-    server.client.flushall()
     with open_store(server.url) as other:
         assert other.put_many(keys(8), [value] * 8) == [True] * 8
     with open_store(with_client(url_of(server, without=("hset",)), client)) as store:
@@ -123,7 +108,6 @@ def test_a_server_without_a_command_harms_no_load(client: str, tmp_path: Path) -
 
 
 def test_who_may_not_touch_looks_up_all_the_same(server: Server, client: str) -> None:
-    server.client.flushall()
     with open_store(with_client(url_of(server, without=("touch", "pttl")), client)) as store:
         assert store.put_many([key(1)], [b"value"]) == [True]
         for _ in range(3):

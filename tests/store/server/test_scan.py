@@ -62,7 +62,7 @@ def test_keys_of_servers_that_change_meanwhile_are_not_all(
         monkeypatch.setattr(store._primaries, "find", lambda: next(found))  # type: ignore[attr-defined]
         looking = store.scan_keys()
         assert sorted(next(looking)) == sorted(keys(3))
-        with pytest.raises(StoreUnavailable, match="its servers changed while its blocks were looked at"):
+        with pytest.raises(StoreUnavailable, match="its servers changed during the scan"):
             list(looking)
 
 

@@ -17,7 +17,8 @@ from tests.store.certificates import Authority
 from tests.store.conformance import OpenStore, StoreConformance, key
 from tests.store.misbehaving import bulk, misbehaving, says
 from tests.store.servers import SERVERS, Server, Watched
-from tests.store.traffic import MARGIN_S, Traffic, serves
+from tests.store.stopwatch import MARGIN_S
+from tests.store.traffic import Traffic, serves
 
 OTHER = 99  # a key that Traffic does not use
 
@@ -34,9 +35,8 @@ def role(server: Server) -> str:
 def watched_of_module(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Watched]:
-    watched = Watched(request.param, tmp_path_factory.mktemp("watched"))
-    yield watched
-    watched.kill()
+    with Watched(request.param, tmp_path_factory.mktemp("watched")) as watched:
+        yield watched
 
 
 @pytest.fixture
@@ -46,6 +46,7 @@ def watched(watched_of_module: Watched) -> Watched:
     return watched_of_module
 
 
+@pytest.mark.parametrize("watched_of_module", ["redis-server"], indirect=True)
 class TestSentinelStore(StoreConformance):
     @pytest.fixture
     def open_one(self, watched: Watched) -> OpenStore:
@@ -64,7 +65,7 @@ def test_a_database_of_its_own(watched: Watched) -> None:
         three.announce("kvpool:t:x", b"x", lease_s=60)
         assert zero.announcements("kvpool:t:") == {}
         assert [len(blocks) for blocks in three.scan()] == [1]
-        assert three.life() == zero.life() == watched.primary.info("run_id")
+        assert three.server_run_id() == zero.server_run_id() == watched.primary.info("run_id")
         assert repr(three) == f"<ValkeyStore {watched.url}/3>"
 
 
@@ -97,56 +98,45 @@ def test_the_doctor_names_the_primary(watched: Watched, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_the_primary_is_killed_under_load(name: str, tmp_path: Path) -> None:
-    watched = Watched(name, tmp_path)
-    try:
-        with open_store(watched.url) as store:
-            with Traffic(store, timeout_s=2.0) as traffic:
-                watched.primary.kill()
-                assert eventually(lambda: traffic.faults > 0)
-                seen = traffic.hits
-                assert eventually(lambda: traffic.hits > seen + 100 and serves(store, OTHER), within_s=60)
-            assert traffic.longest_s < 2.0 + MARGIN_S
-            assert role(watched.replica) == "master"
-            assert watched.replica.client.exists(key(OTHER)) == 1
-            # The old one comes back as a replica, and nobody writes to it.
-            watched.primary.start()
-            assert eventually(lambda: role(watched.primary) == "slave", within_s=60)
-            assert serves(store)
-    finally:
-        watched.kill()
+    with Watched(name, tmp_path) as watched, open_store(watched.url) as store:
+        with Traffic(store, timeout_s=2.0) as traffic:
+            watched.kill_primary()
+            assert eventually(lambda: traffic.faults > 0)
+            seen = traffic.hits
+            assert eventually(lambda: traffic.hits > seen + 100 and serves(store, OTHER), within_s=60)
+        assert traffic.longest_s < 2.0 + MARGIN_S
+        assert role(watched.replica) == "master"
+        assert watched.replica.client.exists(key(OTHER)) == 1
+        # The old one comes back as a replica, and nobody writes to it.
+        watched.primary.start()
+        assert eventually(lambda: role(watched.primary) == "slave", within_s=60)
+        assert serves(store)
 
 
 @pytest.mark.parametrize("name", SERVERS[1:])
 def test_a_primary_that_hands_over_is_left(name: str, tmp_path: Path) -> None:
     """It lives on as a replica, and says READONLY to whoever has not noticed."""
-    watched = Watched(name, tmp_path)
-    try:
-        with open_store(watched.url) as store:
-            assert serves(store)
-            watched.sentinels[0].client.execute_command("SENTINEL", "FAILOVER", Watched.SERVICE)
-            assert eventually(lambda: role(watched.replica) == "master", within_s=30)
-            assert eventually(lambda: role(watched.primary) == "slave", within_s=30)
-            assert eventually(lambda: serves(store), within_s=30)
-            assert watched.replica.client.exists(key(1)) == 1
-    finally:
-        watched.kill()
+    with Watched(name, tmp_path) as watched, open_store(watched.url) as store:
+        assert serves(store)
+        watched.sentinels[0].client.execute_command("SENTINEL", "FAILOVER", Watched.SERVICE)
+        assert eventually(lambda: role(watched.replica) == "master", within_s=30)
+        assert eventually(lambda: role(watched.primary) == "slave", within_s=30)
+        assert eventually(lambda: serves(store), within_s=30)
+        assert watched.replica.client.exists(key(1)) == 1
 
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_everybody_speaks_tls(name: str, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    watched = Watched(name, tmp_path, authority=authority)
-    try:
+    with Watched(name, tmp_path, authority=authority) as watched:
         with open_store(watched.url) as store:
             assert serves(store)
-            watched.primary.kill()
+            watched.kill_primary()
             assert eventually(lambda: role(watched.replica) == "master", within_s=30)
             assert eventually(lambda: serves(store, OTHER), within_s=30)
             assert watched.replica.client.exists(key(OTHER)) == 1
         with pytest.raises(StoreUnavailable, match="certificate verify failed"):
             open_store(watched.url.replace(str(authority.ca), str(Authority(tmp_path, "another").ca)))
-    finally:
-        watched.kill()
 
 
 def test_a_sentinel_that_names_a_replica_is_not_believed(watched: Watched) -> None:

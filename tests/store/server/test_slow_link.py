@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -17,16 +16,15 @@ from kvpool.store.store import Store
 from tests.conftest import eventually
 from tests.store.conformance import MIB, key, payload
 from tests.store.proxy import proxied
-from tests.store.servers import SERVERS, Server, running
+from tests.store.servers import Server
 
 LINK_NBYTES_PER_S = 8e6
 VALUE_NBYTES = 256 << 10
 
 
-@pytest.fixture(params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    with running(request.param, tmp_path) as server:
-        yield server
+@pytest.fixture
+def server(own_server: Server) -> Server:
+    return own_server
 
 
 class Flood:

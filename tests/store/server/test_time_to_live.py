@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from kvpool import open_store
+from kvpool import _native, open_store
 from tests.conftest import eventually
 from tests.store.conformance import key, keys
-from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
+from tests.store.servers import Server, with_client
 
 TTL_MS = 86_400_000
 
 
-@pytest.fixture(params=SERVERS, scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(request.param, tmp_path_factory.mktemp("server")) as server:
-        yield server
-
-
-@pytest.fixture(params=CLIENTS)
-def url(request: pytest.FixtureRequest, server: Server) -> str:
-    server.client.flushall()
-    return with_client(server.url, request.param)
+@pytest.fixture
+def url(server: Server, client: str) -> str:
+    return with_client(server.url, client)
 
 
 def put_aged(server: Server, url: str, *, left_ms: int | None) -> None:
@@ -52,6 +43,17 @@ def test_lookups_and_loads_renew_it(server: Server, url: str, left_ms: int | Non
         assert server.client.pttl(key(3)) <= (left_ms or -1), "to look is no use"
 
 
+@pytest.mark.parametrize("left_ms", [None, TTL_MS * 3 // 4])
+def test_what_is_there_for_a_put_if_absent_is_renewed(server: Server, url: str, left_ms: int | None) -> None:
+    put_aged(server, url, left_ms=left_ms)
+    puts = writes(server)
+    with open_store(url) as store:
+        transfer = store.submit_put_absent(keys(4), [b"value"] * 4)
+        assert list(transfer.results()) == [_native.PRESENT] * 4
+        assert eventually(lambda: all(server.client.pttl(name) > TTL_MS - 60_000 for name in keys(4)))
+        assert writes(server) - puts == 4, "the renewals, and no put"
+
+
 def test_one_that_is_young_is_not_written(server: Server, url: str) -> None:
     """Each write is told to every index that follows the server."""
     put_aged(server, url, left_ms=TTL_MS - 1000)
@@ -60,6 +62,7 @@ def test_one_that_is_young_is_not_written(server: Server, url: str) -> None:
         for _ in range(20):
             assert store.touch_many(keys(4)) == [True] * 4
             assert store.get_many_into([key(2)], [bytearray(5)]) == [True]
+            assert store.submit_put_absent(keys(4), [b"value"] * 4).wait() == [True] * 4
     assert writes(server) == before
 
 

@@ -1,0 +1,172 @@
+"""``python -m benchmarks``: kvpool, its peers and plain loops, side by side in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpool.cli.commands.bench import BatchBytes, PoolURL, Rounds, batch_nbytes_of, bench_hash
+from kvpool.cli.commands.options import Json
+from kvpool.cli.exits import EXIT_FAILED, run
+from kvpool.errors import ConfigError
+
+PEERS_FOLDER = ".cache/peers"
+
+app = typer.Typer(
+    help="Measure what is here, side by side with its peer in one run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("hash")(bench_hash)
+
+
+@app.command("store")
+def store(
+    pool: PoolURL = None,
+    rounds: Rounds = 9,
+    batch_bytes: BatchBytes = "256MiB",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="LMCache, GLIDE and redis-py by themselves, too.")
+    ] = False,
+    peers_folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
+    ] = PEERS_FOLDER,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a PNG of GB/s over value size.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Puts and gets by value size, idle and beside a busy interpreter, next to a bare native loop and other clients.
+
+    On a server: kvpool's own stores over Valkey GLIDE and redis-py. In a directory: a plain Python loop over files.
+    """
+    try:
+        from benchmarks.store import run_store
+    except ModuleNotFoundError as error:
+        if error.name != "kvpool_bare":
+            raise
+        raise ConfigError("the bare loops are not built: make bench does it") from error
+
+    run_store(
+        pool=pool,
+        rounds=rounds,
+        batch_nbytes=batch_nbytes_of(batch_bytes),
+        peers=Path(peers_folder) if peers else None,
+        plot=Path(plot) if plot else None,
+        as_json=as_json,
+    )
+
+
+@app.command("index")
+def index(
+    blocks: Annotated[
+        int,
+        typer.Option(
+            min=8192, max=1 << 26, help="Distinct blocks in the table; rounded to prompts of 8,192."
+        ),
+    ] = 1_000_000,
+    workers: Annotated[
+        list[int] | None, typer.Option(min=1, max=4096, help="Workers; give it again for another table.")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Rounds of asking all prompts; the median counts.")
+    ] = 20,
+    peers: Annotated[bool, typer.Option("--peers", help="Dynamo's RadixTree and HTTP indexer, too.")] = False,
+    peers_folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
+    ] = PEERS_FOLDER,
+    as_json: Json = False,
+) -> None:
+    """The prefix index beside a plain Python dictionary and Dynamo's: ingest, lookups and memory.
+
+    With the extra "index" also over gRPC beside an echo, and fed over ZMQ.
+    """
+    from benchmarks.index import run_index
+
+    run_index(
+        blocks=blocks, workers=workers or [8, 64, 256], rounds=rounds,
+        peers=Path(peers_folder) if peers else None, as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command("fleet")
+def fleet(
+    workers: Annotated[int, typer.Option(min=2, max=4096, help="Simulated workers.")] = 240,
+    routers: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, max=64, help="Routers that share the requests; give it again for another number."
+        ),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=10, max=10_000_000, help="Requests of each run, after as many to warm up.")
+    ] = 4000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sessions.")] = 5,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a PNG of hits and imbalance over routers.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What routers make of the prefix index: sessions on a simulated fleet, placed by four policies.
+
+    At random, by least load, by what each router has placed itself, and by asking one real index that all share, which
+    the simulated workers tell over ZMQ what they store and evict.
+    """
+    from benchmarks.fleet import run_fleet
+
+    run_fleet(
+        workers=workers, routers=routers or [1, 2, 4, 8], requests=requests, seed=seed,
+        plot=Path(plot) if plot else None, as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command("e2e")
+def e2e(
+    pool: Annotated[
+        str | None, typer.Option(help="URL of the store; without it a file store in a temporary folder.")
+    ] = None,
+    chats: Annotated[int, typer.Option(min=1, max=1000, help="Chats of four turns.")] = 5,
+    documents: Annotated[int, typer.Option(min=1, max=1000, help="Documents, three questions each.")] = 4,
+    probes: Annotated[
+        int, typer.Option(min=1, max=1000, help="Prompts for the ratios to recomputing and to a local hit.")
+    ] = 7,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=256, max=8000, help="Tokens of a document, and of a probe.")
+    ] = 2068,
+    width: Annotated[int, typer.Option(min=256, max=8192, help="Of the model; a multiple of 256.")] = 768,
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Of the model.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the workload.")] = 7,
+    host_tier: Annotated[
+        bool, typer.Option("--host-tier/--no-host-tier", help="Try vLLM's own host tier, too.")
+    ] = True,
+    peers: Annotated[bool, typer.Option("--peers", help="Try LMCache, too.")] = False,
+    peers_folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Where it is; make bench-peers puts it there.")
+    ] = PEERS_FOLDER,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a PNG of times to the first token.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Real engines on chats and shared documents: without a pool, with vLLM's host tier, kvpool and LMCache.
+
+    Starts vLLM CPU engines with a small random model. Exits with 1 when an engine's tokens are not those of the others,
+    or when prompts were not found in the pool.
+    """
+    from benchmarks.e2e import run_e2e
+
+    good = run_e2e(
+        pool=pool, chats=chats, documents=documents, probes=probes, prompt_tokens=prompt_tokens, width=width,
+        layers=layers, seed=seed, host_tier=host_tier, peers=Path(peers_folder) if peers else None,
+        plot=Path(plot) if plot else None, as_json=as_json,
+    )  # fmt: skip
+    if not good:
+        raise typer.Exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    run(app, "python -m benchmarks")

@@ -1,0 +1,180 @@
+"""What ``python -m benchmarks index`` has every index do: take prompts and who holds them, and be asked about them.
+
+Runs in this process and, for another project's index, in the interpreter of its own environment; so it imports nothing
+of kvpool. All draw the same prompts from the same seed, ask the same questions in the same order, and each is timed in
+its own process. Prompts are asked in rotation, so that the table, not a cache, answers.
+
+``sessions``: a prompt of 8,192 blocks is held by 1 to 8 workers, by one of them to its end and by the others to some
+block on the way. ``everybody``: all workers hold all of it.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+PROMPT_BLOCKS = 8192
+LENGTHS = (64, 512, 1024, 8192)
+# Of what is asked the workers hold: all, the first half, nothing, or all but some blocks in the middle.
+KINDS = ("full", "half", "none", "holes")
+MOST_HOLDERS = 8
+BLOCKS_A_HOLE = 64  # one block in so many is taken away again, from every holder but the first
+SLOW_ROUNDS = 2  # for who takes milliseconds
+SLOW_PROMPTS = 16
+SEED, OTHER_SEED = 5, 6  # of the prompts; of what nobody has stored, and of holes
+
+Question = Any  # a prompt as an index wants it
+Held = tuple[bytes, list[tuple[int, int]]]  # a prompt, packed, and (worker, leading blocks that it holds)
+Scores = dict[int, int]  # leading blocks by worker; who holds none is left out
+
+
+class Contestant(Protocol):
+    """An index. Times are seconds of its own work; what prepares its arguments does not count."""
+
+    is_slow: bool
+
+    def store(self, worker: int, hashes: Sequence[int]) -> float:
+        """The worker holds these blocks of one prompt, from its beginning."""
+
+    def take_away(self, worker: int, hashes: Sequence[int]) -> None: ...
+
+    def question(self, packed: bytes) -> Question:
+        """``packed``: little-endian u64 hashes."""
+
+    def ask(self, question: Question) -> object: ...
+
+    def scores(self, answer: Any) -> Scores: ...
+
+    def remove_worker(self, worker: int) -> float: ...
+
+    def nbytes(self) -> int:
+        """Memory that it takes now."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """``wrong``: prompts of which it credited some worker with too much or too little."""
+
+    blocks: int
+    kind: str
+    p50_us: float
+    p99_us: float
+    wrong: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """M pairs/s are 10^6 (block, worker) pairs a second, from one thread."""
+
+    pairs: int
+    ingest_mpairs_per_s: float
+    block_nbytes: float
+    asked: list[Asked]
+    remove_worker_us: float
+
+
+def holdings(shape: str, workers: int, prompts: int) -> Iterator[Held]:
+    """Prompts and who holds them, the same ones each time."""
+    draw = random.Random(SEED)
+    for _ in range(prompts):
+        packed = draw.randbytes(8 * PROMPT_BLOCKS)
+        if shape == "everybody":
+            yield packed, [(worker, PROMPT_BLOCKS) for worker in range(workers)]
+            continue
+        holders = draw.sample(range(workers), draw.randint(1, min(MOST_HOLDERS, workers)))
+        yield (
+            packed,
+            [
+                (worker, draw.randint(1, PROMPT_BLOCKS) if place else PROMPT_BLOCKS)
+                for place, worker in enumerate(holders)
+            ],
+        )
+
+
+def contest(contestant: Contestant, shape: str, workers: int, prompts: int, rounds: int) -> Result:
+    """Fill it, ask it, take blocks away, ask again, and take a worker away."""
+    held = list(holdings(shape, workers, prompts))
+    before_nbytes = contestant.nbytes()
+    taken_s, pairs = 0.0, 0
+    for packed, theirs in held:
+        hashes = unpacked(packed)
+        for worker, blocks in theirs:
+            taken_s += contestant.store(worker, hashes[:blocks])
+            pairs += blocks
+    block_nbytes = (contestant.nbytes() - before_nbytes) / (prompts * PROMPT_BLOCKS)
+    asked = [_asked(contestant, blocks, kind, held, {}, rounds) for kind in KINDS[:3] for blocks in LENGTHS]
+    holes = _punch(contestant, held)
+    asked += [_asked(contestant, blocks, "holes", held, holes, rounds) for blocks in LENGTHS]
+    return Result(
+        pairs=pairs,
+        ingest_mpairs_per_s=pairs / taken_s / 1e6,
+        block_nbytes=block_nbytes,
+        asked=asked,
+        remove_worker_us=contestant.remove_worker(0) * 1e6,
+    )
+
+
+def _punch(contestant: Contestant, held: list[Held]) -> dict[tuple[int, int], int]:
+    """Take blocks away; the first one that is gone, by prompt and worker."""
+    draw = random.Random(OTHER_SEED)
+    holes: dict[tuple[int, int], int] = {}
+    for number, (packed, theirs) in enumerate(held):
+        hashes = unpacked(packed)
+        for worker, blocks in theirs[1:]:
+            gone = sorted(draw.sample(range(blocks), max(1, blocks // BLOCKS_A_HOLE)))
+            contestant.take_away(worker, [hashes[at] for at in gone])
+            holes[number, worker] = gone[0]
+    return holes
+
+
+def _asked(
+    contestant: Contestant,
+    blocks: int,
+    kind: str,
+    held: list[Held],
+    holes: dict[tuple[int, int], int],
+    rounds: int,
+) -> Asked:
+    draw = random.Random(OTHER_SEED)
+    known = {"full": blocks, "half": blocks // 2, "none": 0, "holes": blocks}[kind]
+    some = held[:SLOW_PROMPTS] if contestant.is_slow else held
+    questions = [
+        contestant.question(packed[: 8 * known] + draw.randbytes(8 * (blocks - known))) for packed, _ in some
+    ]
+    wrong = 0
+    for number, (_, theirs) in enumerate(some):
+        right = {
+            worker: min(known, leading, holes.get((number, worker), leading)) for worker, leading in theirs
+        }
+        found = contestant.scores(contestant.ask(questions[number]))
+        wrong += found != {worker: leading for worker, leading in right.items() if leading}
+    times = timed(
+        lambda number: contestant.ask(questions[number]),
+        len(questions),
+        min(rounds, SLOW_ROUNDS) if contestant.is_slow else rounds,
+    )
+    return Asked(blocks, kind, percentile(times, 0.5), percentile(times, 0.99), wrong)
+
+
+def timed(ask: Callable[[int], object], prompts: int, rounds: int) -> list[float]:
+    """Microseconds of every call, prompt after prompt, sorted; the first round only warms up."""
+    times = []
+    for turn in range(rounds + 1):
+        for number in range(prompts):
+            started = time.perf_counter()
+            ask(number)
+            if turn:
+                times.append((time.perf_counter() - started) * 1e6)
+    return sorted(times)
+
+
+def percentile(sorted_values: Sequence[float], part: float) -> float:
+    return sorted_values[min(len(sorted_values) - 1, int(part * len(sorted_values)))]
+
+
+def unpacked(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 8}Q", packed)

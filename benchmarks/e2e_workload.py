@@ -1,0 +1,88 @@
+"""What ``python -m benchmarks e2e`` asks every engine, drawn from one seed: growing chats, and shared documents.
+
+Every prompt of a chat is all that was said before and the user's next words; what an engine answered is part of it,
+so the prompts are known once one engine has answered (``Conversations``). Every prompt about a document is the document
+and a question. Requests of all chats and documents are mixed, a chat's turns in their order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
+
+Kind = Literal["chat", "document"]
+
+TURNS = 4  # of a chat
+SYSTEM_TOKENS = 260  # that all chats begin with
+SAID_TOKENS = (120, 400)  # of the user, in a turn
+QUESTIONS = 3  # about each document
+QUESTION_TOKENS = (20, 60)
+
+
+@dataclass(frozen=True)
+class Request:
+    """``said``: what comes behind what is known: the user's words or a question. ``session``: of its kind."""
+
+    kind: Kind
+    session: int
+    said: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``probes``: prompts of a document's length that have nothing in common. ``warm_up``: the same, asked before."""
+
+    system: tuple[int, ...]
+    documents: tuple[tuple[int, ...], ...]
+    requests: tuple[Request, ...]
+    probes: tuple[tuple[int, ...], ...]
+    warm_up: tuple[int, ...]
+
+
+def draw_workload(*, seed: int, chats: int, documents: int, prompt_tokens: int, probes: int) -> Workload:
+    """The same one for the same arguments. ``prompt_tokens``: of a document, and of a probe."""
+    draw = random.Random(seed)
+
+    def words(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(FIRST_WORD, VOCABULARY) for _ in range(count))
+
+    sessions: list[tuple[Kind, int]] = [("chat", chat) for chat in range(chats) for _ in range(TURNS)]
+    sessions += [("document", document) for document in range(documents) for _ in range(QUESTIONS)]
+    draw.shuffle(sessions)
+    lengths = {"chat": SAID_TOKENS, "document": QUESTION_TOKENS}
+    return Workload(
+        system=words(SYSTEM_TOKENS),
+        documents=tuple(words(prompt_tokens) for _ in range(documents)),
+        requests=tuple(
+            Request(kind, session, words(draw.randint(*lengths[kind]))) for kind, session in sessions
+        ),
+        probes=tuple(words(prompt_tokens) for _ in range(probes)),
+        warm_up=words(prompt_tokens),
+    )
+
+
+class Conversations:
+    """What was said so far: gives each request's prompt, and is told the answer before the next request."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._chats: dict[int, list[int]] = {}
+
+    def prompt(self, request: Request) -> list[int]:
+        if request.kind == "document":
+            return [*self._workload.documents[request.session], *request.said]
+        return [*self._chats.get(request.session, self._workload.system), *request.said]
+
+    def answered(self, request: Request, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        if request.kind == "chat":
+            self._chats[request.session] = [*prompt, *answer]
+
+
+def longest_prompt_tokens(prompt_tokens: int, answer_tokens: int) -> int:
+    """The most that a prompt can have, when every answer has so many tokens."""
+    chat = SYSTEM_TOKENS + TURNS * SAID_TOKENS[1] + (TURNS - 1) * answer_tokens
+    return max(chat, prompt_tokens + QUESTION_TOKENS[1])

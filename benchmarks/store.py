@@ -1,0 +1,133 @@
+"""``python -m benchmarks store``: puts and gets by value size, idle and beside a busy interpreter; a server's memory.
+
+All clients (see ``benchmarks.store_clients``) keep a batch of values in the pool and take turns in every round: put it
+again, get it. So memory is there when it is written to, as in a pool that has been full for long, and what disturbs one
+disturbs its neighbours. Ratios are taken within a round; the median of the rounds counts. A busy interpreter is a
+pure-Python thread that spins in the process, which is what a vLLM worker looks like to a thread in the background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.store_clients import BARE, OWN, Client, clients
+from benchmarks.store_report import Report, Row, draw, show
+from kvpool.cli.bench_store import benched_pool, progress_bar
+from kvpool.cli.timed_client import EXISTS_KEYS, VALUE_NBYTES, StoreClient, Values, server_memory
+from kvpool.store import StoreURL, open_store
+from kvpool.text import format_nbytes, redact
+
+VERBS = ("put", "get")
+MOODS = ("idle", "busy")
+# What a client that returns into Python for each value is given, of a batch that would take longer.
+TURN_S = 0.1
+
+
+@dataclass
+class _Times:
+    """Of one client at one size: seconds a value, by cell and round."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    per_value_s: dict[str, list[float]] = field(default_factory=dict)
+    exists_s: dict[str, list[float]] = field(default_factory=dict)
+
+
+def run_store(
+    *, pool: str | None, rounds: int, batch_nbytes: int, peers: Path | None, plot: Path | None, as_json: bool
+) -> None:
+    """Measure, and print a table or JSON; ``plot`` is written as a PNG.
+
+    Blocking, for minutes. Memory here: two batches, and two for each of ``peers``; in the pool: one for each client.
+    Errors: ``KVPoolError``.
+    """
+    if plot is not None:
+        draw([], plot)  # what cannot be written is told now
+    with benched_pool(pool, batch_nbytes) as (url, folder):
+        parsed = StoreURL.parse(url)
+        with (
+            open_store(replace(parsed, client="native")) as store,
+            clients(store, parsed, folder / "beside", peers) as measured,
+            server_memory(parsed, batch_nbytes * len(measured)) as memory_of,
+            progress_bar() as progress,
+        ):
+            task = progress.add_task("moving bytes", total=len(VALUE_NBYTES) * len(measured) * 2 * rounds)
+            rows: list[Row] = []
+            for value_nbytes in VALUE_NBYTES:
+                progress.update(task, description=f"moving values of {format_nbytes(value_nbytes)}")
+                values = Values(value_nbytes, max(1, batch_nbytes // value_nbytes))
+                rows += _measure(measured, values, rounds, memory_of, lambda: progress.advance(task))
+    if plot is not None:
+        draw(rows, plot)
+    show(Report(redact(url), rounds, batch_nbytes, EXISTS_KEYS, rows), as_json)
+
+
+def _measure(
+    measured: list[Client],
+    values: Values,
+    rounds: int,
+    memory_of: Callable[[str], int] | None,
+    tick: Callable[[], None],
+) -> list[Row]:
+    times = {client.name: _Times() for client in measured}
+    memory: float | None = None
+    with contextlib.ExitStack() as filled:
+        for client in measured:
+            filled.callback(client.empty)
+            client.fill(values)
+            if memory_of and isinstance(client, StoreClient) and client.name == OWN:
+                memory = memory_of(client.keys(1)[0]) / values.nbytes
+        for number, mood in itertools.product(range(rounds), MOODS):
+            first = number % len(measured)
+            for client in measured[first:] + measured[:first]:
+                with client.busy() if mood == "busy" else contextlib.nullcontext():
+                    _turn(client, values.count, mood, times[client.name])
+                tick()
+    return [_row(client.name, values, times, memory if client.name == OWN else None) for client in measured]
+
+
+def _turn(client: Client, count: int, mood: str, times: _Times) -> None:
+    for verb in VERBS:
+        move = client.put if verb == "put" else client.get
+        cell = f"{verb}_{mood}"
+        if cell not in times.counts:
+            times.counts[cell] = count if client.whole_batches else _count_for(move, count)
+        moved = times.counts[cell]
+        times.per_value_s.setdefault(cell, []).append(move(moved) / moved)
+    if count >= EXISTS_KEYS and (taken_s := client.exists(EXISTS_KEYS)) is not None:
+        times.exists_s.setdefault(mood, []).append(taken_s)
+
+
+def _count_for(move: Callable[[int], float], count: int) -> int:
+    """How many values a slow client moves within ``TURN_S``; at least a thirty-second of them."""
+    least = max(1, min(count, max(8, count // 32)))
+    return max(least, min(count, int(least * TURN_S / move(least))))
+
+
+def _row(name: str, values: Values, times: dict[str, _Times], memory: float | None) -> Row:
+    own = times[name]
+    bare = times.get(BARE)
+    cells = [f"{verb}_{mood}" for verb, mood in itertools.product(VERBS, MOODS)]
+    return Row(
+        client=name,
+        value_nbytes=values.nbytes,
+        values=own.counts,
+        gb_per_s={cell: values.nbytes / statistics.median(own.per_value_s[cell]) / 1e9 for cell in cells},
+        busy_over_idle={
+            verb: _ratio(own.per_value_s[f"{verb}_idle"], own.per_value_s[f"{verb}_busy"]) for verb in VERBS
+        },
+        over_bare={cell: _ratio(bare.per_value_s[cell], own.per_value_s[cell]) for cell in cells}
+        if bare
+        else {},
+        server_memory=memory,
+        exists_ms={mood: statistics.median(each) * 1e3 for mood, each in own.exists_s.items()},
+    )
+
+
+def _ratio(numerators: list[float], denominators: list[float]) -> float:
+    """The median over the rounds of how the two compare in a round."""
+    return statistics.median(above / below for above, below in zip(numerators, denominators, strict=True))

@@ -1,0 +1,61 @@
+// vLLM's KV-event batches, decoded from msgpack (vllm/distributed/kv_events.py):
+//   [timestamp, [event, ...], data_parallel_rank or nil, ...]
+// An event is a map with a "type"; fields that have their default may be left out. Tokens and whatever else an
+// index does not need are stepped over, not read.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "index/holders.h"
+
+namespace kvpool {
+
+// What a KV-cache group needs in order to go on from a prefix: all of it, the blocks that a sliding window sees, the
+// last block (a state), or a part that events do not tell (a chunk). Older publishers do not say.
+enum class Reach : std::uint8_t { kUnsaid, kWhole, kWindow, kState, kPart };
+
+struct Event {
+  enum class Kind : std::uint8_t { kStored, kRemoved, kCleared };
+
+  Kind kind;
+  Tier tier = Tier::kDevice;
+  Reach reach = Reach::kUnsaid;
+  bool root = false;  // stored: the first block has no parent
+  std::uint32_t group = 0;
+  std::size_t begin = 0;  // of its hashes in EventBatch::hashes
+  std::size_t count = 0;
+  bool device_only = false;         // cleared: what other tiers hold stays
+  std::uint32_t block_tokens = 0;   // stored: of a block of the group; 0: not said
+  std::uint32_t window_tokens = 0;  // stored: that a token sees, itself included; 0: not said
+};
+
+struct EventBatch {
+  std::vector<Event> events;
+  std::vector<std::uint64_t> hashes;
+  std::optional<std::uint32_t> dp_rank;
+  std::uint64_t skipped_events = 0;  // of an unknown type, or in an unknown medium
+};
+
+class MalformedEvents : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+inline constexpr std::size_t kMaxPayloadNbytes = std::size_t{64} << 20;
+inline constexpr std::size_t kMaxBatchEvents = std::size_t{1} << 20;
+inline constexpr std::size_t kMaxBatchHashes = std::size_t{1} << 22;
+inline constexpr unsigned kMaxNesting = 16;
+inline constexpr std::uint32_t kMaxGroup = 65535;
+inline constexpr std::uint32_t kMaxDpRank = 65535;
+inline constexpr std::uint32_t kMaxTokens = (1U << 31) - 1;  // of a block, of a window
+
+// Throws MalformedEvents; what was decoded until then is gone.
+EventBatch decode_events(std::span<const std::byte> payload);
+
+}  // namespace kvpool

@@ -1,0 +1,236 @@
+// A prefix index as it is changed by events: stores, removals, and the room that they need.
+#include "index/table.h"
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+
+#include "index/digests.h"
+
+namespace kvpool {
+
+Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
+             std::shared_ptr<MemoryBudget> budget)
+    : max_blocks_(max_blocks),
+      reuse_reports_(reuse_reports),
+      block_tokens_(block_tokens),
+      blocks_(random_seed()),
+      sets_(random_seed()),
+      share_(std::move(budget)) {
+  if (max_blocks < 1 || max_blocks > kMaxBlocks) {
+    throw std::invalid_argument("max_blocks must be from 1 to 4294967296");
+  }
+}
+
+std::shared_lock<std::shared_mutex> Table::read() const {
+  const std::lock_guard turn(turn_);
+  return std::shared_lock(lock_);
+}
+
+std::unique_lock<std::shared_mutex> Table::write() {
+  const std::lock_guard turn(turn_);
+  return std::unique_lock(lock_);
+}
+
+Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch,
+                     std::optional<std::string_view> pool) {
+  const auto held = write();
+  Applied applied;
+  applied.skipped_events = batch.skipped_events;
+  const std::uint32_t publisher = worker_of(worker);
+  const std::uint32_t its_rank = batch.dp_rank.value_or(default_rank);
+  // Events are short, so the loading goes on from one to the next.
+  for (std::size_t i = 0; i < std::min(batch.hashes.size(), kAhead); ++i) blocks_.prefetch(batch.hashes[i]);
+  for (const Event& event : batch.events) {
+    if (event.kind == Event::Kind::kCleared) {
+      ++applied.cleared_events;
+      // What vLLM clears is the engine's own memory; the pool outlives it.
+      const Tiers gone = event.device_only ? tiers_of(Tier::kDevice) : kLocalTiers;
+      if (const auto rank = rank_of(publisher, its_rank)) drop(std::span(&*rank, 1), gone);
+      continue;
+    }
+    const bool elsewhere = pool && event.tier == Tier::kPool;
+    const std::uint32_t by = elsewhere ? worker_of(*pool) : publisher;
+    const std::uint32_t dp_rank = elsewhere ? 0 : its_rank;
+    if (event.kind == Event::Kind::kRemoved) {
+      // A removal does not say what its group needs, so it must not be what makes the group known.
+      const auto holder = known_holder(by, dp_rank, event.group);
+      if (holder) {
+        remove(*holder, batch, event, applied);
+      } else {
+        applied.unknown += event.count;
+      }
+    } else if (const auto holder = holder_of(by, dp_rank, event.group)) {
+      // In a worker's own name the pool's blocks, which may be larger, say nothing of what its memory holds.
+      if (elsewhere || event.tier != Tier::kPool) learn_group(*holder, event);
+      store(*holder, batch, event, applied);
+    } else {
+      applied.refused += event.count;
+    }
+  }
+  sweep(1 + batch.hashes.size() / kHashesPerSweep);
+  account();
+  total_ += applied;
+  ++batches_;
+  return applied;
+}
+
+void Table::store(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied) {
+  std::size_t begin = event.begin;
+  const std::size_t end = event.begin + event.count;
+  Doubts* const doubts = event.tier == Tier::kPool ? holders_[holder].doubts.get() : nullptr;
+  const bool may_report = event.tier == Tier::kDevice && reuse_reports_ && event.root;
+  const bool counts_copies = event.tier == Tier::kDevice && !may_report;
+  if (may_report && (holders_[holder].partial || holders_[holder].stride != 1)) {
+    // A report names every block from the root on, though only those at the end are surely there; of larger blocks
+    // not even the last one, which may be there in part.
+    const std::size_t sure = holders_[holder].stride == 1 ? holders_[holder].last : 0;
+    const std::size_t believed = std::min(event.count, sure);
+    applied.doubted += event.count - believed;
+    begin = end - believed;
+  }
+  for (std::size_t i = begin; i < end; ++i) {
+    const std::uint64_t hash = batch.hashes[i];
+    load_ahead(batch, i);
+    if (doubts != nullptr) doubts->blocks.erase(hash);
+    if (i % kHashesPerSweep == 0) account();
+    const bool may_grow = share_.may_grow();
+    const bool full = held_ >= max_blocks_;
+    std::uint32_t* set = full ? blocks_.touch(hash) : blocks_.insert(hash, kNobody, may_grow).first;
+    // A place that waits to be swept is no block yet: it is one more, too.
+    if (set == nullptr || (full && sets_[*set].empty())) {
+      set = make_room(hash, applied) ? blocks_.insert(hash, kNobody, may_grow).first : nullptr;
+    }
+    if (set == nullptr) {
+      ++applied.refused;
+      continue;
+    }
+    const std::size_t sets_nbytes = may_grow ? 0 : sets_.nbytes();
+    const SetId to = sets_.with(*set, holder, event.tier);
+    if (to == *set) {
+      if (!counts_copies) {
+        ++applied.repeated;
+        continue;
+      }
+      std::unique_ptr<FlatMap>& more = holders_[holder].more_copies;
+      if (!more) {
+        more = std::make_unique<FlatMap>(random_seed());
+        holders_nbytes_ += more->nbytes();
+      }
+      const std::size_t nbytes_before = more->nbytes();
+      // Where there is no room for it the copy is not counted: less is credited than could be.
+      const auto [copies, is_new] = more->insert(hash, 0, may_grow);
+      holders_nbytes_ += more->nbytes() - nbytes_before;
+      if (copies != nullptr && *copies != ~std::uint32_t{0}) {
+        ++*copies;
+        holders_[holder].digests[static_cast<std::size_t>(Tier::kDevice)] += digest_of_copy(hash);
+      }
+      ++applied.copied;
+      continue;
+    }
+    if (sets_[*set].empty()) ++held_;
+    sets_.move(*set, to);
+    *set = to;
+    enter(holder, event.tier, hash);
+    ++applied.stored;
+    // A set of its own is memory, too: another block goes for it.
+    if (!may_grow && sets_.nbytes() > sets_nbytes) make_room(hash, applied);
+  }
+}
+
+void Table::remove(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied) {
+  FlatMap* const more = event.tier == Tier::kDevice ? holders_[holder].more_copies.get() : nullptr;
+  for (std::size_t i = event.begin; i < event.begin + event.count; ++i) {
+    const std::uint64_t hash = batch.hashes[i];
+    load_ahead(batch, i);
+    std::uint32_t* set = blocks_.find(hash);
+    const SetId to = set == nullptr ? kNobody : sets_.without(*set, holder, event.tier);
+    if (set == nullptr || to == *set) {
+      ++applied.unknown;
+      continue;
+    }
+    if (more != nullptr && more->size() != 0) {
+      if (std::uint32_t* copies = more->find(hash)) {
+        holders_[holder].digests[static_cast<std::size_t>(Tier::kDevice)] -= digest_of_copy(hash);
+        if (--*copies == 0) more->erase(hash);
+        ++applied.uncopied;
+        continue;
+      }
+    }
+    sets_.move(*set, to);
+    *set = to;
+    if (to == kNobody) {
+      blocks_.erase(hash);
+      --held_;
+    }
+    leave(holder, event.tier, hash);
+    ++applied.removed;
+  }
+}
+
+void Table::load_ahead(const EventBatch& batch, std::size_t at) const {
+  if (at + kAhead < batch.hashes.size()) blocks_.prefetch(batch.hashes[at + kAhead]);
+}
+
+void Table::enter(HolderId holder, Tier tier, std::uint64_t hash) {
+  ++holders_[holder].blocks[static_cast<std::size_t>(tier)];
+  holders_[holder].digests[static_cast<std::size_t>(tier)] += digest_of(hash);
+}
+
+void Table::leave(HolderId holder, Tier tier, std::uint64_t hash) {
+  --holders_[holder].blocks[static_cast<std::size_t>(tier)];
+  holders_[holder].digests[static_cast<std::size_t>(tier)] -= digest_of(hash);
+}
+
+// Takes the places of blocks that nobody holds any more, a few at a time.
+void Table::sweep(std::size_t segments) {
+  for (std::size_t i = 0; i < segments && blocks_.size() > held_; ++i) {
+    blocks_.sweep_segment(sweep_cursor_, [this](SetId set) {
+      if (!sets_[set].empty()) return false;
+      sets_.move(set, kNobody);
+      return true;
+    });
+  }
+}
+
+// Where the block `hash` would stand: a place of nobody's, or of a cold block. False: there is none.
+bool Table::make_room(std::uint64_t hash, Applied& applied) {
+  do {
+    const bool evicted = blocks_.evict(
+        hash, [this](SetId set) { return sets_[set].empty(); },
+        [&](std::uint64_t cold, SetId set) { forget(cold, set, applied); });
+    if (!evicted) return false;
+  } while (held_ >= max_blocks_);
+  return true;
+}
+
+// All that is known of a block, its copies as well: a count that outlived it would be more than the engine has.
+void Table::forget(std::uint64_t hash, SetId set, Applied& applied) {
+  for (const Holding holding : sets_[set]) {
+    GroupHolder& holder = holders_[holding.holder()];
+    const std::uint32_t* copies = holder.more_copies ? holder.more_copies->find(hash) : nullptr;
+    if (copies != nullptr) {
+      holder.digests[static_cast<std::size_t>(Tier::kDevice)] -= *copies * digest_of_copy(hash);
+      holder.more_copies->erase(hash);
+    }
+    for (unsigned tiers = holding.tiers(); tiers != 0; tiers &= tiers - 1) {
+      leave(holding.holder(), static_cast<Tier>(std::countr_zero(tiers)), hash);
+    }
+    ++holder.evicted;
+  }
+  if (!sets_[set].empty()) {
+    --held_;
+    ++applied.evicted;
+  }
+  sets_.move(set, kNobody);
+}
+
+std::size_t Table::nbytes() const {
+  return sizeof *this - sizeof blocks_ - sizeof sets_ + blocks_.nbytes() + sets_.nbytes() + holders_nbytes_ +
+         workers_.capacity() * sizeof(Worker) + ranks_.capacity() * sizeof(Rank) +
+         holders_.capacity() * sizeof(GroupHolder);
+}
+
+void Table::account() { share_.set(nbytes()); }
+
+}  // namespace kvpool

@@ -1,0 +1,220 @@
+// Images packed, unpacked and checked.
+#include "index/table_image.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "index/events.h"
+#include "key/checksum.h"
+
+namespace kvpool {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "hashes are written as they lie in memory");
+
+struct Header {
+  std::array<char, 8> magic;
+  std::uint32_t version;
+  std::uint32_t zero;
+  std::uint64_t body_nbytes;
+  std::uint64_t checksum;  // of everything, this field as zero
+};
+static_assert(sizeof(Header) == 32);
+
+constexpr std::array<char, 8> kMagic = {'K', 'V', 'P', 'T', 'A', 'B', 'L', 'E'};
+constexpr std::uint32_t kVersion = 2;  // 1 does not say what was evicted
+constexpr std::size_t kMaxNameNbytes = 256;
+constexpr unsigned kTierBits = kTierCount;
+
+std::uint64_t checksum_of(Header header, std::span<const std::byte> body) {
+  header.checksum = 0;
+  Checksum checksum;
+  checksum.update(std::as_bytes(std::span(&header, 1)));
+  checksum.update(body);
+  return checksum.digest();
+}
+
+class Writer {
+ public:
+  explicit Writer(std::size_t expected) { bytes_.reserve(expected); }
+
+  void number(std::uint64_t value) {
+    for (; value > 0x7F; value >>= 7) bytes_.push_back(static_cast<std::byte>((value & 0x7F) | 0x80));
+    bytes_.push_back(static_cast<std::byte>(value));
+  }
+  void raw(const void* data, std::size_t nbytes) {
+    const auto* begin = static_cast<const std::byte*>(data);
+    bytes_.insert(bytes_.end(), begin, begin + nbytes);
+  }
+  std::vector<std::byte>& bytes() { return bytes_; }
+
+ private:
+  std::vector<std::byte> bytes_;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::span<const std::byte> bytes) : left_(bytes) {}
+
+  std::uint64_t number(std::uint64_t most, const char* what) {
+    std::uint64_t value = 0;
+    for (unsigned shift = 0; shift < 64; shift += 7) {
+      const auto byte = static_cast<std::uint64_t>(take(1, what)[0]);
+      if (shift == 63 && byte > 1) break;
+      value |= (byte & 0x7F) << shift;
+      if (byte < 0x80) {
+        if (value > most) break;
+        return value;
+      }
+    }
+    throw DamagedImage(std::string("there are too many: ") + what);
+  }
+  // How many things follow, of at least so many bytes each: what cannot be there is not made room for.
+  std::size_t count(std::size_t nbytes_each, const char* what) {
+    return static_cast<std::size_t>(number(left_.size() / nbytes_each, what));
+  }
+  std::span<const std::byte> take(std::size_t nbytes, const char* what) {
+    if (nbytes > left_.size()) throw DamagedImage(std::string("it ends within: ") + what);
+    const auto taken = left_.first(nbytes);
+    left_ = left_.subspan(nbytes);
+    return taken;
+  }
+  bool at_end() const { return left_.empty(); }
+
+ private:
+  std::span<const std::byte> left_;
+};
+
+void read_sets(Reader& reader, TableImage& image) {
+  const std::size_t sets = reader.count(sizeof(std::uint64_t) + 3, "sets of holders");
+  image.set_ends.reserve(sets);
+  for (std::size_t set = 0; set < sets; ++set) {
+    const std::size_t holdings = reader.count(1, "holders of a set");
+    if (holdings == 0) throw DamagedImage("a set of holders is empty");
+    std::uint64_t holder = 0;
+    for (std::size_t i = 0; i < holdings; ++i) {
+      const std::uint64_t holding = reader.number(std::uint64_t{kMaxHolders} << kTierBits, "holders");
+      const std::uint64_t step = holding >> kTierBits;
+      const auto tiers = static_cast<unsigned>(holding & kAllTiers);
+      if (tiers == 0 || (i > 0 && step == 0)) throw DamagedImage("a holder makes no sense");
+      holder += step;
+      if (holder >= image.holders.size()) throw DamagedImage("a holder is not known");
+      image.holdings.emplace_back(static_cast<HolderId>(holder), tiers);
+    }
+    image.set_ends.push_back(image.holdings.size());
+    const std::size_t blocks = reader.count(sizeof(std::uint64_t), "blocks");
+    if (blocks == 0) throw DamagedImage("a set of holders has no blocks");
+    const auto hashes = reader.take(blocks * sizeof(std::uint64_t), "blocks");
+    const std::size_t begin = image.hashes.size();
+    image.hashes.resize(begin + blocks);
+    std::memcpy(image.hashes.data() + begin, hashes.data(), hashes.size());
+    image.set_of.resize(begin + blocks, static_cast<std::uint32_t>(set));
+  }
+}
+
+}  // namespace
+
+std::vector<std::byte> pack_image(const TableImage& image) {
+  Writer writer(sizeof(Header) + image.hashes.size() * (sizeof(std::uint64_t) + 1));
+  writer.bytes().resize(sizeof(Header));
+
+  writer.number(image.holders.size());
+  for (const TableImage::GroupHolder& holder : image.holders) {
+    writer.number(holder.worker.size());
+    writer.raw(holder.worker.data(), holder.worker.size());
+    writer.number(holder.dp_rank);
+    writer.number(holder.group);
+    writer.number(holder.partial ? 1 : 0);
+    writer.number(holder.last);
+    writer.number(holder.stride);
+    writer.number(holder.evicted);
+  }
+
+  // The hashes by set: where those of each set begin, then each to its place.
+  std::vector<std::size_t> begins(image.set_ends.size() + 1);
+  for (const std::uint32_t set : image.set_of) ++begins[set + 1];
+  for (std::size_t set = 1; set < begins.size(); ++set) begins[set] += begins[set - 1];
+  std::vector<std::uint64_t> by_set(image.hashes.size());
+  std::vector<std::size_t> at(begins.begin(), begins.end() - 1);
+  for (std::size_t i = 0; i < image.hashes.size(); ++i) by_set[at[image.set_of[i]]++] = image.hashes[i];
+
+  writer.number(image.set_ends.size());
+  for (std::size_t set = 0; set < image.set_ends.size(); ++set) {
+    writer.number(image.set(set).size());
+    HolderId before = 0;
+    for (const Holding holding : image.set(set)) {
+      writer.number(std::uint64_t{holding.holder() - before} << kTierBits | holding.tiers());
+      before = holding.holder();
+    }
+    const std::size_t blocks = begins[set + 1] - begins[set];
+    writer.number(blocks);
+    writer.raw(by_set.data() + begins[set], blocks * sizeof(std::uint64_t));
+  }
+
+  writer.number(image.copies.size());
+  for (const TableImage::Copies& copies : image.copies) {
+    writer.number(copies.holder);
+    writer.number(copies.more);
+    writer.raw(&copies.hash, sizeof copies.hash);
+  }
+
+  std::vector<std::byte> packed = std::move(writer.bytes());
+  const auto body = std::span<const std::byte>(packed).subspan(sizeof(Header));
+  Header header{kMagic, kVersion, 0, body.size(), 0};
+  header.checksum = checksum_of(header, body);
+  std::memcpy(packed.data(), &header, sizeof header);
+  return packed;
+}
+
+TableImage unpack_image(std::span<const std::byte> packed) {
+  Header header;
+  if (packed.size() < sizeof header) throw DamagedImage("it ends within its header");
+  std::memcpy(&header, packed.data(), sizeof header);
+  const auto body = packed.subspan(sizeof header);
+  if (header.magic != kMagic) throw DamagedImage("it is no image of a prefix table");
+  if (header.version != 1 && header.version != kVersion) {
+    throw DamagedImage("it is of version " + std::to_string(header.version) + ", and this is version " +
+                       std::to_string(kVersion));
+  }
+  if (header.body_nbytes != body.size()) throw DamagedImage("its length is wrong");
+  if (header.checksum != checksum_of(header, body)) throw DamagedImage("its checksum is wrong");
+
+  // From here on only a writer with a fault, or with bad intent, can be met.
+  Reader reader(body);
+  TableImage image;
+  const std::size_t holders = reader.count(7, "holders");
+  if (holders > kMaxHolders) throw DamagedImage("there are too many: holders");
+  image.holders.reserve(holders);
+  for (std::size_t i = 0; i < holders; ++i) {
+    const auto nbytes = static_cast<std::size_t>(reader.number(kMaxNameNbytes, "bytes of a name"));
+    if (nbytes == 0) throw DamagedImage("a holder has no name");
+    const auto name = reader.take(nbytes, "names");
+    const auto dp_rank = static_cast<std::uint32_t>(reader.number(kMaxDpRank, "ranks"));
+    const auto group = static_cast<std::uint32_t>(reader.number(kMaxGroup, "groups"));
+    const bool partial = reader.number(1, "groups") == 1;
+    const auto last = static_cast<std::uint32_t>(reader.number(~std::uint32_t{0}, "blocks of a window"));
+    const auto stride = static_cast<std::uint32_t>(reader.number(~std::uint32_t{0}, "blocks of a block"));
+    if (stride == 0) throw DamagedImage("a group has no blocks");
+    const std::uint64_t evicted =
+        header.version == 1 ? 0 : reader.number(~std::uint64_t{0}, "evicted blocks");
+    image.holders.push_back({std::string(reinterpret_cast<const char*>(name.data()), name.size()), dp_rank,
+                             group, partial, last, stride, evicted});
+  }
+  read_sets(reader, image);
+  const std::size_t copies = reader.count(sizeof(std::uint64_t) + 2, "copies");
+  image.copies.reserve(copies);
+  for (std::size_t i = 0; i < copies; ++i) {
+    TableImage::Copies one{};
+    one.holder = static_cast<HolderId>(reader.number(kMaxHolders, "copies"));
+    one.more = static_cast<std::uint32_t>(reader.number(~std::uint32_t{0}, "copies"));
+    std::memcpy(&one.hash, reader.take(sizeof one.hash, "copies").data(), sizeof one.hash);
+    if (one.holder >= image.holders.size() || one.more == 0) throw DamagedImage("a copy makes no sense");
+    image.copies.push_back(one);
+  }
+  if (!reader.at_end()) throw DamagedImage("something follows it");
+  return image;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,207 @@
+// Workers, ranks and groups of a table: how they come, what they need, how they go. See table.h.
+#include <algorithm>
+#include <stdexcept>
+
+#include "index/table.h"
+
+namespace kvpool {
+namespace {
+
+template <typename Thing>
+std::uint32_t take_place(std::vector<Thing>& things, std::vector<std::uint32_t>& free) {
+  if (!free.empty()) {
+    const std::uint32_t place = free.back();
+    free.pop_back();
+    return place;
+  }
+  things.emplace_back();
+  free.reserve(things.capacity());  // so that giving back never needs memory
+  return static_cast<std::uint32_t>(things.size() - 1);
+}
+
+}  // namespace
+
+std::uint32_t Table::worker_of(std::string_view name) {
+  if (name.empty() || name.size() > kMaxWorkerNbytes) {
+    throw std::invalid_argument("a worker's name has 1 to 256 bytes");
+  }
+  const auto known = worker_by_name_.find(name);
+  if (known != worker_by_name_.end()) return known->second;
+  if (worker_by_name_.size() >= kMaxWorkers) throw std::invalid_argument("there are 65536 workers already");
+  auto text = std::make_shared<const std::string>(name);
+  const std::uint32_t worker = take_place(workers_, free_workers_);
+  workers_[worker].name = std::move(text);
+  worker_by_name_.emplace(name, worker);
+  return worker;
+}
+
+std::optional<std::uint32_t> Table::rank_of(std::uint32_t worker, std::uint32_t dp_rank) {
+  for (const std::uint32_t rank : workers_[worker].ranks) {
+    if (ranks_[rank].dp_rank == dp_rank) return rank;
+  }
+  if (workers_[worker].ranks.size() >= kMaxRanks) return std::nullopt;
+  workers_[worker].ranks.reserve(workers_[worker].ranks.size() + 1);
+  const std::uint32_t rank = take_place(ranks_, free_ranks_);
+  ranks_[rank] = {worker, dp_rank, {}, true};
+  workers_[worker].ranks.push_back(rank);
+  return rank;
+}
+
+std::optional<HolderId> Table::known_holder(std::uint32_t worker, std::uint32_t dp_rank,
+                                            std::uint32_t group) const {
+  for (const std::uint32_t rank : workers_[worker].ranks) {
+    if (ranks_[rank].dp_rank != dp_rank) continue;
+    for (const HolderId holder : ranks_[rank].holders) {
+      if (holders_[holder].group == group) return holder;
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<HolderId> Table::holder_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group) {
+  if (const auto known = known_holder(worker, dp_rank, group)) return known;
+  const std::optional<std::uint32_t> rank = rank_of(worker, dp_rank);
+  if (!rank) return std::nullopt;
+  if (ranks_[*rank].holders.size() >= kMaxGroups) return std::nullopt;
+  if (holders_.size() >= kMaxHolders && free_holders_.empty()) return std::nullopt;
+  ranks_[*rank].holders.reserve(ranks_[*rank].holders.size() + 1);
+  const HolderId holder = take_place(holders_, free_holders_);
+  holders_[holder] = GroupHolder{};
+  holders_[holder].rank = *rank;
+  holders_[holder].group = group;
+  holders_[holder].in_use = true;
+  holders_[holder].uniform = ranks_[*rank].uniform;
+  ranks_[*rank].holders.push_back(holder);
+  return holder;
+}
+
+std::vector<HolderId> Table::holders_of(std::string_view worker) const {
+  std::vector<HolderId> holders;
+  const auto known = worker_by_name_.find(worker);
+  if (known == worker_by_name_.end()) return holders;
+  for (const std::uint32_t rank : workers_[known->second].ranks) {
+    holders.insert(holders.end(), ranks_[rank].holders.begin(), ranks_[rank].holders.end());
+  }
+  return holders;
+}
+
+void Table::learn_group(HolderId id, const Event& event) {
+  GroupHolder& holder = holders_[id];
+  const std::uint32_t stride = holder.stride;
+  const std::uint32_t needed = holder.last;
+  // The end of a prompt may be told in smaller pieces, so a group's blocks are as large as the largest.
+  if (block_tokens_ != 0 && event.block_tokens % block_tokens_ == 0) {
+    holder.stride = std::max(holder.stride, event.block_tokens / block_tokens_);
+  }
+  if (event.reach != Reach::kUnsaid) {
+    const bool partial = event.reach != Reach::kWhole;
+    std::uint32_t last = event.reach == Reach::kState ? 1 : 0;
+    if (event.reach == Reach::kWindow) {
+      // As vLLM's SlidingWindowManager: what the next token sees, but at least one block.
+      last = holder.last;
+      if (event.window_tokens != 0 && event.block_tokens != 0) {
+        last = std::max(1U, (event.window_tokens - 1 + event.block_tokens - 1) / event.block_tokens);
+      }
+    }
+    if (partial != holder.partial || last != holder.last) {
+      holder.partial = partial;
+      holder.last = last;
+      // What was believed of it as long as it was taken for something else.
+      std::vector<Tiers> gone(holders_.size());
+      gone[id] = tiers_of(Tier::kDevice);
+      drop(gone);
+    }
+  }
+  if (holder.stride != stride || holder.last != needed) learn_uniform(holder.rank);
+}
+
+void Table::learn_uniform(std::uint32_t id) {
+  Rank& rank = ranks_[id];
+  const bool uniform = std::ranges::all_of(
+      rank.holders, [this](HolderId one) { return holders_[one].last == 0 && holders_[one].stride == 1; });
+  if (uniform == rank.uniform) return;
+  rank.uniform = uniform;
+  hybrid_ranks_ = uniform ? hybrid_ranks_ - 1 : hybrid_ranks_ + 1;
+  for (const HolderId one : rank.holders) holders_[one].uniform = uniform;
+}
+
+void Table::drop(std::span<const std::uint32_t> ranks, Tiers tiers) {
+  std::vector<Tiers> gone(holders_.size());
+  for (const std::uint32_t rank : ranks) {
+    for (const HolderId holder : ranks_[rank].holders) gone[holder] = tiers;
+  }
+  drop(gone);
+}
+
+// `gone`: by holder.
+void Table::drop(std::span<const Tiers> gone) {
+  bool anything = false;
+  for (HolderId holder = 0; holder < gone.size(); ++holder) {
+    // What it held is gone altogether: what it will be told to hold is whole again.
+    if ((gone[holder] & kLocalTiers) == kLocalTiers) holders_[holder].evicted = 0;
+    for (unsigned tier = 0; tier < kTierCount; ++tier) {
+      anything = anything || ((gone[holder] >> tier & 1U) != 0 && holders_[holder].blocks[tier] != 0);
+    }
+  }
+  // Walking over all sets for nothing is what a publisher of empty clears would make us do.
+  if (!anything) return;
+  held_ -= sets_.drop(gone);
+  for (HolderId holder = 0; holder < gone.size(); ++holder) {
+    for (unsigned tier = 0; tier < kTierCount; ++tier) {
+      if ((gone[holder] >> tier & 1U) != 0)
+        holders_[holder].blocks[tier] = holders_[holder].digests[tier] = 0;
+    }
+    let_go(holders_[holder], gone[holder]);
+  }
+}
+
+// What a holder keeps beside its blocks of these tiers.
+void Table::let_go(GroupHolder& holder, Tiers tiers) {
+  if (holder.more_copies && (tiers & tiers_of(Tier::kDevice)) != 0) {
+    holders_nbytes_ -= holder.more_copies->nbytes();
+    holder.more_copies.reset();
+  }
+  if (holder.doubts && (tiers & tiers_of(Tier::kPool)) != 0) {
+    holders_nbytes_ -= holder.doubts->blocks.nbytes();
+    holder.doubts.reset();
+  }
+}
+
+bool Table::clear(std::string_view worker, std::optional<std::uint32_t> dp_rank, Tiers tiers) {
+  const auto held = write();
+  const auto known = worker_by_name_.find(worker);
+  if (known == worker_by_name_.end()) return false;
+  std::vector<std::uint32_t> ranks;
+  for (const std::uint32_t rank : workers_[known->second].ranks) {
+    if (!dp_rank || ranks_[rank].dp_rank == *dp_rank) ranks.push_back(rank);
+  }
+  drop(ranks, tiers);
+  account();
+  return !ranks.empty();
+}
+
+bool Table::remove_worker(std::string_view worker) {
+  const auto held = write();
+  const auto known = worker_by_name_.find(worker);
+  if (known == worker_by_name_.end()) return false;
+  const std::uint32_t place = known->second;
+  drop(workers_[place].ranks, kAllTiers);
+  // From here on nothing needs memory. The numbers may be given to others: no set names them any more.
+  for (const std::uint32_t rank : workers_[place].ranks) {
+    for (const HolderId holder : ranks_[rank].holders) {
+      let_go(holders_[holder], kAllTiers);
+      holders_[holder] = GroupHolder{};
+      free_holders_.push_back(holder);
+    }
+    if (!ranks_[rank].uniform) --hybrid_ranks_;
+    ranks_[rank] = Rank{};
+    free_ranks_.push_back(rank);
+  }
+  workers_[place] = Worker{};
+  free_workers_.push_back(place);
+  worker_by_name_.erase(known);
+  account();
+  return true;
+}
+
+}  // namespace kvpool

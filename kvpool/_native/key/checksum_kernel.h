@@ -1,0 +1,24 @@
+// The kernel functions of one instruction set. Included by one .cpp per set, each compiled with its own -m
+// flag, which is why nothing but xxhash.h may be included here: an inline function of a standard header,
+// compiled for AVX-512, could be the copy that the linker keeps for everybody.
+#define XXH_INLINE_ALL
+#define XXH_STATIC_LINKING_ONLY
+#include <xxhash.h>
+
+#include "key/checksum_table.h"
+
+namespace {
+
+static_assert(sizeof(XXH3_state_t) == 576 && alignof(XXH3_state_t) == 64, "kvpool::Checksum::state_");
+
+void reset(void* state) { XXH3_64bits_reset(static_cast<XXH3_state_t*>(state)); }
+
+void update(void* state, const void* data, unsigned long nbytes) {
+  XXH3_64bits_update(static_cast<XXH3_state_t*>(state), data, nbytes);
+}
+
+unsigned long long digest(const void* state) {
+  return XXH3_64bits_digest(static_cast<const XXH3_state_t*>(state));
+}
+
+}  // namespace

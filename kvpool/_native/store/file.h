@@ -1,0 +1,48 @@
+// The file backend: one file per record below a directory that all processes of the host share.
+//
+//   root/kvpool-pool                                  the marker of a pool, with the format of all this (pool_directory.h)
+//   root/usage                                        the shared byte counts and the lock (usage.h)
+//   root/tmp/{pid}.{lane}.{sequence}.{random}         being written; its writer holds its flock
+//   root/blocks/{bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}   header and payload; mtime is the last use
+//
+// A record appears by rename, whole. Nothing is fsynced: this is a cache, and after a power loss the checksum
+// turns what is torn into a miss.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "store/io_executor.h"
+#include "store/pool_directory.h"
+
+namespace kvpool {
+
+class FileBackend : public Backend {
+ public:
+  enum class Open {
+    kMake,  // the directory is made a pool if it is none, and brought below the capacity
+    kFind,  // of a pool that is there: opening writes nothing, and nothing is evicted
+  };
+
+  // Throws RefusedDirectory, and std::filesystem::filesystem_error where the system refuses.
+  FileBackend(const std::string& root, std::uint64_t capacity_nbytes, Open how);
+
+  std::unique_ptr<Lane> make_lane(unsigned index) override;
+  void append_counters(Counters& counters) const override;
+
+ private:
+  friend class FileLane;
+
+  std::string root_;    // absolute: the process may change its directory
+  PoolDirectory pool_;  // as it was at open
+  const std::uint64_t capacity_nbytes_;
+  std::array<std::atomic<std::uint64_t>, kDamageCount> damaged_{};
+  std::atomic<std::uint64_t> evicted_{0};
+  std::atomic<std::uint64_t> evicted_nbytes_{0};
+  std::atomic<std::uint64_t> passes_{0};
+};
+
+}  // namespace kvpool

@@ -1,0 +1,247 @@
+// Puts of the file backend: the room reserved, a temporary file, the bytes, the rename. See file_lane.h.
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "store/descriptor.h"
+#include "store/evict.h"
+#include "store/file_lane.h"
+#include "store/record_file.h"
+
+namespace kvpool {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int kMaxAttempts = 3;  // of a put whose directories are removed under its feet
+constexpr auto kPutCounting = 5ms;
+
+bool no_space(int error) { return error == ENOSPC || error == EDQUOT; }
+
+}  // namespace
+
+// A file in tmp/ with the bytes reserved for it. Unless published, both go when it goes.
+class FileLane::Temporary {
+ public:
+  Temporary(FileLane& lane, std::uint64_t nbytes) : lane_(lane), nbytes_(nbytes) {}
+  Temporary(const Temporary&) = delete;
+  Temporary& operator=(const Temporary&) = delete;
+  ~Temporary() {
+    if (path_.empty()) {
+      // Never created: the caller still holds the lock under which it reserved.
+      lane_.give_back(kTemporaries, nbytes_);
+    } else if (!published_) {
+      lane_.remove(path_, kTemporaries, nbytes_);
+    }
+  }
+
+  // Returns 0 or an errno. Under the lock: a pass must not see it before its writer holds its flock and
+  // before it has its full size.
+  int create() {
+    path_ = lane_.temporary_path();
+    const mode_t mode = lane_.pool_.file_mode;
+    file_ = Descriptor(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, mode));
+    if (!file_) {
+      path_.clear();
+      return errno;
+    }
+    flock(file_.get(), LOCK_EX | LOCK_NB);
+    if ((mode & S_IWGRP) != 0) fchmod(file_.get(), mode);  // whatever the umask
+    return ftruncate(file_.get(), static_cast<off_t>(nbytes_)) == 0 ? 0 : errno;
+  }
+  int fd() const { return file_.get(); }
+  const std::string& path() const { return path_; }
+  void set_published() { published_ = true; }
+
+ private:
+  FileLane& lane_;
+  std::uint64_t nbytes_;
+  std::string path_;
+  Descriptor file_;
+  bool published_ = false;
+};
+
+FileLane::Outcome FileLane::put_absent(const Item& item, const std::string& path) {
+  const Outcome found = touch(path);
+  if (found.status == Status::kOk) return {Status::kPresent};
+  return found.status == Status::kMiss ? put(item, path) : found;
+}
+
+FileLane::Outcome FileLane::put(const Item& item, const std::string& path) {
+  const std::uint64_t nbytes = kRecordHeaderNbytes + item.buffer().size();
+  if (nbytes > backend_.capacity_nbytes_) return {Status::kNoRoom};
+  bool made_space = false;
+  int error = 0;
+  for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
+    Outcome outcome{Status::kFault};
+    error = put_once(item, path, nbytes, outcome);
+    if (error == 0) return outcome;
+    if (error == ENOENT) continue;
+    if (!no_space(error)) break;
+    // The file system is full although we are below our capacity: somebody else fills it, or the capacity
+    // is wrong.
+    if (made_space) return {Status::kNoRoom};
+    made_space = true;
+    if (const auto stopped = make_space(item, nbytes)) return {*stopped};
+  }
+  if (no_space(error)) return {Status::kNoRoom};
+  return fault("put", path, error);
+}
+
+// Returns 0 when `outcome` is decided, else an errno. ENOENT: a directory was removed; try again.
+int FileLane::put_once(const Item& item, const std::string& path, std::uint64_t nbytes, Outcome& outcome) {
+  const GiveUp give_up = [&item] { return item.stopped().has_value(); };
+  if (const int error = refresh(); error != 0) return error;
+  const std::uint64_t capacity_nbytes = backend_.capacity_nbytes_;
+
+  std::optional<Temporary> temporary;
+  {
+    auto held = usage_->lock(Usage::Hold::kShared, give_up);
+    if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kAll)) {
+      held.reset();
+      held = usage_->lock(Usage::Hold::kExclusive, give_up);
+      if (held) count(backend_.root_, *usage_, Clock::now() + kPutCounting);
+      if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kEstimated)) {
+        evict(nbytes, capacity_nbytes, give_up);
+        if (!usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kEstimated)) {
+          outcome = {item.stopped().value_or(Status::kNoRoom)};
+          return 0;
+        }
+      }
+    }
+    if (!held) {
+      outcome = {item.stopped().value_or(Status::kTimedOut)};
+      return 0;
+    }
+    temporary.emplace(*this, nbytes);
+    if (const int error = temporary->create(); error != 0) {
+      if (temporary->fd() >= 0) held.reset();  // it takes the lock again to give its bytes back
+      temporary.reset();
+      return error == ENOENT ? make_again(backend_.root_ + "/tmp") : error;
+    }
+  }
+
+  if (const auto decided = write(item, temporary->fd(), outcome); decided >= 0) return decided;
+  mark_used(temporary->fd());
+
+  const auto held = usage_->lock(Usage::Hold::kShared, give_up);
+  if (!held) {
+    outcome = {item.stopped().value_or(Status::kTimedOut)};
+    return 0;
+  }
+  // First counted in its bucket, then there: who is killed in between leaves a count that is too high.
+  const unsigned bucket = bucket_of(item.key());
+  const auto counted = static_cast<std::int64_t>(nbytes);
+  std::uint64_t replaced_nbytes = 0;
+  usage_->change({{kTemporaries, -counted}, {bucket, counted}});
+  const int error = publish(*temporary, path, replaced_nbytes);
+  if (error != 0) {
+    usage_->change({{bucket, -counted}, {kTemporaries, counted}});
+  } else {
+    if (replaced_nbytes != 0) give_back(bucket, replaced_nbytes);
+    outcome = {Status::kOk};
+  }
+  return error;
+}
+
+// The payload in chunks, each hashed just before it is written, and the header last. Returns -1 when all is
+// written, else what put_once() returns.
+int FileLane::write(const Item& item, int fd, Outcome& outcome) const {
+  const std::span<const std::byte> payload = item.buffer();
+  RecordHeader header = make_header(item.key(), payload.size());
+  RecordChecksum checksum(header);
+  for (std::size_t begin = 0; begin < payload.size(); begin += kChunkNbytes) {
+    if (const auto stopped = item.stopped()) {
+      outcome = {*stopped};
+      return 0;
+    }
+    const auto chunk = payload.subspan(begin, std::min(payload.size() - begin, kChunkNbytes));
+    checksum.update(chunk);
+    if (const int error = write_all(fd, chunk, kRecordHeaderNbytes + begin); error != 0) return error;
+  }
+  header.checksum = checksum.digest();
+  const int error = write_all(fd, std::as_bytes(std::span(&header, 1)), 0);
+  return error == 0 ? -1 : error;
+}
+
+int FileLane::write_all(int fd, std::span<const std::byte> data, std::size_t offset) {
+  while (!data.empty()) {
+    const ssize_t n = retry([&] { return pwrite(fd, data.data(), data.size(), static_cast<off_t>(offset)); });
+    if (n < 0) return errno;
+    if (n == 0) return EIO;
+    data = data.subspan(static_cast<std::size_t>(n));
+    offset += static_cast<std::size_t>(n);
+  }
+  return 0;
+}
+
+// Under the lock. Two writers of one key both end here: exchanging, rather than replacing, tells each
+// exactly what it took away, so that the counts stay true.
+int FileLane::publish(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes) {
+  const char* from = temporary.path().c_str();
+  const char* to = path.c_str();
+  bool made_folder = false;
+  for (;;) {
+    if (renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE) == 0) break;
+    if (errno == EEXIST) {
+      if (renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_EXCHANGE) == 0) {
+        struct stat old;
+        if (lstat(from, &old) != 0) break;
+        if (S_ISDIR(old.st_mode)) {
+          if (rmdir(from) == 0) break;
+          renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_EXCHANGE);
+          return EISDIR;
+        }
+        if (unlink(from) == 0 && S_ISREG(old.st_mode))
+          replaced_nbytes = static_cast<std::uint64_t>(old.st_size);
+        break;
+      }
+      if (errno == ENOENT) continue;  // deleted in between
+    }
+    if (errno == EINVAL || errno == ENOSYS) return publish_plainly(temporary, path, replaced_nbytes);
+    if (errno != ENOENT || made_folder) return errno;
+    made_folder = true;
+    if (const int error = make_bucket(path); error != 0) return error;
+  }
+  temporary.set_published();
+  return 0;
+}
+
+// For file systems that cannot exchange: two writers of one key may leave its bytes counted twice until the
+// bucket is counted again.
+int FileLane::publish_plainly(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes) {
+  struct stat old;
+  const bool there = lstat(path.c_str(), &old) == 0 && S_ISREG(old.st_mode);
+  if (rename(temporary.path().c_str(), path.c_str()) != 0) {
+    if (errno != ENOENT) return errno;
+    if (const int error = make_bucket(path); error != 0) return error;
+    if (rename(temporary.path().c_str(), path.c_str()) != 0) return errno;
+  }
+  if (there) replaced_nbytes = static_cast<std::uint64_t>(old.st_size);
+  temporary.set_published();
+  return 0;
+}
+
+// The bucket of a record's path; ENOENT when all of blocks/ is gone.
+int FileLane::make_bucket(const std::string& path) const {
+  const int error = make_folder(pool_, path.substr(0, path.rfind('/')));
+  return error == ENOENT ? make_again(backend_.root_ + "/blocks") : error;
+}
+
+// For a put that found the file system full. Returns a status when the item is to be given up.
+std::optional<Status> FileLane::make_space(const Item& item, std::uint64_t nbytes) {
+  const GiveUp give_up = [&item] { return item.stopped().has_value(); };
+  const auto held = usage_->lock(Usage::Hold::kExclusive, give_up);
+  if (held) {
+    count(backend_.root_, *usage_, Clock::now() + kPutCounting);
+    // As if it were full with what it has.
+    evict(nbytes, usage_->read().sum().nbytes, give_up);
+  }
+  return item.stopped();
+}
+
+}  // namespace kvpool

@@ -1,0 +1,288 @@
+// Batches, their items, where lanes get them, and the threads that run lanes. See io_executor.h.
+#include "store/io_executor.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+#include "store/executor_core.h"
+
+namespace kvpool {
+namespace {
+
+constexpr Clock::duration kDestructorTimeout = std::chrono::seconds(5);
+constexpr const char* kForked = "the executor was made before fork(): make one in this process";
+
+// Signals of the process are for the threads of the caller (Python runs its handlers in the main thread).
+class BlockSignals {
+ public:
+  BlockSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  BlockSignals(const BlockSignals&) = delete;
+  BlockSignals& operator=(const BlockSignals&) = delete;
+  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+Batch::Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::time_point deadline)
+    : op_(op),
+      keys_(std::move(keys)),
+      buffers_(std::move(buffers)),
+      deadline_(deadline),
+      results_(keys_.size(), Status::kFault),
+      unfinished_(keys_.size()) {}
+
+// A lookup touches what it finds: the fleet uses it.
+Batch::Batch(std::unique_ptr<Lookup> lookup, Clock::time_point deadline)
+    : op_(Op::kTouch),
+      lookup_(std::move(lookup)),
+      deadline_(deadline),
+      results_(lookup_->record_count(), Status::kOk),
+      unfinished_(lookup_->key_count()) {}
+
+// Parts of one record end in several threads: what is worse stays.
+void Batch::set_record(std::size_t record, Status status) {
+  if (status == Status::kOk) return;
+  const std::atomic_ref<Status> result(results_[record]);
+  Status known = result.load(std::memory_order_relaxed);
+  while (known == Status::kOk || (known == Status::kMiss && status != Status::kMiss)) {
+    if (result.compare_exchange_weak(known, status, std::memory_order_relaxed)) return;
+  }
+}
+
+bool Batch::wait_until(Clock::time_point until) {
+  if (core_->pid != getpid()) throw std::runtime_error(kForked);
+  Core::Lock lock(core_->mutex);
+  return done_changed_.wait_until(lock, until, [this] { return done(); });
+}
+
+void Batch::cancel() {
+  if (done() || core_->pid != getpid()) return;
+  const std::shared_ptr<Core> core = core_;
+  const Core::Lock lock(core->mutex);
+  // Somebody calls this through a reference of their own; the queue's may go away inside stop().
+  const auto found = core->deadlines.find({deadline_, sequence_});
+  if (found != core->deadlines.end()) {
+    const std::shared_ptr<Batch> self = found->second;
+    core->stop(self, Status::kCancelled);
+  }
+}
+
+Item::~Item() {
+  if (batch_) finish(Status::kFault, "the store gave up in the middle of an operation");
+}
+
+void Item::spell() {
+  if (batch_->lookup_) spelled_ = std::make_unique<const Key>(batch_->lookup_->key(index_));
+}
+
+std::optional<Status> Item::stopped() const {
+  const Status stop = batch_->stop_.load(std::memory_order_relaxed);
+  if (stop != Status::kOk) return stop;
+  if (Clock::now() >= batch_->deadline_) return Status::kTimedOut;
+  return std::nullopt;
+}
+
+void Item::finish(Status status, std::string error) {
+  const std::shared_ptr<Batch> batch = std::move(batch_);
+  const std::shared_ptr<Core> core = batch->core_;
+  core->finish(*batch, index_, status, std::move(error));
+}
+
+std::optional<Item> Source::next() {
+  Core::Lock lock(core_.mutex);
+  for (;;) {
+    if (core_.closing.load()) return std::nullopt;
+    if (auto item = core_.take()) {
+      lock.unlock();
+      item->spell();
+      return item;
+    }
+    core_.work_arrived.wait(lock);
+  }
+}
+
+std::optional<Item> Source::try_next() {
+  Core::Lock lock(core_.mutex);
+  if (core_.closing.load()) return std::nullopt;
+  auto item = core_.take();
+  lock.unlock();
+  if (item) item->spell();
+  return item;
+}
+
+std::optional<Item> Source::try_next_read() {
+  const Core::Lock lock(core_.mutex);
+  if (core_.closing.load()) return std::nullopt;
+  return core_.take(false);
+}
+
+bool Source::closing() const { return core_.closing.load(); }
+
+IoExecutor::IoExecutor(std::unique_ptr<Backend> backend, unsigned threads)
+    : core_(std::make_shared<Core>(std::move(backend))) {
+  for (unsigned i = 0; i < threads; ++i) core_->lanes.push_back(core_->backend->make_lane(i));
+
+  const BlockSignals blocked;
+  const auto start = [this](const std::string& name, auto body) {
+    {
+      const Core::Lock lock(core_->mutex);
+      ++core_->live_threads;
+    }
+    try {
+      core_->threads.emplace_back([core = core_, name, body] {
+        pthread_setname_np(pthread_self(), name.c_str());
+        body(*core);
+        core->end_thread();
+      });
+    } catch (...) {
+      core_->end_thread();
+      throw;
+    }
+  };
+  try {
+    for (unsigned i = 0; i < threads; ++i) {
+      start("kvpool-io-" + std::to_string(i), [i](Core& core) { core.run_lane(*core.lanes[i]); });
+    }
+    start("kvpool-timer", [](Core& core) { core.run_deadlines(); });
+  } catch (...) {
+    close(kDestructorTimeout);
+    throw;
+  }
+}
+
+IoExecutor::~IoExecutor() {
+  if (forked()) {
+    // std::thread's destructor would end the process, and a lock may be held for ever: leave it all to the exit.
+    new std::shared_ptr<Core>(std::move(core_));
+    return;
+  }
+  if (close(kDestructorTimeout)) return;
+  const Core::Lock lock(core_->mutex);
+  for (auto& thread : core_->threads) thread.detach();
+  core_->threads.clear();
+}
+
+bool IoExecutor::forked() const { return getpid() != core_->pid; }
+
+std::shared_ptr<Batch> IoExecutor::submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
+                                          Clock::duration timeout) {
+  return submit(std::make_shared<Batch>(op, std::move(keys), std::move(buffers), Clock::now() + timeout));
+}
+
+std::shared_ptr<Batch> IoExecutor::submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout) {
+  return submit(std::make_shared<Batch>(std::move(lookup), Clock::now() + timeout));
+}
+
+std::shared_ptr<Batch> IoExecutor::submit(std::shared_ptr<Batch> batch) {
+  if (forked()) throw std::runtime_error(kForked);
+  const std::size_t items = batch->item_count();
+  const std::size_t waits = batch->lookup_ ? 1 : items;
+  batch->core_ = core_;
+  const Core::Lock lock(core_->mutex);
+  if (core_->closing.load()) throw std::runtime_error("the executor is closed");
+  if (waits > kMaxQueuedItems - core_->queued_items) {
+    throw std::runtime_error("queue full: " + std::to_string(core_->queued_items) +
+                             " items are waiting, at most " + std::to_string(kMaxQueuedItems) + " may");
+  }
+  batch->sequence_ = ++core_->last_sequence;
+  if (items == 0) {
+    core_->complete(*batch);
+    return batch;
+  }
+  auto& queue = core_->queues[queue_of(batch->op_)];
+  batch->place_ = queue.insert(queue.end(), batch);
+  batch->queued_ = true;
+  core_->queued_items += waits;
+  const auto placed = core_->deadlines.emplace(std::pair(batch->deadline_, batch->sequence_), batch).first;
+  if (placed == core_->deadlines.begin()) core_->deadlines_changed.notify_one();
+  if (items == 1) {
+    core_->work_arrived.notify_one();
+  } else {
+    core_->work_arrived.notify_all();
+  }
+  for (const auto& lane : core_->lanes) lane->wake();
+  return batch;
+}
+
+Counters IoExecutor::counters() const {
+  if (forked()) throw std::runtime_error(kForked);
+  const auto read = [this](Op op, Status status) {
+    return core_->counts[static_cast<std::size_t>(op)][static_cast<std::size_t>(status)].load(
+        std::memory_order_relaxed);
+  };
+  const auto sum = [&read](Status status) {
+    return read(Op::kPut, status) + read(Op::kPutAbsent, status) + read(Op::kGet, status) +
+           read(Op::kContains, status) + read(Op::kDelete, status) + read(Op::kTouch, status);
+  };
+  const auto nbytes = [this](Op op) {
+    return core_->ok_nbytes[static_cast<std::size_t>(op)].load(std::memory_order_relaxed);
+  };
+  Counters counters = {
+      {"puts", read(Op::kPut, Status::kOk) + read(Op::kPutAbsent, Status::kOk)},
+      {"put_nbytes", nbytes(Op::kPut) + nbytes(Op::kPutAbsent)},
+      {"present_puts", read(Op::kPutAbsent, Status::kPresent)},
+      {"get_hits", read(Op::kGet, Status::kOk)},
+      {"get_misses", read(Op::kGet, Status::kMiss)},
+      {"get_nbytes", nbytes(Op::kGet)},
+      {"contains_hits", read(Op::kContains, Status::kOk) + read(Op::kTouch, Status::kOk)},
+      {"contains_misses", read(Op::kContains, Status::kMiss) + read(Op::kTouch, Status::kMiss)},
+      {"deletes", read(Op::kDelete, Status::kOk)},
+      {"delete_misses", read(Op::kDelete, Status::kMiss)},
+      {"no_room", sum(Status::kNoRoom)},
+      {"faults", sum(Status::kFault)},
+      {"cancelled", sum(Status::kCancelled)},
+      {"timed_out", sum(Status::kTimedOut)},
+      {"joined_puts", core_->joined_puts.load(std::memory_order_relaxed)},
+  };
+  {
+    const Core::Lock lock(core_->mutex);
+    counters.emplace_back("queued", core_->queued_items);
+  }
+  core_->backend->append_counters(counters);
+  return counters;
+}
+
+bool IoExecutor::close(Clock::duration timeout) {
+  if (forked()) return true;
+  const Clock::time_point until = Clock::now() + timeout;
+  std::vector<std::thread> ended;
+  {
+    Core::Lock lock(core_->mutex);
+    while (!core_->deadlines.empty()) {
+      const std::shared_ptr<Batch> batch = core_->deadlines.begin()->second;
+      core_->expired.emplace(batch->sequence_, batch);
+      core_->deadlines.erase(core_->deadlines.begin());
+      core_->stop(batch, Status::kCancelled);
+    }
+    // After that: a lane that sees it ends what it holds, which is to be cancelled and no fault.
+    core_->closing.store(true);
+    core_->work_arrived.notify_all();
+    core_->deadlines_changed.notify_all();
+    for (const auto& lane : core_->lanes) lane->wake();
+    if (!core_->thread_ended.wait_until(lock, until, [this] { return core_->live_threads == 0; }))
+      return false;
+    ended.swap(core_->threads);
+  }
+  // Each has announced its end: joining does not wait for anything but its last instructions.
+  for (auto& thread : ended) thread.join();
+  // Batches outlive this, and keep the Core.
+  const Core::Lock lock(core_->mutex);
+  core_->writing.clear();
+  core_->orphaned_puts.clear();
+  core_->lanes.clear();
+  return true;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,212 @@
+// How a directory is judged, made a pool, and found again.
+#include "store/pool_directory.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <filesystem>
+#include <string_view>
+#include <system_error>
+
+#include "store/descriptor.h"
+#include "store/folder.h"
+
+namespace kvpool {
+namespace {
+
+constexpr const char* kMarkerName = "kvpool-pool";
+constexpr std::string_view kMarkerStart = "kvpool pool, format ";
+constexpr std::string_view kFirstLine = "kvpool pool, format 2\n";
+constexpr std::string_view kMarker =
+    "kvpool pool, format 2\n"
+    "A cache: kvpool writes and deletes in this directory. Delete the whole directory to be rid of it.\n";
+constexpr std::size_t kMaxMarkerNbytes = 4096;
+constexpr std::array<const char*, 3> kFolders = {"tmp", "blocks", "announcements"};
+constexpr const char* kUsage = "usage";
+constexpr mode_t kOwnersFolder = 0700;
+constexpr mode_t kOwnersFile = 0600;
+constexpr mode_t kGroupsFile = 0660;
+
+enum class Marker { kNone, kUnfinished, kWhole };
+
+[[noreturn]] void fail(const std::string& path, int error) {
+  throw std::filesystem::filesystem_error("cannot use", path,
+                                          std::error_code(error, std::generic_category()));
+}
+
+// Returns 0 or an errno.
+int make_parents(const std::string& path) {
+  if (mkdir(path.c_str(), 0777) == 0 || errno == EEXIST) return 0;
+  if (errno != ENOENT) return errno;
+  const std::size_t slash = path.rfind('/');
+  if (slash == std::string::npos || slash == 0) return ENOENT;
+  if (const int error = make_parents(path.substr(0, slash)); error != 0) return error;
+  return mkdir(path.c_str(), 0777) == 0 || errno == EEXIST ? 0 : errno;
+}
+
+Descriptor open_root(const std::string& root) {
+  return Descriptor(open(root.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+}
+
+Descriptor open_or_make_root(const std::string& root) {
+  const std::size_t slash = root.rfind('/');
+  if (slash != std::string::npos && slash != 0) {
+    if (const int error = make_parents(root.substr(0, slash)); error != 0) fail(root, error);
+  }
+  if (mkdir(root.c_str(), kOwnersFolder) != 0 && errno != EEXIST) fail(root, errno);
+  Descriptor directory = open_root(root);
+  if (!directory) fail(root, errno);
+  return directory;
+}
+
+// Who owns it, or may write in it, can put records there that prove themselves, and links to anywhere.
+PoolDirectory judge(const std::string& root, int fd) {
+  struct stat info;
+  if (fstat(fd, &info) != 0) fail(root, errno);
+  const uid_t user = geteuid();
+  if (info.st_uid != user && info.st_uid != 0) {
+    throw RefusedDirectory(
+        "it belongs to user " + std::to_string(info.st_uid) + " and this process is user " +
+        std::to_string(user) + ": name a directory in it that is not there yet, or chown it to " +
+        std::to_string(user) + " (to root, with group rights, where several users share it)");
+  }
+  if ((info.st_mode & S_IWOTH) != 0) {
+    throw RefusedDirectory(
+        "everyone may write in it: name a directory in it that is not there yet, or chmod o-w it");
+  }
+  const bool shared = (info.st_mode & S_IWGRP) != 0;
+  return {info.st_dev, info.st_ino, shared ? info.st_mode & 07770 : kOwnersFolder,
+          shared ? kGroupsFile : kOwnersFile};
+}
+
+Marker read_marker(const std::string& root, int fd) {
+  const Descriptor file(openat(fd, kMarkerName, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  if (!file && errno == ENOENT) return Marker::kNone;
+  const std::string path = root + "/" + kMarkerName;
+  if (!file && errno != ELOOP && errno != ENXIO) fail(path, errno);
+  struct stat info{};
+  if (file && fstat(file.get(), &info) != 0) fail(path, errno);
+  std::string text(kMaxMarkerNbytes, '\0');
+  ssize_t got = 0;
+  if (S_ISREG(info.st_mode) && info.st_size <= static_cast<off_t>(kMaxMarkerNbytes)) {
+    got = pread(file.get(), text.data(), text.size(), 0);
+    if (got < 0) fail(path, errno);
+    text.resize(static_cast<std::size_t>(got));
+    if (text.starts_with(kFirstLine)) return Marker::kWhole;
+    if (kFirstLine.starts_with(text)) return Marker::kUnfinished;
+    const std::size_t end = text.find('\n');
+    const std::string format = text.substr(0, end).substr(std::min(text.size(), kMarkerStart.size()));
+    if (text.starts_with(kMarkerStart) && end != std::string::npos && !format.empty() && format.size() < 10 &&
+        std::all_of(format.begin(), format.end(), [](char c) { return c >= '0' && c <= '9'; })) {
+      throw RefusedDirectory("it is a pool of format " + format +
+                             ", and this kvpool has format 2: name another directory, or delete this one");
+    }
+  }
+  throw RefusedDirectory(
+      "its file kvpool-pool is none that kvpool wrote: name another directory, or delete this one");
+}
+
+// What lies in a directory that is to become a pool and has no place there; empty if nothing does.
+std::string stranger(const std::string& root, int fd, bool was_ours) {
+  const Folder folder = open_folder(fd, ".");
+  if (!folder) fail(root, errno);
+  std::string found;
+  for_each_entry(folder, [&](const char* entry) {
+    const std::string_view name = entry;
+    const bool part = name == kUsage || std::find(kFolders.begin(), kFolders.end(), name) != kFolders.end();
+    // lost+found: an ext4 file system of its own has one from the start.
+    if (name != kMarkerName && name != "lost+found" && !(part && was_ours)) found = name;
+  });
+  return found;
+}
+
+void write_marker(const std::string& root, int fd, const PoolDirectory& pool) {
+  const std::string path = root + "/" + kMarkerName;
+  const Descriptor file(
+      openat(fd, kMarkerName, O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, pool.file_mode));
+  if (!file) fail(path, errno);
+  const ssize_t written = pwrite(file.get(), kMarker.data(), kMarker.size(), 0);
+  if (written != static_cast<ssize_t>(kMarker.size())) fail(path, written < 0 ? errno : ENOSPC);
+  if (pool.file_mode == kGroupsFile) fchmod(file.get(), kGroupsFile);
+}
+
+// Through a link in its place everything would be written, and deleted, somewhere else.
+void check_parts(const std::string& root, int fd) {
+  struct stat info;
+  for (const char* name : kFolders) {
+    if (fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) != 0) {
+      if (errno != ENOENT) fail(root + "/" + name, errno);
+    } else if (!S_ISDIR(info.st_mode)) {
+      throw RefusedDirectory("its " + std::string(name) +
+                             " is no directory: delete that, or name another directory");
+    }
+  }
+  if (fstatat(fd, kUsage, &info, AT_SYMLINK_NOFOLLOW) == 0 && !S_ISREG(info.st_mode))
+    throw RefusedDirectory("its usage is no file: delete that, or name another directory");
+}
+
+[[noreturn]] void refuse_contents(Marker marker, const std::string& found) {
+  if (marker == Marker::kUnfinished) {
+    throw RefusedDirectory("its file kvpool-pool is cut short: name another directory, or delete this one");
+  }
+  std::string shown;
+  for (const char c : found.substr(0, 64)) shown += c >= 0x20 && c < 0x7f ? c : '?';
+  throw RefusedDirectory(
+      "it is not empty (" + shown +
+      " is there) and has no file kvpool-pool: name a directory that is empty or not there yet; "
+      "if an older kvpool made this one, delete it");
+}
+
+}  // namespace
+
+PoolDirectory make_pool(const std::string& root, const PoolDirectory& known) {
+  const Descriptor directory = open_or_make_root(root);
+  const PoolDirectory pool = judge(root, directory.get());
+  if (const Marker marker = read_marker(root, directory.get()); marker != Marker::kWhole) {
+    const bool was_ours = pool.device == known.device && pool.inode == known.inode;
+    const std::string found = stranger(root, directory.get(), was_ours);
+    if (found.empty()) {
+      write_marker(root, directory.get(), pool);
+    } else if (read_marker(root, directory.get()) != Marker::kWhole) {  // nobody made it a pool meanwhile
+      refuse_contents(marker, found);
+    }
+  }
+  check_parts(root, directory.get());
+  for (const char* name : {"tmp", "blocks"}) {
+    const std::string path = root + "/" + name;
+    int error = make_folder(pool, path);
+    if (error == 0 && access(path.c_str(), R_OK | W_OK | X_OK) != 0) error = errno;
+    if (error != 0) fail(path, error);
+  }
+  return pool;
+}
+
+PoolDirectory find_pool(const std::string& root) {
+  const Descriptor directory = open_root(root);
+  if (!directory && errno == ENOENT) {
+    throw RefusedDirectory(
+        "there is no such directory: correct the path, or start a worker with it, which makes the pool");
+  }
+  if (!directory) fail(root, errno);
+  const PoolDirectory pool = judge(root, directory.get());
+  if (const Marker marker = read_marker(root, directory.get()); marker != Marker::kWhole) {
+    const std::string found = stranger(root, directory.get(), false);
+    if (!found.empty()) refuse_contents(marker, found);
+    throw RefusedDirectory("it is empty and no pool yet: correct the path, or start a worker with it");
+  }
+  check_parts(root, directory.get());
+  return pool;
+}
+
+int make_folder(const PoolDirectory& pool, const std::string& path) {
+  if (mkdir(path.c_str(), pool.directory_mode & 0777) != 0) return errno == EEXIST ? 0 : errno;
+  if (pool.directory_mode != kOwnersFolder) chmod(path.c_str(), pool.directory_mode);
+  return 0;
+}
+
+}  // namespace kvpool

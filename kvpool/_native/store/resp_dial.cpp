@@ -1,0 +1,190 @@
+// The steps of a dial, and the greeting with its answers.
+#include "store/resp_dial.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <system_error>
+
+namespace kvpool {
+namespace {
+
+constexpr std::size_t kShownChars = 200;
+constexpr const char* kSurplus = "the server sent more than it was asked for";
+
+std::string words_of(int error_number) { return std::generic_category().message(error_number); }
+
+}  // namespace
+
+std::string RespSettings::shown(std::string_view words) const {
+  std::string line(words);
+  // Taking a shorter one out of a sentence would spell it.
+  if (password.size() >= 4) {
+    for (std::size_t at = line.find(password); at != std::string::npos; at = line.find(password, at + 3)) {
+      line.replace(at, password.size(), "***");
+    }
+  }
+  if (line.size() > kShownChars) line.resize(kShownChars);
+  for (char& c : line) {
+    if (c < ' ' || c > '~') c = '?';
+  }
+  return line;
+}
+
+void append_command(std::string& to, std::initializer_list<std::string_view> words) {
+  to.append("*").append(std::to_string(words.size())).append("\r\n");
+  for (const std::string_view word : words) {
+    to.append("$").append(std::to_string(word.size())).append("\r\n").append(word).append("\r\n");
+  }
+}
+
+Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, std::string_view role,
+           Clock::time_point now, Clock::duration connect_within)
+    : settings_(settings),
+      addresses_(addresses),
+      deadline_(now + kDialPatience),
+      address_patience_(connect_within / std::max<std::size_t>(addresses.size(), 1)),
+      address_deadline_(deadline_) {
+  if (!settings.password.empty()) {
+    asked_.emplace_back("AUTH");
+    if (settings.user.empty()) {
+      append_command(greeting_, {"AUTH", settings.password});
+    } else {
+      append_command(greeting_, {"AUTH", settings.user, settings.password});
+    }
+  }
+  if (settings.database != 0) {
+    asked_.emplace_back("SELECT");
+    append_command(greeting_, {"SELECT", std::to_string(settings.database)});
+  }
+  if (!settings.client.empty()) {
+    const auto tell = [&](std::initializer_list<std::string_view> words) {
+      asked_.emplace_back("CLIENT");
+      append_command(greeting_, words);
+    };
+    tell({"CLIENT", "SETNAME", "kvpool:" + std::string(role) + ":" + settings.client});
+    tell({"CLIENT", "SETINFO", "LIB-NAME", "kvpool"});
+    if (!settings.version.empty()) tell({"CLIENT", "SETINFO", "LIB-VER", settings.version});
+  }
+  // A server that is stopped accepts connections all the same: only an answer proves that somebody is there.
+  asked_.emplace_back("PING");
+  append_command(greeting_, {"PING"});
+}
+
+short Dial::events() const {
+  if (phase_ == Phase::kConnecting) return POLLOUT;
+  return stream_.events(phase_ == Phase::kGreeting && sent_ < greeting_.size());
+}
+
+Dial::State Dial::fail(int error_number, std::string words) {
+  stream_.reset();
+  error_number_ = error_number;
+  error_ = settings_.endpoint.name() + ": " + std::move(words);
+  return State::kFailed;
+}
+
+void Dial::begin_next(Clock::time_point now) {
+  error_number_ = 0;
+  Descriptor fd = begin_connect(addresses_[next_address_++], error_number_);
+  phase_ = fd ? Phase::kConnecting : Phase::kNextAddress;
+  if (fd && settings_.tls) {
+    stream_ = Stream(std::move(fd), *settings_.tls, settings_.endpoint.host);
+  } else {
+    stream_ = Stream(std::move(fd));
+  }
+  address_deadline_ = std::min(now + address_patience_, deadline_);
+}
+
+Dial::State Dial::step(Clock::time_point now) {
+  for (;;) {
+    if (now >= deadline_) {
+      return fail(ETIMEDOUT, phase_ == Phase::kHandshake  ? "the server does not answer the TLS handshake"
+                             : phase_ == Phase::kGreeting ? "the server does not answer"
+                                                          : "the connection timed out");
+    }
+    switch (phase_) {
+      case Phase::kNextAddress:
+        if (next_address_ == addresses_.size()) return fail(error_number_, words_of(error_number_));
+        begin_next(now);
+        break;
+      case Phase::kConnecting: {
+        bool under_way = false;
+        if (connected(stream_.fd(), under_way, error_number_)) {
+          phase_ = Phase::kHandshake;
+          address_deadline_ = deadline_;  // no other address is tried any more
+          break;
+        }
+        if (under_way && now < address_deadline_) return State::kUnderWay;
+        if (under_way) error_number_ = ETIMEDOUT;
+        stream_.reset();
+        phase_ = Phase::kNextAddress;
+        break;
+      }
+      case Phase::kHandshake: {
+        const Stream::Result result = stream_.handshake();
+        if (result.state == Stream::State::kBlocked) return State::kUnderWay;
+        if (result.state != Stream::State::kMoved) return fail(EPROTO, "TLS handshake: " + stream_.error());
+        phase_ = Phase::kGreeting;
+        break;
+      }
+      case Phase::kGreeting:
+        return greet();
+    }
+  }
+}
+
+Dial::State Dial::greet() {
+  while (sent_ < greeting_.size() || stream_.owes()) {
+    const iovec part{greeting_.data() + sent_, greeting_.size() - sent_};
+    const Stream::Result result = stream_.send({&part, sent_ < greeting_.size() ? 1U : 0U});
+    // A failure is left to receiving: what the server said before it closed is worth more.
+    if (result.state != Stream::State::kMoved) break;
+    sent_ += result.nbytes;
+  }
+  std::array<std::byte, 512> piece;
+  for (;;) {
+    const iovec part{piece.data(), piece.size()};
+    const Stream::Result result = stream_.receive({&part, 1});
+    // Asked until there is nothing more: a reply too many must not be taken for that of the first request.
+    if (result.state == Stream::State::kBlocked) {
+      return answered_ == asked_.size() ? State::kReady : State::kUnderWay;
+    }
+    if (result.state != Stream::State::kMoved) return fail(ECONNRESET, stream_.error());
+    std::span<const std::byte> input(piece.data(), result.nbytes);
+    if (answered_ == asked_.size()) return fail(EPROTO, kSurplus);
+    while (const auto token = parser_.next(input)) {
+      const std::string& command = asked_[answered_];
+      if (token->kind == RespKind::kError) {
+        // A user who may not ask PING is answered all the same; names are for operators, and old servers lack some.
+        const bool alive = command == "CLIENT" || (command == "PING" && token->text.starts_with("NOPERM"));
+        if (!alive) return fail(0, command + ": " + settings_.shown(token->text));
+      } else if (token->kind != RespKind::kSimple) {
+        return fail(EPROTO, "no Redis or Valkey server: it answers " + command + " with something else");
+      }
+      if (++answered_ == asked_.size() && !input.empty()) return fail(EPROTO, kSurplus);
+    }
+  }
+}
+
+void probe(const RespSettings& settings, const std::vector<SocketAddress>& addresses) {
+  Dial dial(settings, addresses, "probe", Clock::now());
+  for (;;) {
+    switch (dial.step(Clock::now())) {
+      case Dial::State::kReady:
+        return;
+      case Dial::State::kFailed:
+        if (dial.error_number() == 0) throw RespError(dial.error());
+        throw Unreachable(dial.error_number(), dial.error());
+      case Dial::State::kUnderWay:
+        break;
+    }
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(dial.wake_at() - Clock::now());
+    pollfd asked{dial.fd(), dial.events(), 0};
+    poll(&asked, 1, static_cast<int>(std::clamp<long>(left.count(), 0, 10'000)));
+  }
+}
+
+}  // namespace kvpool

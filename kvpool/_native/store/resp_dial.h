@@ -1,0 +1,99 @@
+// One attempt to reach a server: connect, TLS, AUTH, SELECT, a name, PING. A connection that has answered all of them is
+// handed over with nothing left unread on it.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "store/io_executor.h"
+#include "store/resp_parser.h"
+#include "store/socket.h"
+#include "store/stream.h"
+#include "store/tls.h"
+
+namespace kvpool {
+
+struct RespSettings {
+  Endpoint endpoint;
+  std::string user;                       // empty: the default user
+  std::string password;                   // empty: no AUTH
+  std::shared_ptr<const TlsContext> tls;  // none: in plain
+  unsigned database = 0;
+  std::chrono::milliseconds ttl{86'400'000};
+  std::string client;   // whom connections are named after, for CLIENT LIST; empty: they have no names
+  std::string version;  // of this library, for the same; empty: not told
+
+  // What may be shown of text from a server: one short printable line, without the password.
+  std::string shown(std::string_view words) const;
+};
+
+// The server answered, and refused: what() has its words.
+class RespError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// "*2\r\n$6\r\nEXISTS\r\n$1\r\nk\r\n"
+void append_command(std::string& to, std::initializer_list<std::string_view> words);
+
+inline constexpr auto kDialPatience = std::chrono::seconds(2);
+
+class Dial {
+ public:
+  enum class State : std::uint8_t { kUnderWay, kReady, kFailed };
+
+  // Gives up at `now` + 2 s, and on an address that takes no connection after its share of `connect_within`.
+  // `role`: what the connection is for, in its name.
+  Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, std::string_view role,
+       Clock::time_point now, Clock::duration connect_within = kDialPatience);
+
+  // Goes on as far as it can. Never blocks.
+  State step(Clock::time_point now);
+
+  // While under way: what to poll for, and when to call step() at the latest.
+  int fd() const { return stream_.fd(); }
+  short events() const;
+  Clock::time_point wake_at() const { return std::min(deadline_, address_deadline_); }
+
+  // Once ready.
+  Stream take() { return std::move(stream_); }
+  // Once failed. `error_number` is 0 for a refusal in the server's own words.
+  const std::string& error() const { return error_; }
+  int error_number() const { return error_number_; }
+
+ private:
+  enum class Phase : std::uint8_t { kNextAddress, kConnecting, kHandshake, kGreeting };
+
+  State fail(int error_number, std::string words);
+  void begin_next(Clock::time_point now);
+  State greet();
+
+  const RespSettings& settings_;
+  const std::vector<SocketAddress>& addresses_;
+  const Clock::time_point deadline_;
+  const Clock::duration address_patience_;
+  Clock::time_point address_deadline_;
+  std::size_t next_address_ = 0;
+  Phase phase_ = Phase::kNextAddress;
+  Stream stream_;
+  std::string greeting_;
+  std::size_t sent_ = 0;
+  std::vector<std::string> asked_;  // the commands of the greeting, by name
+  std::size_t answered_ = 0;
+  RespParser parser_;
+  int error_number_ = 0;
+  std::string error_;
+};
+
+// Dials once and hangs up: settings that cannot work are told before anything depends on them. Blocks for at
+// most 2 s an address. Throws Unreachable or RespError.
+void probe(const RespSettings& settings, const std::vector<SocketAddress>& addresses);
+
+}  // namespace kvpool

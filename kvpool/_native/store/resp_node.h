@@ -1,0 +1,40 @@
+// One server of a store, as all its lanes see it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "store/resp_dial.h"
+
+namespace kvpool {
+
+class RespNode {
+ public:
+  // `asks_resolver`: a connection that fails asks the resolver itself; else whoever installs a topology does.
+  RespNode(RespSettings settings_, std::vector<SocketAddress> addresses, bool asks_resolver_)
+      : settings(std::move(settings_)), asks_resolver(asks_resolver_), addresses_(std::move(addresses)) {}
+
+  const RespSettings settings;
+  const bool asks_resolver;
+  std::atomic<unsigned> up{0};           // connections that stand and are not in doubt, of all lanes
+  std::atomic<std::uint64_t> doubts{0};  // how often a connection to it fell silent
+  std::atomic_flag resolving;            // a lane asks the resolver, which may block it
+
+  std::vector<SocketAddress> addresses() const {
+    const std::lock_guard lock(mutex_);
+    return addresses_;
+  }
+  void set_addresses(std::vector<SocketAddress> addresses) {
+    const std::lock_guard lock(mutex_);
+    addresses_ = std::move(addresses);
+  }
+
+ private:
+  mutable std::mutex mutex_;  // guards addresses_
+  std::vector<SocketAddress> addresses_;
+};
+
+}  // namespace kvpool

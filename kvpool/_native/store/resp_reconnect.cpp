@@ -1,0 +1,182 @@
+// How a connection comes to stand, is doubted, and is lost: part of RespConnection, see resp_connection.h.
+#include <algorithm>
+#include <utility>
+
+#include "store/resp_connection.h"
+
+namespace kvpool {
+namespace {
+
+using namespace std::chrono_literals;
+using Kind = RespRequest::Kind;
+
+constexpr auto kFirstBackoff = 10ms;
+// A pause and an attempt together stay below a second: so soon is a server that came back used again.
+constexpr auto kMaxBackoff = 400ms;
+constexpr auto kConnectPatience = 500ms;
+// For a first attempt to dial again; then requests do not wait for it any more.
+constexpr auto kDialGrace = 250ms;
+
+}  // namespace
+
+void RespConnection::keep_up(Clock::time_point now) {
+  if (!socket_ && is_wanted_) dial(now);
+  if (socket_ && seen_doubts_ != node_->doubts.load()) look_after_doubt(now);
+}
+
+void RespConnection::dial(Clock::time_point now) {
+  if (!dial_) {
+    if (now < next_dial_) return;
+    if (!find_addresses()) {
+      ++attempts_;
+      back_off();
+      return;
+    }
+    seen_doubts_ = node_->doubts.load();
+    dialled_at_ = now;
+    dial_.emplace(settings_, addresses_, role_ == Role::kReads ? "reads" : "writes", now, kConnectPatience);
+  }
+  switch (dial_->step(now)) {
+    case Dial::State::kUnderWay:
+      if (!failing_ && now >= dialled_at_ + grace()) fail_all();
+      return;
+    case Dial::State::kReady:
+      socket_ = dial_->take();
+      dial_.reset();
+      parser_.reset();
+      readable_ = false;
+      failing_ = false;
+      stood_ = true;
+      touches_ = true;  // its rights may have changed
+      renews_ = true;
+      is_full_ = false;
+      moved_at_ = now;
+      count_up(true);
+      counts_.connections.fetch_add(1, std::memory_order_relaxed);
+      return;
+    case Dial::State::kFailed:
+      last_error_ = dial_->error();
+      dial_.reset();
+      counts_.failed_dials.fetch_add(1, std::memory_order_relaxed);
+      ++attempts_;
+      back_off();
+      return;
+  }
+}
+
+// A name may stand for another address by now. The resolver blocks, so it is asked only when the server is
+// gone, and only where there is no other: the addresses of a cluster's nodes are looked up by whoever installs
+// its topology.
+bool RespConnection::find_addresses() {
+  try {
+    if (!node_->asks_resolver) addresses_ = node_->addresses();
+    // While one lane asks, the others go on refusing.
+    if (node_->asks_resolver && attempts_ > 1 && !node_->resolving.test_and_set()) {
+      const std::unique_ptr<std::atomic_flag, void (*)(std::atomic_flag*)> asking(
+          &node_->resolving, [](std::atomic_flag* flag) { flag->clear(); });
+      addresses_ = resolve(settings_.endpoint);
+    }
+  } catch (const Unreachable& error) {
+    last_error_ = error.what();
+  }
+  if (!addresses_.empty()) return true;
+  last_error_ = settings_.endpoint.name() + ": the name has no address";
+  return false;
+}
+
+void RespConnection::back_off() {
+  const unsigned doublings = std::min(attempts_ - 1, 10U);
+  const auto longest = std::min<Clock::duration>(kFirstBackoff * (1U << doublings), kMaxBackoff);
+  const double share = std::uniform_real_distribution<double>(0.5, 1.0)(random_);
+  next_dial_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(longest * share);
+  fail_all();
+}
+
+Clock::duration RespConnection::grace() const { return stood_ ? kDialGrace : kConnectPatience; }
+
+// From here on until a PING is answered, whatever wants this server is a fault at once.
+void RespConnection::fail_all() {
+  failing_ = true;
+  topology_.doubt();
+  if (last_error_.empty()) last_error_ = settings_.endpoint.name() + ": no connection stands yet";
+  for (const auto& request : requests_) {
+    if (request->item) counts_.refused.fetch_add(1, std::memory_order_relaxed);
+    end_item(*request, Status::kFault, last_error_);
+  }
+  std::erase_if(requests_, [](const auto& request) { return request->kind != Kind::kCleanup; });
+  for (Item& item : take_waiting()) {
+    counts_.refused.fetch_add(1, std::memory_order_relaxed);
+    item.finish(item.stopped().value_or(Status::kFault), last_error_);
+  }
+  count_window();
+}
+
+// Another connection fell silent, and perhaps the server with it. Where a reply is due it will tell: until it
+// does, nothing more is asked here. Where none is, nothing would tell but the PING of another dial.
+void RespConnection::look_after_doubt(Clock::time_point now) {
+  count_up(false);
+  last_error_ = settings_.endpoint.name() + ": the server does not answer in time";
+  if (awaiting()) return;
+  hang_up();
+  next_dial_ = now;
+  fail_all();
+  dial(now);
+}
+
+void RespConnection::count_up(bool up) {
+  if (std::exchange(up_, up) == up) return;
+  if (up) {
+    node_->up.fetch_add(1);
+    counts_.up.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    node_->up.fetch_sub(1);
+    counts_.up.fetch_sub(1, std::memory_order_relaxed);
+  }
+}
+
+void RespConnection::hang_up() {
+  dial_.reset();
+  if (!socket_) return;
+  socket_.reset();
+  count_up(false);
+  counts_.disconnections.fetch_add(1, std::memory_order_relaxed);
+}
+
+// Gives the connection up with all that is on it: its replies can no longer be told apart. What was not yet
+// sent waits for the next one.
+void RespConnection::lose(Cause cause, std::string_view why) {
+  hang_up();
+  // Before any item ends: who sees one end, and asks again, finds the other connections warned.
+  if (cause == Cause::kSilence) node_->doubts.fetch_add(1);
+  last_error_ = settings_.endpoint.name() + ": " + std::string(why);
+  std::deque<std::unique_ptr<Request>> lost;
+  lost.swap(requests_);
+  for (auto& request : lost) {
+    if (!request->on_the_wire()) {
+      requests_.push_back(std::move(request));
+    } else if (request->kind == Kind::kCleanup) {
+      // A damaged record still has to go.
+      end_item(*request, Status::kMiss, {});
+      again(std::move(request));
+    } else if (request->item && cause == Cause::kOurselves && request->kind != Kind::kDelete &&
+               !request->item->stopped()) {
+      // Sending it again changes nothing, except how many a deletion finds.
+      again(std::move(request));
+    } else {
+      end_item(*request, Status::kFault, last_error_);
+    }
+  }
+  count_window();
+  if (cause == Cause::kOurselves) return;
+  topology_.doubt();
+  if (cause == Cause::kSilence) ++attempts_;
+  if (attempts_ == 0) {
+    next_dial_ = Clock::now();
+    ++attempts_;
+  } else {
+    back_off();
+    ++attempts_;
+  }
+}
+
+}  // namespace kvpool

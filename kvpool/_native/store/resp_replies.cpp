@@ -1,0 +1,365 @@
+// What a server says to a connection's requests: part of RespConnection, see resp_connection.h.
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <utility>
+
+#include "store/resp_connection.h"
+
+namespace kvpool {
+namespace {
+
+using Kind = RespRequest::Kind;
+using PutReply = RespRequest::PutReply;
+using Stage = RespRequest::Stage;
+using Sink = RespRequest::Sink;
+
+// Smaller values are received with the replies around them and copied: that costs less than a system call.
+constexpr std::size_t kDirectNbytes = 4096;
+// A key's slot moves from one server to one other; more hops mean that the servers do not agree.
+constexpr unsigned kMaxHops = 5;
+constexpr std::size_t kOkNbytes = 5;
+constexpr std::size_t kPutRepliesNbytes = 35;  // "+OK", "+QUEUED" twice, "*2" and two integers
+
+constexpr const char* kTooEarly = "it replied before it was asked";
+
+std::string_view first_word(std::string_view words) { return words.substr(0, words.find(' ')); }
+
+// Whether an error is about the command itself and not about the key: no right to it, or no such command.
+bool is_command_refused(std::string_view text) {
+  const std::string_view word = first_word(text);
+  return (word == "NOPERM" || word == "ERR") && text.find("command") != std::string_view::npos;
+}
+
+std::size_t digits(std::uint64_t value) {
+  std::size_t count = 1;
+  for (; value >= 10; value /= 10) ++count;
+  return count;
+}
+
+// "$123\r\n"
+std::size_t bulk_line_nbytes(std::uint64_t value) { return 1 + digits(value) + 2; }
+
+}  // namespace
+
+bool RespConnection::receive_some() {
+  readable_ = false;
+  iovec parts[2];
+  std::size_t count = 0;
+  std::size_t direct = 0;
+  Request* front = requests_.empty() ? nullptr : requests_.front().get();
+  if (front != nullptr && parser_.bulk_left() != 0 && front->sink == Sink::kBody && front->item) {
+    direct = static_cast<std::size_t>(std::min<std::uint64_t>(parser_.bulk_left(), kChunkNbytes));
+    parts[count++] = {front->into.data() + front->body_got, direct};
+  }
+  if (direct == parser_.bulk_left() || direct == 0) {
+    parts[count++] = {scratch_.data(), wanted_nbytes(direct != 0)};
+  }
+  const Stream::Result result = socket_.receive({parts, count});
+  if (result.state != Stream::State::kMoved) {
+    if (result.state != Stream::State::kBlocked) lose(Cause::kServer, std::string(socket_.error()));
+    return false;
+  }
+  if (!up_) {
+    seen_doubts_ = node_->doubts.load();
+    count_up(true);
+  }
+  const std::size_t got = result.nbytes;
+  const std::size_t straight = std::min(got, direct);
+  if (straight != 0) on_body(*front, straight);
+  std::string why = parse_replies({scratch_.data(), got - straight});
+  if (!why.empty()) lose(Cause::kServer, why);
+  return true;
+}
+
+// How much of what comes may go through the scratch buffer: up to where the next large payload should
+// begin.
+std::size_t RespConnection::wanted_nbytes(bool in_body) const {
+  if (requests_.empty()) return 1;  // nothing is due: one byte is proof enough
+  const Request& front = *requests_.front();
+  if (front.kind == Kind::kGet && (!front.item || front.damage != Damage::kNone)) return scratch_.size();
+  std::size_t wanted = in_body ? 2 : 0;
+  for (std::size_t i = in_body ? 1 : 0; i < requests_.size() && wanted < scratch_.size(); ++i) {
+    const Request& request = *requests_[i];
+    if (request.asking) wanted += kOkNbytes;
+    if (request.kind != Kind::kGet) {
+      wanted += request.kind == Kind::kPut ? kPutRepliesNbytes : 4;
+      continue;
+    }
+    const std::size_t h_nbytes = kRecordHeaderNbytes + request.into_tail.size();
+    wanted += 4 + bulk_line_nbytes(h_nbytes) + h_nbytes + 2 + bulk_line_nbytes(request.into.size());
+    if (request.into.size() >= kDirectNbytes) break;
+    wanted += request.into.size() + 2;
+  }
+  return std::clamp<std::size_t>(wanted, 1, scratch_.size());
+}
+
+// Returns why the connection is in doubt; empty when it is not.
+std::string RespConnection::parse_replies(std::span<const std::byte> input) {
+  while (!input.empty()) {
+    if (requests_.empty() || !requests_.front()->on_the_wire()) return "it sent more than it was asked for";
+    Request& front = *requests_.front();
+    if (parser_.bulk_left() != 0) {
+      const auto piece =
+          input.first(static_cast<std::size_t>(std::min<std::uint64_t>(input.size(), parser_.bulk_left())));
+      on_bulk(front, piece);
+      input = input.subspan(piece.size());
+      continue;
+    }
+    const auto token = parser_.next(input);
+    if (!token) break;
+    std::string why = on_token(front, *token);
+    if (!why.empty()) return why;
+  }
+  return {};
+}
+
+void RespConnection::on_bulk(Request& request, std::span<const std::byte> piece) {
+  switch (request.item ? request.sink : Sink::kNowhere) {
+    case Sink::kHeader: {
+      const std::size_t kept = std::min(piece.size(), request.h.size() - request.h_got);
+      if (kept != 0) std::memcpy(request.h.data() + request.h_got, piece.data(), kept);
+      request.h_got += kept;
+      break;
+    }
+    case Sink::kBody:
+      std::memcpy(request.into.data() + request.body_got, piece.data(), piece.size());
+      on_body(request, piece.size());
+      return;
+    case Sink::kNowhere:
+      break;
+  }
+  parser_.take(piece.size());
+}
+
+// `nbytes` more of b are in their place.
+void RespConnection::on_body(Request& request, std::size_t nbytes) {
+  request.checksum->update(request.into.subspan(request.body_got, nbytes));
+  request.body_got += nbytes;
+  parser_.take(nbytes);
+  release_window(request, std::min(nbytes, request.cost_left - kRequestNbytes));
+}
+
+std::string RespConnection::on_token(Request& request, const RespToken& token) {
+  if (token.kind == RespKind::kBad) return "its reply is no RESP2, or too large";
+  if (request.asking && !request.asked) {
+    // Where it is refused the command is, too.
+    if (token.kind != RespKind::kSimple && token.kind != RespKind::kError) return kUnexpected;
+    request.asked = true;
+    return {};
+  }
+  if (request.kind == Kind::kPut) return on_put_token(request, token);
+  if (!request.is_sent()) return kTooEarly;
+  if (token.kind == RespKind::kError) return on_error(request, token.text);
+  switch (request.kind) {
+    case Kind::kPut:
+      break;
+    case Kind::kGet:
+      return on_get_token(request, token);
+    case Kind::kContains:
+    case Kind::kDelete:
+    case Kind::kTouch:
+    case Kind::kCleanup:
+      if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
+      if (request.asks_before_put()) {
+        if (token.value == 1) {
+          end_front(Status::kPresent, {});
+        } else {
+          go_on(request, Kind::kPut);
+        }
+        return {};
+      }
+      end_front(token.value == 1 && request.kind != Kind::kCleanup ? Status::kOk : Status::kMiss, {});
+      return {};
+    case Kind::kAge:
+      return on_age(request, token);
+    case Kind::kRenew:
+      if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
+      end_front(Status::kMiss, {});
+      return {};
+  }
+  return kUnexpected;
+}
+
+// A whole reply that says no is an answer: to this command, and to no other.
+std::string RespConnection::on_error(Request& request, std::string_view text) {
+  const std::string_view word = first_word(text);
+  const std::string words = settings_.endpoint.name() + ": " + settings_.shown(text);
+  if (request.stage != Stage::kStart) {
+    end_item(request, Status::kFault, words);
+    return "it answered: " + settings_.shown(text);
+  }
+  switch (request.kind) {
+    case Kind::kAge:
+    case Kind::kRenew:
+      renews_ = renews_ && word != "NOPERM" && word != "ERR";
+      [[fallthrough]];
+    case Kind::kCleanup:
+      end_front(Status::kMiss, {});
+      return {};
+    case Kind::kTouch:
+      if (is_command_refused(text)) {
+        touches_ = false;  // whether the key is there can be asked all the same, from now on by itself
+        go_on(request, Kind::kContains);
+        return {};
+      }
+      break;
+    default:
+      break;
+  }
+  if (note_refusal(request, word, text)) {
+    redirect_front();
+  } else if (request.kind == Kind::kGet && word == "WRONGTYPE") {
+    request.damage = Damage::kMagic;
+    end_get(request);
+  } else {
+    end_front(Status::kFault, words);
+  }
+  return {};
+}
+
+// What an error says of who serves the key. True: it is to be asked for elsewhere.
+bool RespConnection::note_refusal(Request& request, std::string_view word, std::string_view text) {
+  const bool moves = word == "MOVED" || word == "ASK";
+  if (moves && !topology_.is_fixed() && note_redirect(request, text)) return true;
+  if (word == "READONLY" || word == "CLUSTERDOWN" || word == "MASTERDOWN" || word == "MOVED")
+    topology_.doubt();
+  return false;
+}
+
+// The front's item asks the same server for something else.
+void RespConnection::go_on(Request& answered, Kind kind) {
+  if (!answered.item) return end_front(Status::kMiss, {});
+  auto request = std::make_unique<Request>();
+  request->kind = kind;
+  request->deadline = answered.deadline;
+  request->asking = answered.asking;
+  request->hops = answered.hops;
+  request->item.emplace(std::move(*answered.item));
+  answered.item.reset();
+  request->compose();
+  end_front(Status::kMiss, {});
+  add(std::move(request));
+}
+
+// What is left of a key's time to live, in ms; -1: it has none, -2: it is not there.
+std::string RespConnection::on_age(Request& request, const RespToken& token) {
+  if (token.kind != RespKind::kInteger || token.value < -2) return kUnexpected;
+  const std::int64_t ttl_ms = settings_.ttl.count();
+  const bool is_old = token.value != -2 && token.value <= ttl_ms - ttl_ms / 4;
+  auto renewal = is_old ? Request::about(Kind::kRenew, std::move(request.key_text), settings_.ttl) : nullptr;
+  end_front(Status::kMiss, {});
+  if (renewal) add(std::move(renewal));
+  return {};
+}
+
+// MULTI, HSET, PEXPIRE and EXEC have a reply each, and that to EXEC holds those to the two between.
+std::string RespConnection::on_put_token(Request& request, const RespToken& token) {
+  const PutReply reply = request.put_reply;
+  const auto place = static_cast<std::size_t>(reply);
+  if (place < request.answerable.size() && request.sent < request.answerable[place]) return kTooEarly;
+  if (token.kind == RespKind::kError) {
+    on_put_error(request, token.text);
+  } else if (reply == PutReply::kExec) {
+    if (token.kind != RespKind::kArray || token.value != 2) return kUnexpected;
+  } else if (token.kind == RespKind::kInteger && token.value >= 0 &&
+             token.value <= (reply == PutReply::kPexpireDone ? 1 : 2)) {
+    // In a transaction it would have been queued: one that may not begin any is answered at once.
+    const bool is_done = reply == PutReply::kHsetDone || reply == PutReply::kPexpireDone;
+    if (!is_done && request.outcome == Status::kOk) return kUnexpected;
+    if (reply == PutReply::kPexpireDone && token.value == 0 && request.outcome == Status::kOk) {
+      request.outcome = Status::kNoRoom;
+    }
+  } else if (place > static_cast<std::size_t>(PutReply::kPexpire) || token.kind != RespKind::kSimple ||
+             token.text != (reply == PutReply::kMulti ? "OK" : "QUEUED")) {
+    return kUnexpected;
+  }
+  const bool is_last =
+      reply == PutReply::kPexpireDone || (reply == PutReply::kExec && token.kind == RespKind::kError);
+  request.put_reply = static_cast<PutReply>(place + 1);
+  if (!is_last) return {};
+  if (request.moved_port != 0) {
+    redirect_front();
+  } else {
+    end_front(request.outcome, std::move(request.words));
+  }
+  return {};
+}
+
+// The first error is the one that says why; the others only follow from it.
+void RespConnection::on_put_error(Request& request, std::string_view text) {
+  const std::string_view word = first_word(text);
+  if (note_refusal(request, word, text) || request.outcome != Status::kOk) return;
+  request.outcome = word == "OOM" ? Status::kNoRoom : Status::kFault;
+  if (request.outcome == Status::kFault)
+    request.words = settings_.endpoint.name() + ": " + settings_.shown(text);
+}
+
+void RespConnection::end_front(Status status, std::string words) {
+  Request& front = *requests_.front();
+  attempts_ = 0;  // this connection is good for something
+  std::unique_ptr<Request> look;
+  if (front.item) {
+    if (status == Status::kOk || status == Status::kPresent) look = look_at(front);
+    front.item->finish(status, std::move(words));
+    front.item.reset();
+  }
+  release_window(front, front.cost_left);
+  requests_.pop_front();
+  --first_unsent_;
+  if (look) add(std::move(look));
+}
+
+// A key that was found and used: how long it has left is asked now and then, so that its time to live runs from its
+// last use. A write at each use would be told to all who follow the server.
+std::unique_ptr<RespRequest> RespConnection::look_at(const Request& used) {
+  const std::string& key = used.item->key().text;
+  if (used.item->op() == Op::kContains || used.item->op() == Op::kDelete) return nullptr;
+  if (!renews_ || !uses_.is_due(key, settings_.ttl, Clock::now())) return nullptr;
+  if (used.kind == Kind::kPut) return nullptr;  // it begins just now
+  return Request::about(Kind::kAge, key, settings_.ttl);
+}
+
+// "MOVED 3999 10.0.0.1:6381", or ASK: a host may be empty (the same one) or an IPv6 address. False: it makes no
+// sense, or the request was sent from server to server often enough.
+bool RespConnection::note_redirect(Request& request, std::string_view text) const {
+  const std::size_t space = text.rfind(' ');
+  const std::size_t colon = text.rfind(':');
+  if (colon == std::string_view::npos || colon < space) return false;
+  const std::string_view host = text.substr(space + 1, colon - space - 1);
+  unsigned port = 0;
+  const char* const end = text.data() + text.size();
+  const auto [at, error] = std::from_chars(text.data() + colon + 1, end, port);
+  if (error != std::errc() || at != end || port < 1 || port > 65535) return false;
+  if (!host.empty() && !is_host(host)) return false;
+  if (request.hops >= kMaxHops) return false;
+  // Both halves of a put say the same; where they differ, the one for good counts.
+  const bool asking = text.starts_with("ASK");
+  if (request.moved_port != 0 && asking) return true;
+  request.moved_host = host.empty() ? settings_.endpoint.host : std::string(host);
+  request.moved_port = port;
+  request.moved_asking = asking;
+  return true;
+}
+
+void RespConnection::redirect_front() {
+  attempts_ = 0;
+  std::unique_ptr<Request> front = std::move(requests_.front());
+  release_window(*front, front->cost_left);
+  requests_.pop_front();
+  --first_unsent_;
+  (front->moved_asking ? counts_.asked : counts_.moved).fetch_add(1, std::memory_order_relaxed);
+  // A slot on its way from one server to another stays ours until it has arrived.
+  if (!front->moved_asking) topology_.doubt();
+  if (!front->item) return;  // nobody waits for it
+  auto fresh = std::make_unique<Request>();
+  fresh->kind = front->kind;
+  fresh->deadline = front->deadline;
+  fresh->item.emplace(std::move(*front->item));
+  fresh->asking = front->moved_asking;
+  fresh->hops = front->hops + 1;
+  fresh->compose();
+  redirected_.push_back({std::move(fresh), std::move(front->moved_host), front->moved_port});
+}
+
+}  // namespace kvpool

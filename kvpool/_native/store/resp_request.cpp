@@ -1,0 +1,101 @@
+// How requests are composed.
+#include "store/resp_request.h"
+
+#include <algorithm>
+
+#include "store/resp_dial.h"
+
+namespace kvpool {
+namespace {
+
+// What is left of a put that was given up is sent as zeros up to here; beyond it, dialling anew is cheaper.
+constexpr std::size_t kMaxFillNbytes = 8 << 20;
+// A connection asks this many windows of values ahead of its puts: with one, each window would wait for a round trip;
+// with many, one lane would take all of a batch that the others could help with.
+constexpr std::size_t kWindowsAsked = 4;
+
+}  // namespace
+
+// What is asked for the item, from the start.
+void RespRequest::compose() {
+  const std::string& key = item->key().text;
+  head = asking ? kAsking : std::string_view();
+  const bool moves_bytes = kind == Kind::kPut || kind == Kind::kGet;
+  const std::size_t tail = std::min(moves_bytes ? item->buffer().size() : 0, kRespTailNbytes);
+  switch (kind) {
+    case Kind::kPut:
+      body = item->buffer().first(item->buffer().size() - tail);
+      append_command(head, {"MULTI"});
+      answerable[0] = head.size();
+      head += "*6\r\n$4\r\nHSET\r\n$" + std::to_string(key.size()) + "\r\n" + key + "\r\n$1\r\nb\r\n$" +
+              std::to_string(body.size()) + "\r\n";
+      break;
+    case Kind::kGet:
+      into = item->buffer().first(item->buffer().size() - tail);
+      into_tail = item->buffer().last(tail);
+      append_command(head, {"HMGET", key, "h", "b"});
+      break;
+    case Kind::kContains:
+      append_command(head, {"EXISTS", key});
+      break;
+    case Kind::kTouch:
+      append_command(head, {"TOUCH", key});
+      break;
+    case Kind::kDelete:
+    case Kind::kCleanup:
+      append_command(head, {"UNLINK", key});
+      break;
+    case Kind::kAge:
+    case Kind::kRenew:
+      break;  // see about()
+  }
+  end_made = kind != Kind::kPut;
+}
+
+std::unique_ptr<RespRequest> RespRequest::about(Kind kind, std::string key, std::chrono::milliseconds ttl) {
+  auto request = std::make_unique<RespRequest>();
+  request->kind = kind;
+  request->key_text = std::move(key);
+  request->deadline = Clock::now() + kRespPatience;
+  if (kind == Kind::kAge) {
+    append_command(request->head, {"PTTL", request->key_text});
+  } else {
+    append_command(request->head, {"PEXPIRE", request->key_text, std::to_string(ttl.count())});
+  }
+  request->end_made = true;
+  return request;
+}
+
+void RespRequest::make_end(const std::optional<std::string>& last, std::string_view key,
+                           std::chrono::milliseconds ttl) {
+  const std::string field = last.value_or(std::string(kRecordHeaderNbytes + kRespTailNbytes, '\0'));
+  const std::size_t before = head.size() + body.size();
+  end = "\r\n$1\r\nh\r\n$" + std::to_string(field.size()) + "\r\n" + field + "\r\n";
+  answerable[1] = before + end.size();
+  if (last) {
+    append_command(end, {"PEXPIRE", key, std::to_string(ttl.count())});
+  } else {
+    append_command(end, {"PEXPIRE", key});  // an error, so that EXEC refuses all; DISCARD is one more right
+  }
+  answerable[2] = before + end.size();
+  append_command(end, {"EXEC"});
+  answerable[3] = before + end.size();
+  end_made = true;
+}
+
+std::size_t RespRequest::cost() const {
+  const std::size_t to_come = asks_before_put() ? item->buffer().size() / kWindowsAsked : 0;
+  return kRequestNbytes + body.size() + into.size() + to_come;
+}
+
+bool RespRequest::give_up_sending() {
+  const std::size_t before = head.size() + body.size();
+  if (sent >= before && end_made) return true;  // the rest is ours: let it be kept
+  if (sent < before && before - sent > kMaxFillNbytes) return false;
+  key_text = item->key().text;
+  end.clear();
+  end_made = false;
+  return true;
+}
+
+}  // namespace kvpool

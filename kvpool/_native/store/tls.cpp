@@ -1,0 +1,105 @@
+// Certificates loaded, and OpenSSL set up for clients.
+#include "store/tls.h"
+
+#include <fcntl.h>
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#include <openssl/x509v3.h>
+
+#include <cerrno>
+#include <new>
+#include <system_error>
+
+#include "store/descriptor.h"
+
+namespace kvpool {
+namespace {
+
+// OpenSSL receives this much with one system call, where it is there: not a header and a body for each record.
+constexpr std::size_t kReadAheadNbytes = 256 << 10;
+
+void check_readable(const char* what, const std::string& path) {
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (!file)
+    throw TlsError(path + ": " + what + " cannot be read: " + std::generic_category().message(errno));
+}
+
+[[noreturn]] void refuse(const char* what, const std::string& path) {
+  throw TlsError(path + ": " + what + " cannot be used: " + tls_words());
+}
+
+}  // namespace
+
+std::string tls_words() {
+  const unsigned long error = ERR_peek_error();
+  const char* reason = ERR_reason_error_string(error);
+  std::string words = reason != nullptr ? reason : "it breaks the protocol";
+  ERR_clear_error();
+  return words;
+}
+
+void TlsContext::Free::operator()(ssl_ctx_st* context) const { SSL_CTX_free(context); }
+void TlsContext::FreeSession::operator()(ssl_st* ssl) const { SSL_free(ssl); }
+
+TlsContext::TlsContext(const TlsFiles& files) : context_(SSL_CTX_new(TLS_client_method())) {
+  ERR_clear_error();
+  SSL_CTX* context = context_.get();
+  if (context == nullptr) throw TlsError("OpenSSL has no TLS: " + tls_words());
+  SSL_CTX_set_min_proto_version(context, TLS1_2_VERSION);
+  SSL_CTX_set_options(context, SSL_OP_NO_RENEGOTIATION | SSL_OP_NO_COMPRESSION);
+  SSL_CTX_set_verify(context, SSL_VERIFY_PEER, nullptr);
+  SSL_CTX_set_read_ahead(context, 1);
+  SSL_CTX_set_default_read_buffer_len(context, kReadAheadNbytes);
+  if (files.ca.empty()) {
+    if (SSL_CTX_set_default_verify_paths(context) != 1) {
+      throw TlsError("the system's authorities cannot be read: " + tls_words());
+    }
+  } else {
+    check_readable("the file of authorities", files.ca);
+    if (SSL_CTX_load_verify_file(context, files.ca.c_str()) != 1) {
+      refuse("the file of authorities", files.ca);
+    }
+  }
+  if (files.cert.empty()) return;
+  // OpenSSL would ask on the terminal.
+  bool has_passphrase = false;
+  SSL_CTX_set_default_passwd_cb_userdata(context, &has_passphrase);
+  SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void* asked) {
+    *static_cast<bool*>(asked) = true;
+    return -1;
+  });
+  check_readable("the client certificate", files.cert);
+  if (SSL_CTX_use_certificate_chain_file(context, files.cert.c_str()) != 1) {
+    refuse("the client certificate", files.cert);
+  }
+  check_readable("the private key", files.key);
+  // It compares them, where a certificate is there already.
+  if (SSL_CTX_use_PrivateKey_file(context, files.key.c_str(), SSL_FILETYPE_PEM) != 1) {
+    if (has_passphrase)
+      throw TlsError(files.key + ": the private key has a passphrase: store it without one");
+    refuse("the private key", files.key);
+  }
+  SSL_CTX_set_default_passwd_cb(context, nullptr);
+  SSL_CTX_set_default_passwd_cb_userdata(context, nullptr);
+}
+
+TlsContext::Session TlsContext::session(const std::string& host) const {
+  ERR_clear_error();
+  Session session(SSL_new(context_.get()));
+  if (!session) throw std::bad_alloc();
+  X509_VERIFY_PARAM* wanted = SSL_get0_param(session.get());
+  // As browsers and Python: the name must be among the alternative names, and *.x stands for one whole label.
+  X509_VERIFY_PARAM_set_hostflags(wanted,
+                                  X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS | X509_CHECK_FLAG_NEVER_CHECK_SUBJECT);
+  if (X509_VERIFY_PARAM_set1_ip_asc(wanted, host.c_str()) != 1) {
+    ERR_clear_error();
+    if (SSL_set1_host(session.get(), host.c_str()) != 1 ||
+        SSL_set_tlsext_host_name(session.get(), host.c_str()) != 1) {
+      throw std::bad_alloc();
+    }
+  }
+  SSL_set_connect_state(session.get());
+  return session;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,172 @@
+// The map of slots: installed, looked up, held in doubt.
+#include "store/topology.h"
+
+#include <arpa/inet.h>
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+
+namespace kvpool {
+namespace {
+
+constexpr std::array<std::uint16_t, 256> make_crc_table() {
+  std::array<std::uint16_t, 256> table{};
+  for (unsigned byte = 0; byte < 256; ++byte) {
+    unsigned value = byte << 8;
+    for (int bit = 0; bit < 8; ++bit) value = (value & 0x8000U) != 0 ? (value << 1) ^ 0x1021U : value << 1;
+    table[byte] = static_cast<std::uint16_t>(value);
+  }
+  return table;
+}
+
+constexpr auto kCrcTable = make_crc_table();
+
+unsigned crc16(std::string_view text) {
+  unsigned crc = 0;
+  for (const char c : text) {
+    crc = ((crc << 8) & 0xffffU) ^ kCrcTable[((crc >> 8) ^ static_cast<unsigned char>(c)) & 0xffU];
+  }
+  return crc;
+}
+
+bool is_number(const std::string& host) {
+  std::array<unsigned char, sizeof(in6_addr)> address;
+  return inet_pton(AF_INET, host.c_str(), address.data()) == 1 ||
+         inet_pton(AF_INET6, host.c_str(), address.data()) == 1;
+}
+
+std::vector<SocketAddress> addresses_of(const Endpoint& endpoint) {
+  try {
+    return resolve(endpoint);
+  } catch (const Unreachable&) {
+    return {};
+  }
+}
+
+Endpoint endpoint_of(const std::string& host, unsigned port) {
+  return {host, static_cast<std::uint16_t>(port), {}};
+}
+
+void check(const std::vector<NodeSlots>& nodes) {
+  if (nodes.empty() || nodes.size() > kMaxNodes)
+    throw std::invalid_argument("a topology has 1 to 1000 nodes");
+  for (const NodeSlots& node : nodes) {
+    if (!is_host(node.host)) throw std::invalid_argument("a node's host is no host name");
+    if (node.port < 1 || node.port > 65535) throw std::invalid_argument("a node's port is from 1 to 65535");
+    for (const auto& [first, last] : node.ranges) {
+      if (first > last || last >= kSlots) throw std::invalid_argument("slots are from 0 to 16383");
+    }
+  }
+}
+
+}  // namespace
+
+unsigned slot_of(std::string_view key) {
+  const std::size_t open = key.find('{');
+  if (open != std::string_view::npos) {
+    const std::size_t close = key.find('}', open + 1);
+    if (close != std::string_view::npos && close != open + 1) key = key.substr(open + 1, close - open - 1);
+  }
+  return crc16(key) % kSlots;
+}
+
+bool is_host(std::string_view host) {
+  const auto allowed = [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
+           c == '-' || c == '_' || c == ':';
+  };
+  return !host.empty() && host.size() <= 253 && std::all_of(host.begin(), host.end(), allowed);
+}
+
+Topology::Topology(RespSettings settings)
+    : settings_(std::move(settings)), fixed_(false), map_(std::make_shared<SlotMap>()) {
+  auto map = std::make_shared<SlotMap>();
+  map->owners.assign(kSlots, SlotMap::kNobody);
+  map_ = std::move(map);
+}
+
+Topology::Topology(RespSettings settings, std::vector<SocketAddress> addresses)
+    : settings_(std::move(settings)), fixed_(true) {
+  auto map = std::make_shared<SlotMap>();
+  map->nodes.push_back(std::make_shared<RespNode>(settings_, std::move(addresses), true));
+  map_ = std::move(map);
+}
+
+void Topology::install(const std::vector<NodeSlots>& nodes) {
+  check(nodes);
+  std::vector<std::vector<SocketAddress>> addresses;
+  for (const NodeSlots& node : nodes) addresses.push_back(addresses_of(endpoint_of(node.host, node.port)));
+
+  auto map = std::make_shared<SlotMap>();
+  map->owners.assign(kSlots, SlotMap::kNobody);
+  const std::lock_guard lock(mutex_);
+  std::erase_if(nodes_, [](const auto& entry) { return entry.second.expired(); });
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    RespSettings settings = settings_;
+    settings.endpoint = endpoint_of(nodes[i].host, nodes[i].port);
+    const std::string name = settings.endpoint.name();
+    std::shared_ptr<RespNode> node = remembered(name);
+    if (node) {
+      if (!addresses[i].empty()) node->set_addresses(std::move(addresses[i]));
+    } else {
+      node = std::make_shared<RespNode>(std::move(settings), std::move(addresses[i]), false);
+      nodes_[name] = node;
+    }
+    map->nodes.push_back(std::move(node));
+    for (const auto& [first, last] : nodes[i].ranges) {
+      std::fill(map->owners.begin() + first, map->owners.begin() + last + 1, static_cast<std::uint16_t>(i));
+    }
+  }
+  map_ = std::move(map);
+  version_.fetch_add(1, std::memory_order_release);
+}
+
+std::shared_ptr<const SlotMap> Topology::map() const {
+  const std::lock_guard lock(mutex_);
+  return map_;
+}
+
+std::shared_ptr<RespNode> Topology::remembered(const std::string& name) {
+  const auto found = nodes_.find(name);
+  return found == nodes_.end() ? nullptr : found->second.lock();
+}
+
+std::shared_ptr<RespNode> Topology::named(const std::string& host, unsigned port) {
+  RespSettings settings = settings_;
+  settings.endpoint = endpoint_of(host, port);
+  const std::string name = settings.endpoint.name();
+  const std::lock_guard lock(mutex_);
+  if (auto node = remembered(name)) return node;
+  if (!is_number(host)) return nullptr;
+  std::erase_if(nodes_, [](const auto& entry) { return entry.second.expired(); });
+  auto addresses = addresses_of(settings.endpoint);
+  auto node = std::make_shared<RespNode>(std::move(settings), std::move(addresses), false);
+  nodes_[name] = node;
+  return node;
+}
+
+void Topology::doubt() {
+  if (doubted_.exchange(true, std::memory_order_relaxed)) return;
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+bool Topology::wait_for_doubt(Clock::time_point until) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_until(lock, until, [this] { return closed_ || doubted_.load(std::memory_order_relaxed); });
+  return doubted_.exchange(false, std::memory_order_relaxed) && !closed_;
+}
+
+void Topology::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  changed_.notify_all();
+}
+
+bool Topology::closed() const {
+  const std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,201 @@
+// The file of byte counts: its checks, its lock, its changes.
+#include "store/usage.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstddef>
+#include <filesystem>
+#include <limits>
+#include <system_error>
+#include <thread>
+
+namespace kvpool {
+namespace {
+
+using namespace std::chrono_literals;
+using SteadyClock = std::chrono::steady_clock;
+
+static_assert(std::endian::native == std::endian::little, "the file is written as it lies in memory");
+
+constexpr auto kCountsPatience =
+    1s;  // a peer holds their lock for a microsecond, unless it was stopped in it
+constexpr int kSpins = 100;
+constexpr std::uint64_t kMaxCount = (std::uint64_t{1} << 48) - 1;
+
+[[noreturn]] void fail(const char* what, const std::string& path, int error) {
+  throw std::filesystem::filesystem_error(what, path, std::error_code(error, std::generic_category()));
+}
+
+// Never 0, so that zeros are no count.
+std::uint64_t check_of(unsigned index, std::uint64_t nbytes) {
+  std::uint64_t mixed = (nbytes ^ ((index + 1) * 0x9e37'79b9'7f4a'7c15U)) * 0xff51'afd7'ed55'8ccdU;
+  mixed ^= mixed >> 32;
+  return (mixed & 0xffff) | 1;
+}
+
+std::uint64_t packed(unsigned index, std::uint64_t nbytes) {
+  nbytes = std::min(nbytes, kMaxCount);
+  return nbytes << 16 | check_of(index, nbytes);
+}
+
+std::optional<std::uint64_t> unpacked(unsigned index, std::uint64_t word) {
+  const std::uint64_t nbytes = word >> 16;
+  if ((word & 0xffff) != check_of(index, nbytes)) return std::nullopt;
+  return nbytes;
+}
+
+off_t place_of(unsigned index) {
+  return static_cast<off_t>(offsetof(UsagePage, counts) + index * sizeof(std::uint64_t));
+}
+
+UsagePage read_page(int fd) {
+  UsagePage page;  // what the file lacks stays zero: unknown
+  [[maybe_unused]] const ssize_t ignored = pread(fd, static_cast<void*>(&page), sizeof page, 0);
+  return page;
+}
+
+}  // namespace
+
+std::optional<std::uint64_t> UsagePage::nbytes(unsigned index) const {
+  return unpacked(index, counts[index]);
+}
+
+void UsagePage::set(unsigned index, std::uint64_t nbytes) { counts[index] = packed(index, nbytes); }
+
+UsagePage::Sum UsagePage::sum() const {
+  std::uint64_t held = 0;
+  unsigned known = 0;
+  unsigned filled = 0;
+  for (unsigned i = 0; i < kBuckets; ++i) {
+    if (const auto count = nbytes(i)) {
+      held += *count;
+      ++known;
+      filled += *count != 0 ? 1 : 0;
+    }
+  }
+  if (filled != 0) held += held / filled * (kBuckets - known);
+  const auto temporaries = nbytes(kTemporaries);
+  return {held + temporaries.value_or(0), kBuckets - known + (temporaries ? 0 : 1)};
+}
+
+Usage::Lock::~Lock() {
+  if (fd_ >= 0) flock(fd_, LOCK_UN);
+}
+
+Usage::Usage(std::string path, std::optional<mode_t> mode) : path_(std::move(path)) {
+  const int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | (mode ? O_CREAT : 0);
+  file_ = Descriptor(open(path_.c_str(), flags, mode.value_or(0)));
+  if (!file_) fail("open", path_, errno);
+  struct stat info;
+  if (fstat(file_.get(), &info) != 0) fail("stat", path_, errno);
+  if (!S_ISREG(info.st_mode)) fail("open (not a regular file)", path_, EINVAL);
+  if (mode && info.st_uid == geteuid() && (info.st_mode & 0777) != *mode) fchmod(file_.get(), *mode);
+  device_ = info.st_dev;
+  inode_ = info.st_ino;
+}
+
+std::optional<Usage::Lock> Usage::lock(Hold hold, const GiveUp& give_up) const {
+  const int how = (hold == Hold::kExclusive ? LOCK_EX : LOCK_SH) | LOCK_NB;
+  auto pause = 50us;
+  for (;;) {
+    if (flock(file_.get(), how) == 0) return Lock(file_.get());
+    if (errno != EWOULDBLOCK && errno != EINTR) fail("lock", path_, errno);
+    if (give_up()) return std::nullopt;
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, 1000us);
+  }
+}
+
+bool Usage::current() const {
+  struct stat info;
+  return stat(path_.c_str(), &info) == 0 && info.st_dev == device_ && info.st_ino == inode_;
+}
+
+bool Usage::lock_counts() const {
+  struct flock range{};
+  range.l_type = F_WRLCK;
+  range.l_whence = SEEK_SET;
+  range.l_len = 1;
+  const auto until = SteadyClock::now() + kCountsPatience;
+  for (int spins = 0;; ++spins) {
+    if (fcntl(file_.get(), F_OFD_SETLK, &range) == 0) return true;
+    if (errno != EAGAIN && errno != EACCES && errno != EINTR) return false;
+    if (spins < kSpins) {
+      sched_yield();
+    } else if (SteadyClock::now() < until) {
+      std::this_thread::sleep_for(50us);
+    } else {
+      return false;
+    }
+  }
+}
+
+void Usage::unlock_counts() const {
+  struct flock range{};
+  range.l_type = F_UNLCK;
+  range.l_whence = SEEK_SET;
+  range.l_len = 1;
+  fcntl(file_.get(), F_OFD_SETLK, &range);
+}
+
+void Usage::store(unsigned index, std::uint64_t word) const {
+  [[maybe_unused]] const ssize_t
+      ignored =  // a count that could not be written is found to be unknown, or too high
+      pwrite(file_.get(), &word, sizeof word, place_of(index));
+}
+
+bool Usage::reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known) {
+  if (n > capacity_nbytes || !lock_counts()) return false;
+  const UsagePage page = read();
+  const auto temporaries = page.nbytes(kTemporaries);
+  const auto [used, unknown] = page.sum();
+  const bool reserved = (known == Known::kEstimated || unknown == 0) && used <= capacity_nbytes - n;
+  // An unknown count stays so: whoever counts finds the file.
+  if (reserved && temporaries) store(kTemporaries, packed(kTemporaries, *temporaries + n));
+  unlock_counts();
+  return reserved;
+}
+
+void Usage::change(std::initializer_list<Change> changes) {
+  const bool locked = lock_counts();
+  for (const auto& [index, nbytes] : changes) {
+    std::uint64_t word = 0;
+    if (locked && pread(file_.get(), &word, sizeof word, place_of(index)) == sizeof word) {
+      const auto count = unpacked(index, word);
+      if (!count) continue;
+      const auto size = static_cast<std::uint64_t>(nbytes < 0 ? -nbytes : nbytes);
+      word = packed(index, nbytes < 0 ? *count - std::min(*count, size) : *count + size);
+    }
+    store(index, word);  // unknown, where it could not be changed
+  }
+  if (locked) unlock_counts();
+}
+
+UsagePage Usage::read() const { return read_page(file_.get()); }
+
+void Usage::write(const UsagePage& page) {
+  [[maybe_unused]] const ssize_t ignored =  // as store()
+      pwrite(file_.get(), static_cast<const void*>(&page), sizeof page, 0);
+}
+
+void Usage::set(unsigned index, std::uint64_t nbytes) { store(index, packed(index, nbytes)); }
+
+std::uint64_t Usage::used_nbytes(const std::string& path) {
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  return file ? read_page(file.get()).sum().nbytes : 0;
+}
+
+std::array<char, 16> boot_id() {
+  std::array<char, 16> id{};  // 16 of its digits are enough
+  const Descriptor file(open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+  if (file && pread(file.get(), id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) id = {};
+  return id;
+}
+
+}  // namespace kvpool

@@ -1,0 +1,95 @@
+"""``kvpool bench``: what operators measure; ``python -m benchmarks``, in a checkout, races other projects."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.cli.commands.options import Json
+from kvpool.errors import ConfigError
+from kvpool.text import format_nbytes, parse_nbytes
+
+MAX_BATCH_NBYTES = 8 << 30
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+PoolURL = Annotated[
+    str | None, typer.Option(help="URL of the store; without it a file store in shared memory.")
+]
+Rounds = Annotated[int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")]
+BatchBytes = Annotated[
+    str, typer.Option(metavar="SIZE", help="Bytes of a batch, of whatever size its values are.")
+]
+
+bench = typer.Typer(
+    help="Measure this host and its pool.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@bench.command("hash")
+def bench_hash(
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the prompt.")] = 131072,
+    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    rounds: Rounds = 25,
+    as_json: Json = False,
+) -> None:
+    """Block hashes of one long prompt, beside vLLM's own function where vLLM is installed."""
+    from kvpool.cli.bench_hash import run_bench_hash
+
+    run_bench_hash(tokens=tokens, block_tokens=block_size, rounds=rounds, as_json=as_json)
+
+
+@bench.command("store")
+def bench_store(
+    pool: PoolURL = None,
+    rounds: Rounds = 9,
+    batch_bytes: BatchBytes = "256MiB",
+    as_json: Json = False,
+    peers: Annotated[bool, typer.Option("--peers", hidden=True)] = False,
+    peers_folder: Annotated[str | None, typer.Option(hidden=True)] = None,
+    plot: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Puts, gets and existence in a pool by value size, and the memory that a server takes for them."""
+    if peers or peers_folder is not None or plot is not None:
+        raise _moved("store --peers" if plot is None else "store --plot")
+    from kvpool.cli.bench_store import run_bench_store
+
+    run_bench_store(pool=pool, rounds=rounds, batch_nbytes=batch_nbytes_of(batch_bytes), as_json=as_json)
+
+
+def batch_nbytes_of(text: str) -> int:
+    nbytes = parse_nbytes(text)
+    if not 1 <= nbytes <= MAX_BATCH_NBYTES:
+        raise ConfigError(f"--batch-bytes {text}: write a size of at most {format_nbytes(MAX_BATCH_NBYTES)}")
+    return nbytes
+
+
+@bench.command("device")
+def bench_device(
+    blocks: Annotated[int, typer.Option(min=1, max=1 << 14, help="Blocks that are copied at once.")] = 64,
+    rounds: Rounds = 25,
+    as_json: Json = False,
+) -> None:
+    """Copies between KV cache and staging, beside one plain copy of as many bytes and a matrix product.
+
+    Blocks of 16 tokens of Llama-3-8B and DeepSeek-V3, on the accelerator that torch finds, else on the CPU.
+    """
+    from kvpool.cli.bench_device import run_bench_device
+
+    run_bench_device(blocks=blocks, rounds=rounds, as_json=as_json)
+
+
+@bench.command("index", hidden=True, context_settings=ANYTHING)
+@bench.command("fleet", hidden=True, context_settings=ANYTHING)
+@bench.command("e2e", hidden=True, context_settings=ANYTHING)
+def bench_elsewhere(context: typer.Context) -> None:
+    """Only says where it went; for one version."""
+    raise _moved(f"{context.info_name}")
+
+
+def _moved(what: str) -> ConfigError:
+    return ConfigError(
+        f"bench {what} is not part of the package any more: run python -m benchmarks {what} in a checkout of kvpool"
+    )

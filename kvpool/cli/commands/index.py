@@ -1,0 +1,239 @@
+"""``kvpool index``, ``token``, ``lookup`` and ``top``: the prefix index served, asked and watched."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.cli.commands.options import Json, TlsCa, TlsCert, TlsKey, TokenFile
+from kvpool.text import parse_nbytes
+
+
+def index(
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0: any that is free.")
+    ] = "127.0.0.1:50051",
+    pool: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Follow the workers that announce themselves in this store."),
+    ] = None,
+    pool_keys_per_s: Annotated[
+        int,
+        typer.Option(
+            metavar="KEYS",
+            min=1,
+            max=10_000_000,
+            help="Keys of the pool looked at in a second, to see what it lost.",
+        ),
+    ] = 20_000,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--worker",
+            metavar="NAME=tcp://HOST:PORT,model=M,block=N[,...]",
+            help="Follow a worker that does not, such as a stock vLLM. Also: replay=tcp://HOST:PORT, tenant=T, "
+            "hash=ALGORITHM, address=URL, ranks=N.",
+        ),
+    ] = None,
+    max_blocks: Annotated[
+        int, typer.Option(min=1, max=1 << 32, help="Distinct blocks of each model; 17 to 30 bytes each.")
+    ] = 1 << 27,
+    reuse_reports: Annotated[
+        bool,
+        typer.Option(
+            help="Whether a request may run with vLLM's kv_cache_report_mode full; if none does, copies and sliding "
+            "windows are known exactly."
+        ),
+    ] = True,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of the tables of all models, such as 2GiB; cold blocks make room."
+        ),
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Show Prometheus metrics there.")
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Answer Mooncake's RFC 1403 (/query, /query_by_hash) there."),
+    ] = None,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Keep what is known in this file, and begin with it at the next start."
+        ),
+    ] = None,
+    snapshot_every: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=86400, help="How often the file is written.")
+    ] = 60.0,
+    bootstrap: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Begin with what the index there knows, if it answers."),
+    ] = None,
+    warm_up: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, max=86400, help="Longest time until health says that the index serves."
+        ),
+    ] = 15.0,
+    tokenizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="MODEL=FOLDER",
+            help="Take prompts of this model as text and chats, too; also a name on the Hugging Face hub.",
+        ),
+    ] = None,
+    scrape: Annotated[
+        bool, typer.Option("--scrape/--no-scrape", help="Read the workers' own metrics, for Route.")
+    ] = True,
+    route_cost: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--route-cost",
+            metavar="NAME=NUMBER",
+            help="A coefficient of Route: local, pool, waiting, running or usage.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Ask callers for a token of this file; kvpool token makes entries."
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Serve TLS with this certificate and its chain, PEM.")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Its private key, PEM.")] = None,
+    tls_client_ca: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Demand of callers a certificate of this authority, PEM."),
+    ] = None,
+) -> None:
+    """Serve the prefix index: which worker holds how much of a prompt. Runs until SIGTERM or Ctrl-C."""
+    from kvpool.cli.index import IndexSettings, run_index
+
+    run_index(
+        IndexSettings(
+            listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, workers=worker or [], max_blocks=max_blocks,
+            max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),
+            reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot,
+            snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [],
+            scrape=scrape, route_costs=route_cost or [], tokens=tokens, tls_cert=tls_cert, tls_key=tls_key,
+            tls_client_ca=tls_client_ca,
+        )
+    )  # fmt: skip
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="Whom it is for; a name in the file of tokens.")],
+    token_file: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="Where the token is written, a new file, for that caller alone."),
+    ],
+    right: Annotated[
+        list[str] | None, typer.Option("--right", help="read, publish or admin; give it again for more.")
+    ] = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option("--tenant", help="For whose workers; give it again for more; *: all.")
+    ] = None,
+) -> None:
+    """Make a bearer token for an index, and print the entry for its file of tokens: kvpool token ... >> tokens.toml."""
+    from kvpool.cli.token import run_token
+
+    run_token(name=name, rights=right or ["read"], tenants=tenant or ["default"], token_file=token_file)
+
+
+def lookup(
+    model: Annotated[str, typer.Option(help="The model's name, as requests are sent with.")],
+    index_: Annotated[
+        str, typer.Option("--index", metavar="HOST:PORT", help="Where the index serves.")
+    ] = "127.0.0.1:50051",
+    token_ids: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="The prompt as token ids: JSON, or separated by spaces or commas; -: stdin."
+        ),
+    ] = None,
+    hashes: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The prompt as 64-bit block hashes, decimal or 0x...; -: stdin."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The prompt as text, for an index with a --tokenizer; -: stdin."),
+    ] = None,
+    chat: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The same as a chat: JSON, messages or the body of a request for /v1/chat/completions; -: stdin.",
+        ),
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Whose workers.")] = "default",
+    lora_name: Annotated[str | None, typer.Option(help="Of the adapter of the request.")] = None,
+    lora_path: Annotated[str | None, typer.Option(help="Of the adapter of the request.")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="Of the request.")] = None,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option("--worker", metavar="NAME", help="Only this one; give it again for more."),
+    ] = None,
+    route: Annotated[
+        bool, typer.Option("--route", help="Rank the workers by what the prompt would cost, and say why.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for the answer.")] = 5.0,
+    most: Annotated[
+        int, typer.Option(min=0, help="Most rows of the table; 0: all. JSON always has all.")
+    ] = 40,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Json = False,
+) -> None:
+    """Ask an index how many leading blocks of a prompt each worker holds."""
+    from kvpool.cli.index_connection import IndexConnection
+    from kvpool.cli.lookup import run_lookup
+
+    index = IndexConnection(index_, token_file, tls_ca, tls_cert, tls_key)
+    run_lookup(
+        model=model, index=index, token_ids=token_ids, hashes=hashes, text=text, chat=chat, tenant=tenant,
+        lora_name=lora_name, lora_path=lora_path, cache_salt=cache_salt, workers=worker, route=route,
+        timeout_s=timeout, most=most, as_json=as_json,
+    )  # fmt: skip
+
+
+def top(
+    index_: Annotated[
+        str, typer.Option("--index", metavar="HOST:PORT", help="Where the index serves.")
+    ] = "127.0.0.1:50051",
+    tenant: Annotated[str | None, typer.Option(help="Only workers of this tenant.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only workers of this model.")] = None,
+    sort: Annotated[
+        str, typer.Option(help="name, device, host, disk, batches, lag, gaps or resets.")
+    ] = "name",
+    most: Annotated[
+        int, typer.Option(min=0, help="Most rows of a table that is not live; 0: all. JSON always has all.")
+    ] = 0,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=3600, metavar="SECONDS", help="Time between two looks.")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and exit.")] = False,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a look instead of a table.")
+    ] = False,
+) -> None:
+    """Watch an index: its workers, what they hold, how far behind it is, hit ratios. Runs until Ctrl-C."""
+    from kvpool.cli.index_connection import IndexConnection
+    from kvpool.cli.top import run_top
+
+    run_top(
+        index=IndexConnection(index_, token_file, tls_ca, tls_cert, tls_key), tenant=tenant, model=model, sort=sort,
+        most=most, interval_s=interval, once=once, as_json=as_json,
+    )  # fmt: skip

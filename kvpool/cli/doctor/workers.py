@@ -1,0 +1,103 @@
+"""What ``kvpool doctor`` sees of the workers that announce themselves in a pool."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from urllib.parse import urlsplit
+
+from kvpool.cli.doctor.finding import Finding, note, ok, problem
+from kvpool.discovery.worker import Worker
+from kvpool.discovery.worker_record import merge_ranks, unpack_worker
+from kvpool.key.key import is_request_key, workers_prefix
+from kvpool.store import Store
+
+CONNECT_S = 1.0
+MAX_ENDPOINTS = 64  # that are tried
+EVENTS_ON = (
+    "start it with --kv-events-config "
+    '\'{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\''
+)
+
+
+def announced_workers(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
+    """The workers of a tenant that announce themselves in the pool, and what is wrong with their records."""
+    announced = store.announcements(workers_prefix(tenant))
+    records = {key: record for key, record in announced.items() if not is_request_key(key)}
+    found = [one for key, record in records.items() if (one := unpack_worker(key, record)) is not None]
+    workers, problems = merge_ranks(found)
+    if len(found) < len(records):
+        problems.append(f"{len(records) - len(found)} records of workers cannot be read: of another version?")
+    return list(workers.values()), problems
+
+
+def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> Iterator[Finding]:
+    """Judge the workers that announce themselves. Blocking, for a second an address that does not answer."""
+    if not workers:
+        yield note(
+            "workers",
+            f"none of tenant {tenant} announces itself in the pool",
+            "start vLLM with KVPoolConnector (docs/vllm.md); a record lasts for its lease only",
+        )
+    for sentence in problems:
+        yield problem("workers", sentence, "see docs/workers.md")
+    for worker in workers:
+        yield from _worker(worker)
+    yield from _schemes(workers)
+
+
+def _worker(worker: Worker) -> Iterator[Finding]:
+    if not any(one.events for one in worker.publishers):
+        says = f"worker {worker.name} publishes no KV events, so nobody knows what it holds"
+        yield problem("workers", says, EVENTS_ON)
+        return
+    silent = [one.events for one in worker.publishers[:MAX_ENDPOINTS] if not _answers(one.events)]
+    if silent:
+        yield problem(
+            "workers",
+            f"worker {worker.name} announces its events at {silent[0]}, where nobody answers",
+            'set its "advertise_host" to a name that other hosts can reach, and open the port',
+        )
+    elif not all(one.replay for one in worker.publishers):
+        yield note(
+            "workers",
+            f"worker {worker.name} has no replay endpoint: what an index misses once stays unknown",
+            'add "replay_endpoint":"tcp://*:5558" to its --kv-events-config',
+        )
+    else:
+        events = ", ".join(one.events for one in worker.publishers[:4])
+        yield ok(
+            "workers",
+            f"worker {worker.name} of model {worker.model}: blocks of {worker.block_tokens} tokens, "
+            f"{worker.hash_algorithm}, events at {events}",
+        )
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether somebody listens there; other transports than TCP are believed."""
+    address = urlsplit(endpoint)
+    if address.scheme != "tcp" or address.hostname is None or address.port is None:
+        return True
+    try:
+        socket.create_connection((address.hostname, address.port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _schemes(workers: Iterable[Worker]) -> Iterator[Finding]:
+    """Workers of one model whose hashes mean different things."""
+    schemes: dict[str, dict[tuple[str, str, int], str]] = {}
+    for worker in workers:
+        scheme = (worker.hash_algorithm, worker.hash_seed_id, worker.block_tokens)
+        schemes.setdefault(worker.model, {}).setdefault(scheme, worker.name)
+    for model, found in schemes.items():
+        (first, name), *others = found.items()
+        for other, other_name in others:
+            words = ("hash algorithm", "PYTHONHASHSEED", "block size")
+            differing = [word for word, a, b in zip(words, first, other, strict=True) if a != b]
+            yield problem(
+                "workers",
+                f"workers {name} and {other_name} of model {model} hash in different ways, so they never share",
+                f"give them the same {' and '.join(differing)}",
+            )

@@ -1,0 +1,308 @@
+"""``DpRank``: one data-parallel rank of one start of a worker, as an index follows it, and what its events say.
+
+Whoever changes what a rank holds makes its ``version`` odd, changes, and makes it even, all under the rank's lock. So a
+reader without the lock can tell that what it read belongs together: see ``Partition.answer``.
+
+Threads: any may call anything. The fields are read without the lock, one at a time, and written under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import NamedTuple
+
+from kvpool import _native
+from kvpool.discovery.worker import Position, Publisher, Worker
+from kvpool.index.answer import PublisherStatus
+from kvpool.index.sequence import batch_digest
+from kvpool.index.table import Content, PrefixIndex
+
+MAX_PROBLEM_CHARS = 300
+MAX_STALENESS_MS = (1 << 32) - 1
+
+logger = logging.getLogger("kvpool.index")
+
+
+class Progress(NamedTuple):
+    """How far one rank of one start of a worker had come."""
+
+    holder: str
+    batches: int
+
+
+class DpRank(_native.RankState):
+    """``holder``: its name in the table. What an answer says of it is native: ``version``, ``sequence``, ``stale`` (not
+    to be trusted now) and ``heard_at_ms`` (when it was last known that no later batch is missing)."""
+
+    __slots__ = (
+        "asked",
+        "awaiting_first_batch",
+        "batch_digest",
+        "batches",
+        "emptied_at",
+        "gaps",
+        "gone",
+        "holder",
+        "incomplete_reason",
+        "incomplete_since_s",
+        "index",
+        "joining",
+        "lock",
+        "malformed",
+        "marked",
+        "pool",
+        "problem",
+        "publisher",
+        "replays",
+        "resets",
+        "worker",
+    )  # fmt: skip
+
+    def __init__(
+        self, worker: Worker, publisher: Publisher, index: PrefixIndex, holder: str, now_s: float
+    ) -> None:
+        super().__init__()
+        self.worker = worker
+        self.publisher = publisher
+        self.index = index
+        self.holder = holder
+        self.pool = pool_holder(worker.namespace)
+        self.lock = threading.Lock()
+        self.batch_digest = 0  # of the batch of that number; 0: there is none
+        self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
+        self.joining = True  # until it is known for the first time that no later batch is missing
+        self.heard_at_ms = int(now_s * 1000)
+        self.marked = False  # stale, says the feed
+        self.emptied_at = -1  # batches after which it was seen asleep; a later one says what it holds now
+        self.problem = ""
+        # Why only a part of what it holds is known; empty: it has told all. A rank that has told from its batch 0 on,
+        # or from a clear on, has told all.
+        self.incomplete_reason = ""
+        self.incomplete_since_s = 0.0
+        self.asked = False  # for all it holds, while it lacks something
+        self.awaiting_first_batch = True  # no batch of this life of its publisher was applied
+        self.gone = False
+
+    # ---- what is known of it
+
+    @property
+    def position(self) -> Position | None:
+        """From where another index could go on; None: it could not know whether it is still the same publisher."""
+        if not self.batch_digest or not self.publisher.replay:
+            return None
+        return Position(self.sequence, self.batch_digest)
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.holder, self.batches)
+
+    def status(self, now_s: float) -> PublisherStatus:
+        with self.lock:
+            sequence, content = self.sequence, self.index.content(self.holder) or Content(0, 0)
+            held, evicted = self.index.held_by(self.holder), self.index.evicted(self.holder)
+        return PublisherStatus(
+            dp_rank=self.publisher.dp_rank,
+            sequence=sequence,
+            digest=content.digest,
+            blocks=content.blocks,
+            batches=self.batches,
+            gaps=self.gaps,
+            replays=self.replays,
+            resets=self.resets,
+            staleness_ms=staleness_ms(now_s, self.heard_at_ms),
+            stale=self.stale,
+            problem=self._problem(now_s, evicted),
+            device_blocks=held["device"],
+            host_blocks=held["host"],
+            disk_blocks=held["disk"],
+            evicted_blocks=evicted,
+        )
+
+    def _problem(self, now_s: float, evicted: int) -> str:
+        if self.incomplete_reason and not self.stale:
+            asked = " and asked for all it holds" if self.asked else ""
+            return _one_line(
+                f"incomplete for {now_s - self.incomplete_since_s:.0f} s{asked}: {self.incomplete_reason}"
+            )
+        return self.problem or self._why_stale() or _why_less(evicted)
+
+    def _why_stale(self) -> str:
+        if self.joining:
+            return "not heard from yet" if self.publisher.events else "it publishes no KV events"
+        return "asleep, or no word of what it holds since" if self.batches <= self.emptied_at else ""
+
+    # ---- what it says, and what is said of it: as ``EventSink`` has it
+
+    def apply(self, sequence: int, payload: bytes, now_s: float) -> None:
+        """One batch. Errors: ``MalformedEvents``, and then nothing of it was applied."""
+        completed = False
+        with self.lock:
+            if self.gone:
+                return
+            self._change_begins()
+            try:
+                applied = self.index.apply(
+                    self.holder, payload, dp_rank=self.publisher.dp_rank, pool=self.pool or None
+                )
+                self.sequence, self.batch_digest = sequence, batch_digest(payload)
+                self.batches += 1
+                if sequence == 0 or applied.cleared_events:
+                    completed = self._complete()
+                elif self.awaiting_first_batch:
+                    self._set_incomplete(f"its first {sequence} batches were not heard", now_s)
+                self.awaiting_first_batch = False
+                if not self.joining:  # while it joins, batches of long ago are told
+                    self.heard_at_ms = int(now_s * 1000)
+            except BaseException:
+                self.malformed += 1
+                raise
+            finally:
+                self._change_ends()
+        if completed:
+            logger.info("%s: all it holds is known again", self)
+
+    def heard(self, now_s: float) -> None:
+        """It has just said that there is no later batch than the last one applied."""
+        self.heard_at_ms = int(now_s * 1000)
+        self._joined()
+
+    def reset(self, problem: str, now_s: float, *, anew: bool) -> None:
+        """Forget what it holds, but for the pool's blocks; unless it begins ``anew``, it is incomplete then."""
+        with self.lock:
+            if self.gone:
+                return
+            self._change_begins()
+            self.index.clear(self.holder)
+            self.sequence = self.batch_digest = 0
+            self.resets += 1
+            if anew:
+                self.awaiting_first_batch = True
+                self._complete()
+            else:
+                self._set_incomplete(problem, now_s)
+            self.problem = _one_line(problem)
+            self._change_ends()
+        logger.info("%s: what it held is forgotten: %s", self, self.problem)
+
+    def mark(self, *, stale: bool, problem: str) -> None:
+        """From now on it is not to be trusted, for the reason given; or is again."""
+        with self.lock:
+            changed = self.marked != stale
+            self._change_begins()
+            self.marked = stale
+            self.problem = _one_line(problem)
+            self._change_ends()
+        if not stale:
+            self._joined()
+        if changed and stale:
+            logger.info("%s is stale: %s", self, self.problem)
+        elif changed:
+            logger.info("%s is followed again", self)
+
+    def gap(self, *, closed: bool) -> None:
+        """Batches were found missing; or a replay has brought those that were."""
+        with self.lock:
+            if closed:
+                self.replays += 1
+            else:
+                self.gaps += 1
+
+    def ask(self) -> None:
+        """It was asked to tell all it holds."""
+        with self.lock:
+            news = bool(self.incomplete_reason) and not self.asked
+            self.asked |= news
+        if news:
+            logger.info("%s is asked for all it holds: %s", self, self.incomplete_reason)
+
+    def empty(self, since: Progress) -> None:
+        """It is asleep, and was when it had come as far as ``since``. Until a later batch has come, it is stale."""
+        if self.holder != since.holder:
+            return
+        with self.lock:
+            was_stale = self.stale
+            self._change_begins()
+            self.emptied_at = since.batches
+            self._change_ends()
+            became_stale = self.stale and not was_stale
+        if became_stale:
+            logger.info("%s is stale: it is asleep", self)
+
+    # ---- what becomes of it
+
+    def restore(self, position: Position, incomplete_reason: str, now_s: float) -> None:
+        """It comes from a snapshot of this position; before anybody else knows it."""
+        self.sequence, self.batch_digest = position
+        self.awaiting_first_batch = False
+        if incomplete_reason:
+            self._set_incomplete(incomplete_reason, now_s)
+
+    def rename(self, worker: Worker) -> None:
+        """Its worker has another address or namespace."""
+        with self.lock:
+            self.worker, self.pool = worker, pool_holder(worker.namespace)
+
+    def leave(self) -> None:
+        """Forget what it holds, for good."""
+        with self.lock:
+            self._change_begins()
+            self.gone = True
+            self.index.remove_worker(self.holder)
+            self._change_ends()
+
+    # ---- under its lock
+
+    def _change_begins(self) -> None:
+        self.version += 1
+
+    def _change_ends(self) -> None:
+        self.stale = self.gone or self.marked or self.joining or self.batches <= self.emptied_at
+        self.version += 1
+
+    def _set_incomplete(self, reason: str, now_s: float) -> None:
+        """Of what it holds, only what it tells from now on is known."""
+        if not self.incomplete_reason:
+            self.incomplete_since_s = now_s
+        self.incomplete_reason = reason
+
+    def _complete(self) -> bool:
+        """All it holds is known; whether that is news."""
+        if not self.incomplete_reason:
+            return False
+        self.incomplete_reason, self.asked = "", False
+        if not self.marked:
+            self.problem = ""
+        return True
+
+    def _joined(self) -> None:
+        with self.lock:
+            joined = self.joining
+            if joined:
+                self._change_begins()
+                self.joining = False
+                self._change_ends()
+        if joined:
+            logger.info("%s is followed", self)
+
+    def __str__(self) -> str:
+        return f"worker {self.worker.id} rank {self.publisher.dp_rank}"
+
+
+def pool_holder(namespace: str) -> str:
+    """Who holds the pool's blocks of a namespace, in a table of one tenant; empty: there is no namespace."""
+    return f"pool/{namespace}" if namespace else ""
+
+
+def staleness_ms(now_s: float, heard_at_ms: int) -> int:
+    """How long ago that was, within a u32."""
+    return min(max(0, int(now_s * 1000) - heard_at_ms), MAX_STALENESS_MS)
+
+
+def _why_less(evicted: int) -> str:
+    return f"{evicted} of its blocks were forgotten to make room: it may be credited less" if evicted else ""
+
+
+def _one_line(problem: str) -> str:
+    line = " ".join(problem.split())
+    return line if len(line) <= MAX_PROBLEM_CHARS else line[: MAX_PROBLEM_CHARS - 1] + "\u2026"

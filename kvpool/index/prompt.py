@@ -1,0 +1,101 @@
+"""``Prompt``: what an index is asked about. Everything here is immutable; nothing blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from kvpool.discovery.worker import DEFAULT_TENANT
+from kvpool.errors import ConfigError
+from kvpool.index.chat import Chat
+from kvpool.key.hashing import Multimodal, len_tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+TOKEN_NBYTES = 4  # of a token in a request
+MAX_PROMPT_BLOCKS = 1 << 22
+MAX_PROMPT_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in one of four forms, and among whose workers it is looked for.
+
+    ``model``: as requests name it. One of: ``token_ids``, ints from 0 to 2**32 - 1 or a buffer of ints; ``hashes64``,
+    what ``BlockHasher.hashes64`` makes of them; ``text``, as for ``/v1/completions``; ``chat``, the messages of one for
+    ``/v1/chat/completions``, or a ``Chat``, with tools and more. ``lora``, ``cache_salt`` and ``multimodal`` enter the
+    hash of tokens, as in ``BlockHasher``. ``workers``: candidates by name, those that are not known have no row; None:
+    all of the model. Errors: ``ConfigError`` when there is not exactly one form, or the chat is none.
+    """
+
+    model: str
+    token_ids: Sequence[int] | Buffer | None = None
+    hashes64: Buffer | None = None
+    text: str | None = None
+    chat: Chat | Sequence[Mapping[str, Any]] | None = None
+    tenant: str = DEFAULT_TENANT
+    lora: tuple[str, str] | None = None
+    cache_salt: str | None = None
+    multimodal: Sequence[Multimodal] = ()
+    workers: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        tokens, hashes, text, chat = self.token_ids, self.hashes64, self.text, self.chat
+        # Not a generator: a Prompt is made for every lookup.
+        if (tokens is not None) + (hashes is not None) + (text is not None) + (chat is not None) != 1:
+            raise ConfigError("give a prompt as token_ids, hashes64, text or chat, and only once")
+        if isinstance(self.workers, str):
+            raise ConfigError("workers is a list of names, not text")
+        if chat is not None and not isinstance(chat, Chat):
+            object.__setattr__(self, "chat", Chat.of_request(chat))
+
+    @property
+    def nbytes(self) -> int:
+        """Of its hashes or tokens in a request; 0 where it is text or a chat."""
+        if self.hashes64 is not None:
+            return memoryview(self.hashes64).nbytes
+        return 0 if self.token_ids is None else len_tokens(self.token_ids) * TOKEN_NBYTES
+
+    def checked_hashes(self) -> memoryview | None:
+        """Its hashes; None: it is given as tokens. Errors: ``ConfigError`` for what cannot be looked up so."""
+        if self.token_ids is not None:
+            count = len_tokens(self.token_ids)
+            if not 1 <= count <= MAX_PROMPT_TOKENS:
+                raise ConfigError(f"a prompt has 1 to {MAX_PROMPT_TOKENS} tokens, not {count}")
+            return None
+        if self.hashes64 is None:
+            raise ConfigError("make tokens of a text or a chat first: give token_ids or hashes64")
+        try:
+            hashes = memoryview(self.hashes64).cast("B")
+        except TypeError as error:
+            raise ConfigError(f"hashes64 is a contiguous buffer: {error}") from error
+        if hashes.nbytes % 8:
+            raise ConfigError(f"block hashes are packed u64s, 8 bytes each; {hashes.nbytes} bytes are not")
+        if not 1 <= hashes.nbytes // 8 <= MAX_PROMPT_BLOCKS:
+            raise ConfigError(f"a prompt has 1 to {MAX_PROMPT_BLOCKS} blocks, not {hashes.nbytes // 8}")
+        return hashes
+
+
+class PromptFields(TypedDict, total=False):
+    """The fields of a ``Prompt`` but its model, as keyword arguments."""
+
+    token_ids: Sequence[int] | Buffer | None
+    hashes64: Buffer | None
+    text: str | None
+    chat: Chat | Sequence[Mapping[str, Any]] | None
+    tenant: str
+    lora: tuple[str, str] | None
+    cache_salt: str | None
+    multimodal: Sequence[Multimodal]
+    workers: Sequence[str] | None
+
+
+def as_prompt(model: str | Prompt, fields: PromptFields) -> Prompt:
+    """The prompt itself, or the one that a model's name and these fields make. Errors: ``ConfigError``."""
+    if not isinstance(model, Prompt):
+        return Prompt(model, **fields)
+    if fields:
+        raise ConfigError(f"a Prompt says all; leave out {', '.join(fields)}")
+    return model

@@ -1,0 +1,65 @@
+"""PoolState: what a backend counts, and what it logs of a pool that is away and of calls that it could not serve.
+
+Threads: any; ``_lock`` guards ``_away`` and ``_faulty``, and the sums of ``SharedCounters``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from kvpool.metrics import Counters, Metric
+
+logger = logging.getLogger(__name__)
+
+
+class SharedCounters(Counters):
+    """``Counters`` that any thread may use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.RLock()  # add_growth() calls add()
+
+    def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
+        with self._lock:
+            super().add(metric, amount, label)
+
+    def add_growth(self, metric: Metric, total: float) -> None:
+        with self._lock:
+            super().add_growth(metric, total)
+
+    def take(self) -> dict[str, float]:
+        with self._lock:
+            return super().take()
+
+
+class PoolState:
+    """Logs each change once: away and back, and the first fault."""
+
+    def __init__(self) -> None:
+        self.counters = SharedCounters()
+        self._lock = threading.Lock()
+        self._away = False
+        self._faulty = False
+
+    def unavailable(self, error: Exception) -> None:
+        with self._lock:
+            first, self._away = not self._away, True
+        if first:
+            logger.warning("kvpool: the pool is away, and everything a miss until it is back: %s", error)
+
+    def answered(self) -> None:
+        with self._lock:
+            back, self._away = self._away, False
+        if back:
+            logger.warning("kvpool: the pool is back")
+
+    def fault(self, what: str, error: Exception | None) -> None:
+        """Log the first call that could not be served; the caller counts all of them."""
+        with self._lock:
+            first, self._faulty = not self._faulty, True
+        if first:
+            logger.error(
+                "kvpool could not do what SGLang asked for, a miss (%s); more of this is counted and not logged",
+                what, exc_info=error,
+            )  # fmt: skip

@@ -1,0 +1,258 @@
+"""One thread of a store with its link: takes windows, makes their one or two calls, and reports the results.
+
+Threads: ``run`` is the thread; ``open`` is called before it starts. All fields belong to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvpool import _native
+from kvpool.store.clients.link import Command, Link, LinkFault, LinkSilent, Refusal
+from kvpool.store.clients.record_commands import (
+    PUT_COMMANDS,
+    found,
+    is_command_refused,
+    put_commands,
+    put_outcome,
+    read_record,
+)
+from kvpool.store.clients.window_queue import Probe, QueuedBatch, Window, WindowQueue
+
+MAX_CALL_S = 4.0  # one call, so that close() can wait for it
+DIAL_S = 2.0
+LOOKS = 8  # at the time to live of a key in use, in each of its times to live
+MAX_LOOKED = 1 << 17  # keys that a thread remembers having looked at
+
+_Outcome = tuple[Sequence[int], str | None]  # a status a key, and the first fault in words
+
+
+class LinkThread:
+    """``probe_s``: how long a dial may take while the server is away."""
+
+    def __init__(self, queue: WindowQueue, link: Link, *, ttl_s: float, probe_s: float) -> None:
+        self._queue, self._link, self._probe_s = queue, link, probe_s
+        self._ttl_s, self._ttl_ms = ttl_s, int(ttl_s * 1000)
+        self._is_up = False
+        self._may_touch = True  # this user may TOUCH, as far as is known
+        self._may_renew = True  # and ask for times to live
+        self._looked: dict[
+            bytes, int
+        ] = {}  # keys in use: the span in which their time to live was last looked at
+        self._in_use: list[bytes] = []  # keys whose time to live is looked at next
+        self._doubts = 0  # of the queue, when this link last worked
+
+    def open(self) -> None:
+        """Dial for the first time. Errors: ``LinkFault``; then nothing is left open."""
+        try:
+            self._dial(DIAL_S)
+        except LinkFault:
+            self._link.close()
+            raise
+
+    def run(self) -> None:
+        try:
+            while (work := self._queue.take()) is not None:
+                if isinstance(work, Probe):
+                    with contextlib.suppress(LinkFault):
+                        self._dial(self._probe_s)
+                else:
+                    self._queue.put_down(work.batch, work.start, *self._carry_out(work))
+                    self._renew()
+                del work  # an idle thread holds no batch
+        finally:
+            self._down()
+            self._link.close()
+
+    def _carry_out(self, window: Window) -> _Outcome:
+        batch, start, end = window
+        try:
+            return self._call(batch, start, end)
+        except LinkFault as error:
+            self._fail()
+            if isinstance(error, LinkSilent):
+                self._queue.fell_silent(str(error))
+            words = str(error)
+        except Exception as error:  # any error of a client: no thread is lost to a reply
+            self._fail()
+            words = f"{type(error).__name__}: {error}"
+        if time.monotonic() >= batch.deadline_s:
+            return [_native.TIMED_OUT] * (end - start), words
+        return [_native.CANCELLED if batch.cancelled else _native.FAULT] * (end - start), words
+
+    # ------------------------------------------------------------------ the calls of a window
+
+    def _call(self, batch: QueuedBatch, start: int, end: int) -> _Outcome:
+        keys = [key.encode("ascii") for key in batch.keys[start:end]]
+        if batch.operation == _native.CONTAINS:
+            return self._ask(batch, b"EXISTS", keys)
+        if batch.operation == _native.DELETE:
+            return self._ask(batch, b"UNLINK", keys)
+        if batch.operation == _native.TOUCH:
+            return self._touch(batch, keys)
+        assert batch.views is not None
+        views = batch.views[start:end]
+        if batch.operation == _native.PUT:
+            return self._put(batch, keys, views)
+        if batch.operation == _native.PUT_ABSENT:
+            return self._put_absent(batch, keys, views)
+        assert batch.operation == _native.GET, batch.operation
+        return self._get(batch, keys, views)
+
+    def _ask(self, batch: QueuedBatch, verb: bytes, keys: Sequence[bytes]) -> _Outcome:
+        replies = self._exchange(batch, [(verb, key) for key in keys])
+        return _outcome([found(reply) for reply in replies])
+
+    def _touch(self, batch: QueuedBatch, keys: Sequence[bytes]) -> _Outcome:
+        statuses, fault = self._ask(batch, b"TOUCH" if self._may_touch else b"EXISTS", keys)
+        if fault is not None and self._may_touch and is_command_refused(fault):
+            self._may_touch = False
+            statuses, fault = self._ask(batch, b"EXISTS", keys)
+        self._use([key for key, status in zip(keys, statuses, strict=True) if status == _native.OK])
+        return statuses, fault
+
+    def _put(self, batch: QueuedBatch, keys: Sequence[bytes], views: Sequence[memoryview]) -> _Outcome:
+        ttl_ms = b"%d" % self._ttl_ms
+        commands = [
+            command
+            for key, view in zip(keys, views, strict=True)
+            for command in put_commands(key, view, ttl_ms)
+        ]
+        replies = self._exchange(batch, commands)
+        outcomes = [
+            put_outcome(replies[place : place + PUT_COMMANDS])
+            for place in range(0, len(replies), PUT_COMMANDS)
+        ]
+        self._use([key for key, kept in zip(keys, outcomes, strict=True) if kept == _native.OK], begins=True)
+        return _outcome(outcomes)
+
+    def _put_absent(self, batch: QueuedBatch, keys: Sequence[bytes], views: Sequence[memoryview]) -> _Outcome:
+        answers, fault = self._touch(batch, keys)
+        statuses = [_native.PRESENT if answer == _native.OK else answer for answer in answers]
+        missing = [place for place, status in enumerate(statuses) if status == _native.MISS]
+        if missing:
+            kept, put_fault = self._put(
+                batch, [keys[place] for place in missing], [views[place] for place in missing]
+            )
+            for place, status in zip(missing, kept, strict=True):
+                statuses[place] = status
+            fault = fault or put_fault
+        return statuses, fault
+
+    def _get(self, batch: QueuedBatch, keys: Sequence[bytes], views: Sequence[memoryview]) -> _Outcome:
+        replies = self._exchange(batch, [(b"HMGET", key, b"h", b"b") for key in keys])
+        if batch.cancelled:  # nobody waits for the bytes
+            return [_native.CANCELLED] * len(keys), None
+        outcomes: list[int | Refusal] = []
+        damaged: list[bytes] = []
+        for place, (key, view) in enumerate(zip(keys, views, strict=True)):
+            reply, replies[place] = replies[place], None  # one value at a time is held twice
+            if isinstance(reply, Refusal) and not reply.startswith("WRONGTYPE"):
+                outcomes.append(reply)
+                continue
+            damage = read_record(key.decode("ascii"), reply, view)
+            outcomes.append(_native.OK if damage == "" else _native.MISS)
+            if damage == "":
+                self._use([key])
+            if damage:
+                damaged.append(key)
+                self._queue.count("damaged")
+                self._queue.count(f"damaged_{damage}")
+        if damaged:
+            # Before the miss is reported, so that a caller who sees it does not find the record again.
+            self._exchange(batch, [(b"UNLINK", key) for key in damaged])
+        return _outcome(outcomes)
+
+    # ------------------------------------------------------------------ times to live
+
+    def _use(self, keys: Sequence[bytes], *, begins: bool = False) -> None:
+        """These were used. ``begins``: and put, so that their time to live begins now."""
+        span_s = max(self._ttl_s / LOOKS, 1e-3)
+        span = int(time.monotonic() / span_s)
+        due = [key for key in keys if self._looked.get(key) != span]
+        if len(self._looked) + len(due) > MAX_LOOKED:
+            self._looked.clear()
+        self._looked.update(dict.fromkeys(due, span))
+        if self._may_renew and not begins:
+            self._in_use += due
+
+    def _renew(self) -> None:
+        """Look at the keys in use, and restart the time to live of those that have used a quarter of it."""
+        keys, self._in_use = self._in_use, []
+        if not keys or not self._is_up:
+            return
+        try:
+            left = self._link.exchange([(b"PTTL", key) for key in keys], MAX_CALL_S)
+            if any(isinstance(reply, Refusal) for reply in left):
+                self._may_renew = False
+                return
+            oldest_ms = self._ttl_ms - self._ttl_ms // 4
+            old = [key for key, ms in zip(keys, left, strict=True) if -1 <= ms <= oldest_ms]
+            if old:
+                self._link.exchange([(b"PEXPIRE", key, b"%d" % self._ttl_ms) for key in old], MAX_CALL_S)
+        except Exception:  # a fault of the link, or any error of a client
+            self._fail()
+
+    # ------------------------------------------------------------------ the link
+
+    def _exchange(self, batch: QueuedBatch, commands: Sequence[Command]) -> list[Any]:
+        """Replies to all of ``commands``, over a link that is dialled first if it is down."""
+        if self._is_up and self._link.is_stale():
+            self._down()
+        if not self._is_up or self._doubts != self._queue.doubts():
+            self._queue.check_not_away()
+            self._dial(min(DIAL_S, _left(batch)))
+        replies = self._link.exchange(commands, min(MAX_CALL_S, _left(batch)))
+        if len(replies) != len(commands):
+            raise LinkFault("it sent too few replies or too many")
+        return replies
+
+    def _dial(self, timeout_s: float) -> None:
+        doubts = self._queue.doubts()
+        try:
+            self._link.dial(timeout_s)
+        except LinkFault as error:
+            self._down()
+            self._queue.dialled(str(error))
+            raise
+        except Exception as error:  # any error of a client
+            words = f"{type(error).__name__}: {error}"
+            self._down()
+            self._queue.dialled(words)
+            raise LinkFault(words) from error
+        self._queue.dialled(None)
+        if not self._is_up:
+            self._queue.count("connections")
+            self._queue.count("up_connections")
+            self._may_touch = self._may_renew = True  # its rights may have changed
+        self._is_up, self._doubts = True, doubts
+
+    def _fail(self) -> None:
+        """Drop the link; the other threads check theirs before they use them."""
+        if self._is_up:
+            self._queue.doubt()
+        self._down()
+
+    def _down(self) -> None:
+        """Drop the link; the next window dials."""
+        if self._is_up:
+            self._is_up = False
+            self._queue.count("disconnections")
+            self._queue.count("up_connections", -1)
+        self._link.drop()
+
+
+def _left(batch: QueuedBatch) -> float:
+    """Seconds until the deadline of ``batch``. Errors: ``LinkFault`` when it has passed."""
+    left_s = batch.deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise LinkFault("no answer in time")
+    return left_s
+
+
+def _outcome(outcomes: Sequence[int | Refusal]) -> _Outcome:
+    words = next((str(outcome) for outcome in outcomes if isinstance(outcome, Refusal)), None)
+    return [_native.FAULT if isinstance(outcome, Refusal) else outcome for outcome in outcomes], words

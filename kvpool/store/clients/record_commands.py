@@ -1,0 +1,77 @@
+"""The commands that move one record, and what their replies mean (docs/stores.md, "On the server").
+
+A reply that fits no command is ``LinkFault``: the connection can no longer be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvpool import _native
+from kvpool.store.clients.link import Command, LinkFault, Refusal
+
+# The last bytes of a payload are stored beside the header, which keeps both fields inside the allocator's size classes.
+TAIL_NBYTES = 128
+PUT_COMMANDS = 4
+_UNEXPECTED = "its reply does not fit what it was asked"
+
+
+def put_commands(key: bytes, view: memoryview, ttl_ms: bytes) -> list[Command]:
+    """One transaction: no record is left without a time to live, wherever the connection is cut."""
+    header = _native.pack_header(key.decode("ascii"), view)
+    split = max(0, view.nbytes - TAIL_NBYTES)
+    return [
+        (b"MULTI",),
+        (b"HSET", key, b"b", view[:split], b"h", header + bytes(view[split:])),
+        (b"PEXPIRE", key, ttl_ms),
+        (b"EXEC",),
+    ]
+
+
+def put_outcome(replies: Sequence[Any]) -> int | Refusal:
+    """The status of one key from the replies to ``put_commands``; of several errors the first says why."""
+    done = replies[-1] if isinstance(replies[-1], list) else []
+    for reply in (*replies, *done):
+        if isinstance(reply, Refusal):
+            return _native.NO_ROOM if reply.startswith("OOM") else reply
+    if len(done) != 2 or done[0] not in (0, 1, 2) or done[1] not in (0, 1):
+        raise LinkFault(_UNEXPECTED)
+    return _native.OK if done[1] else _native.NO_ROOM
+
+
+def found(reply: Any) -> int | Refusal:
+    """The status of one key from the reply to EXISTS, TOUCH or UNLINK."""
+    if isinstance(reply, Refusal):
+        return reply
+    if reply not in (0, 1):
+        raise LinkFault(_UNEXPECTED)
+    return _native.OK if reply else _native.MISS
+
+
+def read_record(key: str, reply: Any, view: memoryview) -> str | None:
+    """Copy the record that HMGET answered into ``view``: "" if it is right, else its damage; None: a miss."""
+    if isinstance(reply, Refusal):  # a key of another type
+        return "magic"
+    if not isinstance(reply, list) or len(reply) != 2:
+        raise LinkFault(_UNEXPECTED)
+    head, body = reply
+    if head is None and body is None:
+        return None
+    if not all(isinstance(field, bytes) for field in (head, body) if field is not None):
+        raise LinkFault(_UNEXPECTED)
+    if head is None or len(head) < _native.RECORD_HEADER_NBYTES:
+        return "truncated"
+    header, tail = head[: _native.RECORD_HEADER_NBYTES], head[_native.RECORD_HEADER_NBYTES :]
+    split = max(0, view.nbytes - TAIL_NBYTES)
+    if body is None or len(body) != split or len(tail) != view.nbytes - split:
+        # The header's own fields are judged first, as in every store.
+        cause = _native.verify_record(key, header, view)
+        return cause if cause not in (None, "checksum") else "length"
+    view[:split], view[split:] = body, tail
+    return _native.verify_record(key, header, view) or ""
+
+
+def is_command_refused(words: str) -> bool:
+    """Whether an error is about the command, not the key: no right to it, or no such command."""
+    return words.startswith(("NOPERM", "ERR")) and "command" in words

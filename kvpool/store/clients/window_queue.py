@@ -1,0 +1,341 @@
+"""Batches that wait for a store's threads, which take them in windows; and whether the server is away.
+
+A window is consecutive keys of one batch, the last of which brings it to 1 MiB of values or beyond. A thread takes the
+next one of the oldest batch, puts after all others. So a batch runs on all connections, and the bytes under way are
+bounded. A batch that is cancelled or late ends at once for the keys that no thread has taken, and for the rest when
+their calls return, after ``MAX_CALL_S`` at the latest.
+
+When a link falls silent or cannot be dialled, the breaker opens: every key is a fault at once, in the thread that
+submits it. One thread dials again in pauses; when the server answers it, the breaker closes.
+
+Threads: any thread may call any method. ``_changed`` (a condition) guards all fields and those of every
+``QueuedBatch``; no call to a server is made under it. Buffers are touched only by the thread that holds their window.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvpool import _native
+from kvpool.errors import StoreClosed, StoreUnavailable
+from kvpool.store.clients.link import LinkFault
+from kvpool.store.lookup import LookupKeys
+
+WINDOW_NBYTES = 1 << 20  # of values; a window takes no more keys once it has so many
+WINDOW_KEYS = 256
+MAX_QUEUED_KEYS = 1 << 20
+# Pauses between dials while a server is away. With PROBE_S below a second: it is used again that soon after its return.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
+
+_COUNTERS = (
+    "puts", "put_nbytes", "present_puts", "get_hits", "get_misses", "get_nbytes", "contains_hits",
+    "contains_misses", "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
+    "connections", "disconnections", "failed_dials", "refused", "up_connections", "queued",
+    *(f"damaged_{cause}" for cause in (
+        "truncated", "magic", "version", "flags", "length", "fingerprint", "hash", "group", "rank", "checksum"
+    )),
+)  # fmt: skip
+_COUNTED = {
+    (_native.PUT, _native.OK): "puts",
+    (_native.PUT_ABSENT, _native.OK): "puts",
+    (_native.PUT_ABSENT, _native.PRESENT): "present_puts",
+    (_native.GET, _native.OK): "get_hits",
+    (_native.GET, _native.MISS): "get_misses",
+    (_native.CONTAINS, _native.OK): "contains_hits",
+    (_native.CONTAINS, _native.MISS): "contains_misses",
+    (_native.TOUCH, _native.OK): "contains_hits",
+    (_native.TOUCH, _native.MISS): "contains_misses",
+    (_native.DELETE, _native.OK): "deletes",
+    (_native.DELETE, _native.MISS): "delete_misses",
+}
+_COUNTED_ALWAYS = {
+    _native.NO_ROOM: "no_room",
+    _native.FAULT: "faults",
+    _native.CANCELLED: "cancelled",
+    _native.TIMED_OUT: "timed_out",
+}
+_COUNTED_NBYTES = {_native.PUT: "put_nbytes", _native.PUT_ABSENT: "put_nbytes", _native.GET: "get_nbytes"}
+_PUTS = (_native.PUT, _native.PUT_ABSENT)
+
+
+class _Breaker(NamedTuple):
+    """While a server is away: why, and until when it is not dialled. Closed: ``why`` is empty."""
+
+    why: str = ""
+    pause_s: float = 0.0
+    next_dial_s: float = 0.0  # monotonic
+
+
+class QueuedBatch:
+    """One submitted batch; see ``store.batch.Batch``."""
+
+    def __init__(
+        self,
+        queue: WindowQueue,
+        operation: int,
+        keys: Sequence[str],
+        views: Sequence[memoryview] | None,
+        timeout_s: float,
+    ) -> None:
+        self.operation, self.keys, self.views = operation, keys, views
+        self.deadline_s = time.monotonic() + timeout_s
+        self.statuses = bytearray([_native.CANCELLED]) * len(keys)
+        self.next = 0  # first key that no thread has taken
+        # Keys that count as waiting in the queue.
+        self.weight = min(1, len(keys)) if isinstance(keys, LookupKeys) else len(keys)
+        self.windows = 0  # under way
+        self.cancelled = False
+        self.fault: str | None = None
+        self.ended = threading.Event()
+        self._queue = queue
+
+    def done(self) -> bool:
+        if not self.ended.is_set() and time.monotonic() >= self.deadline_s:
+            self._queue.give_up(self, _native.TIMED_OUT)
+        return self.ended.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        until_deadline_s = self.deadline_s - time.monotonic()
+        if 0 < until_deadline_s < timeout_s:
+            if self.ended.wait(until_deadline_s):
+                return True
+            timeout_s -= until_deadline_s
+        return self.done() or self.ended.wait(timeout_s)
+
+    def cancel(self) -> None:
+        self._queue.give_up(self, _native.CANCELLED)
+
+    def results(self) -> bytes:
+        assert self.ended.is_set()
+        return bytes(self.statuses)
+
+    def error(self) -> str | None:
+        return self.fault
+
+
+class Window(NamedTuple):
+    """Keys of a batch, from ``start`` up to ``end``, in the hands of one thread."""
+
+    batch: QueuedBatch
+    start: int
+    end: int
+
+
+class Probe(NamedTuple):
+    """An order to dial, to find out whether the server is back."""
+
+
+class WindowQueue:
+    """``name``: of the store, for errors."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._queue: deque[QueuedBatch] = deque()
+        self._closing = False
+        self._doubts = 0  # how often a link failed
+        self._breaker = _Breaker()
+        self._probing = False  # a thread dials, to close the breaker
+        self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+
+    # ------------------------------------------------------------------ for callers of the store
+
+    def submit(self, batch: QueuedBatch) -> QueuedBatch:
+        """Errors: ``StoreClosed``; ``StoreUnavailable`` when the queue is full."""
+        with self._changed:
+            if self._closing:
+                raise StoreClosed(f"{self._name}: the store is closed")
+            waiting = self._counters["queued"]
+            if batch.weight > MAX_QUEUED_KEYS - waiting:
+                raise StoreUnavailable(
+                    f"{self._name}: queue full: {waiting} keys are waiting, at most {MAX_QUEUED_KEYS} may"
+                )
+            self._counters["queued"] += batch.weight
+            if batch.keys:
+                self._queue.append(batch)
+                if self._breaker.why:
+                    self._refuse_queued()
+                self._changed.notify_all()
+            else:
+                self._end_if_over(batch)
+        return batch
+
+    def give_up(self, batch: QueuedBatch, status: int) -> None:
+        """End the keys that no thread has taken with ``status``; windows under way end by themselves."""
+        with self._changed:
+            if not batch.ended.is_set():
+                batch.cancelled = batch.cancelled or status == _native.CANCELLED
+                self._drop_rest(batch, status)
+
+    def counters(self) -> dict[str, int]:
+        with self._changed:
+            counters = dict(self._counters)
+            if self._breaker.why:
+                counters["up_connections"] = 0
+            return counters
+
+    def close(self) -> None:
+        """Cancel what waits; ``take`` gives None from now on."""
+        with self._changed:
+            self._closing = True
+            for batch in list(self._queue):
+                batch.cancelled = True
+                self._drop_rest(batch, _native.CANCELLED)
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ for the store's threads
+
+    def take(self) -> Window | Probe | None:
+        """What a thread is to do next; blocks until there is something. None: the store closes."""
+        with self._changed:
+            while True:
+                if not self._queue:
+                    if self._closing:
+                        return None
+                    pause_s: float | None = None
+                    if self._breaker.why and not self._probing:
+                        pause_s = self._breaker.next_dial_s - time.monotonic()
+                        if pause_s <= 0:
+                            self._probing = True
+                            return Probe()
+                    self._changed.wait(pause_s)
+                    continue
+                # Nobody waits for a put; a request waits for the others.
+                batch = next((one for one in self._queue if one.operation not in _PUTS), self._queue[0])
+                if time.monotonic() >= batch.deadline_s:
+                    self._drop_rest(batch, _native.TIMED_OUT)
+                    continue
+                if isinstance(batch.keys, LookupKeys):
+                    self._skip_unwanted(batch, batch.keys)
+                    if batch.next == len(batch.keys):
+                        continue
+                start, end = batch.next, _window_end(batch)
+                batch.next = end
+                batch.windows += 1
+                if not isinstance(batch.keys, LookupKeys):
+                    self._weigh(batch, batch.weight - (end - start))
+                if end == len(batch.keys):
+                    self._weigh(batch, 0)
+                    self._queue.remove(batch)
+                return Window(batch, start, end)
+
+    def put_down(self, batch: QueuedBatch, start: int, statuses: Sequence[int], fault: str | None) -> None:
+        """The results of one window, whose buffers the caller does not touch any more."""
+        with self._changed:
+            batch.statuses[start : start + len(statuses)] = bytes(statuses)
+            batch.fault = batch.fault or fault
+            batch.windows -= 1
+            if isinstance(batch.keys, LookupKeys):
+                batch.keys.take(start, statuses)
+            for status, times in Counter(statuses).items():
+                self._count_status(batch.operation, status, times)
+            if batch.views is not None:
+                self._counters[_COUNTED_NBYTES[batch.operation]] += sum(
+                    batch.views[start + place].nbytes
+                    for place, status in enumerate(statuses)
+                    if status == _native.OK
+                )
+            self._end_if_over(batch)
+
+    def count(self, name: str, times: int = 1) -> None:
+        """Add to one counter."""
+        with self._changed:
+            self._counters[name] += times
+
+    def doubts(self) -> int:
+        """How often a link failed: a thread that finds this changed checks its own link."""
+        with self._changed:
+            return self._doubts
+
+    def doubt(self) -> None:
+        """A link failed."""
+        with self._changed:
+            self._doubts += 1
+
+    def fell_silent(self, why: str) -> None:
+        """A link got no answer in time."""
+        with self._changed:
+            if not self._breaker.why:
+                self._open_breaker(_Breaker(why))
+
+    def check_not_away(self) -> None:
+        """Errors: ``LinkFault`` that says why, while the breaker is open."""
+        with self._changed:
+            if self._breaker.why:
+                raise LinkFault(self._breaker.why)
+
+    def dialled(self, failure: str | None) -> None:
+        """A thread has dialled; ``failure``: why in vain."""
+        with self._changed:
+            self._probing = False
+            if failure is None:
+                self._breaker = _Breaker()
+                return
+            self._counters["failed_dials"] += 1
+            pause_s = min(max(2 * self._breaker.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self._open_breaker(_Breaker(failure, pause_s, time.monotonic() + pause_s))
+
+    # ------------------------------------------------------------------ the caller holds the lock
+
+    def _drop_rest(self, batch: QueuedBatch, status: int) -> None:
+        """Give every key that no thread has taken ``status``."""
+        rest = len(batch.keys) - batch.next
+        if rest:
+            batch.statuses[batch.next :] = bytes([status]) * rest
+            batch.next = len(batch.keys)
+            self._queue.remove(batch)
+            self._weigh(batch, 0)
+            self._count_status(batch.operation, status, rest)
+        self._end_if_over(batch)
+
+    def _skip_unwanted(self, batch: QueuedBatch, keys: LookupKeys) -> None:
+        """Keys of a lookup that are no longer worth asking for are misses."""
+        wanted = keys.next_wanted(batch.next)
+        batch.statuses[batch.next : wanted] = bytes([_native.MISS]) * (wanted - batch.next)
+        batch.next = wanted
+        if wanted == len(keys):
+            self._queue.remove(batch)
+            self._weigh(batch, 0)
+            self._end_if_over(batch)
+
+    def _weigh(self, batch: QueuedBatch, weight: int) -> None:
+        self._counters["queued"] -= batch.weight - weight
+        batch.weight = weight
+
+    def _end_if_over(self, batch: QueuedBatch) -> None:
+        """Release the buffers and set ``ended`` if nothing of the batch is left."""
+        if batch.windows or batch.next < len(batch.keys) or batch.ended.is_set():
+            return
+        batch.views = None
+        batch.ended.set()
+
+    def _count_status(self, operation: int, status: int, times: int) -> None:
+        self._counters[_COUNTED_ALWAYS.get(status) or _COUNTED[operation, status]] += times
+
+    def _refuse_queued(self) -> None:
+        """The server is away: every key that waits is a fault."""
+        for batch in list(self._queue):
+            batch.fault = batch.fault or self._breaker.why
+            self._counters["refused"] += len(batch.keys) - batch.next
+            self._drop_rest(batch, _native.FAULT)
+
+    def _open_breaker(self, breaker: _Breaker) -> None:
+        self._breaker = breaker
+        self._refuse_queued()
+        self._changed.notify_all()
+
+
+def _window_end(batch: QueuedBatch) -> int:
+    end = min(batch.next + WINDOW_KEYS, len(batch.keys))
+    if batch.views is None:
+        return end
+    nbytes = 0
+    for index in range(batch.next, end):
+        nbytes += batch.views[index].nbytes
+        if nbytes >= WINDOW_NBYTES:
+            return index + 1
+    return end

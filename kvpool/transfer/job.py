@@ -1,0 +1,159 @@
+"""What a ``BlockMover`` keeps of its work: jobs, which callers submit, and parts, each one batch under way.
+
+Threads: those of the mover's owner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from kvpool.store import Transfer
+from kvpool.transfer.lane import Event
+
+COPY_PAUSE_S = 5e-5  # between two looks at a copy that is waited for: one of a part takes 0.1 ms at 40 GB/s
+
+
+class Keyed(Protocol):
+    """What has a key in the store."""
+
+    @property
+    def key(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=Keyed)
+
+
+class Need(Enum):
+    """Which blocks of a load are of use when some are missing."""
+
+    ALL = "none: the load fails as a whole"
+    LEADING = "those before the first that is missing"
+    EACH = "all that came"
+
+
+class Moved(NamedTuple):
+    """How one job ended. Nothing touches its memory any more."""
+
+    job: Hashable
+    cause: str  # why not all of it was moved: a label of the metrics; "" when it was
+    moved: list[bool]  # by block: loaded, or in the pool now
+    missing: list[int]  # items that a load found not to be in the pool
+    sent: int  # blocks whose bytes were moved: not those that the pool had before
+    nbytes: int  # of them
+    seconds: float
+    error: Exception | None  # the exception behind ``cause``
+
+    @property
+    def ok(self) -> bool:
+        return not self.cause
+
+
+@dataclass(eq=False)
+class Job(Generic[Item]):
+    """Items to load or to store; ``width`` consecutive ones make up a block."""
+
+    name: Hashable
+    is_load: bool
+    items: Sequence[Item]
+    timeout_s: float  # of each batch
+    started: float
+    deadline: float
+    after: Event  # a load may write its blocks from here on
+    priority: int = 0
+    width: int = 1
+    need: Need = Need.ALL
+    short: bool = False  # more is wanted, and known to be missing
+    taken: int = 0  # items that parts have taken
+    parts: int = 0
+    cause: str = ""  # why it failed; "" while it has not
+    error: Exception | None = None
+    missing: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.moved = bytearray(len(self.items))
+        self.known = bytearray(len(self.items))  # in the pool before it was sent
+
+    @property
+    def pending(self) -> bool:
+        """Whether parts are still to be started."""
+        return self.taken < len(self.items) and not self.cause
+
+    def blocks(self, items: bytearray) -> list[bool]:
+        """Of each block, whether all its items are set."""
+        return [all(items[first : first + self.width]) for first in range(0, len(items), self.width)]
+
+    def moved_blocks(self) -> list[bool]:
+        """Of each block, whether it was moved and is of use."""
+        moved = self.blocks(self.moved)
+        if self.is_load and self.need is Need.ALL and self.cause:
+            return [False] * len(moved)
+        if self.is_load and self.need is Need.LEADING and False in moved:
+            first = moved.index(False)
+            return moved[:first] + [False] * (len(moved) - first)
+        return moved
+
+
+class Stage(Enum):
+    """What a part waits for. A store goes GATHER (with staging), SEND; a load GET, SCATTER (with staging)."""
+
+    GATHER = "blocks are copied to its slots"
+    SEND = "the store takes what it does not have"
+    GET = "the store fills its slots"
+    SCATTER = "its slots are copied to blocks"
+
+    @property
+    def copies(self) -> bool:
+        return self in (Stage.GATHER, Stage.SCATTER)
+
+
+@dataclass(eq=False)
+class Part(Generic[Item]):
+    """Some items of a job on their way, and the slots that it owns."""
+
+    stage: Stage
+    job: Job[Item]
+    places: list[int]  # of its items in the job
+    slots: list[Any]
+    copy: Event | None = None  # of GATHER and SCATTER
+    transfer: Transfer | None = None  # of the others
+    deadline: float = 0.0  # of the transfer
+    reported: bool = False  # as one that does not stop
+
+    @property
+    def items(self) -> list[Item]:
+        return [self.job.items[place] for place in self.places]
+
+    @property
+    def keys(self) -> list[str]:
+        return [self.job.items[place].key for place in self.places]
+
+    def begin(self, stage: Stage, transfer: Transfer, deadline: float) -> None:
+        self.stage, self.transfer, self.deadline, self.copy = stage, transfer, deadline, None
+
+    def over(self) -> bool:
+        """Whether what it waits for has ended, so that nobody touches its slots."""
+        if self.stage.copies:
+            assert self.copy is not None
+            return self.copy.query()
+        assert self.transfer is not None
+        return self.transfer.done()
+
+    def cancel(self) -> None:
+        """A copy cannot be stopped, and is soon over."""
+        if not self.stage.copies:
+            assert self.transfer is not None
+            self.transfer.cancel()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until it is over, or for ``timeout_s``."""
+        if not self.stage.copies:
+            assert self.transfer is not None
+            self.transfer.settle(timeout_s)
+            return
+        until = time.monotonic() + timeout_s
+        while not self.over() and (left := until - time.monotonic()) > 0:
+            time.sleep(min(COPY_PAUSE_S, left))

@@ -1,0 +1,298 @@
+"""The only module that reads objects of vLLM beyond its connector interface; the rest of the package calls it.
+
+Differences between versions are told by feature, never by version number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_events import MEDIUM_GPU, ZmqEventPublisher
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor import model_loader
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.platforms import current_platform
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.request import Request
+
+from kvpool.errors import EngineRefused
+from kvpool.vllm.plan import Group
+
+# The engine, its model and its layers.
+
+
+def engine_rank(stage_ranks: int) -> int:
+    """This worker's rank, counted through all pipeline stages."""
+    return int(get_pp_group().rank_in_group * stage_ranks + get_tp_group().rank_in_group)
+
+
+def rank_endpoint(endpoint: str | None, dp_rank: int) -> str | None:
+    """The endpoint that data-parallel rank ``dp_rank`` uses; None without one. Errors: ``ValueError``."""
+    found: str | None = ZmqEventPublisher.offset_endpoint_port(endpoint, dp_rank)
+    return found
+
+
+def model_class(model: ModelConfig) -> type:
+    found, _ = get_model_architecture(model)
+    return found
+
+
+def loader_module(load_format: str) -> str | None:
+    """The module of the loader that is registered for a load format; None: there is none."""
+    loader = model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(load_format)
+    return None if loader is None else loader.__module__
+
+
+def rotary_embeddings() -> list[nn.Module]:
+    """The rotary embeddings that vLLM has built in this process."""
+    return list(rotary_embedding._ROPE_DICT.values())
+
+
+def attention_layers(config: VllmConfig) -> dict[str, Any]:
+    """The attention layers that were built, by name."""
+    return get_layers_from_vllm_config(config, AttentionLayerBase)
+
+
+def attention_backends(config: VllmConfig) -> str:
+    return ",".join(
+        sorted({layer.get_attn_backend().get_name() for layer in attention_layers(config).values()})
+    )
+
+
+def kv_scales(layer: Any) -> tuple[list[list[float]], list[float | None]]:
+    """(scales of K and V on the device, their copies on the host): some kernels read these, others those."""
+    on_device = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
+    return (
+        [one.detach().float().flatten().tolist() for one in on_device if isinstance(one, torch.Tensor)],
+        [getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float")],
+    )
+
+
+def weights_mark(config: VllmConfig) -> Callable[[], object]:
+    """A function whose result changes when vLLM loads weights into the running model (``reload_weights``).
+
+    vLLM then sets the scales of every attention layer again, in place, which torch counts; nothing else does. Writes
+    into parameters by other means are not noticed. Takes a microsecond and does not touch the device.
+    """
+    for layer in attention_layers(config).values():
+        if isinstance(getattr(layer, "_k_scale", None), torch.Tensor):
+            return functools.partial(_scale_version, layer)
+    return lambda: None
+
+
+def _scale_version(layer: Any) -> object:
+    scale: torch.Tensor = layer._k_scale
+    return None if scale.is_inference() else (id(scale), scale._version)
+
+
+# The KV cache.
+
+
+def block_sizes(config: VllmConfig, cache: KVCacheConfig) -> tuple[int, int]:
+    """(tokens to which hits are aligned, tokens of one block hash)."""
+    return kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
+
+
+def layer_specs(group: KVCacheGroupSpec) -> list[Any]:
+    """The specification of each layer of a group, or the one that they share."""
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def layers_of(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """For each group, its layers as views of shape ``[num_blocks, ...]``. Errors: ``EngineRefused``."""
+    try:
+        from vllm.v1.kv_cache_interface import group_kernel_blocks
+    except ImportError as error:
+        raise EngineRefused(f"this version of vLLM is not supported ({error}); use 0.30 to 0.33") from error
+    for index, group in enumerate(cache.kv_cache_groups):
+        if not group.layer_names:
+            raise EngineRefused(
+                f"a pipeline stage has no layer of KV-cache group {index}, which is not supported yet; "
+                "change --pipeline-parallel-size"
+            )
+    missing = [name for group in cache.kv_cache_groups for name in group.layer_names if name not in kv_caches]
+    if missing:
+        raise EngineRefused(f"layer {missing[0]} has no KV cache of its own, which is not supported yet")
+    return [
+        [group_kernel_blocks(kv_caches[name], cache.num_blocks) for name in group.layer_names]
+        for group in cache.kv_cache_groups
+    ]
+
+
+def kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
+    """How the CPU kernels pack keys inside a block: it depends on the processor (AMX, AVX-512, NEON, ...)."""
+    if current_platform.device_type != "cpu":
+        return ""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    except ImportError:
+        # This version does not say. The processor's name separates at least as much.
+        return str(current_platform.get_cpu_architecture())
+    packings = set()
+    dtype = config.model_config.dtype
+    assert isinstance(dtype, torch.dtype), "vLLM has resolved its name"
+    for group in cache.kv_cache_groups:
+        for layer in layer_specs(group):
+            assert isinstance(layer, AttentionSpec), "support.groups_of refuses every other kind"
+            if not isinstance(layer, MLAAttentionSpec):  # latent vectors are not packed
+                # The backend looks at the model's type, not at the cache's, which is bytes for FP8.
+                packings.add(_get_attn_isa(dtype, layer.block_size, layer.head_size))
+    return ",".join(sorted(packings))
+
+
+# A step, and its requests.
+
+
+def scheduled_tokens(output: SchedulerOutput) -> list[tuple[str, int]]:
+    """(request, tokens computed when the step is over, drafts among them) for every request of the step."""
+    cached = output.scheduled_cached_reqs
+    before = [(request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs]
+    before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return [(name, computed + output.num_scheduled_tokens[name]) for name, computed in before]
+
+
+def block_tables(output: SchedulerOutput, request_id: str) -> tuple[list[int], ...] | None:
+    """The block ids of a scheduled request, by group, as of this step."""
+    state = output.kv_connector_block_state
+    assert state is not None, "vLLM gives connectors the block tables from 0.29 on"
+    tables: tuple[list[int], ...] | None = state.get_block_ids(request_id)
+    return tables
+
+
+def adapter_changed_in_place(request: Request) -> bool:
+    """Whether the request's adapter was loaded over an earlier one of the same name and path, so of the same hashes."""
+    return bool(getattr(request.lora_request, "load_inplace", False))
+
+
+# Hashes.
+
+
+def hash_tags() -> bool:
+    """Whether extra keys enter the hash tagged (from 0.31), which changes the hashes of LoRA, salt and images."""
+    return hasattr(kv_cache_utils, "to_event_extra_keys")
+
+
+def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Sequence[bytes]:
+    """The hashes of the request's records in a group: each that of the last block that is hashed in it."""
+    step = group.record_tokens // hash_block_tokens
+    hashes: Sequence[bytes] = request.block_hashes
+    return hashes if step == 1 else hashes[step - 1 :: step]
+
+
+def cache_key(block_hash: bytes, group: int) -> bytes:
+    """The key of a block of ``group`` in the engine's prefix cache."""
+    return bytes(kv_cache_utils.make_block_hash_with_group_id(kv_cache_utils.BlockHash(block_hash), group))
+
+
+def cache_keys(
+    request: Request, hash_block_tokens: int, group_index: int, group: Group, record: int
+) -> list[bytes]:
+    """The keys of the blocks of a record in the engine's prefix cache, in order."""
+    step = group.block_tokens // hash_block_tokens
+    first = record * group.blocks_per_record
+    ends = [(block + 1) * step - 1 for block in range(first, first + group.blocks_per_record)]
+    return [cache_key(request.block_hashes[end], group_index) for end in ends]
+
+
+def event_hash(block_hash: bytes) -> bytes | int:
+    """As events carry it: the last eight bytes as an integer, unless the engine is set to send it whole."""
+    return kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
+
+
+def event_hashes_by_group(keys: Sequence[bytes], groups: int) -> list[list[bytes | int]]:
+    """For each group, the hashes in keys of the engine's prefix cache, as events carry them.
+
+    All keys have one length, as there is one hash algorithm; the last 4 bytes are the group, big-endian.
+    """
+    if not keys:
+        return [[] for _ in range(groups)]
+    if isinstance(event_hash(keys[0][:-4]), bytes):
+        return [[key[:-4] for key in keys if key[-4:] == group.to_bytes(4, "big")] for group in range(groups)]
+    width = len(keys[0])
+    form: Any = {
+        "names": ["hash", "group"],
+        "formats": [">u8", ">u4"],
+        "offsets": [width - 12, width - 4],
+        "itemsize": width,
+    }
+    parts = numpy.frombuffer(b"".join(keys), numpy.dtype(form))
+    return [parts["hash"][parts["group"] == group].astype("u8").tolist() for group in range(groups)]
+
+
+def event_extra_keys(request: Request, start: int, end: int) -> Any:
+    """What else than tokens went into the hash of tokens ``start`` to ``end``, as events carry it."""
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+    if keys is None:
+        return None
+    return kv_cache_utils.to_event_extra_keys([keys]) if hash_tags() else [keys]
+
+
+# The engine's own cache: its block pool, in which a key is a hash and a group.
+
+
+def cached_blocks(block_pool: BlockPool) -> Mapping[bytes, Any] | None:
+    """The engine's prefix cache: by key, a block, or where there are copies a dictionary of them by block id.
+
+    It is the engine's own dictionary: read it before the engine goes on. None: this version of vLLM shows none.
+    """
+    blocks: Any = getattr(block_pool.cached_block_hash_to_block, "_cache", None)
+    return blocks if isinstance(blocks, dict) else None
+
+
+def block_contents(block_pool: BlockPool, block_ids: Iterable[int]) -> tuple[bytes | None, ...]:
+    """By block, the key of what is in it now; None: nothing that could be found again."""
+    return tuple(block_pool.blocks[block_id].block_hash for block_id in block_ids)
+
+
+def next_evicted(block_pool: BlockPool, count: int) -> list[tuple[int, bytes | None]]:
+    """The ``count`` blocks that the engine will use next, soonest first: block id, and key as in ``block_contents``."""
+    found: list[tuple[int, bytes | None]] = []
+    block = block_pool.free_block_queue.fake_free_list_head.next_free_block
+    # The head and the tail of the list are no blocks.
+    while len(found) < count and block is not None and block.next_free_block is not None:
+        found.append((block.block_id, block.block_hash))
+        block = block.next_free_block
+    return found
+
+
+def is_in_use(block_pool: BlockPool) -> bool:
+    """Whether a block of the engine's memory is referenced, apart from the null block, which always is."""
+    return bool(block_pool.num_gpu_blocks - block_pool.get_num_free_blocks() > 1)
+
+
+def references(block_pool: BlockPool, block_id: int) -> int:
+    """How many references there are to a block."""
+    return int(block_pool.blocks[block_id].ref_cnt)
+
+
+def hold(block_pool: BlockPool, block_ids: Iterable[int]) -> None:
+    """Add a reference to each block, so that the engine does not use it for something else."""
+    block_pool.touch([block_pool.blocks[block_id] for block_id in block_ids])
+
+
+def release(block_pool: BlockPool, block_ids: Sequence[int]) -> None:
+    """Drop a reference to each block; the last one is evicted first, as the engine does with the end of a prompt."""
+    block_pool.free_blocks(block_pool.blocks[block_id] for block_id in reversed(block_ids))
+
+
+def medium(block_pool: BlockPool) -> str:
+    """The name of the engine's own memory in KV events."""
+    return str(getattr(block_pool, "medium", MEDIUM_GPU))

@@ -1,0 +1,221 @@
+"""What kvpool supports of vLLM, and what it refuses: each refusal is one sentence with the setting to change.
+
+Supported: vLLM 0.30 to 0.33. Differences between versions are told by feature, never by version number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from kvpool.config import hash_seed
+from kvpool.errors import EngineRefused
+from kvpool.vllm import internals
+from kvpool.vllm.plan import Group
+
+# Fields in which MLA specifications differ by model and cache type; the layout's facts cover them. A value in any other
+# field, one of a later version included, means that a block is not one latent vector for each of its tokens.
+_MLA_LAYOUT = frozenset(
+    (
+        "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "cache_dtype_str", "kv_quant_mode",
+        "page_size_padded", "block_stride_alignment", "num_head_slots", "dcp_sharded",
+    )
+)  # fmt: skip
+PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16")
+# One scale for a layer, or for a head, fixed when the weights are loaded. Other types keep scales beside the values, or
+# rotate the values first.
+FP8_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+# These draft from tokens alone: they have no layers, so no part of a block is theirs.
+_DRAFTS_OF_TOKENS = ("ngram", "ngram_gpu", "suffix")
+
+
+def refuse_unsupported(config: VllmConfig) -> None:
+    """Check everything that the configuration alone tells.
+
+    Errors: ``EngineRefused``, one sentence with the setting to change.
+    """
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_load_failure_policy != "recompute":
+        raise EngineRefused(
+            f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a lost block would fail the request; '
+            'add "kv_load_failure_policy":"recompute" to --kv-transfer-config'
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise EngineRefused(
+            "prefix caching is off, so blocks have no hashes to share; remove --no-enable-prefix-caching"
+        )
+    _refuse_hashing(config.cache_config.prefix_caching_hash_algo)
+    if current_platform.device_type != "cpu":
+        _refuse_device(current_platform.device_type, config.model_config.enable_sleep_mode)
+    parallel = config.parallel_config
+    for name, size in (
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1)),
+    ):
+        if size != 1:
+            raise EngineRefused(f"{name} {size} is not supported yet; set it to 1")
+    if getattr(config, "weight_transfer_config", None) is not None:
+        raise EngineRefused(
+            "--weight-transfer-config lets a trainer change the weights while requests run, so blocks of old and new "
+            "weights would be taken for each other; remove it, or remove --kv-transfer-config"
+        )
+    if config.speculative_config is not None:
+        _refuse_speculation(str(config.speculative_config.method))
+    if ahead := getattr(config, "num_hash_lookahead_tokens", 0):
+        raise EngineRefused(
+            f"a block's hash covers {ahead} tokens behind the block, which other workers do not hash; "
+            'add "disable_lookahead_block_hashes": true to --speculative-config'
+        )
+    if config.model_config.is_encoder_decoder:
+        raise EngineRefused("encoder-decoder models are not supported; remove --kv-transfer-config")
+    _refuse_later_tokens(config)
+    _refuse_moving_rope(config.model_config)
+    _refuse_kv_dtype(config)
+    if config.lora_config is not None and not internals.hash_tags():
+        raise EngineRefused(
+            "this version of vLLM hashes an adapter's name and not its path, so adapters of one name would be taken "
+            "for each other by other workers; use vLLM 0.31 or newer, or remove --enable-lora"
+        )
+
+
+def _refuse_speculation(method: str) -> None:
+    """Drafts need nothing of us: a block is stored when its tokens are accepted (``plan.records_to_store``)."""
+    if method not in _DRAFTS_OF_TOKENS:
+        raise EngineRefused(
+            f'speculative decoding by "{method}" is not supported yet: its layers may keep in a block what depends on '
+            f"tokens behind it, which are not in the block's hash; supported are {', '.join(_DRAFTS_OF_TOKENS)}; "
+            "change or remove --speculative-config"
+        )
+
+
+def _refuse_later_tokens(config: VllmConfig) -> None:
+    """A block's hash is made of its own tokens and those before it."""
+    if getattr(config, "diffusion_config", None) is not None:
+        raise EngineRefused(
+            "diffusion models compute the K and V of a token with those behind it, which are not in the block's hash; "
+            "remove --kv-transfer-config"
+        )
+    if getattr(getattr(config, "attention_config", None), "use_non_causal", False):
+        raise EngineRefused(
+            "attention_config.use_non_causal: the K and V of a token depend on those behind it, which are not in the "
+            "block's hash; remove it, or --kv-transfer-config"
+        )
+
+
+def _refuse_moving_rope(model: ModelConfig) -> None:
+    """Transformers' own rotary embeddings of these kinds follow the longest request of each batch."""
+    if not internals.model_class(model).__module__.startswith("vllm.model_executor.models.transformers"):
+        return
+    if kinds := {"dynamic", "longrope"} & _rope_types(model.hf_text_config):
+        raise EngineRefused(
+            f"the model runs on Transformers' implementation, whose rope of type {min(kinds)} follows the longest "
+            "request of a batch, so equal prompts have different keys; use --model-impl vllm where there is one, or "
+            "remove --kv-transfer-config"
+        )
+
+
+def _rope_types(hf_config: Any) -> set[str]:
+    """The kinds of rotary embeddings that a model's configuration names, those of single layer types, too."""
+    found = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    of_layers = [one for one in found.values() if isinstance(one, Mapping)]
+    return {str(one.get("rope_type", one.get("type", "default"))) for one in (of_layers or [found])}
+
+
+def _refuse_kv_dtype(config: VllmConfig) -> None:
+    kind = str(config.cache_config.cache_dtype)
+    if kind not in PLAIN_KV_DTYPES + FP8_KV_DTYPES:
+        raise EngineRefused(
+            f"--kv-cache-dtype {kind} is not supported yet; supported are "
+            + ", ".join(PLAIN_KV_DTYPES + FP8_KV_DTYPES)
+        )
+    # In versions before 0.32: each engine takes its scales from the first tokens that it happens to see.
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise EngineRefused(
+            "--calculate-kv-scales gives each engine scales of its own, so its blocks mean other numbers elsewhere; "
+            "remove it, and use a checkpoint with KV scales or none"
+        )
+
+
+def _refuse_device(kind: str, sleeps: bool) -> None:
+    """Copies beside the engine need streams and events as ``torch.accelerator`` gives them."""
+    driven = torch.accelerator.current_accelerator()
+    if driven is None or driven.type != kind:
+        raise EngineRefused(
+            f"the KV cache is on a device ({kind}) that torch.accelerator does not drive here, so blocks cannot be "
+            "copied beside the engine; remove --kv-transfer-config"
+        )
+    if sleeps:
+        raise EngineRefused(
+            "sleep mode takes the KV cache away while blocks may still be copied, which is not supported yet on an "
+            "accelerator; remove --enable-sleep-mode"
+        )
+
+
+def _refuse_hashing(algorithm: str) -> None:
+    if algorithm not in ("sha256_cbor", "xxhash_cbor"):
+        raise EngineRefused(
+            f'prefix caching hashes with "{algorithm}", which hashes a pickle, so equal prompts may hash '
+            "differently and workers would not share; add --prefix-caching-hash-algo sha256_cbor"
+        )
+    if algorithm == "xxhash_cbor" and hash_seed() is None:
+        raise EngineRefused(
+            "xxhash_cbor draws a random seed in each process, so workers would never share; set PYTHONHASHSEED "
+            "to the same number in every worker, or use --prefix-caching-hash-algo sha256_cbor"
+        )
+
+
+def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel: int = 1) -> list[Group]:
+    """The KV-cache groups as plans need them, all with as many blocks in a record.
+
+    Errors: ``EngineRefused`` naming the kind of attention that is not supported.
+    """
+    if not config.kv_cache_groups:
+        raise EngineRefused("the model has no KV cache to share; remove --kv-transfer-config")
+    groups = []
+    for index, group in enumerate(config.kv_cache_groups):
+        layers = internals.layer_specs(group)
+        spec = layers[0] if len(set(map(type, layers))) == 1 else group.kv_cache_spec
+        # Subclasses (sinks, chunked windows, ...) keep other bytes or need other blocks: exact types only.
+        if type(spec) is FullAttentionSpec:
+            groups.append(Group(group.kv_cache_spec.block_size))
+        elif type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
+            groups.append(Group(group.kv_cache_spec.block_size, spec.sliding_window))
+        elif type(spec) is MLAAttentionSpec:
+            _refuse_uncommon_mla(index, group)
+            groups.append(Group(group.kv_cache_spec.block_size, latent=True, copies=tensor_parallel))
+        else:
+            raise EngineRefused(
+                f"KV-cache group {index} is of kind {type(spec).__name__}, which is not supported yet; "
+                "supported are full attention, sliding windows and MLA"
+            )
+    return [dataclasses.replace(group, blocks_per_record=blocks_per_record) for group in groups]
+
+
+def _refuse_uncommon_mla(index: int, group: KVCacheGroupSpec) -> None:
+    """Sparse indexers, compressed states, caches in main memory: their blocks hold, or need, something else."""
+    for layer in internals.layer_specs(group):
+        for one in dataclasses.fields(layer):
+            value = getattr(layer, one.name)
+            plain = 1 if one.name == "max_tp_shards" else one.default  # 1: every rank has it whole
+            if one.name not in _MLA_LAYOUT and value != plain:
+                raise EngineRefused(
+                    f"KV-cache group {index} is MLA with {one.name} {value!r}, which is not supported yet; "
+                    "supported is one latent vector for each token"
+                )
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        raise EngineRefused(
+            f"KV-cache group {index} is MLA of which main memory keeps a part, which is not supported yet"
+        )

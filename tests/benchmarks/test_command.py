@@ -1,0 +1,31 @@
+"""``python -m benchmarks``: wrong use is one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.command import benchmark, refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["store", "--batch-bytes", "0"], "--batch-bytes"),
+        (["index", "--blocks", "10"], "--blocks"),
+        (["index", "--workers", "0"], "--workers"),
+        (["e2e", "--pool", "fiel:///x"], 'did you mean "file"?'),
+        (["e2e", "--width", "300"], "multiple of 256"),
+        (["e2e", "--plot", "HERE/x/plot.png"], "cannot write the plot"),
+        (["nothing"], "nothing"),
+    ],
+)
+def test_wrong_use_is_one_clear_line(arguments: list[str], says: str, tmp_path: Path) -> None:
+    """HERE: a folder with nothing in it."""
+    assert says in refused(*(one.replace("HERE", str(tmp_path)) for one in arguments))
+
+
+def test_help_names_every_benchmark() -> None:
+    text = benchmark("--help").stdout
+    assert all(name in text for name in ("hash", "store", "index", "fleet", "e2e"))

@@ -1,0 +1,29 @@
+"""One pool of each kind, and one server that a test may stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import open_store
+from kvpool.store.store import Store
+from tests.store.servers import SERVERS, Server, running
+
+
+@pytest.fixture(params=["memory", "file", *SERVERS])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param in SERVERS:
+        with running(request.param, tmp_path) as server, open_store(server.url) as store:
+            yield store
+    else:
+        url = "memory://" if request.param == "memory" else f"file://{tmp_path}/pool"
+        with open_store(url) as store:
+            yield store
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with running("valkey-server", tmp_path) as one:
+        yield one

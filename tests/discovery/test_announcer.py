@@ -1,0 +1,91 @@
+"""Workers that announce themselves in real pools."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvpool import ConfigError, open_store
+from kvpool.discovery.announcer import Announcer
+from kvpool.discovery.worker import Publisher, Worker
+from kvpool.key.key import request_key, workers_prefix
+from kvpool.store.store import Store
+from tests.conftest import eventually
+from tests.discovery.workers import (
+    KEY,
+    LEASE_S,
+    Watched,
+    announced,
+    watching,
+    worker,
+)
+from tests.store.servers import Server
+
+
+@pytest.mark.parametrize(
+    ("wrong", "lease_s"),
+    [
+        (worker(name="a b"), 10.0),
+        (worker(name="x" * 129), 10.0),
+        (worker(tenant="a:b"), 10.0),
+        (worker(incarnation=""), 10.0),
+        (worker(publishers=()), 10.0),
+        (worker(publishers=(Publisher(0, "tcp://h:1"), Publisher(1, "tcp://h:2"))), 10.0),
+        (worker(), 0.5),
+        (worker(), 4000.0),
+    ],
+)
+def test_what_nobody_could_follow_is_not_announced(wrong: Worker, lease_s: float) -> None:
+    with pytest.raises(ConfigError), open_store("memory://") as store:
+        Announcer(store, wrong, lease_s=lease_s)
+
+
+def test_an_engine_that_announces_itself_loads_neither_grpc_nor_zmq() -> None:
+    program = "import sys, kvpool.discovery.announcer; sys.exit(bool({'grpc', 'zmq', 'torch'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_two_engines_of_one_name_are_told(store: Store) -> None:
+    with announced(store, worker("a", "one")) as first, announced(store, worker("a", "two")) as second:
+        assert eventually(lambda: bool(first) and bool(second))
+        assert "somebody else announces a worker a of tenant default" in first[0]
+        assert len(first) == 1
+        assert len(second) == 1
+
+
+def test_a_pool_that_is_away_asks_for_nothing(server: Server) -> None:
+    with open_store(server.url) as store:
+        announcer = Announcer(store, worker("a"), lease_s=LEASE_S, say=lambda text: None)
+        try:
+            store.announce(request_key(KEY.replace("10.0.0.7:5557", "a")), b"?", lease_s=600)
+            assert eventually(lambda: announcer.asked)
+            server.kill()
+            assert eventually(lambda: not announcer.asked, within_s=15)
+        finally:
+            announcer.close()
+
+
+def test_a_pool_that_does_not_let_a_record_be_withdrawn_is_said(server: Server) -> None:
+    server.client.execute_command("ACL", "SETUSER", "u", "on", ">p", "~kvpool:default:*", "+@all", "-unlink")
+    with open_store(server.url.replace("://", "://u:p@")) as store:
+        with announced(store, worker("a")) as said:
+            assert eventually(lambda: bool(store.announcements(workers_prefix("default"))))
+        (sentence,) = said
+        assert "worker a is not withdrawn, and announced until its lease ends: " in sentence
+
+
+def test_an_announcer_tells_at_once_that_its_worker_entered_another_namespace(store: Store) -> None:
+    """It is the same start of the worker: what its own memory holds is as it was."""
+    announcer = Announcer(store, worker(), lease_s=600.0)
+    try:
+        watched = Watched()
+        with watching(store, watched):
+            assert eventually(lambda: watched.sees("10.0.0.7:5557"))
+            announcer.enter("cd" * 16)
+            wanted = worker(namespace="cd" * 16)
+            assert eventually(lambda: watched.workers.get(wanted.id) == wanted, within_s=3)
+            assert set(watched.starts) == {"one"}
+    finally:
+        announcer.close()

@@ -1,0 +1,79 @@
+"""Where vLLM's objects are read: what is found there, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+import kvpool.vllm
+from kvpool.errors import EngineRefused
+from kvpool.vllm import internals
+from kvpool.vllm.support import groups_of
+from tests.vllm.specs import FULL, WINDOW, cache_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
+
+
+def test_a_stage_without_a_layer_of_some_group_is_refused_by_name() -> None:
+    cache = cache_of(FULL, WINDOW)
+    cache.kv_cache_groups[1].layer_names.clear()
+    assert len(groups_of(cache)) == 2, "who has no such layer has the group all the same"
+    with pytest.raises(
+        EngineRefused, match=r"stage has no layer of KV-cache group 1.*--pipeline-parallel-size"
+    ):
+        internals.layers_of(cache, {"layer0": torch.zeros(8, 32)})
+
+
+def test_the_mark_of_the_weights_changes_when_vllm_loads_them_anew_and_not_else(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Attention.__new__(Attention)
+    torch.nn.Module.__init__(layer)
+    set_default_quant_scales(layer, register_buffer=True)
+    monkeypatch.setattr(
+        internals, "get_layers_from_vllm_config", lambda config, kind: {"no scale": None, "a": layer}
+    )
+    mark = internals.weights_mark(engine_config())
+    first = mark()
+    assert mark() == first
+    set_default_quant_scales(layer)  # as process_weights_after_loading does it
+    assert mark() != first
+    monkeypatch.setattr(internals, "get_layers_from_vllm_config", lambda config, kind: {})
+    assert internals.weights_mark(engine_config())() is None
+
+
+# What is no interface of vLLM's, and may change with every version.
+MODULES = (
+    "vllm.model_executor",
+    "vllm.distributed.parallel_state",
+    "vllm.v1.attention",
+    "vllm.v1.core.kv_cache_utils",
+)
+ATTRIBUTES = {
+    "cached_block_hash_to_block",
+    "free_block_queue",
+    "free_blocks",
+    "ref_cnt",
+    "get_num_free_blocks",
+}
+# What runs vLLM in a process of its own, and the peer of a benchmark.
+OTHERS = {"drive.py", "peer_hash.py"}
+
+
+def test_no_other_module_reads_what_is_no_interface() -> None:
+    found = []
+    for file in Path(kvpool.vllm.__file__).parent.glob("*.py"):
+        if file.name in {"internals.py", *OTHERS}:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(MODULES):
+                found.append(f"{file.name}: {node.module}")
+            if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
+                found.append(f"{file.name}: {node.attr}")
+    assert found == []

@@ -1,0 +1,283 @@
+"""What is refused by name, on real configurations."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    HiddenStateCacheSpec,
+    SinkFullAttentionSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvpool.errors import EngineRefused
+from kvpool.key.key import Namespace
+from kvpool.vllm import internals
+from kvpool.vllm.plan import Group
+from kvpool.vllm.support import groups_of, refuse_unsupported
+from tests.vllm.specs import FULL, LATENT, WINDOW, attention_layers, cache_of, differing, facts_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
+
+
+def test_a_supported_configuration_shares_with_its_like_and_nobody_else(engine_config: Any) -> None:
+    configs = [engine_config(), engine_config(), engine_config(dtype="bfloat16")]
+    for config in configs:
+        refuse_unsupported(config)
+    one, like, other = (Namespace("default", facts_of(config)).hex for config in configs)
+    assert one == like != other
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"transfer": {"kv_load_failure_policy": "fail"}}, ["kv_load_failure_policy", '"recompute"']),
+        ({"enable_prefix_caching": False}, ["prefix caching is off", "--no-enable-prefix-caching"]),
+        ({"prefix_caching_hash_algo": "sha256"}, ['"sha256"', "pickle", "sha256_cbor"]),
+        ({"prefix_caching_hash_algo": "xxhash"}, ['"xxhash"', "pickle"]),
+        ({"prefix_caching_hash_algo": "xxhash_cbor"}, ["xxhash_cbor", "PYTHONHASHSEED"]),
+    ],
+)
+def test_refused_with_what_to_change(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], names: list[str]
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(EngineRefused) as refusal:
+        refuse_unsupported(engine_config(**options))
+    assert all(name in str(refusal.value) for name in names), refusal.value
+    assert "\n" not in str(refusal.value)
+
+
+def test_xxhash_shares_by_its_seed(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    config = engine_config(prefix_caching_hash_algo="xxhash_cbor")
+    refuse_unsupported(config)
+    facts = facts_of(config)
+    assert facts["hash_algorithm"] == "xxhash_cbor"
+    assert differing(facts, facts_of(engine_config())) == {"hash_algorithm"}
+    monkeypatch.setenv("PYTHONHASHSEED", "8")
+    assert differing(facts, facts_of(config)) == {"hash_seed"}
+
+
+@pytest.mark.parametrize("flag", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_other_parallelism_is_refused(engine_config: Any, flag: str) -> None:
+    config = engine_config()
+    setattr(config.parallel_config, flag, 2)
+    with pytest.raises(EngineRefused, match=f"--{flag.replace('_', '-')} 2"):
+        refuse_unsupported(config)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+
+
+def test_drafts_of_tokens_alone_share_with_engines_that_have_none(engine_config: Any) -> None:
+    config, plain = engine_config(speculative_config=NGRAM), facts_of(engine_config())
+    for method in ("ngram", "ngram_gpu", "suffix"):
+        config.speculative_config.method = method
+        refuse_unsupported(config)
+        assert facts_of(config) == plain
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["eagle", "eagle3", "mtp", "dflash", "draft_model", "medusa", "mlp_speculator", "custom_class"],
+)
+def test_drafts_of_layers_are_refused_by_name(engine_config: Any, method: str) -> None:
+    config = engine_config(speculative_config=NGRAM)
+    config.speculative_config.method = method
+    with pytest.raises(EngineRefused, match=f'by "{method}" is not supported yet.*--speculative-config'):
+        refuse_unsupported(config)
+
+
+def test_hashes_that_cover_tokens_behind_the_block_are_refused(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.33 vLLM makes such hashes for drafts of layers, so far in engines without a connector only."""
+    config = engine_config()
+    monkeypatch.setattr(type(config), "num_hash_lookahead_tokens", 1, raising=False)
+    with pytest.raises(EngineRefused, match=r"covers 1 tokens behind .*disable_lookahead_block_hashes"):
+        refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("kind", ["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_kv_types_that_are_supported_arefacts_of(engine_config: Any, kind: str) -> None:
+    config = engine_config()
+    config.cache_config.cache_dtype = kind
+    refuse_unsupported(config)
+    facts = facts_of(config)
+    assert facts["kv_dtype"] == ("float32" if kind == "auto" else kind), (
+        "the model's own, where none is named"
+    )
+    assert differing(facts, facts_of(engine_config())) == (set() if kind == "auto" else {"kv_dtype"})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4", "fp8_inc", "fp8_ds_mla",
+     "turboquant_4bit_nc", "ultraquant_4bit", "of a later version"],
+)  # fmt: skip
+def test_other_kv_types_are_refused_by_name(engine_config: Any, kind: str) -> None:
+    config = engine_config()
+    config.cache_config.cache_dtype = kind
+    with pytest.raises(EngineRefused, match=f"--kv-cache-dtype {kind} is not supported yet"):
+        refuse_unsupported(config)
+
+
+def test_scales_that_each_engine_computes_for_itself_are_refused(engine_config: Any) -> None:
+    config = engine_config()
+    config.cache_config = types.SimpleNamespace(**vars(config.cache_config), calculate_kv_scales=True)
+    with pytest.raises(EngineRefused, match="--calculate-kv-scales"):
+        refuse_unsupported(config)
+
+
+def test_adapters_are_refused_where_their_path_is_not_in_the_hash(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(enable_lora=True)
+    refuse_unsupported(config)
+    monkeypatch.delattr(internals.kv_cache_utils, "to_event_extra_keys")
+    with pytest.raises(EngineRefused, match=r"adapter's name and not its path.*--enable-lora"):
+        refuse_unsupported(config)
+
+
+def test_a_device_that_torch_does_not_drive_is_refused_by_name(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config()
+    monkeypatch.setattr(type(current_platform), "device_type", "tpu")
+    for driven in (None, torch.device("cuda", 0)):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda driven=driven: driven)
+        with pytest.raises(EngineRefused, match=r"device \(tpu\) that torch.accelerator does not drive"):
+            refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "npu"])
+def test_accelerators_pass_but_for_sleep_mode(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    config = engine_config()
+    monkeypatch.setattr(type(current_platform), "device_type", kind)
+    driven = types.SimpleNamespace(type=kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: driven)
+    refuse_unsupported(config)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(EngineRefused, match="--enable-sleep-mode"):
+        refuse_unsupported(config)
+
+
+def test_attention_to_later_tokens_is_refused_by_name(engine_config: Any) -> None:
+    config = engine_config()
+    config.attention_config.use_non_causal = True
+    with pytest.raises(EngineRefused, match=r"use_non_causal: .* not in the block's hash; remove it"):
+        refuse_unsupported(config)
+    config.attention_config.use_non_causal = False
+    config.diffusion_config = object()
+    with pytest.raises(EngineRefused, match="diffusion models compute"):
+        refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_rope_that_follows_the_batch_is_refused_by_name(engine_config: Any, kind: str) -> None:
+    """Transformers' own modules take their factors by the longest request of a batch."""
+    config = engine_config()
+    model = config.model_config
+    for parameters in ({"rope_type": kind}, {"full_attention": {"type": kind}, "sliding_attention": {}}):
+        model.hf_text_config.rope_parameters = parameters
+        model.model_impl = "auto"
+        refuse_unsupported(config)
+        model.model_impl = "transformers"
+        with pytest.raises(EngineRefused, match=f"rope of type {kind} follows the longest request"):
+            refuse_unsupported(config)
+    model.hf_text_config.rope_parameters = {"rope_type": "llama3"}
+    refuse_unsupported(config)
+
+
+def test_full_attention_and_windows_are_supported() -> None:
+    assert groups_of(cache_of(FULL, WINDOW)) == [Group(32), Group(64, 512)]
+    assert groups_of(cache_of(FULL, WINDOW), 4) == [Group(32, None, 4), Group(64, 512, 4)]
+
+
+def test_latent_vectors_are_told_from_heads_that_ranks_have_in_common() -> None:
+    """One KV head on several ranks may be the same on each, but the configuration does not say so for sure."""
+    one_head = replace(FULL, num_kv_heads=1)
+    assert groups_of(cache_of(LATENT, one_head)) == [Group(32, latent=True), Group(32)]
+    assert groups_of(cache_of(LATENT, one_head), tensor_parallel=4) == [
+        Group(32, latent=True, copies=4),
+        Group(32),
+    ]
+    padded = replace(LATENT, page_size_padded=1 << 20)
+    layers = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": padded, "b": LATENT})
+    assert groups_of(cache_of(layers)) == [Group(32, latent=True)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens_per_state", 4),
+        ("model_version", "deepseek_v4"),
+        ("alignment", 1024),
+        ("cache_role", SparseCacheRole.INDEXER),
+        ("is_index_group_leader", True),
+        ("state_content_bytes", 656),
+        ("sliding_window", 128),
+        ("max_tp_shards", 2),
+        ("max_tp_shards", None),
+    ],
+)
+def test_uncommon_mla_is_refused_by_name(field: str, value: Any) -> None:
+    layers = {"a": LATENT, "b": replace(LATENT, **{field: value})}
+    for spec in (layers["b"], UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=layers)):
+        with pytest.raises(EngineRefused, match=f"group 1 is MLA with {field} "):
+            groups_of(cache_of(LATENT, spec))
+
+
+def test_mla_with_a_part_in_main_memory_is_refused() -> None:
+    cache = cache_of(LATENT)
+    cache.kv_cache_groups[0].host_resident = True
+    with pytest.raises(EngineRefused, match="group 0 is MLA of which main memory keeps a part"):
+        groups_of(cache)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        HiddenStateCacheSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16),
+        ChunkedLocalAttentionSpec(
+            block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, attention_chunk_size=64
+        ),
+    ],
+)
+def test_other_attention_is_refused_by_name(spec: Any) -> None:
+    with pytest.raises(EngineRefused, match=type(spec).__name__):
+        groups_of(cache_of(FULL, spec))
+
+
+def test_sinks_that_are_weights_are_supported_and_those_that_are_blocks_are_not(engine_config: Any) -> None:
+    """gpt-oss adds a learned number to each softmax; others keep the KV of first tokens in blocks aside."""
+    config = engine_config()
+    layers = attention_layers(config, 2, sinks=torch.zeros(4))
+    specs = [layer.get_kv_cache_spec(config) for layer in layers]
+    assert groups_of(cache_of(*specs)) == [Group(128), Group(128)]
+    aside = SinkFullAttentionSpec(
+        block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, sink_len=4
+    )
+    with pytest.raises(EngineRefused, match="SinkFullAttentionSpec"):
+        groups_of(cache_of(FULL, aside))
+
+
+def test_no_kv_cache_is_refused() -> None:
+    with pytest.raises(EngineRefused, match="no KV cache"):
+        groups_of(cache_of())
+
+
+def test_weights_that_a_trainer_sends_are_refused_by_name(engine_config: Any) -> None:
+    config = engine_config(weight_transfer_config={"backend": "ipc"})
+    with pytest.raises(EngineRefused, match=r"--weight-transfer-config lets a trainer change the weights"):
+        refuse_unsupported(config)
