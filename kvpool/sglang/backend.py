@@ -123,7 +123,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
                 "kvpool: the facts of this server are not in the pool, so doctor cannot show them: %s", error
             )
         logger.info(
-            "kvpool HiCache: namespace %s of tenant %s on %r, rank %d, %d tokens a page in %s bytes, lookup timeout %g s",
+            "kvpool HiCache: namespace %s of tenant %s on %r, rank %d, %d tokens a page in %s bytes, timeout %g s",
             namespace.hex[:8], self._config.tenant, self._store, self._rank, pages.page_tokens,
             run_lengths(pages.part_nbytes if self._zero_copy else (pages.nbytes,)), self._config.lookup_timeout_s,
         )  # fmt: skip

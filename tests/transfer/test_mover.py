@@ -310,7 +310,7 @@ def test_a_batch_of_stores_that_is_refused_costs_those_alone(
 ) -> None:
     engine = engine_on(store, layers())
     with monkeypatch.context() as broken:
-        broken.setattr(store, call, refuse)
+        broken.setattr(store, "submit_put_absent", refuse)
         engine.stage(blocks(range(2)), tags=[0, 1, 2, 3])
         assert sorted(run(engine).stored) == [(tag, False) for tag in range(4)]
     assert engine.slots_in_use == 0
