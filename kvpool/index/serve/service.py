@@ -4,8 +4,7 @@ The handlers run in one event loop. What takes long is done in ``_threads``: pro
 changes of the roster. Batches that are pushed are applied in ``_push_threads``, so that no flood of them keeps a
 prompt waiting. The native table does not hold the interpreter's lock while it works.
 
-Every call passes ``_answering`` or ``_stream``: both ask ``TokenAuth`` who the caller is, and a method cannot be served
-without saying which right it takes and about which tenant it is (``_Method``).
+Every call passes ``Calls``, which asks ``TokenAuth`` who the caller is.
 """
 
 from __future__ import annotations
@@ -14,22 +13,21 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.discovery.admission import check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
-from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
+from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index import snapshot
 from kvpool.index.answer import FleetStatus, IndexStatus
 from kvpool.index.chat import Chat
@@ -42,17 +40,16 @@ from kvpool.index.client.messages import (
 )
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import merged
-from kvpool.index.follow.push import NotRegistered
 from kvpool.index.follow.roster import Roster
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import codec
-from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth, WrongToken
+from kvpool.index.serve.auth import ALL_TENANTS, Permissions, TokenAuth
+from kvpool.index.serve.calls import Calls, Method, NotTaken, NotWarm
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.listening import open_listening
 from kvpool.index.serve.request_stats import Matched, RequestStats, Result
-from kvpool.index.serve.stream_limiter import StreamLimiter
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant
 from kvpool.text import parse_address
@@ -76,40 +73,6 @@ CHUNK_TIMEOUT_S = 30.0  # for a caller to take one chunk of a snapshot
 Value = TypeVar("Value")
 
 logger = logging.getLogger("kvpool.index")
-
-
-class _NotWarm(KVPoolError):
-    """There is no snapshot yet."""
-
-
-class _NotTaken(KVPoolError):
-    """A caller does not read."""
-
-
-_CODES: tuple[tuple[type[KVPoolError], grpc.StatusCode], ...] = (
-    (WrongToken, grpc.StatusCode.UNAUTHENTICATED),
-    (AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
-    (NotRegistered, grpc.StatusCode.FAILED_PRECONDITION),
-    (_NotWarm, grpc.StatusCode.FAILED_PRECONDITION),
-    (_NotTaken, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
-    (UnknownModel, grpc.StatusCode.NOT_FOUND),
-    (KVPoolError, grpc.StatusCode.RESOURCE_EXHAUSTED),  # a limit of the fleet
-)
-
-
-class _Method(NamedTuple):
-    """One call of the protocol: which right it takes, and about whose workers a request is.
-
-    ``tenant``: None: of no tenant in particular, so ``answer`` itself leaves out whom the caller may not see.
-    ``read``: makes of the bytes what the others are given; None: ``request.FromString``.
-    """
-
-    request: Any
-    right: Right
-    tenant: Callable[[Any], str | None]
-    answer: Callable[[Any, Permissions], Awaitable[Any]]
-    read: Callable[[bytes], Any] | None = None
 
 
 class IndexServer:
@@ -144,15 +107,13 @@ class IndexServer:
         self._taking = asyncio.Lock()
         self._auth = auth or TokenAuth()
         self._tls = tls
-        self._stream_limiter = StreamLimiter()
+        self._calls = Calls(self._auth, self._stats)
         self._push_threads = ThreadPoolExecutor(PUSH_THREADS, "kvpool-push")
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "kvpool-text")
-        self._streams: set[asyncio.Task[None]] = set()
-        self._stopping = False
 
     async def start(self, listen: str) -> int:
         """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
@@ -208,9 +169,7 @@ class IndexServer:
             await asyncio.gather(self._ticker, return_exceptions=True)
         if self._server is not None:
             stopped = asyncio.ensure_future(self._server.stop(STOP_TIMEOUT_S))
-            self._stopping = True  # a stream would go on for as long as its caller likes
-            for stream in self._streams:
-                stream.cancel()
+            self._calls.end_streams()
             await stopped
         for threads in (self._threads, self._text_threads, self._push_threads):
             threads.shutdown()
@@ -252,28 +211,28 @@ class IndexServer:
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         unary = {
             "Lookup": self._asking(),
-            "Route": _Method(
+            "Route": Method(
                 pb.RouteRequest, "read", lambda request: _tenant(request.scope.tenant), self._route
             ),
-            "Release": _Method(
+            "Release": Method(
                 pb.ReleaseRequest, "read", lambda request: _tenant(request.tenant), self._release
             ),
-            "RegisterWorker": _Method(
+            "RegisterWorker": Method(
                 pb.RegisterWorkerRequest,
                 "publish",
                 lambda request: _tenant(request.worker.tenant),
                 self._register,
             ),
-            "RemoveWorker": _Method(
+            "RemoveWorker": Method(
                 pb.RemoveWorkerRequest, "admin", lambda request: _tenant(request.tenant), self._remove
             ),
-            "ListWorkers": _Method(
+            "ListWorkers": Method(
                 pb.ListWorkersRequest, "read", lambda request: request.tenant or None, self._list
             ),
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._answering(name, method),
+                self._calls.answering(name, method),
                 # the answer of a lookup is packed already
                 response_serializer=None if name == "Lookup" else REPLIES[name].SerializeToString,
             )
@@ -284,13 +243,13 @@ class IndexServer:
             ("Publish", self._published, pb.PublishAck.SerializeToString),
         ):
             handlers[name] = grpc.stream_stream_rpc_method_handler(
-                self._stream(name, stream), response_serializer=reply
+                self._calls.stream(name, stream), response_serializer=reply
             )
         handlers["Snapshot"] = grpc.unary_stream_rpc_method_handler(self._snapshot)
         return handlers
 
-    def _asking(self) -> _Method:
-        return _Method(pb.LookupRequest, "read", _tenant_asked, self._lookup, codec.read_lookup)
+    def _asking(self) -> Method:
+        return Method(pb.LookupRequest, "read", _tenant_asked, self._lookup, codec.read_lookup)
 
     async def _lookup(self, request: Any, _: Permissions) -> Any:
         return await self._asked(request, self._pack_lookup)
@@ -358,7 +317,7 @@ class IndexServer:
         return replace(prompt, token_ids=token_ids, text=None, chat=None)
 
     async def _lookups(self, context: grpc.aio.ServicerContext) -> None:
-        answer = self._answering("Lookup", self._asking())
+        answer = self._calls.answering("Lookup", self._asking())
         self._stats.record_stream(1)
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
@@ -373,8 +332,8 @@ class IndexServer:
             pushed = codec.decode_batch(batch)
             return await self._in_push_thread(lambda: stream.take(pushed))
 
-        answer = self._answering(
-            "Publish", _Method(pb.EventBatch, "publish", lambda batch: _tenant(batch.tenant), take)
+        answer = self._calls.answering(
+            "Publish", Method(pb.EventBatch, "publish", lambda batch: _tenant(batch.tenant), take)
         )
         reading: asyncio.Future[Any] | None = None
         try:
@@ -408,22 +367,22 @@ class IndexServer:
 
                 async def take(_: Any, __: Permissions) -> list[bytes]:
                     if self._take is None or not self._health.serves:
-                        raise _NotWarm("this index has nothing to give: it is not warm itself")
+                        raise NotWarm("this index has nothing to give: it is not warm itself")
                     if self._taking.locked():
                         raise KVPoolError("another snapshot is under way: ask later")
                     await held.enter_async_context(self._taking)
                     return await self._in_thread(self._pack)
 
-                method = _Method(pb.SnapshotRequest, "admin", lambda _: ALL_TENANTS, take)
-                for part in await self._answering("Snapshot", method)(request, context):
+                method = Method(pb.SnapshotRequest, "admin", lambda _: ALL_TENANTS, take)
+                for part in await self._calls.answering("Snapshot", method)(request, context):
                     for at in range(0, len(part), codec.CHUNK_NBYTES):
                         chunk = pb.SnapshotChunk(data=part[at : at + codec.CHUNK_NBYTES]).SerializeToString()
                         try:
                             await asyncio.wait_for(context.write(chunk), CHUNK_TIMEOUT_S)
                         except (TimeoutError, asyncio.TimeoutError):
-                            raise _NotTaken("the caller did not take its snapshot") from None
+                            raise NotTaken("the caller did not take its snapshot") from None
 
-        await self._stream("Snapshot", serve)(request, context)
+        await self._calls.stream("Snapshot", serve)(request, context)
 
     def _pack(self) -> list[bytes]:
         assert self._take is not None
@@ -469,82 +428,6 @@ class IndexServer:
 
     async def _in_push_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._push_threads, work)
-
-    # ---- what every call passes
-
-    def _answering(
-        self, name: str, method: _Method
-    ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-        """The handler of one call, or of one message of a stream: who may not is refused before anything is read."""
-        read = method.read or method.request.FromString
-
-        async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
-            try:
-                caller = self._auth.authenticate(_authorization(context))
-                try:
-                    request = read(packed)
-                except DecodeError:
-                    raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}") from None
-                caller.check(method.right, method.tenant(request))
-                return await method.answer(request, caller)
-            except Exception as error:
-                return await self._refuse(name, context, error)
-
-        return answer
-
-    def _stream(
-        self, name: str, serve: Callable[[grpc.aio.ServicerContext], Awaitable[None]]
-    ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
-        """The handler of a call with streams: whom it is not for is refused before the first message."""
-
-        async def served(_: Any, context: grpc.aio.ServicerContext) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            self._streams.add(task)
-            try:
-                self._auth.authenticate(_authorization(context))
-                with self._stream_limiter.acquire(context.peer()):
-                    await serve(context)
-            except grpc.aio.AbortError:  # a message of it was refused
-                raise
-            except grpc.aio.InternalError:  # a read or a write was told of its call's end before this task
-                await _abort(context, grpc.StatusCode.CANCELLED, "the caller has gone")
-            except Exception as error:
-                await self._refuse(name, context, error)
-            except asyncio.CancelledError:
-                if not self._stopping:
-                    raise
-                await _abort(context, grpc.StatusCode.UNAVAILABLE, "this index ends")
-            finally:
-                self._streams.discard(task)
-
-        return served
-
-    async def _refuse(self, name: str, context: grpc.aio.ServicerContext, error: Exception) -> None:
-        """End a call: errors of ours become a status code and one line, faults of ours a line in our log."""
-        code, text = grpc.StatusCode.INTERNAL, "the index failed to answer; its log says why"
-        if isinstance(error, KVPoolError):
-            code = next(code for kind, code in _CODES if isinstance(error, kind))
-            text = str(error)
-        else:
-            logger.error("a call of %s failed", name, exc_info=error)
-        self._stats.record_refusal(code.name)
-        await _abort(context, code, text)
-
-
-async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str) -> None:
-    try:
-        await context.abort(code, text)
-    except grpc.aio.AbortError:
-        raise
-    except grpc.aio.BaseError as error:  # the caller has gone, or reads nothing: there is nobody to tell
-        raise asyncio.CancelledError from error
-
-
-def _authorization(context: grpc.aio.ServicerContext) -> str | None:
-    return next(
-        (str(value) for key, value in context.invocation_metadata() or () if key == "authorization"), None
-    )
 
 
 def _tenant_asked(request: Any) -> str:
