@@ -232,6 +232,8 @@ class _Reluctant:
     def wait(self, timeout_s: float | None = None) -> list[bool]:
         raise StoreUnavailable("no answer")
 
+    results = wait
+
     def settle(self, timeout_s: float) -> None:
         eventually(self.done, within_s=timeout_s)
 
@@ -254,8 +256,8 @@ class _ReluctantStore:
     def submit_get(self, *arguments: Any, timeout_s: float) -> Any:
         return self._part(self._store.submit_get, *arguments, timeout_s=timeout_s)
 
-    def submit_put(self, *arguments: Any, timeout_s: float) -> Any:
-        return self._part(self._store.submit_put, *arguments, timeout_s=timeout_s)
+    def submit_put_absent(self, *arguments: Any, timeout_s: float) -> Any:
+        return self._part(self._store.submit_put_absent, *arguments, timeout_s=timeout_s)
 
 
 def test_a_call_returns_only_when_nothing_touches_host_memory_any_more(tmp_path: Path, serve: Serve) -> None:
@@ -481,13 +483,13 @@ def test_what_a_store_raises_costs_one_call(
     server = serve(f"file://{tmp_path}/pool")
     backend, keys, slots = server.backend, hashes(2), server.slots(2)
     assert all(backend.batch_set_v1(keys, slots))
-    for number, name in enumerate(("submit_touch", "submit_get", "submit_put"), 1):
+    for number, name in enumerate(("submit_touch", "submit_get", "submit_put_absent"), 1):
         with monkeypatch.context() as patch:
             patch.setattr(backend._store, name, lambda *_, **__: 1 / 0)
             assert backend.batch_exists(keys) == (0 if name == "submit_touch" else 2)
             assert backend.batch_get_v1(keys, slots) == [name != "submit_get"] * 2
             others = hashes(2, start=number * 10**6)
-            assert backend.batch_set_v1(others, slots) == [name == "submit_get"] * 2
+            assert backend.batch_set_v1(others, slots) == [name != "submit_put_absent"] * 2
         assert backend.batch_exists(keys) == 2
         assert backend.batch_get_v1(keys, slots) == [True] * 2
 

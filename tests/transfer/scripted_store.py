@@ -26,7 +26,9 @@ class ScriptedBatch:
 
     def _do(self, i: int) -> int:
         records, key = self._store.records, self.keys[i]
-        if self.operation == _native.PUT:
+        if self.operation == _native.PUT_ABSENT and key in records:
+            return _native.PRESENT
+        if self.operation in (_native.PUT, _native.PUT_ABSENT):
             records[key] = bytes(self._views[i])
         elif key not in records:
             return _native.MISS

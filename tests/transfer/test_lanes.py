@@ -96,8 +96,6 @@ def test_a_block_is_read_when_it_has_been_computed_and_free_when_it_has_landed()
     assert at.gathers.go_on() == 1
     at.device.go_on()
     assert told(at.engine.poll()) == ([0], [])
-    at.store.end()  # not there
-    assert at.engine.poll() == NOTHING
     at.store.end()
     assert told(at.engine.poll()) == ([], [(0, True)])
     assert at.kept(7)
@@ -168,9 +166,8 @@ def test_what_is_not_held_is_copied_before_the_engine_goes_on() -> None:
     assert at.holds(3, 7), "the next step waits for the copy"
     at.device.go_on()
     assert at.holds(3, 99)
-    for _ in range(2):  # asked for, and sent
-        at.engine.poll()
-        at.store.end()
+    at.engine.poll()
+    at.store.end()
     assert at.engine.poll().stored == [(0, True)]
     assert at.kept(7)
 
@@ -183,8 +180,6 @@ def test_a_batch_larger_than_the_scratch_is_several_copies() -> None:
     assert len(at.gathers) == 3
     at.device.go_on()
     assert sorted(at.engine.poll().staged) == list(range(8))
-    at.store.end_all()
-    at.engine.poll()
     at.store.end_all()
     assert sorted(at.engine.poll().stored) == [(tag, True) for tag in range(8)]
     assert all(at.kept(n) for n in range(1, 9))

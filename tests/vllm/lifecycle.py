@@ -222,19 +222,23 @@ class _Batch:
 
     def end(self) -> None:
         world = self.client.world
-        if self.operation == _native.PUT:
+        if self.operation == _native.PUT_ABSENT:
             self._check_source()
         if self.cancelled or self.mood in ("faulting", "stuck") or world.clock.now_s >= self.deadline_s:
             self._spoil()
             late = _native.CANCELLED if self.cancelled else _native.TIMED_OUT
             self.answer = bytes([_native.FAULT if self.mood == "faulting" else late] * len(self.keys))
-        elif self.operation == _native.PUT:
+        elif self.operation == _native.PUT_ABSENT:
+            there = world.records.touch_many(self.keys)
+            new = [place for place, present in enumerate(there) if not present]
+            kept = dict.fromkeys(range(len(self.keys)), _native.PRESENT)
             if self.mood == "full":
-                self.answer = bytes([_native.NO_ROOM] * len(self.keys))
-                return
-            kept = world.records.put_many(self.keys, self.views)
-            world.put.update(key for key, ok in zip(self.keys, kept, strict=True) if ok)
-            self.answer = bytes(_native.OK if ok else _native.NO_ROOM for ok in kept)
+                kept |= dict.fromkeys(new, _native.NO_ROOM)
+            else:
+                ended = world.records.put_many([self.keys[at] for at in new], [self.views[at] for at in new])
+                kept |= {at: _native.OK if ok else _native.NO_ROOM for at, ok in zip(new, ended, strict=True)}
+                world.put.update(self.keys[at] for at in new if kept[at] == _native.OK)
+            self.answer = bytes(kept.values())
         else:
             if self.mood == "losing" and self.operation == _native.GET:
                 world.records.delete_many([key for key in self.keys if world.random.random() < 0.5])

@@ -266,7 +266,7 @@ class EngineLife(Life):
         prompt = [index * 7 % 40 for index in range(28)]
         if engine.planner._broken or engine.planner._namespace.current is None:
             return
-        if engine.planner._awaits_reset:  # for requests ran when its cache was to be reset
+        if engine.planner._namespace.awaits_reset:  # for requests ran when its cache was to be reset
             engine.reset(running=False, connector=True)
         self.world.put.clear()
         self.world.lose(1.0)
