@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvpool.discovery.admission import MAX_TEXT_NBYTES, check_worker
@@ -21,14 +21,20 @@ from kvpool.discovery.worker import DEFAULT_TENANT, Position, Worker
 from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import Lookup, TierRow, Totals, WorkerStatus
 from kvpool.index.dp_rank import Progress, pool_holder
-from kvpool.index.membership import MAX_LEASE_S, MAX_WORKERS, SOURCES, Membership, Source, is_same_start
-from kvpool.index.partition import Answer, Partition, Pool
+from kvpool.index.membership import (
+    MAX_LEASE_S,
+    SOURCES,
+    Membership,
+    Source,
+    is_same_start,
+    unknown_model,
+)
+from kvpool.index.partition import Answer, Partition, Pool, merged
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.snapshot import PartitionState, Snapshot
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, MemoryBudget, PrefixIndex
 from kvpool.key.hashing import seed_id
 from kvpool.key.names import check_tenant
-from kvpool.text import nearest, unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Unpack
@@ -36,7 +42,6 @@ if TYPE_CHECKING:
 Added = Literal["new", "renewed", "replaced", "kept"]
 
 MAX_MULTIMODAL = 65536
-MAX_NAMED = 10  # of the known models, in an error
 
 logger = logging.getLogger("kvpool.index")
 
@@ -332,13 +337,13 @@ class Fleet:
     def ask(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> list[Answer]:
         """``lookup``, of each partition by itself: one, unless workers of the model differ in how they hash."""
         prompt = as_prompt(model, fields)
-        candidates = _candidates(prompt.workers)
+        candidates = prompt.candidates()
         return [partition.answer(hashes, candidates) for partition, hashes in self._asked(prompt)]
 
     def lookup_tiers(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> list[TierRow]:
         """``lookup``, tier by tier, as of some batch of each rank that is not named; by name and rank."""
         prompt = as_prompt(model, fields)
-        candidates = _candidates(prompt.workers)
+        candidates = prompt.candidates()
         rows = [
             row for partition, hashes in self._asked(prompt) for row in partition.tiers(hashes, candidates)
         ]
@@ -389,24 +394,4 @@ class Fleet:
             raise UnknownModel(
                 f'unknown model "{model}": no worker of tenant "{tenant}" has joined this index yet'
             )
-        raise UnknownModel(_unknown_model(model, models))
-
-
-def merged(answers: Sequence[Answer]) -> Lookup:
-    """All rows of the answers, by worker and rank."""
-    if len(answers) == 1:
-        return answers[0].lookup()
-    return Lookup.of(sorted((row for one in answers for row in one.lookup()), key=lambda row: row[:2]))
-
-
-def _candidates(workers: Sequence[str] | None) -> frozenset[str] | None:
-    if workers is not None and len(workers) > MAX_WORKERS:
-        raise ConfigError(f"at most {MAX_WORKERS} candidates can be asked about, not {len(workers)}")
-    return None if workers is None else frozenset(workers)
-
-
-def _unknown_model(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    if len(names) <= MAX_NAMED or nearest(name, names) is not None:
-        return unknown("model", name, names)
-    return f'unknown model "{name}"; {len(names)} are known, among them {", ".join(names[:MAX_NAMED])}'
+        raise UnknownModel(unknown_model(model, models))

@@ -18,22 +18,23 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 from kvpool.discovery.admission import MAX_PUBLISHERS
-from kvpool.discovery.worker import Position, Worker
+from kvpool.discovery.worker import MAX_WORKERS, Position, Worker
 from kvpool.errors import KVPoolError, SnapshotRefused
 from kvpool.index.dp_rank import DpRank, pool_holder
 from kvpool.index.partition import Key, Members, Partition
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import PrefixIndex
+from kvpool.text import nearest, unknown
 
 Source = Literal["pool", "flag", "call"]
 SOURCES: tuple[Source, ...] = ("pool", "flag", "call")
 
 MAX_MODELS = 1024  # (tenant, model) pairs; those without workers make room
 MAX_PARTITIONS = 1024  # of a fleet
-MAX_WORKERS = 16384
 MAX_RANKS = 32768  # of all workers; a table has room for 65,536 holders
 MAX_NAMESPACES = 1024  # of a partition
 MAX_LEASE_S = 86400.0
+MAX_NAMED = 10  # of the known models, in an error
 # How long a worker that comes back from a snapshot waits for the pool to announce it: as long as a watch keeps those
 # that it cannot read (kvpool.discovery.worker_watch).
 RESTORED_LEASE_S = 60.0
@@ -309,3 +310,11 @@ def is_same_start(known: Worker, worker: Worker) -> bool:
 def _find(partitions: Iterable[Partition] | None, worker: Worker) -> Partition | None:
     key = Key.of(worker)
     return next((partition for partition in partitions or () if partition.key == key), None)
+
+
+def unknown_model(name: str, known: Iterable[str]) -> str:
+    """What to say to who asks for a model that is not among the ``known``."""
+    names = sorted(known)
+    if len(names) <= MAX_NAMED or nearest(name, names) is not None:
+        return unknown("model", name, names)
+    return f'unknown model "{name}"; {len(names)} are known, among them {", ".join(names[:MAX_NAMED])}'

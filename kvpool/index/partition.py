@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -182,3 +182,10 @@ class Partition:
         if candidates is None:
             return self.members
         return Members((rank for rank in self.members.ranks if rank.worker.name in candidates), are_all=False)
+
+
+def merged(answers: Sequence[Answer]) -> Lookup:
+    """All rows of the answers, by worker and rank."""
+    if len(answers) == 1:
+        return answers[0].lookup()
+    return Lookup.of(sorted((row for one in answers for row in one.lookup()), key=lambda row: row[:2]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from kvpool.discovery.worker import DEFAULT_TENANT
+from kvpool.discovery.worker import DEFAULT_TENANT, MAX_WORKERS
 from kvpool.errors import ConfigError
 from kvpool.index.chat import Chat
 from kvpool.key.hashing import Multimodal, len_tokens
@@ -50,6 +50,14 @@ class Prompt:
             raise ConfigError("workers is a list of names, not text")
         if chat is not None and not isinstance(chat, Chat):
             object.__setattr__(self, "chat", Chat.of_request(chat))
+
+    def candidates(self) -> frozenset[str] | None:
+        """``workers`` as a set; None: all. Errors: ``ConfigError`` when there are more than an index can follow."""
+        if self.workers is None:
+            return None
+        if len(self.workers) > MAX_WORKERS:
+            raise ConfigError(f"at most {MAX_WORKERS} candidates can be asked about, not {len(self.workers)}")
+        return frozenset(self.workers)
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvpool import _native
 from kvpool.index import PrefixIndex
 from kvpool.index.client.codec import decode_lookup
-from kvpool.index.fleet import Fleet, merged
+from kvpool.index.fleet import Fleet
+from kvpool.index.partition import merged
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import codec
 from kvpool.v1 import index_pb2 as pb

@@ -1,8 +1,7 @@
 """``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
 
 The handlers run in one event loop. What takes long is done in ``_threads``: prompts above ``INLINE_NBYTES``, and
-changes of the roster. Batches that are pushed are applied in ``_push_threads``, so that no flood of them keeps a
-prompt waiting. The native table does not hold the interpreter's lock while it works.
+changes of the roster. The native table does not hold the interpreter's lock while it works.
 
 Every call passes ``Calls``, which asks ``TokenAuth`` who the caller is.
 """
@@ -15,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,8 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool.discovery.admission import check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
-from kvpool.errors import ConfigError, KVPoolError, UnknownModel
-from kvpool.index import snapshot
+from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import FleetStatus, IndexStatus
 from kvpool.index.chat import Chat
 from kvpool.index.client.messages import (
@@ -39,17 +36,19 @@ from kvpool.index.client.messages import (
     decode_worker,
 )
 from kvpool.index.client.tls import ServerTls
-from kvpool.index.fleet import merged
 from kvpool.index.follow.roster import Roster
+from kvpool.index.partition import merged
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import codec
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, TokenAuth
-from kvpool.index.serve.calls import Calls, Method, NotTaken, NotWarm
+from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.listening import open_listening
+from kvpool.index.serve.publish_streams import PublishStreams
 from kvpool.index.serve.request_stats import Matched, RequestStats, Result
+from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant
 from kvpool.text import parse_address
@@ -59,16 +58,13 @@ INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
 LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
 THREADS = 4
 TEXT_THREADS = 2  # that make tokens of text: long ones must not hold up what else takes a thread
-PUSH_THREADS = 2
 MAX_CALLS = 256  # at a time, streams and health checks among them; more are refused
 MAX_CONNECTIONS = 4096
-ACK_TIMEOUT_S = 5.0  # a publisher that does not read for so long is stale
 KEEPALIVE_S = 60  # a connection that is silent is asked whether its other end lives
 KEEPALIVE_TIMEOUT_S = 20
 TICK_S = 0.25  # how late the end of a lease may be noticed
 STOP_TIMEOUT_S = 5.0
 WARM_UP_S = 15.0  # longest time until health says "serving"
-CHUNK_TIMEOUT_S = 30.0  # for a caller to take one chunk of a snapshot
 
 Value = TypeVar("Value")
 
@@ -103,16 +99,15 @@ class IndexServer:
         self._stats = stats or RequestStats()
         self._router = router or Router(roster.fleet)
         self._tokenizers = tokenizers or {}
-        self._take = take
-        self._taking = asyncio.Lock()
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._calls = Calls(self._auth, self._stats)
-        self._push_threads = ThreadPoolExecutor(PUSH_THREADS, "kvpool-push")
+        self._publishing = PublishStreams(roster.receiver, self._calls)
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
+        self._snapshots = SnapshotStreams(take, self._health, self._calls, self._threads)
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "kvpool-text")
 
     async def start(self, listen: str) -> int:
@@ -171,8 +166,9 @@ class IndexServer:
             stopped = asyncio.ensure_future(self._server.stop(STOP_TIMEOUT_S))
             self._calls.end_streams()
             await stopped
-        for threads in (self._threads, self._text_threads, self._push_threads):
+        for threads in (self._threads, self._text_threads):
             threads.shutdown()
+        self._publishing.close()
 
     async def is_serving(self) -> bool:
         """Whether its health says so."""
@@ -240,12 +236,12 @@ class IndexServer:
         }
         for name, stream, reply in (
             ("LookupStream", self._lookups, None),
-            ("Publish", self._published, pb.PublishAck.SerializeToString),
+            ("Publish", self._publishing.serve, pb.PublishAck.SerializeToString),
         ):
             handlers[name] = grpc.stream_stream_rpc_method_handler(
                 self._calls.stream(name, stream), response_serializer=reply
             )
-        handlers["Snapshot"] = grpc.unary_stream_rpc_method_handler(self._snapshot)
+        handlers["Snapshot"] = grpc.unary_stream_rpc_method_handler(self._snapshots.serve)
         return handlers
 
     def _asking(self) -> Method:
@@ -325,69 +321,6 @@ class IndexServer:
         finally:
             self._stats.record_stream(-1)
 
-    async def _published(self, context: grpc.aio.ServicerContext) -> None:
-        stream = self._roster.receiver.open()
-
-        async def take(batch: Any, _: Permissions) -> Any:
-            pushed = codec.decode_batch(batch)
-            return await self._in_push_thread(lambda: stream.take(pushed))
-
-        answer = self._calls.answering(
-            "Publish", Method(pb.EventBatch, "publish", lambda batch: _tenant(batch.tenant), take)
-        )
-        reading: asyncio.Future[Any] | None = None
-        try:
-            while True:
-                reading = reading or asyncio.ensure_future(context.read())
-                await asyncio.wait({reading}, timeout=stream.wait_s())
-                if reading.done():
-                    batch, reading = reading.result(), None
-                    if batch is grpc.aio.EOF:
-                        return
-                    acks = await answer(batch, context)
-                else:
-                    acks = await self._in_push_thread(stream.remind)
-                # Who does not read what it is asked is stale until it does, and waits for itself alone.
-                unread = asyncio.get_running_loop().call_later(ACK_TIMEOUT_S, stream.close)
-                try:
-                    for ack in acks:
-                        await context.write(codec.encode_ack(ack))
-                finally:
-                    unread.cancel()
-        finally:
-            if reading is not None:
-                reading.cancel()
-            stream.close()
-
-    async def _snapshot(self, request: Any, context: grpc.aio.ServicerContext) -> None:
-        """One at a time: it takes as much memory as it has bytes."""
-
-        async def serve(context: grpc.aio.ServicerContext) -> None:
-            async with AsyncExitStack() as held:
-
-                async def take(_: Any, __: Permissions) -> list[bytes]:
-                    if self._take is None or not self._health.serves:
-                        raise NotWarm("this index has nothing to give: it is not warm itself")
-                    if self._taking.locked():
-                        raise KVPoolError("another snapshot is under way: ask later")
-                    await held.enter_async_context(self._taking)
-                    return await self._in_thread(self._pack)
-
-                method = Method(pb.SnapshotRequest, "admin", lambda _: ALL_TENANTS, take)
-                for part in await self._calls.answering("Snapshot", method)(request, context):
-                    for at in range(0, len(part), codec.CHUNK_NBYTES):
-                        chunk = pb.SnapshotChunk(data=part[at : at + codec.CHUNK_NBYTES]).SerializeToString()
-                        try:
-                            await asyncio.wait_for(context.write(chunk), CHUNK_TIMEOUT_S)
-                        except (TimeoutError, asyncio.TimeoutError):
-                            raise NotTaken("the caller did not take its snapshot") from None
-
-        await self._calls.stream("Snapshot", serve)(request, context)
-
-    def _pack(self) -> list[bytes]:
-        assert self._take is not None
-        return snapshot.pack(self._take())
-
     async def _release(self, request: Any, _: Permissions) -> Any:
         tenant = check_tenant(_tenant(request.tenant))
         return pb.ReleaseResponse(released=self._router.release(tenant, request.reservation))
@@ -425,9 +358,6 @@ class IndexServer:
 
     async def _in_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    async def _in_push_thread(self, work: Callable[[], Value]) -> Value:
-        return await asyncio.get_running_loop().run_in_executor(self._push_threads, work)
 
 
 def _tenant_asked(request: Any) -> str:

@@ -20,7 +20,7 @@ from kvpool.index.client.publisher import EventPublisher
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.push import Pushed
 from kvpool.index.serve import codec as serve_codec
-from kvpool.index.serve import service
+from kvpool.index.serve import publish_streams
 from kvpool.v1 import index_pb2 as pb
 from tests.index.fleets import Served, a_worker, serving
 from tests.index.wire import batch, packed64, stored
@@ -269,13 +269,13 @@ def test_a_flood_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
         apply(*arguments)
 
     async def use(client: AsyncIndexClient) -> None:
-        names = [f"p{number}" for number in range(2 * service.PUSH_THREADS)]
+        names = [f"p{number}" for number in range(2 * publish_streams.THREADS)]
         publishers = [client.publisher(pusher(name)) for name in names]
         try:
             for publisher in publishers:
                 for number in range(100):
                     publisher.publish(payload(number))
-            for _ in range(service.PUSH_THREADS):
+            for _ in range(publish_streams.THREADS):
                 assert await asyncio.to_thread(entered.acquire, timeout=WAIT_S)
             assert await held(client, 1) == -1
             long = await client.lookup("m", hashes64=bytes(8 << 17), timeout_s=WAIT_S)
@@ -294,7 +294,7 @@ def test_a_flood_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_does_not_read_what_it_is_told_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "ACK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(publish_streams, "ACK_TIMEOUT_S", 0.2)
 
     async def main(target: str) -> None:
         async with grpc.aio.insecure_channel(target, options=QUIET) as channel:

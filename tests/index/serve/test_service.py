@@ -21,8 +21,7 @@ from kvpool.index.client.messages import SERVICE, encode_worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
 from kvpool.index.prompt import MAX_PROMPT_BLOCKS
-from kvpool.index.serve import codec
-from kvpool.index.serve import service as service_module
+from kvpool.index.serve import codec, snapshot_streams
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, pack, unpack
@@ -341,7 +340,7 @@ def test_snapshots_are_refused_one_by_one(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_caller_that_takes_no_chunks_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "CHUNK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(snapshot_streams, "CHUNK_TIMEOUT_S", 0.2)
     fleet = Fleet()
     fleet.add(a_worker("a"), "flag")
     say(fleet, "default/a", 0, 4, batch(stored(range(1 << 19))))  # 4 MiB, far beyond what fits on the way
