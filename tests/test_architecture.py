@@ -80,6 +80,8 @@ FORBIDDEN_ATTRIBUTES = {
 FORBIDDEN_KEYWORDS = {"shell", "allow_pickle"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 MAY_READ_THE_ENVIRONMENT = {"config", "cli"}  # cli: to hand it on to the processes that it starts
+MAX_LINES = 400
+PARTS = ("kvpool", "benchmarks", "tests")
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
 
@@ -248,6 +250,19 @@ def test_the_tree_stands() -> None:
     assert len(sources(ROOT)) > 15
     assert faults(ROOT) == []
     assert [name for name in FLOOR_OF if not stands(ROOT, name)] == [], "floors of what is no more"
+
+
+def test_a_long_file_says_why_it_is_one() -> None:
+    files = [
+        path for kind in ("py", "cpp", "h") for part in PARTS for path in (ROOT / part).rglob(f"*.{kind}")
+    ]
+    lines = {path: path.read_text().splitlines() for path in files if "_pb2" not in path.name}
+    assert len(lines) > 300
+    long = [path for path, text in lines.items() if len(text) > MAX_LINES]
+    assert long, "the limit is looked at"
+    reason = f"over {MAX_LINES} lines because"
+    silent = [str(path) for path in long if reason not in " ".join(lines[path][:14]).lower()]
+    assert silent == [], f'split it along its nouns, or write into its first lines: "{reason} ..."'
 
 
 GOOD = {

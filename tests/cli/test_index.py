@@ -1,4 +1,7 @@
-"""``kvpool index`` and ``kvpool lookup`` as a user meets them: real processes, a real publisher, one line per error."""
+"""``kvpool index`` and ``kvpool lookup`` as a user meets them: real processes, a real publisher, one line per error.
+
+Over 400 lines because all are of one command, and share what starts it.
+"""
 
 from __future__ import annotations
 

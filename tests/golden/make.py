@@ -1,5 +1,7 @@
 """Make the golden vectors beside this file: what an implementation in any language must compute.
 
+Over 400 lines because the vectors of all formats are written by one command.
+
     python -m tests.golden.make [hashes|records|namespaces|events|protocol|snapshots]...
 
 Nothing here uses kvpool. ``hashes.json`` is computed by vLLM's own functions, ``records.json`` by struct and

@@ -1,4 +1,7 @@
-"""Fleet: who is followed, what is answered, and that no answer says more than its sequence."""
+"""Fleet: who is followed, what is answered, and that no answer says more than its sequence.
+
+Over 400 lines because the fleet is tested as one thing, with one clock.
+"""
 
 from __future__ import annotations
 

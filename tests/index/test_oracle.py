@@ -1,5 +1,7 @@
 """The whole service against a plain model: real publishers, the real feed, gRPC, a client; whatever happens on the way.
 
+Over 400 lines because it holds one model of a fleet and the machine that drives it.
+
 A row that is not stale must be exactly what its rank held after the batch that it names. A stale one says nothing. When
 all is quiet, every rank is known to its last batch.
 

@@ -1,4 +1,7 @@
-"""The order of batches: a publisher that drops, repeats, restarts and forgets must never be believed too far."""
+"""The order of batches: a publisher that drops, repeats, restarts and forgets must never be believed too far.
+
+Over 400 lines because one order of batches has many ways to be broken.
+"""
 
 from __future__ import annotations
 

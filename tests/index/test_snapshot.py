@@ -1,4 +1,7 @@
-"""A fleet at rest: what is frozen comes back as it was, nothing damaged is believed, nobody is credited unproved."""
+"""A fleet at rest: what is frozen comes back as it was, nothing damaged is believed, nobody is credited unproved.
+
+Over 400 lines because each damage to a snapshot is tried on the same one.
+"""
 
 from __future__ import annotations
 

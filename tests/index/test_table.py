@@ -1,4 +1,7 @@
-"""PrefixIndex: named cases, a differential test against a plain model, batches that are damaged."""
+"""PrefixIndex: named cases, a differential test against a plain model, batches that are damaged.
+
+Over 400 lines because the table is tested as one thing, on golden events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``KVPoolHiCache`` under SGLang's own factory, abstract class, host memory and controller, on real stores."""
+"""``KVPoolHiCache`` under SGLang's own factory, abstract class, host memory and controller, on real stores.
+
+Over 400 lines because all calls of SGLang's interface share one scripted host memory.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """What every store must do: one class, run over every store by a subclass that says how to open one.
 
+Over 400 lines because it is one kit, which every store has to pass whole.
+
 class TestMyStore(StoreConformance):
     @pytest.fixture
     def open_one(self): return lambda capacity_nbytes: MyStore(capacity_nbytes)

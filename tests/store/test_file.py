@@ -1,3 +1,8 @@
+"""The file store: records, capacity, announcements, and directories that are not ours.
+
+Over 400 lines because what may lie in a directory of others is one long list.
+"""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,7 @@
-"""What only Python can show of the native engine: buffers, the interpreter lock, processes, arguments."""
+"""What only Python can show of the native engine: buffers, the interpreter lock, processes, arguments.
+
+Over 400 lines because the rules of one class are tested side by side.
+"""
 
 import array
 import contextlib

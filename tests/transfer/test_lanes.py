@@ -1,4 +1,7 @@
-"""Copies that take their time: what may be read, written, freed and reported when, on a device with late events."""
+"""Copies that take their time: what may be read, written, freed and reported when, on a device with late events.
+
+Over 400 lines because it holds one model of a device and the machine that drives it.
+"""
 
 from __future__ import annotations
 

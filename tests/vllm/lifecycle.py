@@ -1,6 +1,8 @@
 """Engines whose model is a script, everything else of them real: vLLM's scheduler and its block pool, both halves of
 the connector, one worker half a rank; and a store that is slow, wrong or gone when it is told to.
 
+Over 400 lines because it is one scripted engine.
+
 What the model "computes" for a token is a number that depends on its weights and on every token before it, so bytes of
 other weights, another block, rank, layer or request are noticed where they are read. Time is simulated and nothing runs
 beside the caller: a run is the same each time, and minutes of a pool that is away take milliseconds.

@@ -1,5 +1,8 @@
 """The connector's life on scripted engines, in random order: no block freed while a load writes it, every request
-reported once, no load offered again that failed, no byte but the right one, nothing left."""
+reported once, no load offered again that failed, no byte but the right one, nothing left.
+
+Over 400 lines because it is one state machine, and what it once found.
+"""
 
 from __future__ import annotations
 

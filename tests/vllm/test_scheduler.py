@@ -1,4 +1,7 @@
-"""The scheduler half on real requests and a real file store: offers, failures that are remembered, deadlines."""
+"""The scheduler half on real requests and a real file store: offers, failures that are remembered, deadlines.
+
+Over 400 lines because all calls of the scheduler half share one scripted pool.
+"""
 
 from __future__ import annotations
 

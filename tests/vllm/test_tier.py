@@ -1,4 +1,7 @@
-"""``KVPoolTier``: the kit of secondary tiers, which vLLM's own file tier passes too, and what is ours alone."""
+"""``KVPoolTier``: the kit of secondary tiers, which vLLM's own file tier passes too, and what is ours alone.
+
+Over 400 lines because all calls of vLLM's interface share one scripted primary tier.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The worker half on a real file store: what it reports, and that nothing of ours raises into the engine."""
+"""The worker half on a real file store: what it reports, and that nothing of ours raises into the engine.
+
+Over 400 lines because all calls of the worker half share one scripted pool.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Engines of which the tiers are real: vLLM's manager of tiers, its primary tier in shared memory, and ``KVPoolTier``;
 requests and the device are a script.
 
+Over 400 lines because it is one state machine.
+
 What is "computed" for a chunk is drawn from all that names it, so bytes of another model, chunk or group are noticed
 where they are read. Two kinds of pools: one with the moods of ``tests/vllm/lifecycle.py``, in simulated time and the
 same each time; and the file store with its native threads, in a real directory.

@@ -1,4 +1,7 @@
-"""What the index credits to the pool against what lies there, key by key, on real servers that lose blocks."""
+"""What the index credits to the pool against what lies there, key by key, on real servers that lose blocks.
+
+Over 400 lines because it holds one model of a pool and the machine that drives it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""RFC 1403 over HTTP: a client written from its definition, real publishers, and requests that misbehave."""
+"""RFC 1403 over HTTP: a client written from its definition, real publishers, and requests that misbehave.
+
+Over 400 lines because all calls over HTTP share its fixtures.
+"""
 
 from __future__ import annotations
 

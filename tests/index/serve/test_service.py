@@ -1,4 +1,7 @@
-"""The service as any gRPC client meets it: answers, status codes with one line, health, reflection, an orderly end."""
+"""The service as any gRPC client meets it: answers, status codes with one line, health, reflection, an orderly end.
+
+Over 400 lines because all calls of the service share its fixtures.
+"""
 
 from __future__ import annotations
 

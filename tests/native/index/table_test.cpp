@@ -1,4 +1,5 @@
 // What a table says after events, against plain models of what workers hold.
+// Over 400 lines because the table is tested as one thing, beside one model of it.
 #include "index/table.h"
 
 #include <algorithm>

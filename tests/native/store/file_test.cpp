@@ -1,4 +1,5 @@
 // The executor on the file backend.
+// Over 400 lines because the backend is tested as one thing.
 #include "store/file.h"
 
 #include <fcntl.h>

@@ -1,4 +1,5 @@
 // The executor with a backend made of gates: what a store of any kind can rely on.
+// Over 400 lines because the rules of one class are tested side by side.
 #include "store/io_executor.h"
 
 #include <poll.h>

@@ -1,4 +1,5 @@
 // The RESP backend against servers that misbehave: whatever they send, never a wrong byte, never a hang.
+// Over 400 lines because every fault of a connection is tried on the same scripted server.
 #include "store/resp.h"
 
 #include <atomic>
