@@ -3,7 +3,7 @@
 - ``kvpool``: the store that the pool's URL opens.
 - ``bare loop``, twice: the plainest native loop over the same server or directory, the bar; against itself it shows how
   much the machine wavers. Not under TLS, and not in a cluster.
-- ``glide``, ``redis-py``: kvpool's stores of ``?client=``, which do the same job: records that prove themselves, in the
+- ``glide``, ``redis-py``: kvpool's stores of ``?client=``, which do the same job: verified records, in the
   same layout, moved by that client. ``python files``: a plain loop in a directory.
 - ``--peers``: other projects' clients, each in a process and an environment of its own (``store_peer.py``).
 

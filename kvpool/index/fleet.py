@@ -47,7 +47,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 class Fleet:
-    """The workers of an index; an ``EventSink`` for whoever follows their events.
+    """The workers of an index; an ``EventSink`` for subscribers and receivers of their events.
 
     ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``max_memory_nbytes``: of all
     partitions together, see ``MemoryBudget``; None: no limit. ``seed``: what ``PYTHONHASHSEED`` is for the engines
@@ -216,7 +216,7 @@ class Fleet:
         )
 
     def pools(self) -> list[Pool]:
-        """The namespaces of which something is known: for whoever sees what the pool itself holds."""
+        """The namespaces of which something is known, for ``PoolReconciler``."""
         with self._lock:
             return [
                 Pool(partition.key.tenant, namespace, partition.index, pool_holder(namespace))

@@ -154,7 +154,7 @@ class Partition:
         """``answer``, tier by tier, as of some batch of each rank that is not named."""
         members = self._among(candidates)
         holders = None if candidates is None else members.holders
-        # Nobody is credited who was stale just before or after: what was read may be of that time.
+        # A rank that was stale just before or after gets no credit: what was read may be of that time.
         stale_before = list(map(_STALE, members.ranks))
         held: dict[int, tuple[int, ...]] = {}  # by place: device, host, disk, local
         pool = [0] * len(members)

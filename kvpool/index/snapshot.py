@@ -125,7 +125,7 @@ def unpack(packed: Buffer) -> Snapshot:
     try:
         return _read(msgpack.unpackb(head), view[end:])
     except (ConfigError, KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
-        # Its checksum is right: whoever wrote it has a fault, or means ill.
+        # Its checksum is right: its writer is faulty or hostile.
         raise SnapshotRefused(
             f"this snapshot makes no sense: {str(error) or type(error).__name__}"
         ) from error

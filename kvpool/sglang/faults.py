@@ -1,7 +1,7 @@
 """Faults on purpose: a pool that misses, dawdles or damages, so that an operator can see that SGLang goes on.
 
 Each is a fault that a pool really can have, and takes the way that the real one takes: a damaged record is written
-one byte short, so that whoever reads it finds that it does not prove itself, deletes it and counts a miss. No switch
+one byte short, so that every reader finds it damaged, deletes it and counts a miss. No switch
 can make a wrong byte reach a KV cache.
 
 Threads: any.

@@ -44,7 +44,7 @@ def copy_back(destinations: Sequence[Destination], found: Sequence[bool]) -> Non
     """Copy every hit that went to a temporary view into the caller's own memory."""
     for (view, copy_to), hit in zip(destinations, found, strict=True):
         if hit and copy_to is not None:
-            import numpy  # only here: whoever holds such a buffer has numpy, since numpy is what makes them
+            import numpy  # only here: such buffers are made by numpy, so it is installed
 
             target = numpy.asarray(copy_to)
             target[...] = numpy.frombuffer(view, dtype=target.dtype).reshape(target.shape)

@@ -1,7 +1,7 @@
 """A lookup: which leading records of a prompt are in the pool. Its keys are spelled where they are sent.
 
 ``LookupKeys`` is for stores whose data path is Python; the native one has it in ``_native/store/lookup.h``. It belongs
-to one batch, and ``take`` to whoever holds that batch's lock.
+to one batch, and ``take`` to the holder of that batch's lock.
 """
 
 from __future__ import annotations

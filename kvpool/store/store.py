@@ -27,7 +27,7 @@ MAX_ANNOUNCEMENTS = 4096
 MAX_ANNOUNCEMENT_KEY_CHARS = 512
 MAX_LEASE_S = 366 * 86400.0
 SCAN_KEYS = 1000  # about so many at a time
-LOOK_KEYS = 128  # of scan_keys(): so few that who looks at them does not keep the interpreter from others
+LOOK_KEYS = 128  # of scan_keys(): looking at more would hold the GIL for too long
 
 _Store = TypeVar("_Store", bound="Store")
 
@@ -72,7 +72,7 @@ class Store(ABC):
     ) -> list[bool]:
         """Read each key's value into its buffer, which has exactly the value's length. False: a miss.
 
-        A value of another length, or one that does not prove itself, is deleted, counted, and a miss. After a
+        A value of another length, or one that fails verification, is deleted, counted, and a miss. After a
         miss or a fault the content of the buffer is unspecified. A buffer that is not contiguous goes through
         a copy.
         Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.

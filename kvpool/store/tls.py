@@ -1,5 +1,4 @@
-"""How a server is spoken to under TLS: whom this side trusts, how it proves who it is, and what to change when
-that fails."""
+"""TLS settings of connections to a server: trusted authorities, the client certificate, and what to change on a fault."""
 
 from __future__ import annotations
 

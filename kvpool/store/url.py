@@ -79,7 +79,7 @@ class StoreURL:
     ``nodes``: (host, port) of nodes of a cluster, or of the sentinels that know the servers of ``service``.
     ``password``, ``sentinel_password``: not in ``repr``. ``ttl_s``: how long a server keeps a value. ``client``:
     of ``CLIENTS``, what moves the values to and from a server. ``opened_by``: whom connections are named after; not in
-    a URL. ``tls``: how servers are spoken to under TLS; None:
+    a URL. ``tls``: settings of TLS connections; None:
     in plain.
     """
 

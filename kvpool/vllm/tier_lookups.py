@@ -115,7 +115,7 @@ class ChunkLookups:
                 probe.present = False
 
     def restart(self) -> None:
-        """All that is known or asked is of another namespace: whoever asked gets a miss."""
+        """All that is known or asked is of another namespace: each question is answered with a miss."""
         self.miss(self._probes)
         for _, transfer in self._batches:
             transfer.cancel()

@@ -406,7 +406,7 @@ def test_an_index_that_others_reach_without_a_token_says_so() -> None:
             process.terminate()
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert b"whoever reaches 0.0.0.0:0 may ask about every tenant" in errors
+    assert b"every client that reaches 0.0.0.0:0 may ask about every tenant" in errors
 
 
 # ---- wrong use

@@ -91,7 +91,7 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
     const SetId set = set_of(reached);
     if (set == last) continue;
     last = set;
-    // Both are sorted by holder: whoever still runs and is not in the set, or not in the right tiers, stops here.
+    // Both are sorted by holder: a holder that still runs and is not in the set, or not in the right tiers, stops here.
     const auto holdings = sets_[set];
     auto holding = holdings.begin();
     std::size_t kept = 0;
@@ -181,7 +181,7 @@ void Table::find_held(const GroupHolder& holder, HolderId id, SetRuns& runs, std
   std::uint64_t begin = 0;
   const SetRuns::Run* run = nullptr;
   for (std::size_t i = 0;; ++i) {
-    // Whoever needs all of a prefix is not asked behind its first hole.
+    // A holder that needs all of a prefix is not looked for behind its first hole.
     const bool on = begin * holder.stride < bound && (holder.last != 0 || from_root != 0);
     run = on ? runs.at(i) : nullptr;
     const Columns now = run == nullptr ? Columns{0} : kColumnsOf[sets_.tiers(run->set, id)];

@@ -138,7 +138,7 @@ bool Core::joins(const std::shared_ptr<Batch>& batch, std::size_t index) {
   const auto [place, first] = writing.try_emplace(batch->keys_[index].text, Writing{batch.get(), index, {}});
   if (first) return false;
   Writing& other = place->second;
-  // Of another length it cannot be the same content: whoever is wrong, this is not to be answered for it.
+  // Of another length it cannot be the same content: one of the two is wrong, so each is put for itself.
   if (other.batch->buffers_[other.index].size() != batch->buffers_[index].size()) return false;
   // What is there has to be replaced, which the other one may not do.
   if (batch->op_ == Op::kPut && other.batch->op_ == Op::kPutAbsent) return false;

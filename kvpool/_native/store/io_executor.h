@@ -6,7 +6,7 @@
 // Who owns what:
 // - Core::mutex guards the queues, the deadlines, the puts that wait for another, and of each Batch `next_`, `waiting_`,
 //   `error_` and its place in a queue. Nothing blocks under it.
-// - Results of a batch: each byte is written once, by whoever took the item (its lane; or stop(), for items
+// - Results of a batch: each byte is written once, by the thread that took the item (its lane; or stop(), for items
 //   that no lane has taken; or finish() of the put that it waited for), and read only after done(). A lookup has one
 //   result a record, which is the worst of its parts' and written atomically.
 // - Buffers are borrowed from the caller until done(): a batch is done when no lane touches them any more.

@@ -64,7 +64,7 @@ Descriptor open_or_make_root(const std::string& root) {
   return directory;
 }
 
-// Who owns it, or may write in it, can put records there that prove themselves, and links to anywhere.
+// Its owner, and everyone who may write in it, can put valid records there, and links to anywhere.
 PoolDirectory judge(const std::string& root, int fd) {
   struct stat info;
   if (fstat(fd, &info) != 0) fail(root, errno);

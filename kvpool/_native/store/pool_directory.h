@@ -1,6 +1,6 @@
 // The directory of a file pool: whose it is, and the marker by which it is known.
 //
-//   root/kvpool-pool     the marker: a line "kvpool pool, format N", and one for whoever finds it
+//   root/kvpool-pool     the marker: a line "kvpool pool, format N", and one for a person who finds it
 //
 // Nothing is written, and nothing deleted, in a directory that lacks it: an empty directory is given one, any
 // other is refused. The format is that of the whole layout below root (file.h).

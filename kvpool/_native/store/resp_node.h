@@ -13,7 +13,7 @@ namespace kvpool {
 
 class RespNode {
  public:
-  // `asks_resolver`: a connection that fails asks the resolver itself; else whoever installs a topology does.
+  // `asks_resolver`: a connection that fails asks the resolver itself; else the installer of topologies does.
   RespNode(RespSettings settings_, std::vector<SocketAddress> addresses, bool asks_resolver_)
       : settings(std::move(settings_)), asks_resolver(asks_resolver_), addresses_(std::move(addresses)) {}
 

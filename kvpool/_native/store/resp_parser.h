@@ -1,6 +1,6 @@
 // Reads RESP2 replies from pieces of any size; knows nothing of sockets, requests or memory.
 //
-// The bytes of a bulk string never pass through here: after a kBulk token whoever reads the stream delivers
+// The bytes of a bulk string never pass through here: after a kBulk token the reader of the stream delivers
 // bulk_left() bytes to wherever they belong, tells take(), and goes on with next(), which checks the end of
 // the string.
 #pragma once

@@ -1,7 +1,7 @@
 // Which keys of a server were used of late, as one lane knows it: so that the time to live of a key in use is looked
 // at now and then, and not at each use.
 //
-// A table of one word a place: whoever comes to a place last is remembered. What was forgotten is looked at once more
+// A table of one word a place: the last key of a place is remembered. What was forgotten is looked at once more
 // than it had to be.
 #pragma once
 

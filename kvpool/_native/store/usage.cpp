@@ -156,7 +156,7 @@ bool Usage::reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known)
   const auto temporaries = page.nbytes(kTemporaries);
   const auto [used, unknown] = page.sum();
   const bool reserved = (known == Known::kEstimated || unknown == 0) && used <= capacity_nbytes - n;
-  // An unknown count stays so: whoever counts finds the file.
+  // An unknown count stays so: the next count finds the file.
   if (reserved && temporaries) store(kTemporaries, packed(kTemporaries, *temporaries + n));
   unlock_counts();
   return reserved;

@@ -143,7 +143,7 @@ class EventPublisher:
         try:
             await asyncio.wait({reader, writer, renewer}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done() and not renewer.done():
-                await asyncio.wait({reader}, timeout=TOLD_S)  # who knows why
+                await asyncio.wait({reader}, timeout=TOLD_S)  # it knows the reason
             for task in (reader, renewer):
                 if task.done():
                     task.result()
@@ -170,7 +170,7 @@ class EventPublisher:
                 self._woken.set()
 
     async def _write(self, call: Any) -> None:
-        # That the call has ended is told by the reader, who knows why.
+        # The reader reports the end of the call: it knows the reason.
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             for dp_rank in self._ranks:
                 await self._send(call, dp_rank, last=True)

@@ -85,7 +85,7 @@ class LookupStream:
         return await answer
 
     async def _send(self, request: Any) -> None:
-        # That the call has ended is told by the reader, who knows why.
+        # The reader reports the end of the call: it knows the reason.
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             await self._call.write(request)
 

@@ -81,7 +81,7 @@ class Subscriber:
         self._followed: dict[str, list[_Link]] = {}  # by worker
         self._sockets: dict[int, tuple[_Link, zmq.Socket[bytes]]] = {}  # by descriptor
         # A descriptor of ZMQ's becomes readable when something happens to its socket, not while something is there to
-        # be read: whoever has not read to the end has to come back by itself.
+        # be read: a reader that stopped before the end has to come back by itself.
         self._unread: set[int] = set()
         self._due_at = time.monotonic()  # some link's, or earlier
         # Not ZMQ's own poll, which asks every socket each time: 0.5 ms for 240 workers, and each batch may be a turn.
@@ -267,7 +267,7 @@ class Subscriber:
                 for _ in range(HIGH_WATER):  # a replay brings what is still true of it
                     link.events.recv_multipart(zmq.NOBLOCK)
             link.sequence.disconnected()
-            # Whoever was asked may be gone: whoever is there now is asked, without waiting for an answer.
+            # The publisher that was asked may be gone: ask the present one, without waiting for an answer.
             was_asked = link.asked
             self._close_replay(link)
             if was_asked:

@@ -66,7 +66,7 @@ class Costs:
 class Router:
     """Places requests on the workers of ``fleet``.
 
-    ``loads``: what is known of how busy they are; whoever reads their metrics writes it there. ``clock``: seconds that
+    ``loads``: how busy they are; the reader of their metrics writes it there. ``clock``: seconds that
     only go up.
     """
 

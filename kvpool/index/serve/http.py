@@ -326,7 +326,7 @@ class _Connection(H11Protocol):
             self._end_after(REQUEST_S)
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # not close(): that waits for whoever does not read
+        self.transport.abort()  # not close(): that waits for a client that does not read
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel()

@@ -180,8 +180,8 @@ class IndexServer:
             return
         if self._auth.is_open:
             logger.warning(
-                "whoever reaches %s may ask about every tenant, and register and remove workers: give it --tokens, or "
-                "keep the port behind a network policy",
+                "every client that reaches %s may ask about every tenant, and register and remove workers: give it "
+                "--tokens, or keep the port behind a network policy",
                 listen,
             )
         elif self._tls is None:

@@ -32,7 +32,7 @@ READ_S = 10.0  # one that reads, or takes away, what there is
 MAX_TENANTS = 4096
 READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
 INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
-LIST_LEASE_MS = 86_400_000  # of a tenant in the list: who is alive announces again long before
+LIST_LEASE_MS = 86_400_000  # of a tenant in the list: a live worker announces again long before
 
 SLOT = 1209  # of every key that ends in {announced}
 
