@@ -1,4 +1,4 @@
-"""TLS settings of connections to a server: trusted authorities, the client certificate, and what to change on a fault."""
+"""TLS settings of connections to a server: trusted authorities, client certificate, and what to change on a fault."""
 
 from __future__ import annotations
 
