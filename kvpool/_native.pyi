@@ -166,7 +166,7 @@ class Topology:
     def close(self) -> None: ...
     def closed(self) -> bool: ...
 
-# Several servers: nobody serves anything until the first install(). The topology is closed with the executor.
+# Several servers: none is asked before the first install(). The topology is closed with the executor.
 def open_routed_resp_executor(
     user: str,
     password: str,

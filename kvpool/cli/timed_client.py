@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ class Values:
         self.targets: Views = [memoryview(bytearray(nbytes)) for _ in range(count)]
 
 
-class TimedClient:
+class TimedClient(ABC):
     """A client in this process. What it got is compared with what was put, outside the time that is measured.
 
     Every call blocks; times are seconds. Errors: ``KVPoolError``, ``RuntimeError``.
@@ -61,15 +62,15 @@ class TimedClient:
             raise RuntimeError(f"{self.name} gave other bytes than it took")
         return taken_s
 
+    @abstractmethod
     def empty(self) -> None:
         """Delete what ``fill`` put."""
-        raise NotImplementedError
 
-    def _put(self, sources: Views) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _put(self, sources: Views) -> None: ...
 
-    def _get(self, targets: Views) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _get(self, targets: Views) -> None: ...
 
 
 class StoreClient(TimedClient):

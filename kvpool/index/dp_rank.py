@@ -1,6 +1,6 @@
 """``DpRank``: one data-parallel rank of one start of a worker, as an index follows it, and what its events say.
 
-Whoever changes what a rank holds makes its ``version`` odd, changes, and makes it even, all under the rank's lock. So a
+A writer of what a rank holds makes its ``version`` odd, changes, and makes it even, all under the rank's lock. So a
 reader without the lock can tell that what it read belongs together: see ``Partition.answer``.
 
 Threads: any may call anything. The fields are read without the lock, one at a time, and written under it.

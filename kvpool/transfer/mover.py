@@ -208,12 +208,10 @@ class BlockMover(Generic[Item]):
     def _fault(self, job: Job[Item], error: Exception) -> None:
         if not isinstance(error, StoreUnavailable):
             self._fail(job, "fault", error)
-        else:
-            error.with_traceback(
-                None
-            )  # its frames would hold on to the job's memory until a garbage collection
-            late = time.monotonic() >= job.deadline
-            self._fail(job, "too_slow" if late else "store_unavailable", error)
+            return
+        error.with_traceback(None)  # its frames would keep the job's memory until a garbage collection
+        late = time.monotonic() >= job.deadline
+        self._fail(job, "too_slow" if late else "store_unavailable", error)
 
     def _end_jobs(self, now: float) -> None:
         for job in list(self._jobs.values()):

@@ -1,7 +1,7 @@
 // What an index answers about a prompt: a row for every rank that is asked about, and LookupResponse packed from them
 // (protos/kvpool/v1/index.proto).
 //
-// A row is true as of its sequence. Whoever changes what a rank holds makes its version odd before and even after, under
+// A row is true as of its sequence. A writer of what a rank holds makes its version odd before and even after, under
 // the rank's lock, which is not known here. answer() reads the versions, asks the table, reads the states and reads the
 // versions again; ranks whose version moved or was odd are in Answer::moved, and are asked again() under their locks
 // (docs/decisions/0019-answers-are-checked-not-locked.md).
@@ -52,7 +52,7 @@ class Rows {
     const RankState* state;
   };
 
-  // are_all: the table has nobody else, or only who came or left just now.
+  // are_all: these are all ranks of the table, but for some that joined or left just now.
   Rows(std::vector<Row> rows, bool are_all);
 
   std::size_t size() const { return rows_.size(); }

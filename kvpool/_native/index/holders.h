@@ -62,7 +62,7 @@ class HolderSets {
   // One block goes from one set to another, or comes from or goes to kNobody. A set without blocks is freed.
   void move(SetId from, SetId to);
 
-  // Takes the tiers in `gone`, by holder, out of every set; returns how many blocks nobody holds any more. Their
+  // Takes the tiers in `gone`, by holder, out of every set; returns how many blocks have no holder any more. Their
   // sets stay, empty, until move() has taken the last block away.
   std::size_t drop(std::span<const Tiers> gone);
 

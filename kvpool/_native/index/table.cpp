@@ -1,4 +1,4 @@
-// A prefix index as it is changed by events: stores, removals, and the room that they need.
+// Changes of the prefix index by events: stores and removals, and the room that stores need.
 #include "index/table.h"
 
 #include <algorithm>
@@ -133,7 +133,7 @@ void Table::store(HolderId holder, const EventBatch& batch, const Event& event, 
     *set = to;
     enter(holder, event.tier, hash);
     ++applied.stored;
-    // A set of its own is memory, too: another block goes for it.
+    // A new set of holders needs memory, too: one more block is evicted for it.
     if (!may_grow && sets_.nbytes() > sets_nbytes) make_room(hash, applied);
   }
 }
@@ -182,7 +182,7 @@ void Table::leave(HolderId holder, Tier tier, std::uint64_t hash) {
   holders_[holder].digests[static_cast<std::size_t>(tier)] -= digest_of(hash);
 }
 
-// Takes the places of blocks that nobody holds any more, a few at a time.
+// Frees the places of blocks without holders, a few at a time.
 void Table::sweep(std::size_t segments) {
   for (std::size_t i = 0; i < segments && blocks_.size() > held_; ++i) {
     blocks_.sweep_segment(sweep_cursor_, [this](SetId set) {

@@ -47,7 +47,7 @@ struct SlotMap {
 
 class Topology {
  public:
-  // Nobody serves anything until the first install(). `settings`: of every node, but for its endpoint.
+  // No node is asked before the first install(). `settings`: of every node, but for its endpoint.
   explicit Topology(RespSettings settings);
   // One server that stays the only one.
   Topology(RespSettings settings, std::vector<SocketAddress> addresses);

@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from kvpool.index.follow.roster import Roster
 from kvpool.index.serve import rfc1403
 from kvpool.index.serve.auth import EVERYTHING, Permissions, TokenAuth, WrongToken
 from kvpool.index.serve.listening import open_listening
-from kvpool.index.serve.request_stats import Matched, RequestStats, Result
+from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.key.names import check_tenant
 
 MAX_BODY_NBYTES = 8 << 20  # a million tokens; 400,000 hashes
@@ -226,28 +225,15 @@ class HttpServer:
         return _packed({"status": "ok"})
 
     async def _query(self, body: bytes, caller: Permissions, *, by_hash: bool) -> bytes:
-        started_s = time.perf_counter()
-        result: Result = "failed"
-        matched = None
-
         def answer() -> tuple[bytes, Matched]:
             query = rfc1403.decode_query(body, by_hash=by_hash)
             caller.check("read", query.prompt.tenant)
             rows = self._roster.fleet.lookup_tiers(query.prompt)
             return _packed(rfc1403.encode_answer(query, rows)), Matched.of_tiers(rows)
 
-        try:
-            reply, matched = await self._in_thread(answer)
-            result = "answered"
+        with self._stats.timed_lookup() as timer:
+            reply, timer.matched = await self._in_thread(answer)
             return reply
-        except UnknownModel:
-            result = "unknown"
-            raise
-        except ConfigError:
-            result = "wrong"
-            raise
-        finally:
-            self._stats.record_lookup(time.perf_counter() - started_s, result, matched)
 
     async def _register(self, body: bytes, caller: Permissions) -> bytes:
         def register() -> bytes:

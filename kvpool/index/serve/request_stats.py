@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import Lookup, TierRow
 
 Result = Literal["answered", "wrong", "unknown", "failed"]
@@ -72,6 +73,31 @@ class Totals(NamedTuple):
     streams: int
 
 
+class LookupTimer:
+    """Times one lookup, and records how it ended: ``with stats.timed_lookup() as timer``, ``timer.matched = ...``."""
+
+    __slots__ = ("_started_s", "_stats", "matched")
+
+    def __init__(self, stats: RequestStats) -> None:
+        self._stats = stats
+        self.matched: Matched | None = None  # of the answer
+        self._started_s = time.perf_counter()
+
+    def __enter__(self) -> LookupTimer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stats.record_lookup(time.perf_counter() - self._started_s, _result(kind), self.matched)
+
+
+def _result(kind: type[BaseException] | None) -> Result:
+    if kind is None:
+        return "answered"
+    if issubclass(kind, UnknownModel):
+        return "unknown"
+    return "wrong" if issubclass(kind, ConfigError) else "failed"
+
+
 class RequestStats:
     """Written by the servers, read by the metrics page and ``ListWorkers``."""
 
@@ -85,6 +111,10 @@ class RequestStats:
         self._ratios = {where: Histogram(RATIOS) for where in ("device", "local", "pool")}
         self._refused: Counter[str] = Counter()
         self._streams = 0
+
+    def timed_lookup(self) -> LookupTimer:
+        """A context that records the lookup in it when it ends."""
+        return LookupTimer(self)
 
     def record_lookup(self, seconds: float, result: Result, matched: Matched | None = None) -> None:
         """One lookup has ended. ``matched``: of one that was answered."""

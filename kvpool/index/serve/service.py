@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvpool.discovery.admission import check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
-from kvpool.errors import ConfigError, UnknownModel
+from kvpool.errors import ConfigError
 from kvpool.index.answer import FleetStatus, IndexStatus
 from kvpool.index.chat import Chat
 from kvpool.index.client.messages import (
@@ -47,7 +47,7 @@ from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.listening import open_listening
 from kvpool.index.serve.publish_streams import PublishStreams
-from kvpool.index.serve.request_stats import Matched, RequestStats, Result
+from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant
@@ -269,28 +269,16 @@ class IndexServer:
         self, request: Any, answer: Callable[[Prompt], tuple[Any, Matched]], beside_nbytes: int = 0
     ) -> Any:
         """The reply to a request that holds a prompt, and other work that takes as long as so many bytes of one."""
-        started_s = time.perf_counter()
-        result: Result = "failed"
-        matched = None
-        try:
+        with self._stats.timed_lookup() as timer:
             if isinstance(request, Prompt):
                 prompt = request
             else:
                 prompt = await self._in_tokens(codec.decode_prompt(request))
             if prompt.nbytes + beside_nbytes <= INLINE_NBYTES:
-                reply, matched = answer(prompt)
+                reply, timer.matched = answer(prompt)
             else:
-                reply, matched = await self._in_thread(lambda: answer(prompt))
-            result = "answered"
+                reply, timer.matched = await self._in_thread(lambda: answer(prompt))
             return reply
-        except UnknownModel:
-            result = "unknown"
-            raise
-        except ConfigError:
-            result = "wrong"
-            raise
-        finally:
-            self._stats.record_lookup(time.perf_counter() - started_s, result, matched)
 
     async def _in_tokens(self, prompt: Prompt) -> Prompt:
         """The prompt with tokens in the place of text."""

@@ -14,6 +14,7 @@
 
 #include "check.h"
 #include "store/io_executor.h"
+#include "store/keys.h"
 #include "store/resp_server.h"
 
 namespace kvpool {
@@ -23,16 +24,11 @@ using namespace std::chrono_literals;
 using test::bulk;
 using test::Command;
 using test::eventually;
+using test::make_key;
 using test::Peer;
 using test::RespServer;
 
 using Bytes = std::vector<std::byte>;
-
-Key make_key(unsigned number) {
-  std::string hash = std::to_string(number);
-  hash.insert(0, 16 - hash.size(), '0');
-  return parse_key("kvpool:t:" + std::string(32, 'a') + ":" + hash + ":0:0");
-}
 
 std::vector<Key> make_keys(unsigned count) {
   std::vector<Key> keys;

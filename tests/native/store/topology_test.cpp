@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "store/io_executor.h"
+#include "store/keys.h"
 #include "store/resp.h"
 #include "store/resp_server.h"
 
@@ -19,16 +20,11 @@ namespace {
 using namespace std::chrono_literals;
 using test::Command;
 using test::eventually;
+using test::make_key;
 using test::Peer;
 using test::RespServer;
 
 using Bytes = std::vector<std::byte>;
-
-Key make_key(unsigned number) {
-  std::string hash = std::to_string(number);
-  hash.insert(0, 16 - hash.size(), '0');
-  return parse_key("kvpool:t:" + std::string(32, 'a') + ":" + hash + ":0:0");
-}
 
 Bytes make_payload(std::size_t nbytes, unsigned seed = 1) {
   std::mt19937 random(seed);
