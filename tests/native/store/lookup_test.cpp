@@ -189,8 +189,8 @@ TEST(lookup_of_an_engine_is_there_when_all_parts_are) {
   Pool pool;
   pool.answer(1, 2, 1, Status::kMiss);
   pool.answer(2, 1, 0, Status::kMiss);
-  IoExecutor engine(std::make_unique<PoolBackend>(pool),
-                    1);  // two may ask for what follows before one is told
+  // Of two threads, one may ask for what follows before the other has its answer.
+  IoExecutor engine(std::make_unique<PoolBackend>(pool), 1);
   CHECK(ended(engine, {group_of(4, 0, 3, 16)}) == "1111");
   CHECK(ended(engine, {group_of(4, 1, 1, 16)}) == "1111");
   CHECK(ended(engine, {group_of(4, 1, 2, 16)}) == "1100");
