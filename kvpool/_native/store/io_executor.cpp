@@ -113,19 +113,19 @@ std::optional<Item> Source::next() {
   }
 }
 
-std::optional<Item> Source::try_next() {
-  Core::Lock lock(core_.mutex);
-  if (core_.closing.load()) return std::nullopt;
-  auto item = core_.take();
-  lock.unlock();
-  if (item) item->spell();
-  return item;
-}
-
-std::optional<Item> Source::try_next_read() {
-  const Core::Lock lock(core_.mutex);
-  if (core_.closing.load()) return std::nullopt;
-  return core_.take(false);
+bool Source::try_take(std::vector<Item>& items, bool puts_too) {
+  const std::size_t before = items.size();
+  {
+    const Core::Lock lock(core_.mutex);
+    while (!core_.closing.load() && items.size() - before < kMaxTogether) {
+      auto item = core_.take(puts_too);
+      if (!item) break;
+      items.push_back(std::move(*item));
+      if (moves_bytes(items.back().op())) break;
+    }
+  }
+  for (std::size_t i = before; i < items.size(); ++i) items[i].spell();
+  return items.size() != before;
 }
 
 bool Source::closing() const { return core_.closing.load(); }

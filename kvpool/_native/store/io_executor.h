@@ -61,6 +61,7 @@ enum class Status : std::uint8_t {
 inline constexpr std::size_t kStatusCount = 7;
 
 inline constexpr std::size_t kMaxQueuedItems = 1'048'576;
+inline constexpr std::size_t kMaxTogether = 32;
 
 struct Core;
 
@@ -145,10 +146,10 @@ class Source {
   explicit Source(Core& core) : core_(core) {}
   // Blocks until there is an item; nothing once the executor closes.
   std::optional<Item> next();
-  // Never blocks: for a lane that has items in flight and room for more.
-  std::optional<Item> try_next();
-  // The same, but no put.
-  std::optional<Item> try_next_read();
+  // Never blocks: for a lane that has items in flight and room for more. Appends the next item to `items`, and up to
+  // kMaxTogether while they move no bytes: these cost little beside the lock. False: there is none, or only puts and
+  // `puts_too` is false.
+  bool try_take(std::vector<Item>& items, bool puts_too);
   bool closing() const;
 
  private:

@@ -134,13 +134,13 @@ class RespLane : public Lane {
     while ((more_reads_ || more_puts_) && takes(Role::kReads, now)) {
       const bool puts_too = more_puts_ && takes(Role::kWrites, now);
       if (!puts_too && !more_reads_) return;
-      auto item = puts_too ? source.try_next() : source.try_next_read();
-      if (!item) {
+      if (!source.try_take(taken_, puts_too)) {
         more_reads_ = false;
         more_puts_ = more_puts_ && !puts_too;
         return;
       }
-      route(std::move(*item), now);
+      for (Item& item : taken_) route(std::move(item), now);
+      taken_.clear();
     }
   }
 
@@ -212,6 +212,7 @@ class RespLane : public Lane {
   std::atomic<bool> woken_{true};
   bool more_reads_ = true;  // there may be items that nobody has taken
   bool more_puts_ = true;
+  std::vector<Item> taken_;  // of the source, and on their way to a connection
   RespUses uses_;
   std::vector<std::byte> scratch_;
   std::vector<std::unique_ptr<RespConnection>> connections_;

@@ -10,10 +10,14 @@ namespace {
 using namespace std::chrono_literals;
 using Kind = RespRequest::Kind;
 
-// A server makes every pipelined reply before it writes: unbounded pipelines halve its speed (1.5 against 3.2
-// GB/s of 2 MiB GETs, Redis 7.0.15). Bytes that have arrived no longer count, so the next request is on its
-// way when a large reply ends.
-constexpr std::size_t kWindowNbytes = 1 << 20;
+// What may be under way. A server makes every pipelined reply before it writes, and moves what it has read of the next
+// value before it goes on reading: the less lies in sockets and buffers, the more stays in the processor's caches
+// (docs/decisions/0100-a-window-is-as-long-as-the-link.md). Bytes that have arrived no longer count, so the next
+// request is on its way when a large reply ends.
+constexpr std::size_t kReadWindowNbytes = 256 << 10;
+constexpr std::size_t kWriteWindowNbytes = 2 * kUnansweredNbytes;
+constexpr std::size_t kMaxWindowNbytes = 4 << 20;
+constexpr std::size_t kLinkNbytesPerUs = 4096;  // of a link whose round trip is longer than that takes
 constexpr std::size_t kMaxRequests = 4096;
 // What may wait for the window of one server; beyond it the lane waits, and so do all its servers: each takes
 // its items in their order, and the lanes share them evenly.
@@ -56,8 +60,14 @@ bool RespConnection::is_clogged(Clock::time_point now) const {
   return waiting_nbytes_ >= kWaitingNbytes && !is_quiet(now);
 }
 
-bool RespConnection::has_room() const {
-  return (up_ || !is_wanted_) && in_flight_nbytes_ < kWindowNbytes && requests_.size() < kMaxRequests;
+std::size_t RespConnection::window_nbytes() const {
+  const std::size_t least = role_ == Role::kReads ? kReadWindowNbytes : kWriteWindowNbytes;
+  const auto us = std::min<std::size_t>(round_trip_.count(), kMaxWindowNbytes / kLinkNbytesPerUs);
+  return std::max(least, us * kLinkNbytesPerUs);
+}
+
+bool RespConnection::is_open() const {
+  return (up_ || !is_wanted_) && in_flight_nbytes_ < window_nbytes() && requests_.size() < kMaxRequests;
 }
 
 bool RespConnection::move(Clock::time_point now) {
@@ -135,7 +145,7 @@ void RespConnection::push(Item&& taken) {
     counts_.refused.fetch_add(1, std::memory_order_relaxed);
     return taken.finish(Status::kFault, last_error_);
   }
-  if (has_room() && waiting_.empty()) return begin(std::move(taken));
+  if (has_room()) return begin(std::move(taken));
   if (waiting_.size() >= kMaxWaiting) {
     return taken.finish(Status::kFault, settings_.endpoint.name() + ": the server does not answer");
   }
@@ -145,7 +155,7 @@ void RespConnection::push(Item&& taken) {
 }
 
 void RespConnection::begin_waiting() {
-  while (!waiting_.empty() && has_room()) {
+  while (!waiting_.empty() && is_open()) {
     waiting_nbytes_ -= cost_of(waiting_.front());
     begin(std::move(waiting_.front()));
     waiting_.pop_front();

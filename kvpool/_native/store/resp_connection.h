@@ -75,8 +75,8 @@ class RespConnection {
 
   const RespNode& node() const { return *node_; }
   Role role() const { return role_; }
-  // Whether it takes more at once: it stands, is not in doubt, and its window is not full.
-  bool has_room() const;
+  // Whether it takes more at once: it stands, is not in doubt, its window is not full, and nothing waits for that.
+  bool has_room() const { return is_open() && waiting_.empty(); }
   // While no connection of this store to the server stands, waiting for one is not worth a request's time.
   bool refuses() const { return !up_ && (socket_ || failing_) && node_->up.load() == 0; }
   // As much waits for the window as may, at a server that is heard of: the lane takes nothing more meanwhile.
@@ -118,6 +118,9 @@ class RespConnection {
   };
 
   bool awaiting() const;
+  bool is_open() const;
+  // As much as the link holds, within bounds.
+  std::size_t window_nbytes() const;
   bool is_quiet(Clock::time_point now) const;
   bool is_silent(const Request& request, Clock::time_point now) const;
 
@@ -186,6 +189,7 @@ class RespConnection {
   bool is_full_ = false;                    // the socket did not take all that it was given
   bool touches_ = true;                     // this user may TOUCH, as far as is known
   bool renews_ = true;                      // and ask for times to live, and change them
+  std::chrono::microseconds round_trip_{};  // the shortest, when it was connected
   bool up_ = false;                         // connected, and not in doubt
   std::uint64_t seen_doubts_ = 0;           // of all connections to this server, when this one last was not
   bool failing_ = false;   // not connected, and the last attempt failed: items are faults at once

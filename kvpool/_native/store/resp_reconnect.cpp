@@ -43,6 +43,7 @@ void RespConnection::dial(Clock::time_point now) {
     case Dial::State::kReady:
       socket_ = dial_->take();
       dial_.reset();
+      round_trip_ = shortest_round_trip(socket_.fd());
       parser_.reset();
       readable_ = false;
       failing_ = false;

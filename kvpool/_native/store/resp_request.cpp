@@ -88,6 +88,11 @@ std::size_t RespRequest::cost() const {
   return kRequestNbytes + body.size() + into.size() + to_come;
 }
 
+std::size_t RespRequest::released_by(std::size_t sent_nbytes) const {
+  const std::size_t kept = kRequestNbytes + std::min(body.size(), kUnansweredNbytes);
+  return cost_left > kept ? std::min(sent_nbytes, cost_left - kept) : 0;
+}
+
 bool RespRequest::give_up_sending() {
   const std::size_t before = head.size() + body.size();
   if (sent >= before && end_made) return true;  // the rest is ours: let it be kept

@@ -1,9 +1,9 @@
 // Names resolved, sockets opened, connected and set up.
 #include "store/socket.h"
 
+#include <linux/tcp.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/un.h>
 
@@ -74,6 +74,13 @@ Descriptor begin_connect(const SocketAddress& address, int& error_number) {
     return {};
   }
   return fd;
+}
+
+std::chrono::microseconds shortest_round_trip(int fd) {
+  tcp_info info{};
+  socklen_t nbytes = sizeof info;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &nbytes) != 0) return {};
+  return std::chrono::microseconds(info.tcpi_min_rtt);
 }
 
 bool connected(int fd, bool& under_way, int& error_number) {

@@ -3,6 +3,7 @@
 
 #include <sys/socket.h>
 
+#include <chrono>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -44,6 +45,9 @@ std::vector<SocketAddress> resolve(const Endpoint& endpoint);
 // A non-blocking socket on its way to the address. Returns none and sets `error_number` when that fails at
 // once.
 Descriptor begin_connect(const SocketAddress& address, int& error_number);
+
+// The shortest round trip that this connection has seen; zero where that is not known, as on a Unix socket.
+std::chrono::microseconds shortest_round_trip(int fd);
 
 // Whether the connection stands; nothing is known yet when `under_way`. Never blocks.
 bool connected(int fd, bool& under_way, int& error_number);

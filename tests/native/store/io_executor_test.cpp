@@ -52,11 +52,16 @@ class GateLane : public Lane {
     std::deque<Item> flying;
     for (;;) {
       while (flying.size() < window_) {
-        auto item = flying.empty() ? source.next() : source.try_next();
-        if (!item) break;
-        flying.push_back(std::move(*item));
+        std::vector<Item> taken;
+        if (!flying.empty()) {
+          if (!source.try_take(taken, true)) break;
+        } else if (auto item = source.next()) {
+          taken.push_back(std::move(*item));
+        } else {
+          return;
+        }
+        std::move(taken.begin(), taken.end(), std::back_inserter(flying));
       }
-      if (flying.empty()) return;
       Item item = std::move(flying.front());
       flying.pop_front();
       serve(std::move(item));

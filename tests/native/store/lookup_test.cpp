@@ -201,6 +201,47 @@ TEST(lookup_of_an_engine_is_there_when_all_parts_are) {
   CHECK(counter(engine, "queued") == 0);
 }
 
+// Takes no puts, as a lane does whose connection for puts is full.
+class ReadingLane : public Lane {
+ public:
+  explicit ReadingLane(Pool& pool) : pool_(pool) {}
+
+  void run(Source& source) override {
+    std::vector<Item> items;
+    while (!source.closing()) {
+      if (!source.try_take(items, false)) std::this_thread::sleep_for(1ms);
+      for (Item& item : items) {
+        const std::lock_guard lock(pool_.mutex);
+        pool_.asked.push_back(item.key().text);
+        item.finish(Status::kOk);
+      }
+      items.clear();
+    }
+  }
+
+ private:
+  Pool& pool_;
+};
+
+class ReadingBackend : public Backend {
+ public:
+  explicit ReadingBackend(Pool& pool) : pool_(pool) {}
+  std::unique_ptr<Lane> make_lane(unsigned) override { return std::make_unique<ReadingLane>(pool_); }
+  void append_counters(Counters&) const override {}
+
+ private:
+  Pool& pool_;
+};
+
+TEST(lookup_has_its_keys_in_a_lane_that_takes_no_puts) {
+  Pool pool;
+  IoExecutor engine(std::make_unique<ReadingBackend>(pool), 1);
+  CHECK(ended(engine, {group_of(100, 0, 1, 16)}) == std::string(100, '1'));
+  const Lookup lookup(kPrefix, {group_of(100, 0, 1, 16)});
+  CHECK(pool.asked.size() == 100);
+  for (std::size_t i = 0; i < pool.asked.size(); ++i) CHECK(pool.asked[i] == lookup.key(i).text);
+}
+
 TEST(lookup_of_an_engine_ends_with_what_is_missing) {
   Pool pool;
   pool.answer(0, 5, 7, Status::kMiss);
