@@ -56,7 +56,7 @@ def _nbytes(value: object) -> object:
 
 
 Nbytes = Annotated[int, BeforeValidator(_nbytes)]
-# Where an engine tells nothing of these, so that somebody has to.
+# For engines that do not report these themselves.
 ModelId = Annotated[
     str,
     Field(
@@ -242,7 +242,7 @@ class TierConfig(_Settings):
 
     PLACE: ClassVar[str] = "the tier's entry in secondary_tiers"
 
-    # The interface of tiers tells little of this, so somebody has to.
+    # vLLM's interface of tiers reports little of this.
     model_id: ModelId
     model_path: ModelPath = None
     weights_never_change: WeightsNeverChange = False

@@ -187,7 +187,7 @@ class Counters:
             self._sums[key] = self._sums.get(key, 0) + amount
 
     def add_growth(self, metric: Metric, total: float) -> None:
-        """Add what ``total``, which somebody else counts, has grown by since the last call."""
+        """Add what ``total``, a count kept elsewhere, has grown by since the last call."""
         self.add(metric, total - self._totals.get(metric.name, 0))
         self._totals[metric.name] = total
 

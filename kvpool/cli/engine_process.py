@@ -63,7 +63,7 @@ def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> di
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nobody uses now; another process may take one before you do.
+    """Different TCP ports that are free now; another process may take one before you do.
 
     They are below those that the system gives to connections, so that none of these takes one. Errors: ``OSError``
     when there are too few.
@@ -287,7 +287,7 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             end()
             while time.monotonic() < deadline:
-                self._process.poll()  # a leader that nobody waited for would stay for ever
+                self._process.poll()  # else the leader stays as a zombie
                 os.killpg(self._process.pid, 0)
                 time.sleep(0.02)
             return False

@@ -124,7 +124,7 @@ async def _serve(
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
     ended = asyncio.Event()
-    complete = False  # everybody who is to be followed has been named
+    complete = False  # all workers to follow are named
     watch: WorkerWatch | None = None
 
     def is_warm() -> bool:

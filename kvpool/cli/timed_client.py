@@ -20,7 +20,7 @@ VALUE_NBYTES = (64 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 EXISTS_KEYS = 1024
 TENANT = "bench"
 TIMEOUT_S = 120.0  # of one batch
-ROOM = 1.3  # of what is put: a server must have it free, so that it evicts nobody's values for ours
+ROOM = 1.3  # of what is put: free memory that a server must have, so that the benchmark evicts nothing
 
 Views = list[memoryview]
 

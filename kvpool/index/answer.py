@@ -129,7 +129,7 @@ class IndexStatus:
 
     ``lookups``: answered with at least one row. ``prompt_blocks``: of these, summed. ``device_blocks``,
     ``local_blocks``, ``pool_blocks``: of each, the most that one rank had of it, summed; so their shares of
-    ``prompt_blocks`` are hit ratios. ``held_blocks``: distinct, that somebody holds. ``held_pool_blocks``: of the
+    ``prompt_blocks`` are hit ratios. ``held_blocks``: distinct blocks with a holder. ``held_pool_blocks``: of the
     pool, once for each namespace.
     """
 

@@ -296,7 +296,7 @@ class Fleet:
         if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
             rank.gap(closed=closed)
 
-    # ---- who has to be asked
+    # ---- which ranks are asked
 
     def incomplete(self) -> list[tuple[str, int]]:
         """(worker, data-parallel rank) of those that are followed and hold more than is known."""

@@ -68,7 +68,7 @@ class Entry:
 class Membership:
     """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``: as of the fleet.
 
-    ``models``: the partitions of each (tenant, model); (): known, nobody is there now. ``departed``: totals of those
+    ``models``: the partitions of each (tenant, model); (): known, without ranks now. ``departed``: totals of those
     who have left.
     """
 
@@ -266,7 +266,7 @@ class Membership:
 
 
 def _partition_state(partition: Partition, entries: Iterable[Entry], now_s: float) -> PartitionState:
-    """Under ``_lock``: nobody else takes the locks of several ranks."""
+    """Under ``_lock``: no other code takes the locks of several ranks."""
     with ExitStack() as held:
         for rank in partition.members.ranks:
             held.enter_context(rank.lock)
@@ -313,7 +313,7 @@ def _find(partitions: Iterable[Partition] | None, worker: Worker) -> Partition |
 
 
 def unknown_model(name: str, known: Iterable[str]) -> str:
-    """What to say to who asks for a model that is not among the ``known``."""
+    """The error text for a model that is not among the ``known``."""
     names = sorted(known)
     if len(names) <= MAX_NAMED or nearest(name, names) is not None:
         return unknown("model", name, names)

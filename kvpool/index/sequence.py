@@ -40,7 +40,7 @@ class _State(Enum):
 class Sequence:
     """The order of one rank's batches. One thread.
 
-    ``can_replay``: the publisher has a replay endpoint. Whoever reads its sockets calls the methods below;
+    ``can_replay``: the publisher has a replay endpoint. The reader of its sockets calls the methods below;
     ``wanted`` says from which number a replay is to be asked. A replay that was asked for is followed
     by ``replayed`` for each batch and ``replay_ended``, or by ``replay_failed``. ``position``: where an index has
     stopped that knew this publisher; the first replay proves whether it is still of the same life. Needs a replay

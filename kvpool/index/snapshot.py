@@ -2,9 +2,9 @@
 
 The bytes, little-endian: a header (below), a head in msgpack, then an image of the table of each partition, one after
 the other (``_native/index/table_image.h``). The header's checksum is of header and head; an image has its own. So no
-byte is believed that is not covered.
+byte is used that is not covered.
 
-What a snapshot says is credited to nobody before the publisher itself has proved it: see ``Fleet.restore``.
+What a snapshot says is credited only after the publisher itself has proved it: see ``Fleet.restore``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ assert _HEADER.size == 32
 
 
 class RankState(NamedTuple):
-    """A rank of a worker. ``holder``: who has its blocks in the image. ``position``: the batch after which these are
+    """A rank of a worker. ``holder``: its number in the image. ``position``: the batch after which these are
     its blocks; None: there is nothing to go on from. ``incomplete_reason``: why they are only a part; empty: all.
     """
 

@@ -39,7 +39,7 @@ class Applied(NamedTuple):
     uncopied: int  # one physical copy less, others are left
     unknown: int  # removed, but this holder did not have it
     refused: int  # stored, but there is no room for it
-    doubted: int  # stored, but of a window from the root of a prompt: perhaps a report of what is gone, not believed
+    doubted: int  # stored, but of a window from the root of a prompt: perhaps a report of what is gone, not credited
     cleared_events: int
     skipped_events: int  # of an unknown type or in an unknown medium
     evicted: int  # cold blocks of anybody that left to make room
@@ -340,7 +340,7 @@ class PrefixIndex:
     def image(self) -> _native.TableImage:
         """A copy of all that the index holds; ``pack()`` of it gives bytes for ``of_image``.
 
-        Batches wait while it is copied, about 10 ms for a million blocks, and nobody waits while it is packed.
+        Batches wait while it is copied, about 10 ms for a million blocks, and not while it is packed.
         """
         return self._table.image()
 
@@ -352,7 +352,7 @@ class PrefixIndex:
             raise ConfigError(str(error)) from error
 
     def __len__(self) -> int:
-        """Distinct blocks that somebody holds."""
+        """Distinct blocks with a holder."""
         return int(self._table.stats()["blocks"])
 
     @property
@@ -365,7 +365,7 @@ class PrefixIndex:
 
         Gauges: ``blocks``, ``workers``, ``holders`` (rank and KV-cache group), ``holder_sets`` (different
         ones), ``copied_blocks`` (with more than one physical copy at a holder), ``unswept_blocks`` (places of
-        blocks that nobody holds any more, taken back a few with each batch), ``memory_nbytes``, and for each
+        blocks without holders, freed a few with each batch), ``memory_nbytes``, and for each
         tier the blocks that are held there (``device_blocks`` and so on), once for each holder.
         """
         stats = self._table.stats()

@@ -188,7 +188,7 @@ class _Reading:
         found = hashlib.sha256()
         descriptor = os.open(piece.file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if len(piece.spots) > 1:  # reading ahead would bring what nobody asks for
+            if len(piece.spots) > 1:  # read-ahead would fetch bytes that are not sampled
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             for offset, length in piece.spots:
                 for start in range(offset, offset + length, READ_NBYTES):

@@ -1,4 +1,4 @@
-"""The digest of the weights that an engine serves, for what is told the name of a model and not its weights.
+"""The digest of the weights that an engine serves, where only the name of the model is known.
 
 A name is not an identity: a folder is overwritten, or mounted elsewhere, and a hub's branch moves. Where the files can
 be found, their digest is the fact; where not, an operator vouches with ``model_id``.
@@ -17,7 +17,7 @@ from kvpool.key.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest
 def served_digest(
     engine_path: str, named_path: str | None, suffixes: Sequence[str] = WEIGHTS_SUFFIXES
 ) -> str:
-    """32 hex digits; "" when nobody has named a folder and the engine's own path has no weights (a hub's name, or "").
+    """32 hex digits; "" when no folder is named and the engine's own path has no weights (a hub's name, or "").
 
     ``named_path``: what an operator says, which wins. Errors: ``ConfigError``: it has no weights, or weights that are
     there cannot be read in time.

@@ -1,4 +1,4 @@
-"""Leased documents in a directory: one small file each, which anyone may read and nobody has to lock.
+"""Leased documents in a directory: one small file each, read and written without locks.
 
 A file is called by the first 32 hex digits of SHA-256 of its key and holds one msgpack map: ``key``,
 ``document``,
@@ -28,7 +28,7 @@ from kvpool.errors import StoreUnavailable
 from kvpool.store.store import MAX_ANNOUNCEMENT_KEY_CHARS, MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES
 
 MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
-# A writer that dies between write and rename leaves a file of another name; it is nobody's after this long.
+# A writer that dies between write and rename leaves a file of another name; it is deleted after this long.
 ORPHAN_AGE_S = 3600.0
 
 _FILE_NAME = re.compile(r"[0-9a-f]{32}")
@@ -145,7 +145,7 @@ class Announcements:
                         os.unlink(name, dir_fd=folder)
 
     def _remove_expired(self, folder: int, name: str, now_unix_s: float) -> None:
-        """Take the file aside, look again, and put it back if somebody renewed it just before."""
+        """Take the file aside, look again, and put it back if it was renewed just before."""
         aside = _beside(name)
         try:
             os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)

@@ -51,7 +51,7 @@ class FileStore(NativeStore):
         with _mapped(self._name, "cannot keep an announcement"):
             try:
                 self._announced.put(key, document, lease_s)
-            except FileNotFoundError:  # somebody removed the directory
+            except FileNotFoundError:  # the directory was removed
                 _native.make_file_pool(str(self._root))
                 self._announced.put(key, document, lease_s)
 

@@ -100,7 +100,7 @@ class LookupKeys(Sequence[str]):
                 self._end_tokens = 0  # there will be no answer
 
     def records(self, statuses: bytes) -> bytes:
-        """One status a record, of one a key. What was not answered was asked in vain for all of them."""
+        """One status a record, of one a key. A part that was not answered makes its record a miss."""
         for bad in (_native.FAULT, _native.TIMED_OUT, _native.CANCELLED):
             if bad in statuses:
                 return bytes([bad]) * sum(group.records for group in self.groups)

@@ -129,7 +129,7 @@ class Store(ABC):
     ) -> Transfer:
         """Begin ``get_many_into``. The transfer owns the buffers until it is done. Errors: as there.
 
-        A buffer that is not contiguous is refused here: nobody would copy into it when the transfer is done.
+        A buffer that is not contiguous is refused here: it would need a copy when the transfer is done.
         """
         destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
         for position, (_, copy_to) in enumerate(destinations):
@@ -213,7 +213,7 @@ class Store(ABC):
         return self._server_run_id()
 
     def withdraw_all(self, prefix: str) -> int:
-        """Delete the documents under keys that start with ``prefix``, whoever announced them; returns how many.
+        """Delete the documents under keys that start with ``prefix``, those of other processes too; returns how many.
 
         Announcers that are alive write theirs again. Blocking, for one small write a document.
         Errors: ``StoreUnavailable``, ``StoreClosed``.
@@ -362,7 +362,7 @@ def _check_announcement_key(key: object) -> None:
 
 
 def _finish(transfer: Transfer) -> list[bool]:
-    """Wait for a batch that nobody else knows of; if the wait itself fails, nothing of it stays under way."""
+    """Wait for a batch of this call; if the wait itself fails, the batch is cancelled."""
     try:
         return transfer.wait()
     except BaseException:

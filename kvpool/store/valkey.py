@@ -81,7 +81,7 @@ def _open_one(url: StoreURL, name: str) -> _native.IoExecutor:
 def _of_any_server(
     url: StoreURL,
 ) -> tuple[str, str, int, float, int, tuple[str, str, str] | None, str, str]:
-    """What an engine is told of any server, in the order of ``_native``."""
+    """The settings of the native executor for any server, in the order of ``_native``."""
     files = url.tls.files() if url.tls is not None else None
     return (
         url.user, url.password, url.database, url.ttl_s, url.threads, files, client_of(url), library_version()

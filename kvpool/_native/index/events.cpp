@@ -267,7 +267,7 @@ class Decoder {
     if (!has_type) reader_.fail("an event has no type");
     if (known && event.kind == Event::Kind::kCleared) {
       event.device_only = has_medium;
-      known = event.tier == Tier::kDevice;  // nobody clears another tier alone
+      known = event.tier == Tier::kDevice;  // no engine clears another tier alone
     } else if (known && !has_hashes) {
       reader_.fail("an event has no block_hashes");
     }

@@ -30,7 +30,7 @@ class FlatMap {
  public:
   static constexpr std::size_t kBucketEntries = 5;
   static constexpr std::size_t kSegmentBuckets = 512;
-  // Keys are mixed with a seed that nobody outside knows, so only chance can fill one segment again and again;
+  // Keys are mixed with a secret seed, so only chance can fill one segment again and again;
   // where that reaches this many bits, insert() refuses.
   static constexpr unsigned kMaxDepth = 24;
 

@@ -82,7 +82,7 @@ SetId HolderSets::intern(std::span<const Holding> holdings, std::uint64_t digest
   try {
     fill(set, holdings);
     set.digest = digest;
-    // Two different sets of one digest: the second one is found by nobody, and costs memory only.
+    // Two different sets of one digest: the second one is never found, and costs memory only.
     set.interned = known == nullptr && by_digest_.insert(digest, fresh).second;
   } catch (...) {
     free(fresh);

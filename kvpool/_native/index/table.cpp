@@ -193,7 +193,7 @@ void Table::sweep(std::size_t segments) {
   }
 }
 
-// Where the block `hash` would stand: a place of nobody's, or of a cold block. False: there is none.
+// Where the block `hash` would stand: a place without a block, or of a cold block. False: there is none.
 bool Table::make_room(std::uint64_t hash, Applied& applied) {
   do {
     const bool evicted = blocks_.evict(

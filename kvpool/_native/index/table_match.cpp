@@ -147,7 +147,7 @@ void Table::match_hybrid(std::span<const std::byte> hashes, const std::vector<bo
     if (rank.uniform || (wanted != nullptr && !(*wanted)[rank.worker])) continue;
     usable.fill({{1, count}});
     std::uint64_t bound = count, unit = 1;
-    // Those that need all of a prefix come first: nobody has to look behind the end of what they hold.
+    // Those that need all of a prefix come first: no other is looked at behind the end of what they hold.
     for (const bool window : {false, true}) {
       for (const HolderId id : rank.holders) {
         const GroupHolder& holder = holders_[id];
@@ -185,7 +185,7 @@ void Table::find_held(const GroupHolder& holder, HolderId id, SetRuns& runs, std
     const bool on = begin * holder.stride < bound && (holder.last != 0 || from_root != 0);
     run = on ? runs.at(i) : nullptr;
     const Columns now = run == nullptr ? Columns{0} : kColumnsOf[sets_.tiers(run->set, id)];
-    // Most changes of the set are somebody else's.
+    // Most changes of the set concern other holders.
     for (std::size_t column = 0; column < kColumnCount && now != running; ++column) {
       const bool was = (running >> column & 1U) != 0, is = (now >> column & 1U) != 0;
       if (is && !was) since[column] = begin;

@@ -106,7 +106,7 @@ void Table::learn_group(HolderId id, const Event& event) {
     if (partial != holder.partial || last != holder.last) {
       holder.partial = partial;
       holder.last = last;
-      // What was believed of it as long as it was taken for something else.
+      // What was credited to it while its kind was taken for another.
       std::vector<Tiers> gone(holders_.size());
       gone[id] = tiers_of(Tier::kDevice);
       drop(gone);

@@ -146,7 +146,7 @@ Evicted evict_oldest(const std::string& root, Usage& usage, Sample& sample, std:
                                        [](const auto& one, unsigned bucket) { return one.first < bucket; });
     held->second -= entry.nbytes;
   }
-  // Counted once they are gone: who is killed before leaves counts that are too high, and the next look mends them.
+  // Counted once they are gone: a process killed before leaves counts that are too high, which the next count corrects.
   UsagePage page = usage.read();
   for (const auto& [bucket, nbytes] : sample.held) {
     page.set(bucket, nbytes);

@@ -13,7 +13,7 @@ constexpr Clock::duration kPauseAfterException = std::chrono::milliseconds(10);
 
 }  // namespace
 
-// Lookups are cheap and somebody waits for them; loads have a request waiting; stores have nobody.
+// Lookups are cheap and requests wait for them; requests wait for loads; none waits for stores.
 std::size_t queue_of(Op op) {
   switch (op) {
     case Op::kContains:

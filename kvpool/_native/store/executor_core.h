@@ -40,7 +40,7 @@ struct Core {
   std::condition_variable thread_ended;
   std::array<std::list<std::shared_ptr<Batch>>, kQueueCount> queues;
   std::size_t queued_items = 0;
-  // One item of a batch that is in nobody's hands, but for its batch's `waiting_`.
+  // One item of a batch that no lane has, listed in its batch's `waiting_`.
   struct Waiter {
     std::shared_ptr<Batch> batch;
     std::size_t index;

@@ -158,7 +158,7 @@ FileLane::Outcome FileLane::damaged(const Item& item, const std::string& path, D
   return counted(damage);
 }
 
-// A record that contains() finds and nobody can read would fail every load of its prefix, and never be put again:
+// A record that contains() finds and that cannot be read would fail every load of its prefix, and never be put again:
 // it goes as well. Where it cannot even be removed, the file system is at fault and not the record.
 FileLane::Outcome FileLane::unreadable(const Item& item, const std::string& path, int error) {
   if ((error == EACCES || error == EIO) && remove(path, bucket_of(item.key())) == 0)
@@ -202,7 +202,7 @@ int FileLane::remove(const std::string& path, unsigned bucket) {
 }
 
 // Unlinks a file and takes its bytes off a count. If the lock is not to be had soon, an eviction is under
-// way: then the bytes stay counted until somebody counts again, for too high is safe and too low is not.
+// way: then the bytes stay counted until the next count: too high is safe, too low is not.
 int FileLane::remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes) {
   find_usage();
   const auto until = Clock::now() + kGiveBackPatience;

@@ -82,7 +82,7 @@ FileLane::Outcome FileLane::put(const Item& item, const std::string& path) {
     if (error == 0) return outcome;
     if (error == ENOENT) continue;
     if (!no_space(error)) break;
-    // The file system is full although we are below our capacity: somebody else fills it, or the capacity
+    // The file system is full although we are below our capacity: other files fill it, or the capacity
     // is wrong.
     if (made_space) return {Status::kNoRoom};
     made_space = true;
@@ -133,7 +133,7 @@ int FileLane::put_once(const Item& item, const std::string& path, std::uint64_t 
     outcome = {item.stopped().value_or(Status::kTimedOut)};
     return 0;
   }
-  // First counted in its bucket, then there: who is killed in between leaves a count that is too high.
+  // First counted in its bucket, then there: a process killed in between leaves a count that is too high.
   const unsigned bucket = bucket_of(item.key());
   const auto counted = static_cast<std::int64_t>(nbytes);
   std::uint64_t replaced_nbytes = 0;

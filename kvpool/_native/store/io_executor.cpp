@@ -71,7 +71,7 @@ void Batch::cancel() {
   if (done() || core_->pid != getpid()) return;
   const std::shared_ptr<Core> core = core_;
   const Core::Lock lock(core->mutex);
-  // Somebody calls this through a reference of their own; the queue's may go away inside stop().
+  // The caller has a reference of its own; the queue's may go away inside stop().
   const auto found = core->deadlines.find({deadline_, sequence_});
   if (found != core->deadlines.end()) {
     const std::shared_ptr<Batch> self = found->second;

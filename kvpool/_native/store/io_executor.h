@@ -101,7 +101,7 @@ class Batch {
 
   std::vector<Status> results_;
   std::optional<std::string> error_;
-  std::size_t next_ = 0;                     // the first item that nobody has taken
+  std::size_t next_ = 0;                     // the first item that no lane has taken
   std::unordered_set<std::size_t> waiting_;  // taken, and waiting for another put of their key
   bool queued_ = false;
   std::list<std::shared_ptr<Batch>>::iterator place_;  // in the queue, while queued_

@@ -115,7 +115,7 @@ class RespLane : public Lane {
                                             random_());
   }
 
-  // While there is room somewhere; or nobody is there, and each item is to learn that.
+  // While a connection has room; or all refuse, and each item is to end as a fault.
   bool takes(Role role, Clock::time_point now) const {
     bool room = false;
     bool refuse = true;
@@ -210,7 +210,7 @@ class RespLane : public Lane {
 
   const Descriptor woken_fd_;
   std::atomic<bool> woken_{true};
-  bool more_reads_ = true;  // there may be items that nobody has taken
+  bool more_reads_ = true;  // there may be items that no lane has taken
   bool more_puts_ = true;
   std::vector<Item> taken_;  // of the source, and on their way to a connection
   RespUses uses_;
@@ -238,7 +238,7 @@ void RespBackend::append_counters(Counters& counters) const {
     counters.emplace_back("damaged_" + std::string(damage_name(static_cast<Damage>(i))),
                           read(counts_.damaged[i]));
   }
-  counters.emplace_back("evicted", 0);  // the server evicts, and tells nobody here
+  counters.emplace_back("evicted", 0);  // the server evicts, and does not report it
   counters.emplace_back("connections", read(counts_.connections));
   counters.emplace_back("disconnections", read(counts_.disconnections));
   counters.emplace_back("failed_dials", read(counts_.failed_dials));

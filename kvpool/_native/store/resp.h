@@ -16,7 +16,7 @@ class RespBackend : public Backend {
  public:
   // One server. Blocks for one connection. Throws Unreachable or RespError.
   explicit RespBackend(RespSettings settings);
-  // The servers of `topology`, which somebody else keeps up; it is closed with this. Never blocks.
+  // The servers of `topology`, which the caller keeps up to date; it is closed with this. Never blocks.
   explicit RespBackend(std::shared_ptr<Topology> topology) : topology_(std::move(topology)) {}
   ~RespBackend() override { topology_->close(); }
 

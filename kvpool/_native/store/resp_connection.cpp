@@ -26,7 +26,7 @@ constexpr std::size_t kWaitingNbytes = 8 << 20;
 // do, each until its deadline: the server may only be slow.
 constexpr auto kQuiet = 250ms;
 constexpr std::size_t kMaxWaiting = 65536;
-// Until then a reply that nobody waits for any more has to have come, however much moves.
+// The reply to an item that was given up has to come within this time, even while bytes move.
 constexpr auto kLongestDrain = 60s;
 
 std::size_t cost_of(const Item& item) {
@@ -127,7 +127,7 @@ void RespConnection::end_all(std::string_view why) {
   count_window();
 }
 
-// An item that was stopped says so, whatever else befell it.
+// An item that was cancelled or timed out ends as that, not as a fault.
 void RespConnection::end_item(Request& request, Status status, std::string words) {
   if (!request.item) return;
   const auto stopped = request.item->stopped();

@@ -79,7 +79,7 @@ class RespConnection {
   bool has_room() const { return is_open() && waiting_.empty(); }
   // While no connection of this store to the server stands, waiting for one is not worth a request's time.
   bool refuses() const { return !up_ && (socket_ || failing_) && node_->up.load() == 0; }
-  // As much waits for the window as may, at a server that is heard of: the lane takes nothing more meanwhile.
+  // As much waits for the window as may, while the server moves bytes: the lane takes nothing more meanwhile.
   bool is_clogged(Clock::time_point now) const;
   // Nothing is on it or waits for it.
   bool is_idle() const { return requests_.empty() && waiting_.empty(); }

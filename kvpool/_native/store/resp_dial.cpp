@@ -69,7 +69,7 @@ Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addre
     tell({"CLIENT", "SETINFO", "LIB-NAME", "kvpool"});
     if (!settings.version.empty()) tell({"CLIENT", "SETINFO", "LIB-VER", settings.version});
   }
-  // A server that is stopped accepts connections all the same: only an answer proves that somebody is there.
+  // A server that is stopped accepts connections all the same: only an answer proves that it runs.
   asked_.emplace_back("PING");
   append_command(greeting_, {"PING"});
 }

@@ -91,7 +91,7 @@ std::string RespConnection::too_large(Request& request) {
 
 // The whole reply to a get has come.
 void RespConnection::end_get(Request& request) {
-  if (!request.item) return end_front(Status::kMiss, {});  // nobody waits for it
+  if (!request.item) return end_front(Status::kMiss, {});  // the caller has given up
   if (request.damage == Damage::kNone) {
     RecordHeader header;
     std::memcpy(&header, request.h.data(), sizeof header);

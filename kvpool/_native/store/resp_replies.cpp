@@ -351,7 +351,7 @@ void RespConnection::redirect_front() {
   (front->moved_asking ? counts_.asked : counts_.moved).fetch_add(1, std::memory_order_relaxed);
   // A slot on its way from one server to another stays ours until it has arrived.
   if (!front->moved_asking) topology_.doubt();
-  if (!front->item) return;  // nobody waits for it
+  if (!front->item) return;  // the caller has given up
   auto fresh = std::make_unique<Request>();
   fresh->kind = front->kind;
   fresh->deadline = front->deadline;

@@ -20,7 +20,7 @@ inline constexpr std::size_t kRequestNbytes = 128;  // what a request counts on 
 // What of a value that was sent counts until the server has answered, at most: one such value and a part of the next
 // keep a server busy; more in the sockets leaves the caches on its way, and the server moves it about while it parses.
 inline constexpr std::size_t kUnansweredNbytes = 256 * 1024;
-// A reply that nobody waits for any more: how long nothing may move until its connection is in doubt.
+// The reply to an item that was given up: how long nothing may move until its connection is in doubt.
 inline constexpr auto kRespPatience = std::chrono::seconds(5);
 inline constexpr std::string_view kAsking = "*1\r\n$6\r\nASKING\r\n";
 
@@ -34,9 +34,9 @@ struct RespRequest {
   enum class Sink : std::uint8_t { kNowhere, kHeader, kBody };
 
   Kind kind;
-  std::optional<Item> item;  // none once nobody waits for it, or for a cleanup
+  std::optional<Item> item;  // none once it was given up, and for a cleanup
   Clock::time_point deadline;
-  // Once nobody waits for its reply: how long nothing may move until the connection is in doubt, and when it is
+  // Once it was given up: how long nothing may move until the connection is in doubt, and when it is
   // given up however much moves.
   Clock::duration patience = kRespPatience;
   Clock::time_point lost_at = Clock::time_point::max();

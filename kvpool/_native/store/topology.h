@@ -67,7 +67,7 @@ class Topology {
 
   // What is known seems to be wrong. Cheap, never blocks.
   void doubt();
-  // Blocks until somebody doubts, until `until`, or until close(); whether somebody did, since the last time.
+  // Blocks until doubt() is called, until `until`, or until close(); whether it was called since the last time.
   bool wait_for_doubt(Clock::time_point until);
   void close();
   bool closed() const;

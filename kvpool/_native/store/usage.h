@@ -1,7 +1,7 @@
 // How many bytes lie below the root, counted by all processes of the host together in one file, root/usage.
 //
-// The file's flock orders what changes the tree: whoever adds or removes a file holds it shared (for
-// microseconds, never while payload is written); whoever counts or evicts holds it exclusively, and so sees
+// The file's flock orders what changes the tree: a process that adds or removes a file holds it shared (for
+// microseconds, never while payload is written); one that counts or evicts holds it exclusively, and so sees
 // files that stand still. The kernel releases the lock of a dead process.
 //
 // The file is read and written, not mapped: it may be cut, overwritten or deleted at any moment. Each count
@@ -75,7 +75,7 @@ class Usage {
 
   // Polls until the lock is held or give_up() says so. A blocking flock() could not be given up.
   std::optional<Lock> lock(Hold hold, const GiveUp& give_up) const;
-  // False when path is no longer the file that is open here: somebody removed it, or the directory.
+  // False when path is no longer the file that is open here: it was removed, or the directory was.
   bool current() const;
 
   // Adds n to the temporaries unless the sum would cross the capacity, or is not Known. Under the lock.

@@ -99,7 +99,7 @@ _ACL = "allow this user all commands on kvpool:{tenant}:* (docs/stores.md has th
 
 
 def _trial(store: Store, tenant: str) -> Finding:
-    """Put, find, get and delete one block of random bytes under a key that nobody else uses."""
+    """Put, find, get and delete one block of random bytes under a key of its own."""
     namespace = Namespace(tenant, {"doctor": secrets.token_hex(16)})
     keys = [namespace.key(secrets.token_bytes(32), 0, 0)]
     value, copy = os.urandom(TRIAL_NBYTES), bytearray(TRIAL_NBYTES)

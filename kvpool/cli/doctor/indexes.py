@@ -1,4 +1,4 @@
-"""What ``kvpool doctor`` sees of indexes: whom they follow, why somebody is not followed, and where replicas differ."""
+"""What ``kvpool doctor`` sees of indexes: whom they follow, why a worker is not followed, and where replicas differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BETWEEN_S = 0.2
 
 
 def index_findings(index: IndexConnection, announced: list[Worker] | None, tenant: str) -> Iterator[Finding]:
-    """Judge an index. ``announced``: who is in the pool; None: it was not looked at."""
+    """Judge an index. ``announced``: the workers announced in the pool; None: not asked."""
     with index.open() as client:
         try:
             statuses = client.workers()

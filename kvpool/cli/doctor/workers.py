@@ -74,7 +74,7 @@ def _worker(worker: Worker) -> Iterator[Finding]:
 
 
 def _answers(endpoint: str) -> bool:
-    """Whether somebody listens there; other transports than TCP are believed."""
+    """Whether a TCP connection to it succeeds; True for other transports."""
     address = urlsplit(endpoint)
     if address.scheme != "tcp" or address.hostname is None or address.port is None:
         return True

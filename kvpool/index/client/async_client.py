@@ -190,7 +190,7 @@ class AsyncIndexClient:
                     )
         except grpc.RpcError as error:
             raise channel.error_of(self._target, limit_s, error) from error
-        except grpc.aio.UsageError as error:  # closed just now, by somebody else
+        except grpc.aio.UsageError as error:  # closed just now, by another caller
             raise channel.closed(self._target) from error
         return found
 
@@ -220,6 +220,6 @@ class AsyncIndexClient:
             if self._closed:
                 raise channel.closed(self._target) from error
             raise channel.error_of(self._target, limit_s, error) from error
-        except grpc.aio.UsageError as error:  # closed just now, by somebody else
+        except grpc.aio.UsageError as error:  # closed just now, by another caller
             raise channel.closed(self._target) from error
         return channel.read(self._target, call, reply)

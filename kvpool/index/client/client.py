@@ -158,7 +158,7 @@ class IndexClient:
                     )
         except grpc.RpcError as error:
             raise channel.error_of(self._target, limit_s, error) from error
-        except ValueError as error:  # closed just now, by somebody else
+        except ValueError as error:  # closed just now, by another caller
             raise channel.closed(self._target) from error
         return found
 
@@ -188,6 +188,6 @@ class IndexClient:
             if self._closed:
                 raise channel.closed(self._target) from error
             raise channel.error_of(self._target, limit_s, error) from error
-        except ValueError as error:  # closed just now, by somebody else
+        except ValueError as error:  # closed just now, by another caller
             raise channel.closed(self._target) from error
         return channel.read(self._target, call, reply)

@@ -93,7 +93,7 @@ class LookupStream:
         try:
             while (reply := await self._call.read()) is not grpc.aio.EOF:
                 if not self._waiting:
-                    break  # it answers what nobody asked
+                    break  # an answer to no question
                 answer = self._waiting.popleft()
                 if not answer.done():
                     answer.set_result(reply)

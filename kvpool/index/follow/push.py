@@ -184,7 +184,7 @@ class PushStream:
         for name, link in list(self._links.items()):
             with link.lock:
                 if link.gone or link.stream is not self:
-                    del self._links[name]  # somebody else speaks for it now
+                    del self._links[name]  # another stream pushes its events now
                     continue
                 now = self._clock()
                 if link.asked and now >= link.answer_by:
@@ -221,7 +221,7 @@ class PushStream:
 
     @staticmethod
     def _leave(link: _Link) -> None:
-        """What comes next may be of another life of the publisher: it is asked before anything is believed."""
+        """What comes next may be of another life of the publisher: it is asked before anything is credited."""
         link.stream = None
         link.sequence.disconnected()
         link.sequence.replay_failed(NOBODY)

@@ -62,7 +62,7 @@ class Roster:
                     for feed in self._feeds:
                         feed.follow(worker)
             except KVPoolError:
-                if replaces or added is not None:  # nobody follows it
+                if replaces or added is not None:  # it is not followed
                     self.fleet.remove(worker.id)
                 raise
             return added

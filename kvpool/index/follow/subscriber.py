@@ -252,7 +252,7 @@ class Subscriber:
         """Hand on what has come, unless the connection was lost meanwhile. False: there may be more.
 
         The monitor tells of a lost connection before anything can come over the next one. So it is asked after
-        the batches were taken and before any of them is believed.
+        the batches were taken and before any of them is applied.
         """
         taken: list[list[bytes]] = []
         nbytes, all_taken = 0, False

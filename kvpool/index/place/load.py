@@ -52,7 +52,7 @@ class Load:
 
 
 class Known(NamedTuple):
-    """The load of a rank as it was last told, ``age_s`` seconds ago. ``asleep``: its engine answers nobody."""
+    """The load of a rank as it was last told, ``age_s`` seconds ago. ``asleep``: its engine serves no requests now."""
 
     load: Load
     source: LoadSource

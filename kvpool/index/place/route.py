@@ -21,7 +21,7 @@ class Pick(NamedTuple):
     ``load_source`` and ``load_age_ms`` say where that is from.
 
     ``trust``: ``exact``, what it holds is known; ``degraded``, it is not to be trusted now, so device and local blocks
-    count as none; ``fallback``, nothing is known. ``asleep``: it answers nobody now.
+    count as none; ``fallback``, nothing is known. ``asleep``: its engine serves no requests now.
     """
 
     row: Row

@@ -1,6 +1,6 @@
 """``Scraper``: reads the metrics pages of a fleet's workers, each once a second, in the index's event loop.
 
-Each worker is read by a task of its own, so one that is slow holds up nobody; at most ``MAX_AT_A_TIME`` pages are
+Each worker is read by a task of its own, so a slow one delays no other; at most ``MAX_AT_A_TIME`` pages are
 under way. All state belongs to the event loop.
 """
 
@@ -54,7 +54,7 @@ class Scraper:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Stop reading; nothing is told any more."""
+        """Stop reading; no more loads are reported."""
         tasks = [*self._readers.values(), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()

@@ -54,7 +54,7 @@ class Permissions(NamedTuple):
     tenants: frozenset[str] | None
 
     def check(self, right: Right, tenant: str | None) -> None:
-        """``tenant``: whom it is about; None: nobody in particular; ``ALL_TENANTS``: all.
+        """``tenant``: the one concerned; None: no particular one; ``ALL_TENANTS``: all.
 
         Errors: ``AccessDenied``, in the same words whether the index knows a tenant or not.
         """
@@ -95,7 +95,7 @@ class TokenAuth:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody needs a token."""
+        """Whether no caller needs a token."""
         return self._path is None
 
     def authenticate(self, authorization: str | None) -> Permissions:

@@ -1,4 +1,4 @@
-"""``Calls``: what every call of an index passes, whatever it asks for: who may, and how a refusal is told.
+"""``Calls``: what every call of an index passes: the check of rights, and how a refusal is reported.
 
 A call cannot be served without saying which right it takes and about which tenant it is (``Method``). One event loop.
 """
@@ -70,7 +70,7 @@ class Calls:
     def answering(
         self, name: str, method: Method
     ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-        """The handler of one call, or of one message of a stream: who may not is refused before anything is read."""
+        """The handler of one call, or of one message of a stream: rights are checked before anything is read."""
         read = method.read or method.request.FromString
 
         async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
@@ -138,7 +138,7 @@ async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text:
         await context.abort(code, text)
     except grpc.aio.AbortError:
         raise
-    except grpc.aio.BaseError as error:  # the caller has gone, or reads nothing: there is nobody to tell
+    except grpc.aio.BaseError as error:  # the caller has gone, or reads nothing
         raise asyncio.CancelledError from error
 
 

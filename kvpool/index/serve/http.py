@@ -158,7 +158,7 @@ class HttpServer:
         return Route(path, endpoint, methods=[method])
 
     async def _answer(self, request: Request, call: _Call) -> Response:
-        """Every request comes through here: who may not ask is turned away before its body is read."""
+        """Every request passes here: callers without the right are refused before the body is read."""
         body = bytearray()
         try:
             caller = EVERYTHING  # health is open to all

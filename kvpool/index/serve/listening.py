@@ -11,7 +11,7 @@ from kvpool.text import parse_address
 def open_listening(listen: str, what: str) -> socket.socket:
     """A socket that listens on ``HOST:PORT``; the caller closes it. ``what``: what cannot be done where it fails.
 
-    Errors: ``ConfigError`` when nobody can listen there.
+    Errors: ``ConfigError`` when the address cannot be bound.
     """
     host, port = parse_address(listen)
     try:

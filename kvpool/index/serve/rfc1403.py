@@ -116,7 +116,7 @@ def with_rank(asked: Registration, known: Worker | None, seed_id: str) -> Worker
 
 
 def without_rank(known: Worker, dp_rank: int) -> Worker | None:
-    """The worker that is left when a rank goes; None: nobody."""
+    """The worker that is left when a rank goes; None: none."""
     left = [one for one in known.publishers if one.dp_rank != dp_rank]
     return _with_publishers(known, left) if left else None
 

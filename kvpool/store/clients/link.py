@@ -33,7 +33,7 @@ class Link(Protocol):
         """Make sure that the server answers, over the present connection or a new one. Errors: ``LinkFault``."""
 
     def is_stale(self) -> bool:
-        """Whether the connection ended, or brought a reply that nobody asked for, since the last one."""
+        """Whether the connection ended, or received an unexpected reply, since the last one."""
 
     def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
         """Send all, and return one reply each: bytes, int, list, None or ``Refusal``. Errors: ``LinkFault``."""

@@ -144,7 +144,7 @@ class LinkThread:
 
     def _get(self, batch: QueuedBatch, keys: Sequence[bytes], views: Sequence[memoryview]) -> _Outcome:
         replies = self._exchange(batch, [(b"HMGET", key, b"h", b"b") for key in keys])
-        if batch.cancelled:  # nobody waits for the bytes
+        if batch.cancelled:  # the caller has given up
             return [_native.CANCELLED] * len(keys), None
         outcomes: list[int | Refusal] = []
         damaged: list[bytes] = []

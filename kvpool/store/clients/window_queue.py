@@ -204,7 +204,7 @@ class WindowQueue:
                             return Probe()
                     self._changed.wait(pause_s)
                     continue
-                # Nobody waits for a put; a request waits for the others.
+                # Requests wait for lookups and loads, not for puts.
                 batch = next((one for one in self._queue if one.operation not in _PUTS), self._queue[0])
                 if time.monotonic() >= batch.deadline_s:
                     self._drop_rest(batch, _native.TIMED_OUT)
@@ -269,7 +269,7 @@ class WindowQueue:
                 raise LinkFault(self._breaker.why)
 
     def dialled(self, failure: str | None) -> None:
-        """A thread has dialled; ``failure``: why in vain."""
+        """A thread has dialled; ``failure``: why that failed, or None."""
         with self._changed:
             self._probing = False
             if failure is None:

@@ -17,7 +17,7 @@ from kvpool.store.url import StoreURL
 
 TIMEOUT_S = 2.0
 
-_KEY = f"{KEY_PREFIX}:rights"  # judged by its name only: no tenant's, and nobody's
+_KEY = f"{KEY_PREFIX}:rights"  # only its name matters; it belongs to no tenant
 _BEGIN = (("MULTI",), ("EXEC",))
 _COMMANDS: tuple[tuple[str, ...], ...] = (
     ("HMGET", _KEY, "h", "b"),

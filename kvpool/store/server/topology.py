@@ -1,6 +1,6 @@
 """The servers that hold a pool's keys now: one that is named, a cluster's primaries, or the one that sentinels name.
 
-Asked over short connections of redis-py. What servers say is checked before it is believed: a primary that sentinels
+Asked over short connections of redis-py. Answers of servers are checked: a primary that sentinels
 name has to call itself one.
 """
 
@@ -100,7 +100,7 @@ class Primaries:
         return [self._at(primary.host, primary.port) for primary in self.find()]
 
     def url_of(self, slot: int) -> StoreURL:
-        """The server that holds this slot. Errors: as ``find()``; ``StoreUnavailable`` when nobody does."""
+        """The server that holds this slot. Errors: as ``find()``; ``StoreUnavailable`` when none does."""
         if not self._url.nodes:
             return self._url
         for primary in self.find():
