@@ -45,7 +45,7 @@ SGLANG_VERSION := 0.5.23
 PROTO_TOOLS := .cache/proto
 # What takes longest comes first, so that no worker is left with it at the end.
 SLOW_FIRST := tests/store tests/vllm tests/cli
-PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
+PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) tests/benchmarks,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
   $(wildcard tests/test_*.py)
 SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
@@ -55,12 +55,13 @@ PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer s
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
 	@echo "make test      test-parts, all that needs no engine; test-sglang; test-smoke, a few real vLLM engines: minutes"
 	@echo "make test-engines  all tests with real vLLM engines: every layout, fault, setting and command"
+	@echo "make test-benchmarks  the tests of benchmarks/, which no user runs"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records, events of engines and lookups, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
@@ -91,10 +92,13 @@ test: test-parts test-sglang test-smoke
 
 # Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so nobody else is asked for what the tests with one need.
-test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
+test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
 	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
+
+test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp
+	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak" --durations=5 $(or $(PYTEST),tests/benchmarks)
 
 # In a process of their own: SGLang changes transformers when it is imported.
 test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)/.stamp

@@ -83,7 +83,7 @@ def run_purge(
             raise ConfigError(f"{redact(pool)}: {_not_there(store, tenant, namespace, parts)}")
         if not yes and not sys.stdin.isatty():
             raise ConfigError(
-                f"{redact(pool)}: would delete {plan}; nobody can be asked here: add --yes to do it"
+                f"{redact(pool)}: would delete {plan}; there is no terminal to ask on: add --yes to do it"
             )
         if not (yes and as_json):
             _print(plan, redact(pool), shown)

@@ -30,7 +30,7 @@ class Announcer:
 
     ``worker``: with one publisher and an incarnation. ``lease_s``: how long the record outlives its last renewal; it
     is renewed three times as often, and every ``READ_S`` seconds at least. ``say``: called with one line when the pool
-    cannot be written (once an outage), when it can again, and when somebody else announces a worker of this name.
+    cannot be written (once an outage), when it can again, and when another process announces a worker of this name.
     A pool that is away is tried again. The store must stay open until ``close`` has returned.
     Errors: ``ConfigError`` for a worker that cannot be announced.
     """
@@ -111,7 +111,7 @@ class Announcer:
         if twin and twin != self._said_twin:
             self._said_twin = twin
             self._say(
-                f"somebody else announces a worker {self._worker.name} of tenant {self._worker.tenant}, too: "
+                f"another process announces a worker {self._worker.name} of tenant {self._worker.tenant}, too: "
                 'give each engine its own "worker" or "advertise_host"'
             )
         self._store.announce(self._key, self._record, lease_s=self._lease_s)

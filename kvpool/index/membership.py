@@ -141,7 +141,9 @@ class Membership:
             self.make_room(state.worker, None)
             source = next((source for source in SOURCES if source == state.source), None)
             if source is None:
-                raise SnapshotRefused(f"worker {state.worker.id} was named by nobody that this version knows")
+                raise SnapshotRefused(
+                    f"worker {state.worker.id} was named by a source that this version does not know"
+                )
             expires_at_s = None if lease_s is None else now_s + lease_s
             entries.append(self.enter(state.worker, source, expires_at_s, now_s, index, known))
             if entries[-1].partition.index is not index:

@@ -209,7 +209,7 @@ def _read_rank(fields: Sequence[Any]) -> RankState:
         _text(incomplete_reason),
     )
     if rank.position is not None and not (rank.publisher.replay and rank.position.batch_digest):
-        raise ValueError("a position that nobody could prove")
+        raise ValueError("a position that cannot be proved")
     return rank
 
 

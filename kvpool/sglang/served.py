@@ -151,7 +151,7 @@ def _weights(settings: HiCacheConfig) -> str:
             reason = f"--{path.rpartition('.')[2].replace('_', '-')} brings weights from elsewhere"
     if reason:
         raise EngineRefused(
-            f'{reason}, so nobody can tell which these are: set "model_id" to a name that stands for exactly these '
+            f'{reason}, so the weights cannot be identified: set "model_id" to a name that stands for exactly these '
             "weights"
         )
     model = str(argument("model.model_path"))

@@ -93,7 +93,7 @@ def _where(config: VllmConfig, host: str, dp_rank: int) -> _Where:
     address = _reachable(published, host)
     if address is None:
         problem = (
-            f"{_SEEN_BY_NONE}: nobody can know where the endpoint {events.endpoint} is; write tcp://*:PORT, "
+            f"{_SEEN_BY_NONE}: others cannot reach the endpoint {events.endpoint}; write tcp://*:PORT, "
             "with a port of its own for each engine of a host"
         )
         return _Where(problems=(problem,))

@@ -136,7 +136,7 @@ JUDGED = (
     ),
     Judged(
         "fact",
-        "code or options of somebody else, which may do anything",
+        "code or options from outside vLLM, which may do anything",
         {"ParallelConfig": "worker_cls worker_extension_cls", "VllmConfig": "additional_config"},
     ),
     Judged(

@@ -80,7 +80,7 @@ def weights_of(config: VllmConfig, settings: PoolConfig) -> Weights:
     reason = next(_untold(config), None)
     if reason is not None:
         raise EngineRefused(
-            f"{reason}, so nobody can tell which weights these are; set model_id to a name that stands for exactly "
+            f"{reason}, so the weights cannot be identified; set model_id to a name that stands for exactly "
             "these weights"
         )
     path = _path(config)

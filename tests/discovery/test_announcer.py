@@ -50,7 +50,7 @@ def test_an_engine_that_announces_itself_loads_neither_grpc_nor_zmq() -> None:
 def test_two_engines_of_one_name_are_told(store: Store) -> None:
     with announced(store, worker("a", "one")) as first, announced(store, worker("a", "two")) as second:
         assert eventually(lambda: bool(first) and bool(second))
-        assert "somebody else announces a worker a of tenant default" in first[0]
+        assert "another process announces a worker a of tenant default" in first[0]
         assert len(first) == 1
         assert len(second) == 1
 

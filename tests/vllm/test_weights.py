@@ -255,7 +255,7 @@ def test_what_the_files_do_not_say_is_refused_by_name(
     with pytest.raises(EngineRefused, match=says) as refusal:
         _facts(config)
     assert str(refusal.value).endswith(
-        "so nobody can tell which weights these are; set model_id to a name that stands for exactly these weights"
+        "so the weights cannot be identified; set model_id to a name that stands for exactly these weights"
     )
     assert _facts(config, model_id="mine") == {"weights": "model_id mine"}
 

@@ -48,14 +48,14 @@ def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> 
 
 def _worker(worker: Worker) -> Iterator[Finding]:
     if not any(one.events for one in worker.publishers):
-        says = f"worker {worker.name} publishes no KV events, so nobody knows what it holds"
+        says = f"worker {worker.name} publishes no KV events, so no index knows what it holds"
         yield problem("workers", says, EVENTS_ON)
         return
     silent = [one.events for one in worker.publishers[:MAX_ENDPOINTS] if not _answers(one.events)]
     if silent:
         yield problem(
             "workers",
-            f"worker {worker.name} announces its events at {silent[0]}, where nobody answers",
+            f"worker {worker.name} announces its events at {silent[0]}, where nothing answers",
             'set its "advertise_host" to a name that other hosts can reach, and open the port',
         )
     elif not all(one.replay for one in worker.publishers):

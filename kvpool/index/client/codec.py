@@ -95,7 +95,7 @@ def release_call(reservation: str, tenant: str) -> Call[bool]:
 def _encode_prompt(kind: Any, prompt: Prompt) -> Any:
     """``LookupRequest``, or a ``RouteRequest`` with the fields that both have."""
     if prompt.workers is not None and not prompt.workers:
-        raise ConfigError("workers names nobody; leave it out to ask about all")
+        raise ConfigError("workers is empty; leave it out to ask about all")
     name, path = ("", "") if prompt.lora is None else _pair("lora is (name, path)", prompt.lora)
     try:
         request = kind(

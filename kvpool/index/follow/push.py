@@ -28,7 +28,7 @@ PROBE_S = 2.0  # an idle publisher is asked that often whether there is anything
 ANSWER_S = 2.0  # how long an answer may bring nothing
 MAX_BACKOFF_S = 10.0
 
-NOBODY = "nobody pushes its events"
+NOBODY = "no stream pushes its events"
 
 
 class NotRegistered(KVPoolError):

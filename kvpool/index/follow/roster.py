@@ -85,7 +85,7 @@ class Roster:
     def expire(self) -> list[str]:
         """``Fleet.expire``. Errors: ``KVPoolError`` when the feed has ended, since nothing known stays true then."""
         if not all(feed.is_alive for feed in self._feeds):
-            raise KVPoolError("the index has stopped: nobody reads events any more; the lines above say why")
+            raise KVPoolError("the index has stopped and reads no more events; the lines above say why")
         with self._lock:
             ended = self.fleet.expire()
             for worker_id in ended:

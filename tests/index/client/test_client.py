@@ -193,7 +193,7 @@ def test_many_threads_share_a_client(served: Served) -> None:
         ("lookup", ["m"], {"hashes64": bytes((32 << 20) + 8)}, ConfigError, "at most"),
         ("lookup", [7], {"hashes64": bytes(8)}, ConfigError, "cannot be sent to an index"),
         ("lookup", [""], {"hashes64": bytes(8)}, ConfigError, "name the model"),
-        ("lookup", ["m"], {"hashes64": bytes(8), "workers": []}, ConfigError, "names nobody"),
+        ("lookup", ["m"], {"hashes64": bytes(8), "workers": []}, ConfigError, "workers is empty"),
         ("lookup", ["m"], {"hashes64": bytes(8), "workers": "ab"}, ConfigError, "list of names"),
         ("lookup", ["m"], {"hashes64": bytes(8), "tenant": "a/b"}, ConfigError, "tenant"),
         ("lookup", ["m"], {"token_ids": [1], "lora": "name"}, ConfigError, "(name, path)"),

@@ -301,7 +301,7 @@ def test_who_does_not_read_what_it_is_told_is_stale(monkeypatch: pytest.MonkeyPa
             call = channel.stream_stream(f"/{SERVICE}/Publish")()
             pushing = asyncio.create_task(_write_for_ever(call))
             async with AsyncIndexClient(target, timeout_s=WAIT_S) as client:
-                await until(lambda: _problem(client, "nobody pushes its events"))
+                await until(lambda: _problem(client, "no stream pushes its events"))
                 (status,) = await client.workers()
                 assert status.publishers[0].stale
                 pushing.cancel()

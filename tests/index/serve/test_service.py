@@ -525,7 +525,7 @@ def test_an_index_whose_feed_has_ended_ends() -> None:
         finally:
             await server.stop()
 
-    with pytest.raises(KVPoolError, match="nobody reads events any more"):
+    with pytest.raises(KVPoolError, match="reads no more events"):
         asyncio.run(serve())
 
 
