@@ -55,7 +55,7 @@ PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer s
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-peers sanitize fuzz soak test-compose compose-down proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-peers sanitize fuzz fuzz-build soak test-compose compose-down proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -136,16 +136,18 @@ compose-down:
 
 # What was found stays in .cache/fuzz and is where the next run goes on.
 FUZZED := record events resp_lane lookup_request
-fuzz: $(VENV)/.stamp-cmake
-	@scripts/system-packages fuzz
-	cmake=$$(command -v cmake || echo $(BIN)/cmake); \
-	CXX=clang++ $$cmake -S tests/native/fuzz -B .cache/fuzz >/dev/null; \
-	$$cmake --build .cache/fuzz --parallel 2
+fuzz: fuzz-build
 	for name in $(FUZZED); do \
 	  mkdir -p .cache/fuzz/found/$$name; \
 	  .cache/fuzz/fuzz_$$name -max_total_time=$(FUZZ_S) -timeout=60 -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 \
 	    -artifact_prefix=.cache/fuzz/$$name- .cache/fuzz/found/$$name tests/native/corpus/$$name; \
 	done
+
+fuzz-build: $(VENV)/.stamp-cmake
+	@scripts/system-packages fuzz
+	cmake=$$(command -v cmake || echo $(BIN)/cmake); \
+	CXX=clang++ $$cmake -S tests/native/fuzz -B .cache/fuzz >/dev/null; \
+	$$cmake --build .cache/fuzz --parallel 2
 
 sanitize: $(VENV)/.stamp-cmake
 	$(call sanitized,asan,address$(comma)undefined)

@@ -35,7 +35,7 @@ std::uint64_t longest(const Spans& spans, std::uint64_t unit);
 void add_held(Spans& spans, std::uint64_t begin, std::uint64_t end, std::uint32_t last, std::uint32_t stride);
 
 // The sets of holders at the ends of a prompt's blocks of `stride` hashed ones, neighbours with one set together. Read
-// as far as somebody asks, so that a prompt without holders costs one look.
+// on demand: a prompt without holders costs one look.
 class SetRuns {
  public:
   struct Run {

@@ -115,6 +115,8 @@ std::optional<Item> Source::next() {
 
 bool Source::try_take(std::vector<Item>& items, bool puts_too) {
   const std::size_t before = items.size();
+  // Before the lock: an item that found no memory under it would end, and wait for the lock for ever.
+  items.reserve(before + kMaxTogether);
   {
     const Core::Lock lock(core_.mutex);
     while (!core_.closing.load() && items.size() - before < kMaxTogether) {

@@ -172,7 +172,7 @@ PoolDirectory make_pool(const std::string& root, const PoolDirectory& known) {
     const std::string found = stranger(root, directory.get(), was_ours);
     if (found.empty()) {
       write_marker(root, directory.get(), pool);
-    } else if (read_marker(root, directory.get()) != Marker::kWhole) {  // it became no pool meanwhile
+    } else if (read_marker(root, directory.get()) != Marker::kWhole) {  // no other process has made it a pool
       refuse_contents(marker, found);
     }
   }

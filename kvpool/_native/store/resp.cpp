@@ -131,16 +131,17 @@ class RespLane : public Lane {
 
   // Reads before puts, and no put while reads have to wait; reads do not wait for puts.
   void fill(Source& source, Clock::time_point now) {
+    std::vector<Item> taken;  // those that are not routed when something throws end as faults
     while ((more_reads_ || more_puts_) && takes(Role::kReads, now)) {
       const bool puts_too = more_puts_ && takes(Role::kWrites, now);
       if (!puts_too && !more_reads_) return;
-      if (!source.try_take(taken_, puts_too)) {
+      if (!source.try_take(taken, puts_too)) {
         more_reads_ = false;
         more_puts_ = more_puts_ && !puts_too;
         return;
       }
-      for (Item& item : taken_) route(std::move(item), now);
-      taken_.clear();
+      for (Item& item : taken) route(std::move(item), now);
+      taken.clear();
     }
   }
 
@@ -212,7 +213,6 @@ class RespLane : public Lane {
   std::atomic<bool> woken_{true};
   bool more_reads_ = true;  // there may be items that no lane has taken
   bool more_puts_ = true;
-  std::vector<Item> taken_;  // of the source, and on their way to a connection
   RespUses uses_;
   std::vector<std::byte> scratch_;
   std::vector<std::unique_ptr<RespConnection>> connections_;

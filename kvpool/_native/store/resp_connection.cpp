@@ -10,14 +10,14 @@ namespace {
 using namespace std::chrono_literals;
 using Kind = RespRequest::Kind;
 
-// What may be under way. A server makes every pipelined reply before it writes, and moves what it has read of the next
-// value before it goes on reading: the less lies in sockets and buffers, the more stays in the processor's caches
+// Bytes under way on a connection. A server prepares all pipelined replies before it writes, and copies the part of the
+// next value that it has already read; a short window keeps both in the processor's caches
 // (docs/decisions/0100-a-window-is-as-long-as-the-link.md). Bytes that have arrived no longer count, so the next
-// request is on its way when a large reply ends.
+// request is sent before a large reply ends.
 constexpr std::size_t kReadWindowNbytes = 256 << 10;
 constexpr std::size_t kWriteWindowNbytes = 2 * kUnansweredNbytes;
 constexpr std::size_t kMaxWindowNbytes = 4 << 20;
-constexpr std::size_t kLinkNbytesPerUs = 4096;  // of a link whose round trip is longer than that takes
+constexpr std::size_t kLinkNbytesPerUs = 4096;  // 4 GB/s: what a longer link is assumed to carry
 constexpr std::size_t kMaxRequests = 4096;
 // What may wait for the window of one server; beyond it the lane waits, and so do all its servers: each takes
 // its items in their order, and the lanes share them evenly.
@@ -62,8 +62,8 @@ bool RespConnection::is_clogged(Clock::time_point now) const {
 
 std::size_t RespConnection::window_nbytes() const {
   const std::size_t least = role_ == Role::kReads ? kReadWindowNbytes : kWriteWindowNbytes;
-  const auto us = std::min<std::size_t>(round_trip_.count(), kMaxWindowNbytes / kLinkNbytesPerUs);
-  return std::max(least, us * kLinkNbytesPerUs);
+  const auto round_trip_us = static_cast<std::size_t>(round_trip_.count());
+  return std::max(least, std::min(round_trip_us, kMaxWindowNbytes / kLinkNbytesPerUs) * kLinkNbytesPerUs);
 }
 
 bool RespConnection::is_open() const {

@@ -75,7 +75,7 @@ class RespConnection {
 
   const RespNode& node() const { return *node_; }
   Role role() const { return role_; }
-  // Whether it takes more at once: it stands, is not in doubt, its window is not full, and nothing waits for that.
+  // Whether it sends more at once: it is connected and not in doubt, its window is not full, and no item waits.
   bool has_room() const { return is_open() && waiting_.empty(); }
   // While no connection of this store to the server stands, waiting for one is not worth a request's time.
   bool refuses() const { return !up_ && (socket_ || failing_) && node_->up.load() == 0; }

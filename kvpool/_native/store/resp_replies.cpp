@@ -137,7 +137,7 @@ void RespConnection::on_body(Request& request, std::size_t nbytes) {
   request.checksum->update(request.into.subspan(request.body_got, nbytes));
   request.body_got += nbytes;
   parser_.take(nbytes);
-  release_window(request, std::min(nbytes, request.cost_left - kRequestNbytes));
+  release_window(request, request.released_by(nbytes));
 }
 
 std::string RespConnection::on_token(Request& request, const RespToken& token) {

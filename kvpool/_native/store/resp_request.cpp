@@ -88,9 +88,9 @@ std::size_t RespRequest::cost() const {
   return kRequestNbytes + body.size() + into.size() + to_come;
 }
 
-std::size_t RespRequest::released_by(std::size_t sent_nbytes) const {
+std::size_t RespRequest::released_by(std::size_t moved_nbytes) const {
   const std::size_t kept = kRequestNbytes + std::min(body.size(), kUnansweredNbytes);
-  return cost_left > kept ? std::min(sent_nbytes, cost_left - kept) : 0;
+  return cost_left > kept ? std::min(moved_nbytes, cost_left - kept) : 0;
 }
 
 bool RespRequest::give_up_sending() {

@@ -17,10 +17,10 @@ namespace kvpool {
 
 inline constexpr std::size_t kRespTailNbytes = 128;
 inline constexpr std::size_t kRequestNbytes = 128;  // what a request counts on top of its payload
-// What of a value that was sent counts until the server has answered, at most: one such value and a part of the next
-// keep a server busy; more in the sockets leaves the caches on its way, and the server moves it about while it parses.
+// A value that was sent counts with at most so many bytes until the server has answered. One value and a part of the
+// next keep a server busy; more in the sockets leaves the caches and is copied once more.
 inline constexpr std::size_t kUnansweredNbytes = 256 * 1024;
-// The reply to an item that was given up: how long nothing may move until its connection is in doubt.
+// An item was given up and its reply is due: the connection is in doubt when nothing has moved for so long.
 inline constexpr auto kRespPatience = std::chrono::seconds(5);
 inline constexpr std::string_view kAsking = "*1\r\n$6\r\nASKING\r\n";
 
@@ -91,8 +91,8 @@ struct RespRequest {
   bool asks_before_put() const { return item && item->op() == Op::kPutAbsent && kind != Kind::kPut; }
   // What it takes of its connection's window.
   std::size_t cost() const;
-  // What of that is given back now that so many more bytes of a put were sent.
-  std::size_t released_by(std::size_t sent_nbytes) const;
+  // What of that is given back now that so many more bytes of its payload were sent, or have come.
+  std::size_t released_by(std::size_t moved_nbytes) const;
   std::size_t total_nbytes() const { return head.size() + body.size() + end.size(); }
   bool is_sent() const { return end_made && sent == total_nbytes(); }
   bool on_the_wire() const { return sent != 0; }

@@ -28,7 +28,7 @@ PROBE_S = 2.0  # an idle publisher is asked that often whether there is anything
 ANSWER_S = 2.0  # how long an answer may bring nothing
 MAX_BACKOFF_S = 10.0
 
-NOBODY = "no stream pushes its events"
+NO_STREAM = "no stream pushes its events"
 
 
 class NotRegistered(KVPoolError):
@@ -114,7 +114,7 @@ class PushReceiver:
             link = _Link(
                 worker.id, rank, worker.incarnation, Sequence(self._sink, worker.id, rank, can_replay=True)
             )
-            self._sink.mark(worker.id, rank, stale=True, problem=NOBODY)
+            self._sink.mark(worker.id, rank, stale=True, problem=NO_STREAM)
             with self._lock:
                 self._links[worker.id, rank] = link
 
@@ -224,7 +224,7 @@ class PushStream:
         """What comes next may be of another life of the publisher: it is asked before anything is credited."""
         link.stream = None
         link.sequence.disconnected()
-        link.sequence.replay_failed(NOBODY)
+        link.sequence.replay_failed(NO_STREAM)
 
     def _new(self, link: _Link, pushed: Pushed, now: float) -> None:
         if not pushed.last and link.sequence.is_live:

@@ -94,15 +94,17 @@ class PoolLane : public Lane {
   Pool& pool_;
 };
 
-class PoolBackend : public Backend {
+template <typename LaneOfPool>
+class BackendOf : public Backend {
  public:
-  explicit PoolBackend(Pool& pool) : pool_(pool) {}
-  std::unique_ptr<Lane> make_lane(unsigned) override { return std::make_unique<PoolLane>(pool_); }
+  explicit BackendOf(Pool& pool) : pool_(pool) {}
+  std::unique_ptr<Lane> make_lane(unsigned) override { return std::make_unique<LaneOfPool>(pool_); }
   void append_counters(Counters&) const override {}
 
  private:
   Pool& pool_;
 };
+using PoolBackend = BackendOf<PoolLane>;
 
 std::string results(const Batch& batch) {
   std::string text;
@@ -223,19 +225,9 @@ class ReadingLane : public Lane {
   Pool& pool_;
 };
 
-class ReadingBackend : public Backend {
- public:
-  explicit ReadingBackend(Pool& pool) : pool_(pool) {}
-  std::unique_ptr<Lane> make_lane(unsigned) override { return std::make_unique<ReadingLane>(pool_); }
-  void append_counters(Counters&) const override {}
-
- private:
-  Pool& pool_;
-};
-
 TEST(lookup_has_its_keys_in_a_lane_that_takes_no_puts) {
   Pool pool;
-  IoExecutor engine(std::make_unique<ReadingBackend>(pool), 1);
+  IoExecutor engine(std::make_unique<BackendOf<ReadingLane>>(pool), 1);
   CHECK(ended(engine, {group_of(100, 0, 1, 16)}) == std::string(100, '1'));
   const Lookup lookup(kPrefix, {group_of(100, 0, 1, 16)});
   CHECK(pool.asked.size() == 100);
