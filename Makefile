@@ -91,7 +91,7 @@ demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 test: test-parts test-sglang test-smoke
 
 # Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
-# for. Only root can make networks, so nobody else is asked for what the tests with one need.
+# for. Only root can make networks, so only root is asked for what the tests with one need.
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
 	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \

@@ -25,7 +25,7 @@ MOST_HOLDERS = 8
 BLOCKS_A_HOLE = 64  # one block in so many is taken away again, from every holder but the first
 SLOW_ROUNDS = 2  # for who takes milliseconds
 SLOW_PROMPTS = 16
-SEED, OTHER_SEED = 5, 6  # of the prompts; of what nobody has stored, and of holes
+SEED, OTHER_SEED = 5, 6  # of the prompts; of blocks that no worker has stored, and of holes
 
 Question = Any  # a prompt as an index wants it
 Held = tuple[bytes, list[tuple[int, int]]]  # a prompt, packed, and (worker, leading blocks that it holds)

@@ -275,8 +275,8 @@ def _tokens(blocks: int) -> list[list[int]]:
 
 
 def main() -> None:
-    """``wait``: until somebody reads. ``all``: everything, once. ``flood N``: other blocks are stored and removed, in N
-    batches a second, until another line comes. Each is answered with the number of batches so far, a flood when it
+    """``wait``: until there is a reader. ``all``: everything, once. ``flood N``: other blocks are stored and removed,
+    in N batches a second, until another line comes. Each is answered with the number of batches so far, a flood when it
     begins. It has a rate because what outruns the index would pile up in its sockets, gigabytes of it.
     """
     from benchmarks.publisher import Publishers

@@ -88,7 +88,7 @@ class _LeastLoad:
 
 
 class _OwnHistory:
-    """Each router keeps what each worker's cache would be if nobody else placed anything there."""
+    """Each router keeps what each worker's cache would be if no other router placed anything there."""
 
     def __init__(self, workers: int, routers: int) -> None:
         self._workers = workers

@@ -53,7 +53,7 @@ class Publishers:
         try:
             self._events[number].send_multipart((b"", sequence, payload))
         except zmq.Again as error:
-            raise KVPoolError(f"nobody took a batch of KV events for {TIMEOUT_S:g} s") from error
+            raise KVPoolError(f"no subscriber took a batch of KV events for {TIMEOUT_S:g} s") from error
 
     def published(self, number: int) -> int:
         """Batches so far."""
@@ -63,7 +63,7 @@ class Publishers:
         """Until each has a reader. Errors: ``KVPoolError`` when one has none within a minute."""
         for events in self._events:
             if not events.poll(int(TIMEOUT_S * 1e3)):
-                raise KVPoolError(f"nobody subscribed to KV events within {TIMEOUT_S:g} s")
+                raise KVPoolError(f"there was no subscriber to KV events within {TIMEOUT_S:g} s")
             events.recv()
 
     def close(self) -> None:

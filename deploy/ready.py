@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _ask_pool(url: str) -> None:
-    # Asked for a block that nobody has: the answer is no, but it is one.
+    # Asked for a block that no worker has: the answer is no, but it is an answer.
     keys = kvpool.Namespace("default", {"model": "ready"}).keys([bytes(32)], group=0, rank=0)
     with kvpool.open_store(url) as store:
         store.contains_many(keys, timeout_s=TIMEOUT_S)

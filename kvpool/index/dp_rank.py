@@ -232,7 +232,7 @@ class DpRank(_native.RankState):
     # ---- what becomes of it
 
     def restore(self, position: Position, incomplete_reason: str, now_s: float) -> None:
-        """It comes from a snapshot of this position; before anybody else knows it."""
+        """It comes from a snapshot of this position; before another thread knows it."""
         self.sequence, self.batch_digest = position
         self.awaiting_first_batch = False
         if incomplete_reason:

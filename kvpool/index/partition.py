@@ -4,7 +4,7 @@
 (``kvpool/_native/index/answer.h``); rows of which a batch was applied meanwhile are asked again here, under the rank's
 lock.
 
-Threads: any may ask. Whoever changes ``members`` or ``namespaces`` holds the fleet's lock; a reader takes ``members``
+Threads: any may ask. A writer of ``members`` or ``namespaces`` holds the fleet's lock; a reader takes ``members``
 once.
 """
 

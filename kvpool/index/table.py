@@ -42,7 +42,7 @@ class Applied(NamedTuple):
     doubted: int  # stored, but of a window from the root of a prompt: perhaps a report of what is gone, not credited
     cleared_events: int
     skipped_events: int  # of an unknown type or in an unknown medium
-    evicted: int  # cold blocks of anybody that left to make room
+    evicted: int  # cold blocks, of any worker, that left to make room
 
 
 class MemoryBudget:

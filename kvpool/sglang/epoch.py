@@ -59,7 +59,7 @@ def epoch_of(pool: HostKVCache, *, weights_never_change: bool) -> Epoch:
         epoch = _epochs[pool] = Epoch()
         _watch_flushes(pool, epoch)
         if is_published() and argument("memory.hicache_storage_backend") is None:
-            epoch.flushed()  # attached to a server that runs: nobody knows what was before
+            epoch.flushed()  # attached to a running server, whose past is not known
     return epoch
 
 

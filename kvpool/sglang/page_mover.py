@@ -1,7 +1,7 @@
 """PageMover: whole pages between SGLang's host memory and the pool, one call after the other.
 
 SGLang's threads wait inside these calls, so every batch has a deadline, and a call returns only when nothing touches
-the host memory any more: SGLang gives the pages of a call that has returned to somebody else. Each call has a
+the host memory any more: SGLang gives the pages of a call that has returned to other requests. Each call has a
 ``BlockMover`` of its own; a block is a page, which has a record for each of its buffers.
 
 Threads: any, several at once; ``_lock`` guards ``_speeds``.

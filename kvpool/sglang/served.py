@@ -94,7 +94,7 @@ def served_facts(settings: HiCacheConfig) -> dict[str, Fact]:
 
 
 def is_published() -> bool:
-    """Whether SGLang has told this process the arguments of the server: not where somebody else uses its parts."""
+    """Whether SGLang has told this process the arguments of the server: not where another program uses its parts."""
     return bool(get_context().is_config_namespace_published("model"))
 
 
@@ -167,7 +167,7 @@ def _weights(settings: HiCacheConfig) -> str:
 def _adapters() -> str:
     """Of the adapters that the server was started with: SGLang's hash of a page has their name and path, and no more.
 
-    Those that are loaded later have a random name of their own there, and are shared with nobody.
+    Those that are loaded later have a random name of their own there, and are not shared.
     """
     found = []
     for adapter in argument("lora.lora_paths") or ():

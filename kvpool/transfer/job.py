@@ -135,7 +135,7 @@ class Part(Generic[Item]):
         self.stage, self.transfer, self.deadline, self.copy = stage, transfer, deadline, None
 
     def over(self) -> bool:
-        """Whether what it waits for has ended, so that nobody touches its slots."""
+        """Whether all transfers of its slots have ended."""
         if self.stage.copies:
             assert self.copy is not None
             return self.copy.query()

@@ -67,7 +67,7 @@ class BlockMover(Generic[Item]):
         self._counters = counters
         self._jobs: dict[Hashable, Job[Item]] = {}
         self._parts: dict[Part[Item], None] = {}  # in the order in which they were started
-        self._stopping: list[Part[Item]] = []  # nobody waits for these; they only still own their slots
+        self._stopping: list[Part[Item]] = []  # cancelled; they only still own their slots
         self._finished = Finished([], [], [])
 
     @property

@@ -31,7 +31,7 @@ _SEEN_BY_NONE = "indexes and routers will not see what this worker holds (the po
 class Announcement(NamedTuple):
     """``worker``: with one publisher, of this rank. ``problems``: what keeps it from being followed as it could be.
 
-    ``events_off``: what is wrong is only that nobody has switched events on.
+    ``events_off``: the only fault is that events are not switched on.
     """
 
     worker: Worker
@@ -146,7 +146,7 @@ def _name(config: VllmConfig, host: str, endpoint: str, published: str) -> str:
 
 
 def _reachable(endpoint: str, host: str) -> str | None:
-    """Where others find what listens on ``endpoint``; None where nobody can tell."""
+    """Where others find what listens on ``endpoint``; None where that is not known."""
     if endpoint.startswith("ipc://"):
         return endpoint
     match = _TCP.fullmatch(endpoint)

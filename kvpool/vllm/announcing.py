@@ -96,7 +96,7 @@ class EngineAnnouncer:
             logger.warning("kvpool: %s", sentence)
 
     def _withdraw_epoch(self, store: Store) -> None:
-        """Nobody else will ever use a namespace that this engine had for itself: its facts need not be kept."""
+        """No other engine will use a namespace that this engine had for itself: its facts need not be kept."""
         if self._announced is not None and EPOCH_FACT in self._announced.facts:
             with contextlib.suppress(KVPoolError):
                 store.withdraw(self._announced.facts_key)

@@ -51,7 +51,7 @@ class HeldBlocks:
             internals.release(self.pool, block_ids)
 
     def frees_soon(self) -> bool:
-        """Whether some block is held by nobody else, so comes back when it is copied.
+        """Whether some block has no other holder, so comes back when it is copied.
 
         The engine then waits instead of preempting a request; after ``MAX_HELD_S`` without one this is false.
         """

@@ -59,7 +59,7 @@ class RequestLookup:
         return self.present is not None and now_s - self._started_s > FRESH_S
 
     def cancel(self) -> None:
-        """Nobody waits for it any more. Never blocks."""
+        """Its answer is not wanted any more. Never blocks."""
         self._lookup.cancel()
 
 

@@ -79,7 +79,7 @@ class PoolMetadata(KVConnectorMetadata):
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[BlockRef] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)  # requests whose load nobody waits for any more
+    cancelled: list[str] = field(default_factory=list)  # requests whose load is not wanted any more
     idle: bool = False  # no forward runs in this step
     timed: int = 0  # number of a step whose end the scheduler wants to hear of; 0: it does not
     facts: dict[str, Fact] = field(default_factory=dict)  # of several pipeline stages together, once

@@ -252,7 +252,7 @@ class KVPoolTier(SecondaryTierManager):
             self._guard.run(self._begin_epoch, None)
 
     def _begin_epoch(self) -> None:
-        """From now on in a namespace that no other engine knows: nobody can tell what the weights are."""
+        """From now on in a namespace that no other engine knows: the weights may have changed."""
         first = "epoch" not in self._facts
         self._facts["epoch"] = secrets.token_hex(8)
         self._namespace = Namespace(self._config.tenant, self._facts)

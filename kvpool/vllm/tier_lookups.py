@@ -76,7 +76,7 @@ class ChunkLookups:
             probe = self._probes[key]
             probe.requests.discard(request_id)
             if not probe.requests:
-                del self._probes[key]  # an answer that comes later is for nobody
+                del self._probes[key]  # an answer that comes later is dropped
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Count these as used, with the next ``send``."""
@@ -152,7 +152,7 @@ class ChunkLookups:
             self._batches.append((spelled, transfer))
 
     def _send_touches(self) -> None:
-        """Count as used what the engine has used. One batch at a time; nobody waits for the answer."""
+        """Count as used what the engine has used. One batch at a time; the answer is not waited for."""
         self._touching = [transfer for transfer in self._touching if not transfer.done()]
         if not self._touches or self._touching:
             return

@@ -59,7 +59,7 @@ struct Applied {
   std::uint64_t doubted = 0;   // stored, but perhaps only a report of what is gone: not believed
   std::uint64_t cleared_events = 0;
   std::uint64_t skipped_events = 0;  // of an unknown type or in an unknown medium
-  std::uint64_t evicted = 0;         // cold blocks of anybody that left to make room
+  std::uint64_t evicted = 0;         // cold blocks, of any worker, that left to make room
 
   Applied& operator+=(const Applied& other);
 };
@@ -81,12 +81,12 @@ using TierBlocks = std::array<std::uint64_t, kTierCount>;
 struct TableStats {
   Applied applied;  // by all batches
   std::uint64_t batches = 0;
-  std::uint64_t blocks = 0;       // held by somebody
+  std::uint64_t blocks = 0;       // with a holder
   std::uint64_t holder_sets = 0;  // different sets of holders in use
   std::uint64_t workers = 0;
   std::uint64_t holders = 0;  // (worker, rank, group)s
   std::uint64_t copies = 0;   // blocks at a holder that has more than one physical copy
-  std::uint64_t unswept = 0;  // places of blocks that nobody holds any more
+  std::uint64_t unswept = 0;  // places of blocks without a holder
   std::uint64_t nbytes = 0;
   TierBlocks tier_blocks{};  // of all holders: a block counts once for each
 };
@@ -186,7 +186,7 @@ class Table {
     std::vector<std::uint32_t> ranks;
   };
 
-  // Waits in turn with everybody else: the bare shared lock lets readers starve a writer.
+  // Callers enter in turn: the bare shared lock lets readers starve a writer.
   std::shared_lock<std::shared_mutex> read() const;
   std::unique_lock<std::shared_mutex> write();
 

@@ -28,7 +28,7 @@ class RefusedDirectory : public std::runtime_error {
 };
 
 // Makes `root` a pool unless it is one. Several processes may do so at once, and be killed at any point.
-// `known`: what an earlier call returned. The same directory, emptied by somebody but for what we have put
+// `known`: what an earlier call returned. The same directory, emptied by another program but for what we have put
 // into it meanwhile, is made a pool again.
 // Throws RefusedDirectory; std::filesystem::filesystem_error where the system refuses.
 PoolDirectory make_pool(const std::string& root, const PoolDirectory& known = {});

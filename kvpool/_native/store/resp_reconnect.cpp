@@ -66,7 +66,7 @@ void RespConnection::dial(Clock::time_point now) {
 }
 
 // A name may stand for another address by now. The resolver blocks, so it is asked only when the server is
-// gone, and only where there is no other: the addresses of a cluster's nodes are looked up by whoever installs
+// gone, and only where there is no other: the addresses of a cluster's nodes are looked up by the thread that installs
 // its topology.
 bool RespConnection::find_addresses() {
   try {

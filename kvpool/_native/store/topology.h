@@ -1,7 +1,7 @@
 // Which server holds which keys: one of 16,384 slots a key, one node a slot. One plain server is a topology
 // of one node, and so is the primary that sentinels name.
 //
-// Any thread may call any method. Lanes read a snapshot and say when it seems to be wrong; whoever waits for
+// Any thread may call any method. Lanes read a snapshot and say when it seems to be wrong; the thread that waits for
 // that asks the servers and installs the next one.
 #pragma once
 

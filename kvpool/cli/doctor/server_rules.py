@@ -104,7 +104,7 @@ def _flush(value: str, info: Info) -> tuple[Level, str] | None:
     if value == "yes":
         return None
     return "note", (
-        "lazyfree-lazy-user-flush is no: a FLUSHALL holds up everybody for a tenth of a second for each GiB"
+        "lazyfree-lazy-user-flush is no: a FLUSHALL blocks all clients for a tenth of a second for each GiB"
     )
 
 

@@ -93,7 +93,7 @@ class Roster:
             return ended
 
     def close(self) -> None:
-        """Stop following anybody."""
+        """Stop following all workers."""
         for feed in self._feeds:
             feed.close()
 

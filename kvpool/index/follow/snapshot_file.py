@@ -19,7 +19,7 @@ from kvpool.index.snapshot import MAX_NBYTES, Snapshot, pack, unpack
 DEFAULT_EVERY_S = 60.0
 MIN_EVERY_S = 0.1
 MAX_EVERY_S = 86400.0
-MAX_AGE_S = 86400.0  # publishers keep 10,000 batches: what is older is of no use to anybody
+MAX_AGE_S = 86400.0  # publishers keep 10,000 batches: an older snapshot cannot be caught up
 CLOSE_S = 60.0
 
 logger = logging.getLogger("kvpool.index")

@@ -80,7 +80,7 @@ class _Entry(NamedTuple):
 
 
 class TokenAuth:
-    """``path``: the file of tokens; None: everybody may do everything.
+    """``path``: the file of tokens; None: every caller may do everything.
 
     Errors: ``ConfigError`` that names the file, and the token by its name.
     """

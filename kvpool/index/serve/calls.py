@@ -46,7 +46,7 @@ _CODES: tuple[tuple[type[KVPoolError], grpc.StatusCode], ...] = (
 class Method(NamedTuple):
     """One call of the protocol: which right it takes, and about whose workers a request is.
 
-    ``tenant``: None: of no tenant in particular, so ``answer`` itself leaves out whom the caller may not see.
+    ``tenant``: None: of no tenant in particular, so ``answer`` itself leaves out workers that the caller may not see.
     ``read``: makes of the bytes what the others are given; None: ``request.FromString``.
     """
 
@@ -58,7 +58,7 @@ class Method(NamedTuple):
 
 
 class Calls:
-    """Makes handlers that ask ``auth`` first who the caller is, and count in ``stats`` whom they refuse."""
+    """Makes handlers that ask ``auth`` first who the caller is, and count refusals in ``stats``."""
 
     def __init__(self, auth: TokenAuth, stats: RequestStats) -> None:
         self._auth = auth
@@ -90,7 +90,7 @@ class Calls:
     def stream(
         self, name: str, serve: Callable[[grpc.aio.ServicerContext], Awaitable[None]]
     ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
-        """The handler of a call with streams: whom it is not for is refused before the first message."""
+        """The handler of a call with streams: a caller without the right is refused before the first message."""
 
         async def served(_: Any, context: grpc.aio.ServicerContext) -> None:
             task = asyncio.current_task()

@@ -26,7 +26,7 @@ class Health:
         self.servicer = health.aio.HealthServicer()
 
     async def begin(self) -> None:
-        """Say something before anybody can ask."""
+        """Set the first status, before the server listens."""
         self._serves_at_s = time.monotonic() + self._warm_up_s
         await self.update()
 

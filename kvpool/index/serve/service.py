@@ -78,8 +78,8 @@ class IndexServer:
     knows of no load but what routers report. ``tokenizers``: by model, for prompts that come as text. ``is_warm``:
     whether there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says "not serving",
     and every call is answered all the same. ``take``: a snapshot of what is known, to be called in any thread.
-    ``auth``: who may do what; None: everybody everything. ``tls``: None: without. Files of either are looked at again
-    while it serves.
+    ``auth``: who may do what; None: every caller may do everything. ``tls``: None: without. Files of either are
+    looked at again while it serves.
     """
 
     def __init__(

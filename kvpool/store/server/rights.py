@@ -77,7 +77,7 @@ def _asked(connection: Any, commands: Sequence[tuple[str, ...]]) -> list[Refused
         try:
             connection.read_response()
         except redis.ResponseError as error:
-            # About the key it may say what it likes: here it has nobody's name.
+            # Rights about keys do not matter: this key belongs to no tenant.
             if "command" in str(error):
                 refused.append(Refused(command[0], str(error)))
     return refused
