@@ -19,6 +19,13 @@ class StoreUnavailable(KVPoolError):
     """The store could not answer in time or at all; a caller treats every key of the batch as a miss."""
 
 
+class AnnouncementsRefused(StoreUnavailable):
+    """The server answers, but not about these announcements: no right, keys of another kind, or far too many bytes.
+
+    Others of the same server may be read and written.
+    """
+
+
 class StoreClosed(StoreUnavailable):
     """The store was closed by this process; no further call on it will succeed."""
 

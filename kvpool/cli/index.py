@@ -11,20 +11,20 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.config import hash_seed, redact
 from kvpool.discovery.admission import check_worker
+from kvpool.discovery.networks import WorkerNetworks
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
-from kvpool.discovery.worker_watch import WorkerWatch
-from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError, SnapshotRefused
+from kvpool.errors import ConfigError, IndexUnavailable, SnapshotRefused
 from kvpool.index.client.channel import check_target
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file
-from kvpool.index.follow.pool_reconciler import PoolReconciler
+from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.follow.subscriber import Subscriber
@@ -33,13 +33,12 @@ from kvpool.index.place.scraper import Scraper
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
+from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
-from kvpool.store import Store, open_store
-from kvpool.store.url import StoreURL
-from kvpool.text import MAX_NBYTES, unknown
+from kvpool.text import unknown
 
 _FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -59,6 +58,8 @@ class IndexSettings:
     listen: str
     pool: str | None
     pool_keys_per_s: int
+    tenants: Sequence[str] = ()
+    worker_networks: Sequence[str] = ()
     workers: Sequence[str]
     max_blocks: int
     max_memory_nbytes: int | None = None
@@ -125,33 +126,35 @@ async def _serve(
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
     ended = asyncio.Event()
     complete = False  # all workers to follow are named
-    watch: WorkerWatch | None = None
+    pool: PoolFollower | None = None
 
     def is_warm() -> bool:
-        return complete and (watch is None or watch.rounds > 0) and fleet.joining == 0
+        return complete and (pool is None or pool.rounds > 0) and fleet.joining == 0
 
     def take() -> Snapshot:
-        return Snapshot(time.time(), "" if watch is None else watch.life, fleet.snapshot())
+        return Snapshot(time.time(), "" if pool is None else pool.life, fleet.snapshot())
 
+    # On a host by itself the workers are there, too.
+    networks = WorkerNetworks(settings.worker_networks, loopback=is_loopback(settings.listen))
     file = None if settings.snapshot is None else Path(settings.snapshot)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     async with AsyncExitStack() as parts:
         parts.push_async_callback(_calls_end)
-        store = reconciler = None
-        if settings.pool is not None:
-            store = parts.enter_context(_open_pool(settings.pool))
-            reconciler = PoolReconciler(fleet, store, keys_per_s=settings.pool_keys_per_s)
-            parts.callback(reconciler.close)
-        roster = Roster(fleet, Subscriber(fleet))
+        roster = Roster(fleet, Subscriber(fleet), networks=networks)
         parts.callback(roster.close)
-        life = None if store is None else _life(store)
+        if settings.pool is not None:
+            pool = PoolFollower(
+                settings.pool, roster, keys_per_s=settings.pool_keys_per_s, tenants=settings.tenants or None
+            )
+            parts.callback(pool.close)
+        life = None if pool is None else pool.life
         if file is not None or settings.bootstrap is not None:
             flags = {worker.id for worker in workers}
             await asyncio.to_thread(lambda: _warm_up(roster, file, settings.bootstrap, flags, life))
         stats = RequestStats()
-        exporter = Exporter(fleet, stats, reconciler)
+        exporter = Exporter(fleet, stats, pool)
         parts.callback(exporter.close)
         server = IndexServer(
             roster,
@@ -179,24 +182,15 @@ async def _serve(
             shown += f", HTTP on port {await http_server.start(settings.http)}"
         for worker in workers:
             roster.add(worker, "flag")
-        if store is not None and reconciler is not None:
-            watch = WorkerWatch(
-                store,
-                on_worker=lambda worker, keep_s: roster.add(worker, "pool", keep_s),
-                on_gone=lambda worker_id: roster.remove(worker_id, "pool"),
-                on_pool_lost=reconciler.pool_lost,
-                life=life or "",
-                incomplete=fleet.incomplete,
-                on_asked=fleet.asked,
-            )
-            parts.callback(watch.close)
+        if pool is not None:
+            pool.start()
         complete = True
         if file is not None:
             parts.callback(SnapshotFile(file, take, every_s=settings.snapshot_every_s).close)
         named = f"{len(workers)} workers" if len(workers) != 1 else "1 worker"
         host = settings.listen.rpartition(":")[0]
-        pool = redact(settings.pool) if settings.pool else "none"
-        print(f"index listens on {host}:{port}, {named}, pool {pool}{shown}", flush=True)
+        url = redact(settings.pool) if settings.pool else "none"
+        print(f"index listens on {host}:{port}, {named}, pool {url}{shown}", flush=True)
         await server.wait(ended)
 
 
@@ -239,22 +233,6 @@ def _warm_up(
             age_s,
         )
         return
-
-
-def _life(store: Store) -> str:
-    try:
-        return store.server_run_id()
-    except KVPoolError:  # the watch says so, and tries again
-        return ""
-
-
-def _open_pool(pool: str) -> Store:
-    url = StoreURL.parse(pool)
-    if url.scheme == "memory":
-        raise ConfigError("--pool memory:// is of one process: no worker can announce itself in it")
-    if url.scheme == "file":  # it may start before the first worker, and evicts nothing
-        url = replace(url, capacity_nbytes=MAX_NBYTES)
-    return open_store(url, threads=1)
 
 
 def parse_worker(text: str, seed_id: str) -> Worker:

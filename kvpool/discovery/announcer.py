@@ -105,7 +105,7 @@ class Announcer:
         return True
 
     def _renew(self) -> None:
-        found = self._store.announcements(self._key)
+        found = self._store.announced_under((self._key, request_key(self._key)))
         self._asked = request_key(self._key) in found
         twin = self._other_incarnation(found) if self._kept else ""
         if twin and twin != self._said_twin:
@@ -119,7 +119,7 @@ class Announcer:
 
     def _withdraw(self) -> None:
         # Not that of the engine that took this one's place.
-        if not self._other_incarnation(self._store.announcements(self._key)):
+        if not self._other_incarnation(self._store.announced_under((self._key,))):
             self._store.withdraw(self._key)
 
     def _other_incarnation(self, announced: dict[str, bytes]) -> str:

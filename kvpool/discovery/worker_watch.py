@@ -11,12 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.discovery.worker import Worker
 from kvpool.discovery.worker_record import REQUEST_LEASE_S, Announced, merge_ranks, unpack_worker
-from kvpool.errors import KVPoolError
-from kvpool.key.key import is_request_key, parse_tenant, request_key, tenant_prefix, workers_prefix
+from kvpool.errors import AnnouncementsRefused, KVPoolError
+from kvpool.key.key import is_request_key, request_key, tenant_prefix, workers_prefix
 from kvpool.store.store import Store
 
 REQUEST = b"tell all you hold"
@@ -24,6 +24,7 @@ ASK_S = 2.0  # a request is renewed that often
 MAX_ASKED = 32  # ranks in one round
 INTERVAL_S = 1.0
 TENANTS_INTERVAL_S = 5.0
+REFUSED_S = 10.0  # until announcements that could not be read are tried again
 KEEP_S = 60.0  # many rounds of a watch, failed ones included
 CLOSE_S = 5.0
 MAX_LOGGED = 1024  # sentences that are remembered so that they are logged once
@@ -37,20 +38,31 @@ class _Known:
     missing: bool = False  # the record is not there any more, which proves nothing yet
 
 
+@dataclass
+class _Tenant:
+    known: dict[str, _Known] = field(default_factory=dict)  # by key
+    refused: bool = False  # its announcements cannot be read
+    next_s: float = 0.0  # when they are read again
+    doubt_since_s: float | None = None  # until a lease later, a missing record proves nothing
+    unreadable_records: int = 0
+
+
 class WorkerWatch:
     """Reads the records of all workers every ``interval_s`` seconds, from a thread of its own.
 
     ``on_worker(worker, keep_s)`` is called for every worker in every round, in a round that failed, too: it is to be
     kept for ``keep_s`` seconds unless something else is said. ``on_gone(worker_id)``: it has stopped, or its lease has
-    ended. ``on_pool_lost()``: the pool's server was started anew, or the pool was emptied.
-    ``incomplete()``: (worker id, data-parallel rank) of those that are to tell all they hold; those that announce
+    ended. ``on_pool_lost(tenant)``: what the pool held of this tenant is gone; None: the pool's server was started
+    anew. ``incomplete()``: (worker id, data-parallel rank) of those that are to tell all they hold; those that announce
     themselves here are asked, a few in each round, and ``on_asked(worker_id, dp_rank)`` is called.
-    ``tenants``: only these; None: all that announce anything, looked for every 5 seconds. ``life``: of the pool
-    (``Store.server_run_id``) as it was when what is known of it was read; empty: nothing is known.
+    ``tenants``: only these, whether they are listed or not; None: all in the pool's list of tenants, read every 5
+    seconds. ``life``: of the pool (``Store.server_run_id``) as it was when what is known of it was read; empty: nothing
+    is known.
 
     A record that is not there any more means that its worker is gone, with one exception: where the pool could not be
     read, was started anew or was emptied, workers had no chance to renew their records, and each gets a whole lease
-    from the first round in which the pool answers.
+    from the first round in which the pool answers. The same holds for one tenant whose announcements cannot be read,
+    such as one that has put something else in their place: that costs the other tenants nothing.
 
     All calls come from the watch's thread and must not block for long; what they raise is logged. Problems are
     logged once, an outage once. The store must stay open until ``close`` has returned.
@@ -62,7 +74,7 @@ class WorkerWatch:
         *,
         on_worker: Callable[[Worker, float], object],
         on_gone: Callable[[str], object],
-        on_pool_lost: Callable[[], object] = lambda: None,
+        on_pool_lost: Callable[[str | None], object] = lambda tenant: None,
         incomplete: Callable[[], Iterable[tuple[str, int]]] = lambda: (),
         on_asked: Callable[[str, int], object] = lambda worker_id, dp_rank: None,
         tenants: Sequence[str] | None = None,
@@ -73,24 +85,26 @@ class WorkerWatch:
         self._on_worker, self._on_gone, self._on_pool_lost = on_worker, on_gone, on_pool_lost
         self._incomplete, self._on_asked = incomplete, on_asked
         self._all_tenants = tenants is None
-        self._tenants = sorted(set(tenants or ()))
+        self._tenants = {tenant: _Tenant() for tenant in sorted(set(tenants or ()))}
         for tenant in self._tenants:
             tenant_prefix(tenant)  # judges it
         self._interval_s = interval_s
-        self.unreadable_records = 0  # in the last round
         self.rounds = 0  # in which the pool answered, and all that follows from it was told
         self.life = life  # of the pool, as it was read last
         self._closing = threading.Event()
         # The fields below: its thread only.
-        self._known: dict[str, _Known] = {}  # by key
         self._workers: dict[str, Worker] = {}  # by id, as they were told
         self._asked_at_s: dict[str, float] = {}  # by key, of those that are incomplete still
         self._away = False
-        self._doubt_since_s: float | None = None  # until a lease later, a missing record proves nothing
-        self._tenants_at_s = 0.0
+        self._list_at_s = 0.0
         self._logged: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="kvpool-watch", daemon=True)
         self._thread.start()
+
+    @property
+    def unreadable_records(self) -> int:
+        """Records that were no worker's when they were read last. Any thread."""
+        return sum(tenant.unreadable_records for tenant in tuple(self._tenants.values()))
 
     def close(self) -> None:
         """End the thread; again does nothing. Blocking, for at most ``CLOSE_S`` seconds."""
@@ -105,19 +119,21 @@ class WorkerWatch:
     def _round(self) -> None:
         answered = False
         try:
-            life = self._store.server_run_id()
-            records = self._read()
-            found = {key: one for key, record in records.items() if (one := self._unpacked(key, record))}
-            emptied = self._is_emptied(found)
+            started_anew = self._look_at_server()
+            self._list_tenants()
+            for name, tenant in self._tenants.items():
+                self._look_at(name, tenant, started_anew)
         except KVPoolError as error:
             if not self._away:
                 logger.warning("the workers in the pool cannot be read; those known are kept: %s", error)
             self._away = True
         else:
-            self.unreadable_records = len(records) - len(found)
-            self._update(life, found, emptied, time.monotonic())
-            answered = True
-        workers, problems = merge_ranks(known.announced for known in self._known.values())
+            if self._away:
+                logger.warning("the workers in the pool can be read again")
+            self._away, answered = False, True
+        workers, problems = merge_ranks(
+            known.announced for tenant in self._tenants.values() for known in tenant.known.values()
+        )
         for problem in problems:
             self._log_once(problem)
         self._report(workers)
@@ -125,18 +141,64 @@ class WorkerWatch:
         if not self._away:
             self._call("workers cannot be asked for all they hold", self._ask)
 
-    def _read(self) -> dict[str, bytes]:
+    def _look_at_server(self) -> bool:
+        """Whether it was started since the last round, and what that says of all tenants. Errors: ``KVPoolError``."""
+        life = self._store.server_run_id()
+        started_anew = bool(self.life and life and life != self.life)
+        if started_anew or self._away:
+            for tenant in self._tenants.values():
+                tenant.doubt_since_s = time.monotonic()
+        self.life = life or self.life
+        if started_anew:
+            self._pool_lost(None)
+        return started_anew
+
+    def _list_tenants(self) -> None:
+        if not self._all_tenants or time.monotonic() < self._list_at_s:
+            return
+        try:
+            listed = self._store.announcing_tenants()
+        except AnnouncementsRefused as error:
+            self._log_once(f"the tenants of the pool cannot be listed; name them with --tenant: {error}")
+            listed = []
+        # One of whose workers something is known is asked about until they are gone.
+        kept = {name: tenant for name, tenant in self._tenants.items() if tenant.known or name in listed}
+        self._tenants = kept | {name: _Tenant() for name in listed if name not in kept}
+        self._list_at_s = time.monotonic() + TENANTS_INTERVAL_S
+
+    def _look_at(self, name: str, tenant: _Tenant, started_anew: bool) -> None:
+        """What one tenant announces. Errors: ``KVPoolError`` when the pool does not answer."""
         now_s = time.monotonic()
-        if self._all_tenants and now_s >= self._tenants_at_s:
-            found = {parse_tenant(key) for key in self._store.announcements("kvpool:")}
-            # One of whose workers something is known is asked about until they are gone.
-            found |= {known.announced.worker.tenant for known in self._known.values()}
-            self._tenants = sorted(tenant for tenant in found if tenant is not None)
-            self._tenants_at_s = now_s + TENANTS_INTERVAL_S
-        records: dict[str, bytes] = {}
-        for tenant in self._tenants:
-            records |= self._store.announcements(workers_prefix(tenant))
-        return {key: record for key, record in records.items() if not is_request_key(key)}
+        if now_s < tenant.next_s:
+            return
+        try:
+            records = self._store.announcements(workers_prefix(name))
+            found = {
+                key: announced
+                for key, record in records.items()
+                if not is_request_key(key) and (announced := self._unpacked(key, record))
+            }
+            emptied = not started_anew and self._is_emptied(name, tenant, found)
+        except AnnouncementsRefused as error:
+            if not tenant.refused:
+                logger.warning("workers of tenant %s cannot be read; those known are kept: %s", name, error)
+            tenant.refused, tenant.next_s = True, now_s + REFUSED_S
+            return
+        if tenant.refused:
+            logger.warning("workers of tenant %s can be read again", name)
+            tenant.refused, tenant.doubt_since_s = False, now_s
+        tenant.unreadable_records = sum(not is_request_key(key) for key in records) - len(found)
+        if emptied:
+            tenant.doubt_since_s = now_s
+            self._pool_lost(name)
+        for key in tenant.known.keys() - found.keys():
+            known = tenant.known[key]
+            known.missing = True
+            if tenant.doubt_since_s is None or now_s >= tenant.doubt_since_s + known.announced.lease_s:
+                del tenant.known[key]
+        tenant.known |= {key: _Known(announced) for key, announced in found.items()}
+        if self._all_tenants and not tenant.known:
+            tenant.next_s = now_s + TENANTS_INTERVAL_S  # most of a day's tenants have no worker any more
 
     def _unpacked(self, key: str, record: bytes) -> Announced | None:
         announced = unpack_worker(key, record)
@@ -144,32 +206,17 @@ class WorkerWatch:
             self._log_once(f"no record of a worker that this version can follow: {key:.200}")
         return announced
 
-    def _is_emptied(self, found: dict[str, Announced]) -> bool:
+    def _is_emptied(self, name: str, tenant: _Tenant, found: dict[str, Announced]) -> bool:
         """Whether a tenant that has just had workers has nothing in the pool any more.
 
         Workers leave the facts of their namespace there for 30 days: one that stops does not look like this.
         """
-        had = {known.announced.worker.tenant for known in self._known.values() if not known.missing}
-        left = had - {announced.worker.tenant for announced in found.values()}
-        return any(
-            all(map(is_request_key, self._store.announcements(tenant_prefix(tenant)))) for tenant in left
-        )
+        if found or all(known.missing for known in tenant.known.values()):
+            return False
+        return all(map(is_request_key, self._store.announcements(tenant_prefix(name))))
 
-    def _update(self, life: str, found: dict[str, Announced], emptied: bool, now_s: float) -> None:
-        """What follows from a round in which the pool has answered."""
-        if self._away:
-            logger.warning("the workers in the pool can be read again")
-            self._away, self._doubt_since_s = False, now_s
-        if emptied or (self.life and life and life != self.life):
-            self._doubt_since_s = now_s
-            self._call("the pool was started anew or emptied", self._on_pool_lost)
-        self.life = life or self.life
-        for key in self._known.keys() - found.keys():
-            known = self._known[key]
-            known.missing = True
-            if self._doubt_since_s is None or now_s >= self._doubt_since_s + known.announced.lease_s:
-                del self._known[key]
-        self._known |= {key: _Known(announced) for key, announced in found.items()}
+    def _pool_lost(self, tenant: str | None) -> None:
+        self._call("the pool was started anew or emptied", lambda: self._on_pool_lost(tenant))
 
     def _report(self, workers: dict[str, Worker]) -> None:
         for worker_id in self._workers.keys() - workers.keys():
@@ -184,15 +231,20 @@ class WorkerWatch:
         incomplete = set(self._incomplete())
         ranks = {
             key: rank
-            for key, known in (self._known.items() if incomplete else ())
+            for tenant in self._tenants.values()
+            for key, known in (tenant.known.items() if incomplete else ())
             if not known.missing and (rank := known.announced.rank) in incomplete
         }
         self._asked_at_s = {key: at_s for key, at_s in self._asked_at_s.items() if key in ranks}
         due = [key for key in ranks if self._asked_at_s.get(key, 0.0) <= now_s - ASK_S]
         for key in sorted(due, key=lambda key: self._asked_at_s.get(key, 0.0))[:MAX_ASKED]:
-            self._store.announce(request_key(key), REQUEST, lease_s=REQUEST_LEASE_S)
             self._asked_at_s[key] = now_s
-            self._on_asked(*ranks[key])
+            try:
+                self._store.announce(request_key(key), REQUEST, lease_s=REQUEST_LEASE_S)
+            except AnnouncementsRefused as error:  # of this tenant
+                self._log_once(f"worker {ranks[key][0]} cannot be asked for all it holds: {error}")
+            else:
+                self._on_asked(*ranks[key])
 
     def _call(self, what: str, call: Callable[[], object]) -> None:
         try:

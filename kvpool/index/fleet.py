@@ -225,14 +225,17 @@ class Fleet:
                 for namespace in partition.namespaces
             ]
 
-    def forget_pool(self) -> None:
-        """The pool was emptied, or is another one: forget what it held, of all namespaces."""
+    def forget_pool(self, tenant: str | None = None) -> None:
+        """Forget what the pool held of this tenant; None: of all, for it was emptied or is another one."""
         with self._lock:
             for partitions in self._models.values():
                 for partition in partitions:
-                    for namespace in partition.namespaces:
-                        partition.index.remove_worker(pool_holder(namespace))
-        logger.info("the pool was emptied: what it held is forgotten")
+                    if tenant in (None, partition.key.tenant):
+                        for namespace in partition.namespaces:
+                            partition.index.remove_worker(pool_holder(namespace))
+        logger.info(
+            "the pool was emptied%s: what it held is forgotten", f" of tenant {tenant}" if tenant else ""
+        )
 
     # ---- at rest
 

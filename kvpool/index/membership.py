@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 from kvpool.discovery.admission import MAX_PUBLISHERS
-from kvpool.discovery.worker import MAX_WORKERS, Position, Worker
-from kvpool.errors import KVPoolError, SnapshotRefused
+from kvpool.discovery.worker import MAX_WORKERS, PUSHED, Position, Worker
+from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
 from kvpool.index.dp_rank import DpRank, pool_holder
 from kvpool.index.partition import Key, Members, Partition
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
@@ -78,6 +78,7 @@ class Membership:
         self.ranks: dict[tuple[str, int], DpRank] = {}
         self.models: dict[tuple[str, str], tuple[Partition, ...]] = {}
         self.departed: Counter[str] = Counter()
+        self._followed: dict[str, Counter[str]] = {}  # by endpoint: workers of each tenant that publish there
         self._next_holder = 0
 
     def snapshot(self) -> tuple[PartitionState, ...]:
@@ -113,7 +114,7 @@ class Membership:
                 ]
                 entries += self._restore_partition(index, workers, state.namespaces if pooled else ())
         except KVPoolError as error:
-            for known in (self.entries, self.ranks, self.models):
+            for known in (self.entries, self.ranks, self.models, self._followed):
                 known.clear()
             raise SnapshotRefused(f"this snapshot cannot be followed: {error}") from error
         return [
@@ -167,7 +168,16 @@ class Membership:
         entry.partition.members = Members(entry.partition.members.ranks)
 
     def make_room(self, worker: Worker, known: Entry | None) -> None:
-        """Check every limit before anything is changed; what no worker uses any more makes room."""
+        """Check every limit before anything is changed; what no worker uses any more makes room.
+
+        Errors: ``KVPoolError``; ``ConfigError`` for an endpoint that is followed for another tenant, which would see
+        its events.
+        """
+        for endpoint in _endpoints(worker):
+            if self._followed.get(endpoint, Counter()).keys() - {worker.tenant}:
+                raise ConfigError(
+                    f"worker {worker.name}: {endpoint} is followed for another tenant: name the worker's own endpoint"
+                )
         ranks = len(self.ranks) - (len(known.ranks) if known else 0) + len(worker.publishers)
         if known is None and len(self.entries) >= MAX_WORKERS:
             raise KVPoolError(
@@ -227,12 +237,18 @@ class Membership:
             ranks.append(rank)
             self.ranks[worker.id, publisher.dp_rank] = rank
         partition.members = Members((*partition.members.ranks, *ranks))
+        for endpoint in _endpoints(worker):
+            self._followed.setdefault(endpoint, Counter())[worker.tenant] += 1
         self.entries[worker.id] = entry = Entry(worker, source, expires_at_s, partition, tuple(ranks))
         return entry
 
     def forget(self, entry: Entry) -> None:
         partition = entry.partition
         del self.entries[entry.worker.id]
+        for endpoint in _endpoints(entry.worker):
+            self._followed[endpoint] -= Counter([entry.worker.tenant])
+            if not self._followed[endpoint]:
+                del self._followed[endpoint]
         partition.members = Members(rank for rank in partition.members.ranks if rank not in entry.ranks)
         for rank in entry.ranks:
             del self.ranks[entry.worker.id, rank.publisher.dp_rank]
@@ -299,6 +315,10 @@ def _restored_lease_s(
     if state.source == "flag" and state.worker.id not in flags:
         return 0
     return None if state.lease_left_s is None else min(max(0, state.lease_left_s - age_s), MAX_LEASE_S)
+
+
+def _endpoints(worker: Worker) -> list[str]:
+    return [publisher.events for publisher in worker.publishers if publisher.events not in ("", PUSHED)]
 
 
 def is_same_start(known: Worker, worker: Worker) -> bool:

@@ -18,7 +18,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ class Announcements:
         self._make_directory()
         name = _name(key)
         with self._opened() as folder:
-            if name not in _names(folder):
+            if not _is_there(folder, name):
                 self._sweep(folder)
                 kept = sum(_FILE_NAME.fullmatch(one) is not None for one in _names(folder))
                 if kept >= MAX_ANNOUNCEMENTS:
@@ -89,14 +89,17 @@ class Announcements:
             return False
         return found is not None and found.expires_unix_s > time.time()
 
+    def of(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Documents under exactly these keys whose lease still runs."""
+        try:
+            with self._opened() as folder:
+                return _running(_read(folder, _name(key)) for key in keys)
+        except FileNotFoundError:
+            return {}
+
     def all(self, prefix: str) -> dict[str, bytes]:
         """Documents under keys with ``prefix`` whose lease still runs."""
-        now_unix_s = time.time()
-        return {
-            found.key: found.document
-            for found in sorted(self._found(prefix))
-            if found.expires_unix_s > now_unix_s
-        }
+        return _running(sorted(self._found(prefix)))
 
     def remove_all(self, prefix: str) -> int:
         """Delete the documents under keys with ``prefix``; how many there were."""
@@ -156,6 +159,19 @@ class Announcements:
             with contextlib.suppress(FileExistsError):  # renewed once more: that one stands
                 os.link(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
         _unlink(folder, aside)
+
+
+def _running(found: Iterable[_Announcement | None]) -> dict[str, bytes]:
+    now_unix_s = time.time()
+    return {one.key: one.document for one in found if one is not None and one.expires_unix_s > now_unix_s}
+
+
+def _is_there(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _name(key: str) -> str:

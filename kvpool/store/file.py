@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvpool import _native
@@ -62,6 +62,10 @@ class FileStore(NativeStore):
     def _announcements(self, prefix: str) -> dict[str, bytes]:
         with _mapped(self._name, "cannot read announcements"):
             return self._announced.all(prefix)
+
+    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
+        with _mapped(self._name, "cannot read announcements"):
+            return self._announced.of(keys)
 
     def _withdraw_all(self, prefix: str) -> int:
         with _mapped(self._name, "cannot take announcements back"):

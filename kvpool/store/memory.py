@@ -187,6 +187,11 @@ class MemoryStore(Store):
             self._end_leases(time.monotonic())
             return {key: self._announced[key][0] for key in sorted(self._announced) if key.startswith(prefix)}
 
+    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
+        with self._lock:
+            self._end_leases(time.monotonic())
+            return {key: self._announced[key][0] for key in keys if key in self._announced}
+
     def _withdraw_all(self, prefix: str) -> int:
         with self._lock:
             keys = [key for key in self._announced if key.startswith(prefix)]

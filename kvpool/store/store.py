@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreClosed
-from kvpool.key.key import KEY_PREFIX, Namespace
+from kvpool.key.key import KEY_PREFIX, Namespace, parse_tenant
 from kvpool.store.batch import Batch, Transfer, check_timeout
 from kvpool.store.buffers import Destination, copy_back, destination, source
 from kvpool.store.lookup import Lookup, LookupGroup, LookupKeys, RecordBatch
@@ -23,7 +23,7 @@ from kvpool.store.notices import Notices
 DEFAULT_TIMEOUT_S = 5.0
 MAX_BATCH_KEYS = 1 << 20
 MAX_DOCUMENT_NBYTES = 64 << 10
-MAX_ANNOUNCEMENTS = 4096
+MAX_ANNOUNCEMENTS = 65536
 MAX_ANNOUNCEMENT_KEY_CHARS = 512
 MAX_LEASE_S = 366 * 86400.0
 SCAN_KEYS = 1000  # about so many at a time
@@ -172,8 +172,8 @@ class Store(ABC):
     def announce(self, key: str, document: bytes, *, lease_s: float) -> None:
         """Keep a small document for ``lease_s`` seconds, instead of the one that was under ``key``.
 
-        ``key``: printable ASCII, 1 to 512 characters. ``document``: 1 to 65,536 bytes. A store keeps 4,096 of
-        them.
+        ``key``: printable ASCII, 1 to 512 characters. ``document``: 1 to 65,536 bytes. A store keeps 65,536 of
+        them, a server as many for each tenant.
         Blocking, for one small write. Errors: ``ConfigError``; ``StoreUnavailable`` when it cannot be kept.
         """
         self._check_open()
@@ -203,6 +203,23 @@ class Store(ABC):
         """
         self._check_open()
         return self._announcements(prefix)
+
+    def announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The documents under exactly these keys whose lease still runs, however many others there are.
+
+        Blocking, for one small read a document. Errors: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._announced_under(keys)
+
+    def announcing_tenants(self) -> list[str]:
+        """The tenants of which something was announced lately, sorted; of a server at most 4,096.
+
+        A tenant whose users may not list it is not among them. Blocking, for one small read.
+        Errors: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        return self._announcing_tenants()
 
     def server_run_id(self) -> str:
         """A text that changes with each start of the server; empty without a server, or if it may not be asked.
@@ -300,6 +317,12 @@ class Store(ABC):
 
     @abstractmethod
     def _announcements(self, prefix: str) -> dict[str, bytes]: ...
+
+    @abstractmethod
+    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]: ...
+
+    def _announcing_tenants(self) -> list[str]:
+        return sorted({tenant for key in self._announcements(KEY_PREFIX) if (tenant := parse_tenant(key))})
 
     def _server_run_id(self) -> str:
         return ""

@@ -210,6 +210,30 @@ def test_hashes_and_the_seed_of_the_index() -> None:
 
 
 @pytest.mark.usefixtures("grpc_started")
+def test_an_index_starts_without_its_pool_and_follows_it_when_it_comes(tmp_path: Path) -> None:
+    with running_server("valkey-server", tmp_path, "--requirepass", "pass-word") as server:
+        server.kill()
+        url = f"valkey://:pass-word@127.0.0.1:{server.port}"
+        with running("--pool", url, "--warm-up", "1") as index, IndexClient(index.target, 30) as client:
+            assert client.workers() == [], "it answers"
+            server.start()
+            with open_store(url) as store:
+                worker = Worker(
+                    "w", "m", 16, seed_id(None), (Publisher(0, "tcp://127.0.0.1:1"),), incarnation="1"
+                )
+                announcer = Announcer(store, worker, lease_s=5.0)
+                try:
+                    assert eventually(lambda: len(client.workers()) == 1, within_s=30)
+                finally:
+                    announcer.close()
+            code, lines = index.stop()
+            assert code == 0
+            assert sum("starts without its pool" in line for line in lines) == 1
+            assert sum("the pool is reached" in line for line in lines) == 1
+            assert not any("pass-word" in line for line in lines)
+
+
+@pytest.mark.usefixtures("grpc_started")
 def test_who_announces_itself_in_the_pool_is_followed(tmp_path: Path) -> None:
     """From the record in a real server to an answer, and to its end; what is in the pool counts, not what is said."""
     with (
@@ -449,7 +473,7 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
         (["--tls-client-ca", "HERE/x"], "--tls-client-ca needs --tls-cert and --tls-key"),
         (["--tls-cert", "HERE/x", "--tls-key", "HERE/x"], "--tls-cert HERE/x: No such file"),
         (["--pool", "memory://"], "--pool memory:// is of one process"),
-        (["--pool", "valkey://:pass-word@127.0.0.1:1"], "127.0.0.1:1"),
+        (["--pool", "valkey://127.0.0.1:1", "--tenant", "a:b"], "tenant"),
     ],
 )  # fmt: skip
 def test_wrong_use_of_index(arguments: list[str], says: str, tmp_path: Path) -> None:

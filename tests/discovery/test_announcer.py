@@ -10,6 +10,7 @@ import pytest
 from kvpool import ConfigError, open_store
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker_record import pack_worker
 from kvpool.key.key import request_key, workers_prefix
 from kvpool.store.store import Store
 from tests.conftest import eventually
@@ -89,3 +90,32 @@ def test_an_announcer_tells_at_once_that_its_worker_entered_another_namespace(st
             assert set(watched.starts) == {"one"}
     finally:
         announcer.close()
+
+
+def asked_of(server: Server, renewals: int) -> tuple[int, int]:
+    """Commands and bytes of so many renewals of one record."""
+    with open_store(server.url) as store:
+        announcer = Announcer(store, worker("a"), lease_s=600)
+        assert eventually(lambda: bool(store.announced_under((KEY.replace("10.0.0.7:5557", "a"),))))
+        before = server.client.info("stats")
+        for _ in range(renewals):
+            announcer._renew()
+        after = server.client.info("stats")
+        announcer.close()
+    return tuple(
+        int(after[figure]) - int(before[figure])
+        for figure in ("total_commands_processed", "total_net_output_bytes")
+    )
+
+
+def test_a_renewal_costs_the_same_however_many_workers_there_are(server: Server) -> None:
+    commands, nbytes = asked_of(server, 20)
+    with server.client.pipeline(transaction=False) as others:
+        for number in range(10_000):
+            key, record = pack_worker(worker(f"w{number}"), 600)
+            others.set(f"{key}:announced", record, px=600_000)
+            others.zadd("kvpool:default::announced", {key: 4e12})
+        others.execute()
+    assert asked_of(server, 20)[0] <= commands + 2
+    assert asked_of(server, 20)[1] <= nbytes * 1.1 + 1000
+    assert commands <= 20 * 6 + 8, "MULTI, SET, ZADD, EXEC, MGET, and sometimes TIME"

@@ -60,7 +60,7 @@ class Watched:
         self.workers: dict[str, Worker] = {}
         self.gone: list[str] = []
         self.starts: list[str] = []
-        self.pool_losses = 0
+        self.lost_of: list[str | None] = []  # tenants; None: all
         self.tells = 0
         self.raising: Exception | None = None
 
@@ -77,8 +77,12 @@ class Watched:
         del self.workers[worker_id]
         self.gone.append(worker_id)
 
-    def on_pool_lost(self) -> None:
-        self.pool_losses += 1
+    def on_pool_lost(self, tenant: str | None) -> None:
+        self.lost_of.append(tenant)
+
+    @property
+    def pool_losses(self) -> int:
+        return len(self.lost_of)
 
     def sees(self, *names: str) -> bool:
         return set(self.workers) == {f"default/{name}" for name in names}
@@ -110,6 +114,6 @@ def rounds(watch: WorkerWatch, count: int) -> bool:
     return eventually(lambda: watch.rounds >= until)
 
 
-def leave_facts(store: Store) -> None:
+def leave_facts(store: Store, tenant: str = "default") -> None:
     """As the connector does: so the pool is not empty when workers have stopped."""
-    store.announce("kvpool:default:" + "ab" * 16 + ":facts", b"facts", lease_s=600)
+    store.announce(f"kvpool:{tenant}:{'ab' * 16}:facts", b"facts", lease_s=600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ class Clock:
 
 
 def a_worker(name: str = "w", *, ranks: int = 1, port: int = 5557, **fields: Any) -> Worker:
+    if "tenant" in fields:  # an endpoint is followed for one tenant only
+        port += 1000 + zlib.crc32(fields["tenant"].encode()) % 20_000
     publishers = tuple(
         Publisher(rank, f"tcp://127.0.0.1:{port + rank}", f"tcp://127.0.0.1:{port + 100 + rank}")
         for rank in range(ranks)

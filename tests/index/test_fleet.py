@@ -73,6 +73,24 @@ def test_a_rank_is_what_its_publisher_is_registered_as() -> None:
     assert ask(fleet, [1, 2]) == {("w", 0): (0, 0, 0)}
 
 
+def test_an_endpoint_that_is_followed_for_one_tenant_is_not_for_another() -> None:
+    """Else a tenant that names another one's endpoint is told what that one's prompts are."""
+    fleet = Fleet()
+    publishers = a_worker("mine").publishers
+    fleet.add(a_worker("mine", tenant="t", publishers=publishers), "pool", 60)
+    spy = a_worker("spy", tenant="u", publishers=publishers)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"worker spy: .*:5557 is followed for another tenant"):
+            fleet.add(spy, "call")
+        assert [status.worker.id for status in fleet.workers()] == ["t/mine"]
+        fleet.add(a_worker("too", tenant="t", publishers=publishers), "call")  # two names of one worker
+        fleet.remove("t/too")
+    fleet.remove("t/mine")
+    fleet.add(spy, "call")
+    fleet.add(a_worker("pushes", tenant="t", publishers=(Publisher(0, "push"),)), "call")
+    fleet.add(a_worker("pushes", tenant="u", publishers=(Publisher(0, "push"),)), "call")
+
+
 def test_the_same_name_in_two_tenants_is_two_workers() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")

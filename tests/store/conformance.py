@@ -539,6 +539,16 @@ class StoreConformance:
         assert store.announcements("kvpool:t:b") == {"kvpool:t:b": b"new"}
         assert store.contains_many([key(1)]) == [False]
 
+    def test_announcements_are_read_by_their_keys(self, store: Store) -> None:
+        for tenant, name in (("t", "a"), ("t", "ab"), ("u", "a")):
+            store.announce(f"kvpool:{tenant}:{name}", name.encode(), lease_s=60)
+        store.announce("kvpool:t:goes", b"x", lease_s=0.02)
+        asked = ("kvpool:t:a", "kvpool:t:absent", "kvpool:u:a")
+        assert store.announced_under(asked) == {"kvpool:t:a": b"a", "kvpool:u:a": b"a"}
+        assert store.announced_under(()) == {}
+        assert eventually(lambda: store.announced_under(("kvpool:t:goes",)) == {})
+        assert store.announcing_tenants() == ["t", "u"]
+
     def test_a_lease_ends(self, store: Store) -> None:
         store.announce("kvpool:t:stays", b"1", lease_s=600)
         store.announce("kvpool:t:goes", b"2", lease_s=0.02)

@@ -18,6 +18,15 @@ def index(
         str | None,
         typer.Option(metavar="URL", help="Follow the workers that announce themselves in this store."),
     ] = None,
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tenant",
+            metavar="TENANT",
+            help="Follow only this tenant's workers in the pool; once for each tenant. Without: those of all tenants "
+            "in the pool's list, which users that are confined to their tenant cannot enter.",
+        ),
+    ] = None,
     pool_keys_per_s: Annotated[
         int,
         typer.Option(
@@ -34,6 +43,15 @@ def index(
             metavar="NAME=tcp://HOST:PORT,model=M,block=N[,...]",
             help="Follow a worker that does not, such as a stock vLLM. Also: replay=tcp://HOST:PORT, tenant=T, "
             "hash=ALGORITHM, address=URL, ranks=N.",
+        ),
+    ] = None,
+    worker_networks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--worker-networks",
+            metavar="CIDR",
+            help="Where workers are that no --worker names, such as 10.0.0.0/8, and ipc for Unix sockets; once for "
+            "each. Without: everywhere but on the index's host and link; on its host, too, when --listen is loopback.",
         ),
     ] = None,
     max_blocks: Annotated[
@@ -117,7 +135,9 @@ def index(
 
     run_index(
         IndexSettings(
-            listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, workers=worker or [], max_blocks=max_blocks,
+            listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=tenant or [],
+            worker_networks=worker_networks or [],
+            workers=worker or [], max_blocks=max_blocks,
             max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),
             reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot,
             snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [],

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from kvpool.discovery.facts import announced_namespaces
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.errors import AnnouncementsRefused, ConfigError, KVPoolError
 from kvpool.index.fleet import Fleet
 from kvpool.index.partition import Pool
 from kvpool.key.key import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
@@ -111,9 +111,9 @@ class PoolReconciler:
         self._thread = threading.Thread(target=self._run, name="kvpool-reconciler", daemon=True)
         self._thread.start()
 
-    def pool_lost(self) -> None:
-        """The pool was emptied, or is another one: forget what it held, and look what it has. Any thread."""
-        self._fleet.forget_pool()
+    def pool_lost(self, tenant: str | None = None) -> None:
+        """Forget what the pool held of this tenant, and look what it has; None: of all tenants. Any thread."""
+        self._fleet.forget_pool(tenant)
         self._again.set()
 
     def totals(self) -> ReconcilerTotals:
@@ -297,7 +297,14 @@ class PoolReconciler:
         self._ranks = {name: ranks for name, ranks in self._ranks.items() if name in self._known}
         self._groups = {name: groups for name, groups in self._groups.items() if name in self._known}
         for tenant in sorted({tenant for tenant, _ in self._known - self._groups.keys()}):
-            for namespaces in announced_namespaces(self._store, tenant).values():
+            trouble = f"the facts of tenant {tenant} cannot be read, so its blocks are judged without them"
+            try:
+                found = announced_namespaces(self._store, tenant)
+            except AnnouncementsRefused as error:  # the other tenants' can
+                self._say(trouble, str(error))
+                continue
+            self._say(trouble, "")
+            for namespaces in found.values():
                 for one in namespaces:
                     if (tenant, one.hex) in self._known:
                         self._groups[tenant, one.hex] = _groups(one.facts)

@@ -7,16 +7,20 @@ knows of the next one: so a late batch of the first is never taken for one of th
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from kvpool.discovery.networks import WorkerNetworks
 from kvpool.discovery.worker import Position, Worker
-from kvpool.errors import KVPoolError
+from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.fleet import Added, Fleet
 from kvpool.index.follow.push import PushReceiver
 from kvpool.index.membership import Source
 from kvpool.index.snapshot import Snapshot
+
+logger = logging.getLogger("kvpool.index")
 
 
 class Feed(Protocol):
@@ -39,18 +43,23 @@ class Feed(Protocol):
 class Roster:
     """Adds workers to ``fleet`` and removes them, and has ``feed`` follow those that are there.
 
-    ``feed``: None where events come some other way. ``receiver`` follows those who push their events. Any thread may
-    call any method.
+    ``feed``: None where events come some other way. ``receiver`` follows those who push their events. ``networks``:
+    where those are that no flag names; None: anywhere. Any thread may call any method.
     """
 
-    def __init__(self, fleet: Fleet, feed: Feed | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, feed: Feed | None = None, *, networks: WorkerNetworks | None = None
+    ) -> None:
         self.fleet = fleet
+        self._networks = networks
         self.receiver = PushReceiver(fleet)
         self._feeds: tuple[Feed, ...] = (self.receiver,) if feed is None else (self.receiver, feed)
         self._lock = threading.Lock()
 
     def add(self, worker: Worker, source: Source, lease_s: float | None = None) -> Added:
         """``Fleet.add``; a new start is followed from now on, and no longer the one before it."""
+        if source != "flag":
+            self._check(worker)
         with self._lock:
             replaces = self.fleet.replaces(worker, source)
             if replaces:
@@ -71,6 +80,13 @@ class Roster:
         """``Fleet.restore``; those that come back are followed from where they were. Errors: ``SnapshotRefused``."""
         with self._lock:
             for worker, positions in self.fleet.restore(snapshot, age_s=age_s, flags=flags, life=life):
+                try:
+                    if worker.id not in flags:
+                        self._check(worker)
+                except ConfigError as error:
+                    logger.warning("%s", error)
+                    self.fleet.remove(worker.id)
+                    continue
                 for feed in self._feeds:
                     feed.follow(worker, positions)
 
@@ -96,6 +112,10 @@ class Roster:
         """Stop following all workers."""
         for feed in self._feeds:
             feed.close()
+
+    def _check(self, worker: Worker) -> None:
+        if self._networks is not None:
+            self._networks.check(worker)
 
     def _unfollow(self, worker_id: str) -> None:
         for feed in self._feeds:

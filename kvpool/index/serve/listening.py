@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from kvpool.errors import ConfigError
@@ -31,3 +32,12 @@ def open_listening(listen: str, what: str) -> socket.socket:
             f"cannot {what} {listen}: {error.strerror}; choose another address, or {host}:0 for any free port"
         ) from error
     return opened
+
+
+def is_loopback(listen: str) -> bool:
+    """Whether only processes of this host reach ``HOST:PORT``."""
+    host = parse_address(listen)[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.pool_reconciler import PoolReconciler
+from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.serve.request_stats import Histogram, RequestStats
 from kvpool.index.table import TIERS
 from kvpool.metrics import Metric
@@ -29,11 +29,11 @@ CLOSE_TIMEOUT_S = 5.0
 class Exporter(Collector):
     """Shows a fleet's totals, and what ``stats`` has counted, on a page of its own. Any thread may call anything.
 
-    ``reconciler``: None where there is no pool.
+    ``pool``: None where there is none.
     """
 
-    def __init__(self, fleet: Fleet, stats: RequestStats, reconciler: PoolReconciler | None = None) -> None:
-        self._fleet, self._stats, self._reconciler = fleet, stats, reconciler
+    def __init__(self, fleet: Fleet, stats: RequestStats, pool: PoolFollower | None = None) -> None:
+        self._fleet, self._stats, self._pool = fleet, stats, pool
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._page: tuple[Any, Thread] | None = None
@@ -42,8 +42,8 @@ class Exporter(Collector):
         """The totals now; prometheus-client calls it."""
         yield from self._of_fleet()
         yield from self._of_stats()
-        if self._reconciler is not None:
-            yield from _families(metrics.POOL_RECONCILER, self._reconciler.totals()._asdict())
+        if self._pool is not None:
+            yield from _families(metrics.POOL_RECONCILER, self._pool.totals()._asdict())
 
     def _of_fleet(self) -> Iterator[Family]:
         totals = self._fleet.totals()._asdict()

@@ -9,7 +9,6 @@ Every call passes ``Calls``, which asks ``TokenAuth`` who the caller is.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -45,13 +44,12 @@ from kvpool.index.serve import codec
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.health import Health
-from kvpool.index.serve.listening import open_listening
+from kvpool.index.serve.listening import is_loopback, open_listening
 from kvpool.index.serve.publish_streams import PublishStreams
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant
-from kvpool.text import parse_address
 from kvpool.v1 import index_pb2 as pb
 
 INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
@@ -176,7 +174,7 @@ class IndexServer:
 
     def _warn(self, listen: str) -> None:
         """Say what others on the network could do."""
-        if _is_loopback(listen):
+        if is_loopback(listen):
             return
         if self._auth.is_open:
             logger.warning(
@@ -357,11 +355,3 @@ def _tenant_asked(request: Any) -> str:
 
 def _tenant(name: str) -> str:
     return name or DEFAULT_TENANT
-
-
-def _is_loopback(listen: str) -> bool:
-    host = parse_address(listen)[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection
 from redis.retry import Retry
 
-from kvpool.errors import KVPoolError, StoreUnavailable
+from kvpool.errors import AnnouncementsRefused, KVPoolError, StoreUnavailable
 from kvpool.store.tls import Tls
 from kvpool.store.url import StoreURL
 
@@ -36,6 +37,12 @@ _END_S: ContextVar[float] = ContextVar("end_s", default=float("inf"))
 
 _NOT_IN_A_NAME = re.compile(r"[^!-~]+")  # of a connection: no spaces
 _NAME_CHARS = 100
+# Of what a server says in one step where no blocks are read; a list of 65,536 announcements is about 6 MiB.
+MAX_REPLIES_NBYTES = 32 << 20
+
+
+class RepliesTooLarge(Exception):
+    """A server says more than its caller takes; the rest was not read."""
 
 
 @functools.cache
@@ -62,22 +69,24 @@ def introduction(url: StoreURL, role: str) -> list[tuple[str, ...]]:
 class DeadlineSocket(socket.socket):
     """A connected socket of which every call that may block ends at ``deadline_s`` (monotonic).
 
-    ``moved_s``: when it last took or brought something.
+    ``moved_s``: when it last took or brought something. ``left_nbytes``: how much more it may bring; beyond that it
+    raises ``RepliesTooLarge``.
     """
 
     deadline_s = 0.0
     moved_s = 0.0
+    left_nbytes = sys.maxsize
 
     def recv(self, *arguments: Any) -> bytes:
         self._bound()
         received = super().recv(*arguments)
-        self._note_move()
+        self._note_received(len(received))
         return received
 
     def recv_into(self, *arguments: Any) -> int:
         self._bound()
         nbytes = super().recv_into(*arguments)
-        self._note_move()
+        self._note_received(nbytes)
         return nbytes
 
     def send(self, *arguments: Any) -> int:
@@ -103,6 +112,12 @@ class DeadlineSocket(socket.socket):
     def _note_move(self) -> None:
         self.moved_s = time.monotonic()
 
+    def _note_received(self, nbytes: int) -> None:
+        self._note_move()
+        self.left_nbytes -= nbytes
+        if self.left_nbytes < 0:
+            raise RepliesTooLarge("its replies are too large")
+
 
 class _TlsDeadlineSocket(DeadlineSocket, ssl.SSLSocket):
     """The same under TLS."""
@@ -111,11 +126,19 @@ class _TlsDeadlineSocket(DeadlineSocket, ssl.SSLSocket):
 class Bounded(Connection):
     """A connection of redis-py, over TCP, TLS or a Unix socket, of which a step takes at most ``step_s``.
 
-    A step is to connect with all that is said then, or to send something and read the replies. What is done under
-    ``within`` ends by that deadline besides.
+    A step is to connect with all that is said then, or to send something and read the replies, of at most
+    ``max_replies_nbytes``. What is done under ``within`` ends by that deadline besides.
     """
 
-    def __init__(self, *, url: StoreURL, role: str, step_s: float, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        url: StoreURL,
+        role: str,
+        step_s: float,
+        max_replies_nbytes: int = sys.maxsize,
+        **settings: Any,
+    ) -> None:
         super().__init__(
             host=url.host or "localhost",
             port=url.port,
@@ -128,6 +151,7 @@ class Bounded(Connection):
             **settings,
         )  # type: ignore[no-untyped-call]
         self._url, self._role, self.step_s = url, role, step_s
+        self._max_replies_nbytes = max_replies_nbytes
         self.socket: DeadlineSocket | None = None
         self._dialled_s = float("inf")  # until when all of the dial under way has to be done
 
@@ -149,6 +173,7 @@ class Bounded(Connection):
         """A step begins now."""
         if self.socket is not None:
             self.socket.deadline_s = self._end_s()
+            self.socket.left_nbytes = self._max_replies_nbytes
 
     def _end_s(self) -> float:
         return min(time.monotonic() + self.step_s, self._dialled_s, _END_S.get())
@@ -179,9 +204,12 @@ class Bounded(Connection):
 def connect(url: StoreURL, *, timeout_s: float, role: str) -> redis.Redis:
     """A redis-py client for the server of ``url``: no retries, RESP2, ``timeout_s`` for each step. Close it.
 
-    ``role``: what it is for, in the names of its connections.
+    ``role``: what it is for, in the names of its connections. More than ``MAX_REPLIES_NBYTES`` of replies in a step
+    raise ``RepliesTooLarge``.
     """
-    pool = redis.ConnectionPool(Bounded, url=url, role=role, step_s=timeout_s, protocol=2)
+    pool = redis.ConnectionPool(
+        Bounded, url=url, role=role, step_s=timeout_s, max_replies_nbytes=MAX_REPLIES_NBYTES, protocol=2
+    )
     return redis.Redis.from_pool(pool)
 
 
@@ -219,7 +247,8 @@ class KeptServer:
     def asked(self, action: str, timeout_s: float) -> Iterator[redis.Redis]:
         """The server, for the requests of one call, all of which together take at most ``timeout_s``.
 
-        Errors: ``StoreUnavailable`` with ``action``, whatever a client makes of what a server says.
+        Errors: ``StoreUnavailable`` with ``action``, whatever a client makes of what a server says;
+        ``AnnouncementsRefused`` where that is about the keys, not about the server.
         """
         client: redis.Redis | None = None
         try:
@@ -228,9 +257,9 @@ class KeptServer:
                 yield client
         except KVPoolError:
             raise
-        except redis.exceptions.NoPermissionError as error:
-            raise StoreUnavailable(f"{self._name}: {action}: {error}") from error
         except Exception as error:
+            if isinstance(error, RepliesTooLarge) or _is_about_keys(error):
+                raise AnnouncementsRefused(f"{self._name}: {action}: {error}") from error
             with self._lock:
                 if self._client is client:
                     self._client = self._url = None
@@ -278,6 +307,12 @@ class KeptServer:
             kept = in_use or client is self._client
         if not kept:
             client.close()
+
+
+def _is_about_keys(error: Exception) -> bool:
+    return isinstance(error, redis.exceptions.NoPermissionError) or (
+        isinstance(error, redis.exceptions.ResponseError) and "WRONGTYPE " in str(error)
+    )
 
 
 def _dialled(url: StoreURL, end_s: float) -> socket.socket:

@@ -10,17 +10,22 @@ In a cluster the last word of each is ``{announced}``, so that all of them have 
 only there a document and its index can be changed together.
 
 So the server is never asked to walk its keys, and one access rule for ``kvpool:t:*`` covers a tenant. A user who
-may not write the list of tenants is not in it: then only who asks for that tenant's prefix finds its documents.
+may not write the list of tenants is not in it: its documents are found by a question about its tenant only.
 Keys of another form share one index.
+
+To renew an announcement costs the same however many there are: two commands in one round trip.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpool.errors import StoreUnavailable
-from kvpool.key.key import tenant_of
+from kvpool.key.key import parse_tenant, tenant_of
 from kvpool.store.server.connection import KeptServer
 from kvpool.store.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S, SCAN_KEYS
 
@@ -32,7 +37,11 @@ READ_S = 10.0  # one that reads, or takes away, what there is
 MAX_TENANTS = 4096
 READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
 INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
-LIST_LEASE_MS = 86_400_000  # of a tenant in the list: a live worker announces again long before
+LIST_LEASE_MS = 86_400_000  # of a tenant in the list
+REGISTER_S = 3600.0  # how often both are renewed
+CLOCK_S = 10.0  # how long the server's clock is reckoned from ours
+
+logger = logging.getLogger("kvpool")
 
 SLOT = 1209  # of every key that ends in {announced}
 
@@ -49,6 +58,12 @@ class ServerAnnouncements:
         self._server, self._name = server, name
         self._word = "{announced}" if in_cluster else "announced"
         self._list = f"kvpool:::{self._word}"  # of the tenants
+        # Replaced whole, so that any thread may.
+        self._clock = (0, 0.0)  # ms that the server's clock is ahead of our monotonic one, and until when
+        self._registered: dict[
+            str, float
+        ] = {}  # tenants that we have announced for, and when they were listed
+        self._said_unlisted = False
 
     def put(self, key: str, document: bytes, lease_s: float) -> None:
         """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
@@ -56,20 +71,15 @@ class ServerAnnouncements:
         tenant = tenant_of(key)
         index = self._index(tenant)
         with self._server.asked("cannot keep an announcement", WRITE_S) as server:
-            now_ms = _now_ms(server)
-            if server.zscore(index, key) is None and server.zcard(index) >= MAX_ANNOUNCEMENTS:
-                server.zremrangebyscore(index, "-inf", now_ms)
-                if server.zcard(index) >= MAX_ANNOUNCEMENTS:
-                    raise StoreUnavailable(
-                        f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already"
-                    )
             # Together, so that no index entry is without its document, or the other way round.
             with server.pipeline(transaction=True) as together:
                 together.set(f"{key}:{self._word}", document, px=lease_ms)
-                together.zadd(index, {key: now_ms + lease_ms})
-                together.pexpire(index, INDEX_LEASE_MS)
-                together.execute()
-            self._register(server, tenant, now_ms)
+                together.zadd(index, {key: self._now_ms(server) + lease_ms})
+                _, is_new = together.execute()
+            if is_new:
+                self._keep_bounded(server, index, key)
+            if is_new or time.monotonic() >= self._registered.get(tenant, 0.0) + REGISTER_S:
+                self._register(server, tenant, index)
 
     def remove(self, key: str) -> bool:
         """End what is under ``key``; whether its lease still ran."""
@@ -80,6 +90,11 @@ class ServerAnnouncements:
             documents, entries = together.execute()
         return bool(documents and entries)
 
+    def of(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Documents under exactly these keys whose lease still runs."""
+        with self._server.asked("cannot read announcements", READ_S) as server:
+            return self._read(server, keys)
+
     def all(self, prefix: str) -> dict[str, bytes]:
         """Documents under keys with ``prefix`` whose lease still runs; those that ran out leave the index."""
         documents: dict[str, bytes] = {}
@@ -87,15 +102,15 @@ class ServerAnnouncements:
             for tenant in self._tenants(server, prefix):
                 index = self._index(tenant)
                 # Atomic, and by the lease that stands now: one that was renewed just before stays.
-                server.zremrangebyscore(index, "-inf", _now_ms(server))
-                keys = _announced(server, index, prefix)
-                for start in range(0, len(keys), READ_AT_ONCE):
-                    part = keys[start : start + READ_AT_ONCE]
-                    values = server.mget([f"{key}:{self._word}" for key in part])
-                    for key, value in zip(part, values, strict=True):
-                        if isinstance(value, bytes) and len(value) <= MAX_DOCUMENT_NBYTES:
-                            documents[key] = value
+                server.zremrangebyscore(index, "-inf", self._now_ms(server))
+                documents |= self._read(server, _announced(server, index, prefix))
         return dict(sorted(documents.items()))
+
+    def tenants(self) -> list[str]:
+        """The tenants in the list whose names are such."""
+        with self._server.asked("cannot list the tenants", READ_S) as server:
+            listed = self._tenants(server, "")
+        return sorted(tenant for tenant in listed if parse_tenant(f"kvpool:{tenant}:") == tenant)
 
     def remove_all(self, prefix: str) -> int:
         """Delete the documents under keys with ``prefix``; how many there were.
@@ -123,16 +138,61 @@ class ServerAnnouncements:
         """The one whose keys start with ``prefix``, or all in the list."""
         if tenant_of(prefix):
             return [tenant_of(prefix)]
-        server.zremrangebyscore(self._list, "-inf", _now_ms(server))
+        server.zremrangebyscore(self._list, "-inf", self._now_ms(server))
         return [_text(member) for member in server.zrange(self._list, 0, MAX_TENANTS - 1)]
 
-    def _register(self, server: redis.Redis, tenant: str, now_ms: int) -> None:
+    def _read(self, server: redis.Redis, keys: Sequence[str]) -> dict[str, bytes]:
+        documents: dict[str, bytes] = {}
+        for start in range(0, len(keys), READ_AT_ONCE):
+            part = keys[start : start + READ_AT_ONCE]
+            values = server.mget([f"{key}:{self._word}" for key in part])
+            for key, value in zip(part, values, strict=True):
+                if isinstance(value, bytes) and len(value) <= MAX_DOCUMENT_NBYTES:
+                    documents[key] = value
+        return documents
+
+    def _keep_bounded(self, server: redis.Redis, index: str, key: str) -> None:
+        """Take back what was announced if there are too many. Errors: ``StoreUnavailable``, then."""
+        if server.zcard(index) <= MAX_ANNOUNCEMENTS:
+            return
+        server.zremrangebyscore(index, "-inf", self._now_ms(server))
+        if server.zcard(index) <= MAX_ANNOUNCEMENTS:
+            return
+        with server.pipeline(transaction=True) as together:
+            together.unlink(f"{key}:{self._word}")
+            together.zrem(index, key)
+            together.execute()
+        raise StoreUnavailable(f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already")
+
+    def _register(self, server: redis.Redis, tenant: str, index: str) -> None:
+        """Keep the index of the tenant, and the tenant in the list of tenants."""
         import redis
 
-        with contextlib.suppress(redis.exceptions.NoPermissionError):
-            server.zadd(self._list, {tenant: now_ms + LIST_LEASE_MS})
+        server.pexpire(index, INDEX_LEASE_MS)
+        try:
+            server.zadd(self._list, {tenant: self._now_ms(server) + LIST_LEASE_MS})
             server.zremrangebyrank(self._list, 0, -MAX_TENANTS - 1)
             server.pexpire(self._list, LIST_LEASE_MS)
+        except redis.exceptions.NoPermissionError:
+            if not self._said_unlisted:
+                self._said_unlisted = True
+                logger.warning(
+                    "kvpool: %s: this user may not list its tenant (%s): an index finds the workers of tenant %s when "
+                    "it is started with --tenant %s",
+                    self._name, self._list, tenant, tenant,
+                )  # fmt: skip
+        self._registered[tenant] = time.monotonic()
+
+    def _now_ms(self, server: redis.Redis) -> int:
+        """The server's clock: the hosts' own need not agree."""
+        ahead_ms, until_s = self._clock
+        now_s = time.monotonic()
+        if now_s >= until_s:
+            seconds, microseconds = server.time()
+            now_s = time.monotonic()
+            ahead_ms = int(seconds) * 1000 + int(microseconds) // 1000 - int(now_s * 1000)
+            self._clock = ahead_ms, now_s + CLOCK_S
+        return ahead_ms + int(now_s * 1000)
 
     def _unregister(self, server: redis.Redis, tenant: str, index: str) -> None:
         """Take a tenant without announcements off the list, unless one is announced just now."""
@@ -161,12 +221,6 @@ class ServerAnnouncements:
 def _announced(server: redis.Redis, index: str, prefix: str) -> list[str]:
     found = [_text(member) for member in server.zrange(index, 0, MAX_ANNOUNCEMENTS - 1)]
     return [key for key in found if key.startswith(prefix)]
-
-
-def _now_ms(server: redis.Redis) -> int:
-    """The server's clock: the hosts' own need not agree."""
-    seconds, microseconds = server.time()
-    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 def _text(member: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import redis
 
@@ -56,6 +56,12 @@ class ServerStore(Store):
 
     def _announcements(self, prefix: str) -> dict[str, bytes]:
         return self._announced.all(prefix)
+
+    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
+        return self._announced.of(keys)
+
+    def _announcing_tenants(self) -> list[str]:
+        return self._announced.tenants()
 
     def _withdraw_all(self, prefix: str) -> int:
         return self._announced.remove_all(prefix)

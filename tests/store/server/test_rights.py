@@ -17,7 +17,7 @@ from tests.store.servers import Server, running, with_client
 # As docs/stores.md has it.
 DOCUMENTED = [
     "+ping", "+select", "+client|setname", "+multi", "+exec", "+hset", "+pexpire", "+pttl", "+hmget", "+exists",
-    "+touch", "+unlink", "+time", "+set", "+mget", "+zadd", "+zcard", "+zscore", "+zrange", "+zrem",
+    "+touch", "+unlink", "+time", "+set", "+mget", "+zadd", "+zcard", "+zrange", "+zrem",
     "+zremrangebyscore", "+zremrangebyrank",
 ]  # fmt: skip
 

@@ -1,0 +1,83 @@
+"""``WorkerNetworks``: at which addresses an index follows workers that callers or records in a pool name.
+
+Without it a tenant could have the index connect to anything that the index's host can reach, itself included. Workers
+that the operator names by a flag are not judged.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from kvpool.discovery.worker import PUSHED, Worker
+from kvpool.errors import ConfigError
+
+IPC = "ipc"  # among networks: Unix sockets of the index's own host
+MAX_NETWORKS = 1024
+
+
+class WorkerNetworks:
+    """``networks``: such as ``10.0.0.0/8``, and ``ipc``; none: every address but those of the host itself and its link.
+
+    ``loopback``: whether addresses of the host itself are allowed besides. Immutable. Errors: ``ConfigError``.
+    """
+
+    def __init__(self, networks: Sequence[str] = (), *, loopback: bool = False) -> None:
+        if len(networks) > MAX_NETWORKS:
+            raise ConfigError(f"at most {MAX_NETWORKS} networks of workers can be named, not {len(networks)}")
+        self._ipc = IPC in networks
+        self._networks = tuple(_network(text) for text in networks if text != IPC)
+        self._loopback = loopback
+
+    def check(self, worker: Worker) -> None:
+        """Errors: ``ConfigError`` that names the field, for an address that is spelled out and not allowed.
+
+        A host name passes: what it resolves to is to be shown to ``allows``.
+        """
+        endpoints = [
+            (f"{field} of rank {publisher.dp_rank}", getattr(publisher, field))
+            for publisher in worker.publishers
+            for field in ("events", "replay")
+        ]
+        for field, endpoint in (("address", worker.address), *endpoints):
+            if not endpoint or endpoint == PUSHED:
+                continue
+            if not self._passes(endpoint):
+                raise ConfigError(
+                    f"worker {worker.name}: {field}: this index does not connect to {endpoint:.80}; "
+                    "its --worker-networks say where workers are"
+                )
+
+    def allows(self, address: str) -> bool:
+        """Whether the index may connect to this IP address."""
+        found = ipaddress.ip_address(address.partition("%")[0])
+        if found.version == 6 and found.ipv4_mapped is not None:
+            found = found.ipv4_mapped
+        if self._loopback and found.is_loopback:
+            return True
+        if self._networks:
+            return any(found in network for network in self._networks)
+        return not (found.is_loopback or found.is_link_local or found.is_multicast or found.is_unspecified)
+
+    def _passes(self, endpoint: str) -> bool:
+        try:
+            parts = urlsplit(endpoint)
+            host = parts.hostname or ""
+        except ValueError:  # no URL: nothing connects to it
+            return True
+        if parts.scheme == "ipc":
+            return self._ipc
+        try:
+            return self.allows(host)
+        except ValueError:  # a name, or nothing
+            return True
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError as error:
+        raise ConfigError(
+            f'--worker-networks "{text:.80}": write a network such as 10.0.0.0/8, or {IPC}'
+        ) from error

@@ -1,0 +1,132 @@
+"""``PoolFollower``: follows what one pool announces and holds, from when it can be reached.
+
+An index may start before its pool, and outlives it: what is asked meanwhile is answered from the workers' events.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvpool.discovery.worker_watch import WorkerWatch
+from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
+from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
+from kvpool.index.follow.roster import Roster
+from kvpool.key.names import check_tenant
+from kvpool.store import open_store
+from kvpool.store.store import Store
+from kvpool.store.url import StoreURL
+from kvpool.text import MAX_NBYTES
+
+RETRY_S = 2.0  # between two tries to reach the pool
+CLOSE_S = 10.0  # a try that is under way takes a few seconds
+
+logger = logging.getLogger("kvpool.index")
+
+
+class PoolFollower:
+    """A ``WorkerWatch`` and a ``PoolReconciler`` for ``roster`` and its fleet, on the pool of ``url``.
+
+    ``tenants``: see ``WorkerWatch``. Call ``start`` once. Until the pool can be reached, that is tried every
+    ``RETRY_S`` seconds, from a thread.
+    Blocking: tries to reach the pool once, for a few seconds at most. Errors: ``ConfigError`` for a URL that cannot be
+    an index's pool.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        roster: Roster,
+        *,
+        keys_per_s: int = DEFAULT_KEYS_PER_S,
+        tenants: Sequence[str] | None = None,
+    ) -> None:
+        self._url = _pool_url(url)
+        for tenant in tenants or ():
+            check_tenant(tenant)
+        self._roster, self._keys_per_s, self._tenants = roster, keys_per_s, tenants
+        self._closing = threading.Event()
+        self._opening: threading.Thread | None = None
+        # Set once, by the caller of start() or by the thread that opens the store.
+        self._store: Store | None = None
+        self._watch: WorkerWatch | None = None
+        self._reconciler: PoolReconciler | None = None
+        self._life = ""
+        try:
+            self._store = open_store(self._url, threads=1)
+            self._life = self._store.server_run_id()
+        except StoreUnavailable as error:
+            logger.warning(
+                "the index starts without its pool, and follows it when it can be reached: %s", error
+            )
+
+    @property
+    def life(self) -> str:
+        """``Store.server_run_id`` of the pool, as it was read last; empty: not known. Any thread."""
+        return self._life if self._watch is None else self._watch.life
+
+    @property
+    def rounds(self) -> int:
+        """Of the ``WorkerWatch``, in which the pool answered. Any thread."""
+        return 0 if self._watch is None else self._watch.rounds
+
+    def totals(self) -> ReconcilerTotals:
+        """Of the ``PoolReconciler``. Any thread."""
+        return ReconcilerTotals() if self._reconciler is None else self._reconciler.totals()
+
+    def start(self) -> None:
+        """Follow the pool from now on. Returns at once."""
+        if self._store is not None:
+            self._follow(self._store)
+        else:
+            self._opening = threading.Thread(target=self._open, name="kvpool-pool", daemon=True)
+            self._opening.start()
+
+    def close(self) -> None:
+        """End all of it; again does nothing. Blocking, for some seconds at most."""
+        self._closing.set()
+        if self._opening is not None:
+            self._opening.join(CLOSE_S)
+        for part in (self._watch, self._reconciler, self._store):
+            if part is not None:
+                part.close()
+
+    def _open(self) -> None:
+        said = ""
+        while not self._closing.wait(RETRY_S):
+            try:
+                store = open_store(self._url, threads=1)
+            except KVPoolError as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning("the pool cannot be reached: %s", error)
+                continue
+            logger.info("the pool is reached: %r", store)
+            self._store = store
+            self._follow(store)
+            return
+
+    def _follow(self, store: Store) -> None:
+        fleet = self._roster.fleet
+        reconciler = self._reconciler = PoolReconciler(fleet, store, keys_per_s=self._keys_per_s)
+        self._watch = WorkerWatch(
+            store,
+            on_worker=lambda worker, keep_s: self._roster.add(worker, "pool", keep_s),
+            on_gone=lambda worker_id: self._roster.remove(worker_id, "pool"),
+            on_pool_lost=reconciler.pool_lost,
+            incomplete=fleet.incomplete,
+            on_asked=fleet.asked,
+            tenants=self._tenants,
+            life=self._life,
+        )
+
+
+def _pool_url(text: str) -> StoreURL:
+    url = StoreURL.parse(text)
+    if url.scheme == "memory":
+        raise ConfigError("--pool memory:// is of one process: no worker can announce itself in it")
+    if url.scheme == "file":  # it may start before the first worker, and evicts nothing
+        return replace(url, capacity_nbytes=MAX_NBYTES)
+    return url
