@@ -29,6 +29,7 @@ settings.load_profile("kvpool")
 
 # How long each soak test goes on.
 SOAK_S = float(os.environ.get("SOAK_S", "60"))
+LONG_SOAK = pytest.mark.skipif(SOAK_S < 300, reason="too long for a short soak: SOAK_S=300 runs it")
 
 _SETTLE_S = 5.0
 # What a library opens once for a whole process, and keeps.

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
 from kvpool import BlockHasher
@@ -26,13 +25,11 @@ from kvpool.cli.engine_process import (
     write_model,
 )
 from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
-from tests.conftest import SOAK_S
 
 BLOCK_TOKENS = 128
 GENERATED_TOKENS = 12
 ROOT = Path(__file__).parents[2]
 # What starts several engines and is proven in part by a test that starts fewer, or scripted ones.
-LONG_SOAK = pytest.mark.skipif(SOAK_S < 300, reason="too long for a short soak: SOAK_S=300 runs it")
 
 
 def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.e2e_report import HOST, LMCACHE, OFF, OWN
 from benchmarks.e2e_workload import QUESTIONS, TURNS
 from tests.benchmarks.command import benchmark
-from tests.e2e.harness import LONG_SOAK
+from tests.conftest import LONG_SOAK
 from tests.store.servers import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(620)]

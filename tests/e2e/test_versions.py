@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.cli.engine_process import child_environment
+from tests.conftest import LONG_SOAK
 from tests.e2e.harness import ROOT
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
@@ -31,7 +32,11 @@ SETTLED = "import vllm; print(vllm.__version__, vllm.__file__)"
 
 @pytest.mark.parametrize(
     ("version", "files"),
-    [*((version, ENGINES) for version in OLDER), *((version, ENGINES + MORE) for version in NEWER)],
+    [
+        (OLDER[0], ENGINES),
+        *(pytest.param(version, ENGINES, marks=LONG_SOAK) for version in OLDER[1:]),
+        *((version, ENGINES + MORE) for version in NEWER),
+    ],
     ids=[*OLDER, *NEWER],
 )
 def test_engines_of_another_version_pass_the_tests_of_engines(version: str, files: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from kvpool import _native, open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.key.record import pack_header
 from kvpool.store.store import Store
-from tests.conftest import eventually
+from tests.conftest import LONG_SOAK, eventually
 from tests.store.conformance import MIB, key, keys, payload
 from tests.store.proxy import Harm, Proxy, Way, proxied
 from tests.store.servers import ON_VALKEY, Server, with_client
@@ -33,8 +33,8 @@ STAGES = (
 
 _Answer = TypeVar("_Answer")
 
-# (server, client, harm, of how many cuts one is tried). Cut by cut a sweep takes 20 to 40 s: in the soak, on each
-# server with each harm. Clients in Python read and dial by themselves.
+# (server, client, harm, of how many cuts one is tried). Cut by cut a sweep takes 20 to 80 s: in the soak, on each
+# server with each harm when it is a long one. Clients in Python read and dial by themselves.
 SWEEPS = [
     ("valkey-server", "native", Harm.CLOSE, 3),
     ("redis-server", "native", Harm.RESET, 3),
@@ -44,6 +44,8 @@ SWEEPS = [
 SOAKED_SWEEPS = [
     ("valkey-server", "native", Harm.CLOSE, 1),
     ("redis-server", "native", Harm.RESET, 1),
+]
+LONG_SWEEPS = [
     ("valkey-server", "native", Harm.RESET, 1),
     ("redis-server", "native", Harm.CLOSE, 1),
     ("valkey-server", "redis", Harm.CLOSE, 1),
@@ -161,7 +163,11 @@ class Exchange:
 
 @pytest.mark.parametrize(
     ("server_of_module", "client", "harm", "one_of"),
-    [*SWEEPS, *(pytest.param(*sweep, marks=pytest.mark.soak) for sweep in SOAKED_SWEEPS)],
+    [
+        *SWEEPS,
+        *(pytest.param(*sweep, marks=pytest.mark.soak) for sweep in SOAKED_SWEEPS),
+        *(pytest.param(*sweep, marks=[pytest.mark.soak, LONG_SOAK]) for sweep in LONG_SWEEPS),
+    ],
     indirect=["server_of_module", "client"],
     scope="module",
 )
