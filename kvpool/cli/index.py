@@ -139,6 +139,8 @@ async def _serve(
         loop.add_signal_handler(number, ended.set)
     async with AsyncExitStack() as parts:
         parts.push_async_callback(_calls_end)
+        if file is not None:
+            parts.enter_context(snapshot_file.lock(file))
         store = reconciler = None
         if settings.pool is not None:
             store = parts.enter_context(_open_pool(settings.pool))
