@@ -142,6 +142,8 @@ async def _serve(
         loop.add_signal_handler(number, ended.set)
     async with AsyncExitStack() as parts:
         parts.push_async_callback(_calls_end)
+        if file is not None:
+            parts.enter_context(snapshot_file.lock(file))
         roster = Roster(fleet, Subscriber(fleet), networks=networks)
         parts.callback(roster.close)
         if settings.pool is not None:

@@ -285,6 +285,16 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
     assert answers > 0
 
 
+def test_two_indexes_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot"
+    with running("--snapshot", str(path)) as index:
+        line = refused("index", "--listen", "127.0.0.1:0", "--snapshot", str(path))
+        assert f"--snapshot {path}: another index writes this file: give each index a file of its own" in line
+        code, _ = index.stop()
+    assert code == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

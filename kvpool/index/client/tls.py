@@ -1,4 +1,4 @@
-"""TLS on the port of an index: what gRPC takes, from PEM files that were looked at first.
+"""TLS on the ports of an index: what gRPC and other servers take, from PEM files that were looked at first.
 
 gRPC says nothing about a file that it cannot use until somebody connects, and then not to who has to mend it.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import ssl
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -23,25 +22,21 @@ logger = logging.getLogger("kvpool.index")
 class ServerTls:
     """What an index listens with. ``client_ca``: callers need a certificate of one of these authorities; empty: none.
 
-    ``reload`` and gRPC's own threads share ``_fresh`` only, which is replaced whole. Errors: ``ConfigError`` that
-    names the file.
+    ``credentials``: for gRPC. ``context``: for other servers. What ``reload`` has read holds for connections that are
+    made from then on. It shares ``_fresh`` with gRPC's own threads, and ``_current`` with those of other servers; each
+    is replaced whole. Errors: ``ConfigError`` that names the file.
     """
 
     def __init__(self, cert: str, key: str, client_ca: str = "") -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._seen = self._state()
         self._fresh: grpc.ServerCertificateConfiguration | None = None
+        first, self._current = self._read()
         self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._read(), self._take_fresh, require_client_authentication=bool(client_ca)
+            first, self._take_fresh, require_client_authentication=bool(client_ca)
         )
-
-    @property
-    def uvicorn_options(self) -> dict[str, Any]:
-        """The same for a server of uvicorn's, as arguments of its ``Config``."""
-        options: dict[str, Any] = {"ssl_certfile": self._cert, "ssl_keyfile": self._key}
-        if self._client_ca:
-            options |= {"ssl_ca_certs": self._client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
-        return options
+        _, self.context = self._read()
+        self.context.sni_callback = self._choose  # OpenSSL calls it at each handshake, a name or not
 
     def reload(self) -> None:
         """Use the files from now on if they have changed. What cannot be used changes nothing, and is logged once.
@@ -52,7 +47,7 @@ class ServerTls:
             return
         self._seen = seen
         try:
-            self._fresh = self._read()
+            self._fresh, self._current = self._read()
         except ConfigError as error:
             logger.warning("the certificate stays as it was: %s", error)
         else:
@@ -63,15 +58,21 @@ class ServerTls:
         fresh, self._fresh = self._fresh, None
         return fresh
 
+    def _choose(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        connection.context = self._current
+
     def _state(self) -> list[object]:
         return [file_state(path) for path in (self._cert, self._key, self._client_ca) if path]
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
+    def _read(self) -> tuple[grpc.ServerCertificateConfiguration, ssl.SSLContext]:
         chain, private = _pem("--tls-cert", self._cert), _pem("--tls-key", self._key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         _judge_chain(context, f"--tls-cert {self._cert} and --tls-key {self._key}", self._cert, self._key)
-        authorities = _authorities(context, "--tls-client-ca", self._client_ca) if self._client_ca else None
-        return grpc.ssl_server_certificate_configuration([(private, chain)], authorities)
+        authorities = None
+        if self._client_ca:
+            authorities = _authorities(context, "--tls-client-ca", self._client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return grpc.ssl_server_certificate_configuration([(private, chain)], authorities), context
 
 
 def channel_credentials(ca: str, cert: str = "", key: str = "") -> grpc.ChannelCredentials:

@@ -1,16 +1,21 @@
 """``SnapshotFile``: the snapshot of an index in a file, written again and again, read at the next start.
 
 A file is there as a whole or not at all: it is written beside its place under another name, brought to the disk, and
-renamed. Its folder belongs to one index. A thread of the file's own writes; ``_failed`` is its alone.
+renamed. Only its owner can read it, and no symbolic link is followed. One index writes it: ``lock``. A thread of the
+file's own writes; ``_failed`` is its alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvpool.errors import ConfigError, SnapshotRefused
@@ -21,6 +26,7 @@ MIN_EVERY_S = 0.1
 MAX_EVERY_S = 86400.0
 MAX_AGE_S = 86400.0  # publishers keep 10,000 batches: an older snapshot cannot be caught up
 CLOSE_S = 60.0
+MODE = 0o600  # it names workers, their addresses and what they hold, of all tenants
 
 logger = logging.getLogger("kvpool.index")
 
@@ -74,16 +80,49 @@ class SnapshotFile:
 def check_place(path: Path) -> None:
     """Errors: ``ConfigError`` when no file can be written at ``path``."""
     folder = path.parent
+    if path.is_symlink():
+        raise ConfigError(f"--snapshot {path}: this is a symbolic link: name the file itself")
     if path.is_dir() or not folder.is_dir():
         raise ConfigError(f"--snapshot {path}: name a file in a folder that is there")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"--snapshot {path}: the folder {folder} cannot be written")
 
 
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Keep other indexes from the file for as long as this lasts, by a lock on ``path.lock``, which stays there.
+
+    Errors: ``ConfigError`` when another index has it, or nothing can be written at ``path``.
+    """
+    check_place(path)
+    try:
+        descriptor = os.open(
+            path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, MODE
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"--snapshot {path}: {path.name}.lock cannot be opened: {error.strerror}"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"--snapshot {path}: another index writes this file: give each index a file of its own"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"--snapshot {path}: cannot be locked: {error.strerror}") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write(path: Path, parts: Sequence[bytes]) -> None:
     """Put the parts into the file, one behind the other, or leave it as it is. Blocking. Errors: ``OSError``."""
     beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
+    with contextlib.suppress(FileNotFoundError):
+        beside.unlink()  # of an index that was killed, or a link
+    with open(beside, "xb", opener=_open) as file:
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
@@ -102,13 +141,15 @@ def read(path: Path, *, max_age_s: float = MAX_AGE_S) -> Snapshot | None:
     old. It may stay where it is: the next snapshot takes its place.
     """
     try:
-        if path.stat().st_size > MAX_NBYTES:
-            raise SnapshotRefused(f"{path}: more than {MAX_NBYTES} bytes are no snapshot")
-        packed = path.read_bytes()
+        with open(path, "rb", opener=_open) as file:
+            if os.fstat(file.fileno()).st_size > MAX_NBYTES:
+                raise SnapshotRefused(f"{path}: more than {MAX_NBYTES} bytes are no snapshot")
+            packed = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise SnapshotRefused(f"{path} cannot be read: {error.strerror}") from error
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise SnapshotRefused(f"{path} cannot be read: {why}") from error
     try:
         snapshot = unpack(packed)
     except SnapshotRefused as error:
@@ -117,6 +158,10 @@ def read(path: Path, *, max_age_s: float = MAX_AGE_S) -> Snapshot | None:
     if age_s > max_age_s:
         raise SnapshotRefused(f"{path}: this snapshot is {age_s:.0f} s old, and {max_age_s:g} s is the limit")
     return snapshot
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, MODE)
 
 
 def age(snapshot: Snapshot) -> float:

@@ -1,4 +1,4 @@
-"""``Calls``: what every call of an index passes: the check of rights, and how a refusal is reported.
+"""``Calls``: what every call of an index passes: the check of rights, limits, deadlines, and how a refusal is reported.
 
 A call cannot be served without saying which right it takes and about which tenant it is (``Method``). One event loop.
 """
@@ -16,9 +16,11 @@ from google.protobuf.message import DecodeError
 
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index.follow.push import NotRegistered
+from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import Permissions, Right, TokenAuth, WrongToken
 from kvpool.index.serve.request_stats import RequestStats
-from kvpool.index.serve.stream_limiter import StreamLimiter
+
+REQUEST_S = 10.0  # for the request of a call to arrive: 33 MiB at 28 Mbit/s
 
 logger = logging.getLogger("kvpool.index")
 
@@ -28,7 +30,7 @@ class NotWarm(KVPoolError):
 
 
 class NotTaken(KVPoolError):
-    """A caller does not read."""
+    """A caller does not read, or does not send."""
 
 
 _CODES: tuple[tuple[type[KVPoolError], grpc.StatusCode], ...] = (
@@ -57,48 +59,128 @@ class Method(NamedTuple):
     read: Callable[[bytes], Any] | None = None
 
 
+Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+
+
 class Calls:
-    """Makes handlers that ask ``auth`` first who the caller is, and count refusals in ``stats``."""
+    """Makes handlers that ask ``auth`` first who the caller is, and count refusals in ``stats``.
+
+    All handlers are of the kinds whose request is a stream to gRPC, also those of calls with one request: for the
+    others gRPC receives the request, up to 33 MiB, before a handler can look at the token.
+    """
 
     def __init__(self, auth: TokenAuth, stats: RequestStats) -> None:
         self._auth = auth
         self._stats = stats
-        self._stream_limiter = StreamLimiter()
+        self._open_calls = limiter.of_calls()
+        self._open_streams = limiter.of_streams()
+        self._open_watches = limiter.of_watches()
         self._streams: set[asyncio.Task[None]] = set()
+        self._late: set[asyncio.Task[None]] = set()  # that end a call whose request did not arrive
         self._stopping = False
+
+    def unary(self, name: str, method: Method) -> Handler:
+        """The handler of a call with one request: the token is looked at before it is received, its tenant after."""
+
+        async def serve(_: Any, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                caller = self._auth.authenticate(_authorization(context))
+                caller.check(method.right, None)
+                with self._open_calls.acquire(context.peer(), caller.tenants):
+                    return await self._answer(method, await self.receive(name, context), caller)
+            except grpc.aio.AbortError:  # the request came too late
+                raise
+            except Exception as error:
+                return await self._refuse(name, context, error)
+
+        return serve
 
     def answering(
         self, name: str, method: Method
-    ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-        """The handler of one call, or of one message of a stream: rights are checked before anything is read."""
-        read = method.read or method.request.FromString
+    ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[Any]]:
+        """Answers one message of a stream. Rights are looked at each time: they may change while it is open."""
 
         async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
                 caller = self._auth.authenticate(_authorization(context))
-                try:
-                    request = read(packed)
-                except DecodeError:
-                    raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}") from None
-                caller.check(method.right, method.tenant(request))
-                return await method.answer(request, caller)
+                caller.check(method.right, None)
+                return await self._answer(method, packed, caller)
             except Exception as error:
+                del packed
                 return await self._refuse(name, context, error)
 
         return answer
 
+    async def _answer(self, method: Method, packed: bytes, caller: Permissions) -> Any:
+        read = method.read or method.request.FromString
+        try:
+            request = read(packed)
+        except DecodeError:
+            raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}") from None
+        caller.check(method.right, method.tenant(request))
+        return await method.answer(request, caller)
+
+    def without_token(
+        self, name: str, answer: Callable[[grpc.aio.ServicerContext], Awaitable[Any]]
+    ) -> Handler:
+        """The handler of a call with one request that every caller may make. ``answer`` bounds what it costs."""
+
+        async def serve(_: Any, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                return await answer(context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:
+                return await self._refuse(name, context, error)
+
+        return serve
+
+    async def receive(self, name: str, context: grpc.aio.ServicerContext) -> bytes:
+        """The one request of a call; the call ends when it has not come after ``REQUEST_S``.
+
+        The read is not cancelled but ended by the status: what gRPC holds of a cancelled one is never freed.
+        Errors: ``ConfigError`` when there is none.
+        """
+        late = asyncio.get_running_loop().call_later(REQUEST_S, self._end_late, name, context)
+        try:
+            packed = await context.read()
+        finally:
+            late.cancel()
+        if packed is grpc.aio.EOF:
+            raise ConfigError("the call ended without a request")
+        return bytes(packed)
+
+    def _end_late(self, name: str, context: grpc.aio.ServicerContext) -> None:
+        error = NotTaken(f"the request did not arrive within {REQUEST_S:g} s")
+        task = asyncio.ensure_future(self._refuse(name, context, error))
+        self._late.add(task)
+        task.add_done_callback(self._ended_late)
+
+    def _ended_late(self, task: asyncio.Task[None]) -> None:
+        self._late.discard(task)
+        if not task.cancelled():
+            task.exception()  # AbortError, which the read of the call raises, too
+
     def stream(
-        self, name: str, serve: Callable[[grpc.aio.ServicerContext], Awaitable[None]]
-    ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
-        """The handler of a call with streams: a caller without the right is refused before the first message."""
+        self, name: str, right: Right | None, serve: Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+    ) -> Handler:
+        """The handler of a call with streams: a caller without the right is refused before the first message.
+
+        ``right``: None: callers need no token, and have a limit of their own.
+        """
 
         async def served(_: Any, context: grpc.aio.ServicerContext) -> None:
             task = asyncio.current_task()
             assert task is not None
             self._streams.add(task)
             try:
-                self._auth.authenticate(_authorization(context))
-                with self._stream_limiter.acquire(context.peer()):
+                if right is None:
+                    opened = self._open_watches.acquire(context.peer(), None)
+                else:
+                    caller = self._auth.authenticate(_authorization(context))
+                    caller.check(right, None)
+                    opened = self._open_streams.acquire(context.peer(), caller.tenants)
+                with opened:
                     await serve(context)
             except grpc.aio.AbortError:  # a message of it was refused
                 raise
@@ -127,6 +209,8 @@ class Calls:
         if isinstance(error, KVPoolError):
             code = next(code for kind, code in _CODES if isinstance(error, kind))
             text = str(error)
+            # gRPC keeps the error of a call in a cycle with the call: so the frames that hold its request would stay.
+            error.__traceback__ = error.__context__ = None
         else:
             logger.error("a call of %s failed", name, exc_info=error)
         self._stats.record_refusal(code.name)

@@ -1,14 +1,26 @@
-"""``Health``: what ``grpc.health.v1`` says of an index. One event loop."""
+"""``Health``: what ``grpc.health.v1`` says of an index, to every caller. One event loop.
+
+It takes no token, and gRPC receives a request of up to 33 MiB: so one is received at a time, which takes a millisecond,
+and callers beside it are told the state of the index, whichever service they name. Both services have the same state.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
+from kvpool.errors import ConfigError
 from kvpool.index.client.messages import SERVICE
+from kvpool.index.serve.calls import Calls
+
+MAX_REQUEST_NBYTES = 1024
 
 logger = logging.getLogger("kvpool.index")
 
@@ -24,6 +36,43 @@ class Health:
         self._serves_at_s = 0.0  # at the latest
         self.serves = False
         self.servicer = health.aio.HealthServicer()
+        self._receiving = False
+
+    def handlers(self, calls: Calls) -> dict[str, grpc.RpcMethodHandler]:
+        """Of the calls of ``grpc.health.v1.Health``."""
+
+        async def check(context: grpc.aio.ServicerContext) -> Any:
+            return await self.servicer.Check(await self._asked("Check", context, calls), context)
+
+        async def watch(context: grpc.aio.ServicerContext) -> None:
+            await self.servicer.Watch(await self._asked("Watch", context, calls), context)
+
+        packed = health_pb2.HealthCheckResponse.SerializeToString
+        return {
+            "Check": grpc.stream_unary_rpc_method_handler(
+                calls.without_token("Check", check), response_serializer=packed
+            ),
+            "Watch": grpc.stream_stream_rpc_method_handler(
+                calls.stream("Watch", None, watch), response_serializer=packed
+            ),
+        }
+
+    async def _asked(self, name: str, context: grpc.aio.ServicerContext, calls: Calls) -> Any:
+        if self._receiving:
+            return health_pb2.HealthCheckRequest()
+        self._receiving = True
+        try:
+            packed = await calls.receive(name, context)
+        finally:
+            self._receiving = False
+        if len(packed) > MAX_REQUEST_NBYTES:
+            raise ConfigError(
+                f"a check of health has at most {MAX_REQUEST_NBYTES} bytes: the name of a service"
+            )
+        try:
+            return health_pb2.HealthCheckRequest.FromString(packed)
+        except DecodeError:
+            raise ConfigError("the request is not a grpc.health.v1.HealthCheckRequest") from None
 
     async def begin(self) -> None:
         """Set the first status, before the server listens."""

@@ -76,7 +76,7 @@ class HttpServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``stop``.
 
     ``stats`` counts what is answered. ``is_serving``: what ``/health`` says. ``auth``: who may do what; None: all may
-    do everything. ``tls``: None: without; its files are read once, when it starts.
+    do everything. ``tls``: None: without.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
             h11_max_incomplete_event_size=MAX_HEAD_NBYTES,
-            **({} if self._tls is None else self._tls.uvicorn_options),
         )
         config.load()
+        config.ssl = None if self._tls is None else self._tls.context
         server = uvicorn.Server(config)
         # Not serve(): it takes over the signals of the process.
         server.lifespan = config.lifespan_class(config)

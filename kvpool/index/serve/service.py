@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from kvpool.discovery.admission import check_name
@@ -41,11 +41,12 @@ from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import codec
-from kvpool.index.serve.auth import ALL_TENANTS, Permissions, TokenAuth
+from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.listening import is_loopback, open_listening
 from kvpool.index.serve.publish_streams import PublishStreams
+from kvpool.index.serve.reflection_calls import reflection_handlers
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
@@ -56,8 +57,15 @@ INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
 LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
 THREADS = 4
 TEXT_THREADS = 2  # that make tokens of text: long ones must not hold up what else takes a thread
-MAX_CALLS = 256  # at a time, streams and health checks among them; more are refused
+# Of all calls, those among them that are being refused: what bounds the memory that calls take. Honest callers meet
+# the limits of ``limiter`` first.
+MAX_CALLS = 8192
 MAX_CONNECTIONS = 4096
+MAX_CALLS_OF_CONNECTION = 256  # a caller's gRPC keeps more of them waiting
+# How much of a request gRPC receives before a handler reads it. Its own choice grows with a connection's speed, to tens
+# of MiB for each call of a fast caller. A handler that reads gets requests of any size at full speed.
+LOOKAHEAD_NBYTES = 256 << 10
+HANDSHAKE_S = 10  # for a connection to become one of HTTP/2, TLS included
 KEEPALIVE_S = 60  # a connection that is silent is asked whether its other end lives
 KEEPALIVE_TIMEOUT_S = 20
 TICK_S = 0.25  # how late the end of a lease may be noticed
@@ -118,16 +126,22 @@ class IndexServer:
             ("grpc.max_send_message_length", MAX_REPLY_NBYTES),
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+            ("grpc.max_concurrent_streams", MAX_CALLS_OF_CONNECTION),
+            ("grpc.http2.lookahead_bytes", LOOKAHEAD_NBYTES),
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ]
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._handlers()),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
-        if self._auth.is_open:  # it checks no tokens itself
-            reflection.enable_server_reflection(
-                (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        handlers = {SERVICE: self._handlers(), health.SERVICE_NAME: self._health.handlers(self._calls)}
+        if self._auth.is_open:
+            handlers[reflection.SERVICE_NAME] = reflection_handlers(
+                self._calls, (*handlers, reflection.SERVICE_NAME)
             )
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(name, calls) for name, calls in handlers.items()]
+        )
         try:
             if self._tls is None:
                 bound = server.add_insecure_port(listen)
@@ -225,21 +239,22 @@ class IndexServer:
             ),
         }
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._calls.answering(name, method),
+            name: grpc.stream_unary_rpc_method_handler(
+                self._calls.unary(name, method),
                 # the answer of a lookup is packed already
                 response_serializer=None if name == "Lookup" else REPLIES[name].SerializeToString,
             )
             for name, method in unary.items()
         }
-        for name, stream, reply in (
-            ("LookupStream", self._lookups, None),
-            ("Publish", self._publishing.serve, pb.PublishAck.SerializeToString),
-        ):
+        streams: tuple[tuple[str, Right, Any, Any], ...] = (
+            ("LookupStream", "read", self._lookups, None),
+            ("Publish", "publish", self._publishing.serve, pb.PublishAck.SerializeToString),
+            ("Snapshot", "admin", self._snapshots.serve, None),
+        )
+        for name, right, stream, reply in streams:
             handlers[name] = grpc.stream_stream_rpc_method_handler(
-                self._calls.stream(name, stream), response_serializer=reply
+                self._calls.stream(name, right, stream), response_serializer=reply
             )
-        handlers["Snapshot"] = grpc.unary_stream_rpc_method_handler(self._snapshots.serve)
         return handlers
 
     def _asking(self) -> Method:

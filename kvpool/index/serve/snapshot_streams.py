@@ -32,30 +32,27 @@ class SnapshotStreams:
         self._take, self._health, self._calls, self._threads = take, health, calls, threads
         self._taking = asyncio.Lock()
 
-    async def serve(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+    async def serve(self, context: grpc.aio.ServicerContext) -> None:
         """One at a time: it takes as much memory as it has bytes."""
+        async with AsyncExitStack() as held:
 
-        async def serve(context: grpc.aio.ServicerContext) -> None:
-            async with AsyncExitStack() as held:
+            async def take(_: Any, __: Permissions) -> list[bytes]:
+                if self._take is None or not self._health.serves:
+                    raise NotWarm("this index has nothing to give: it is not warm itself")
+                if self._taking.locked():
+                    raise KVPoolError("another snapshot is under way: ask later")
+                await held.enter_async_context(self._taking)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._pack)
 
-                async def take(_: Any, __: Permissions) -> list[bytes]:
-                    if self._take is None or not self._health.serves:
-                        raise NotWarm("this index has nothing to give: it is not warm itself")
-                    if self._taking.locked():
-                        raise KVPoolError("another snapshot is under way: ask later")
-                    await held.enter_async_context(self._taking)
-                    return await asyncio.get_running_loop().run_in_executor(self._threads, self._pack)
-
-                method = Method(pb.SnapshotRequest, "admin", lambda _: ALL_TENANTS, take)
-                for part in await self._calls.answering("Snapshot", method)(request, context):
-                    for at in range(0, len(part), codec.CHUNK_NBYTES):
-                        chunk = pb.SnapshotChunk(data=part[at : at + codec.CHUNK_NBYTES]).SerializeToString()
-                        try:
-                            await asyncio.wait_for(context.write(chunk), CHUNK_TIMEOUT_S)
-                        except (TimeoutError, asyncio.TimeoutError):
-                            raise NotTaken("the caller did not take its snapshot") from None
-
-        await self._calls.stream("Snapshot", serve)(request, context)
+            method = Method(pb.SnapshotRequest, "admin", lambda _: ALL_TENANTS, take)
+            request = await self._calls.receive("Snapshot", context)
+            for part in await self._calls.answering("Snapshot", method)(request, context):
+                for at in range(0, len(part), codec.CHUNK_NBYTES):
+                    chunk = pb.SnapshotChunk(data=part[at : at + codec.CHUNK_NBYTES]).SerializeToString()
+                    try:
+                        await asyncio.wait_for(context.write(chunk), CHUNK_TIMEOUT_S)
+                    except (TimeoutError, asyncio.TimeoutError):
+                        raise NotTaken("the caller did not take its snapshot") from None
 
     def _pack(self) -> list[bytes]:
         assert self._take is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from kvpool import ConfigError, SnapshotRefused
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file as module
-from kvpool.index.follow.snapshot_file import SnapshotFile, age, read, write
+from kvpool.index.follow.snapshot_file import SnapshotFile, age, lock, read, write
 from kvpool.index.snapshot import Snapshot, pack
 from tests.conftest import eventually
 from tests.index.fleets import a_worker, say
@@ -145,6 +146,47 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     future = read(old)
     assert future is not None
     assert age(future) == 0
+
+
+def test_only_its_owner_can_read_it_whatever_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.touch(0o666)
+    (tmp_path / "s.new").touch(0o666)  # of an index that was killed
+    write(path, [b"a"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["s"]
+
+
+def test_it_is_never_written_or_read_through_a_symbolic_link(tmp_path: Path) -> None:
+    target, path = tmp_path / "target", tmp_path / "s"
+    target.write_bytes(b"of another program")
+    (tmp_path / "s.new").symlink_to(target)
+    path.symlink_to(target)
+    with pytest.raises(SnapshotRefused, match="cannot be read: it is a symbolic link"):
+        read(path)
+    with pytest.raises(ConfigError, match="this is a symbolic link: name the file itself"):
+        SnapshotFile(path, taker(a_fleet()))
+    write(path, [b"a"])  # one that was put there while the index ran
+    assert target.read_bytes() == b"of another program"
+    assert not path.is_symlink()
+    assert path.read_bytes() == b"a"
+    (tmp_path / "t.lock").symlink_to(target)
+    with pytest.raises(ConfigError, match=r"t\.lock cannot be opened"), lock(tmp_path / "t"):
+        pass
+
+
+def test_one_index_writes_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with lock(path):
+        with (
+            pytest.raises(ConfigError, match=f"--snapshot {path}: another index writes this file"),
+            lock(path),
+        ):
+            pass
+        with lock(tmp_path / "t"):
+            pass
+    with lock(path):
+        pass
 
 
 def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
 from kvpool.index.client.messages import SERVICE
 from kvpool.index.fleet import Fleet
-from kvpool.index.serve import service
-from kvpool.index.serve import stream_limiter as limiter
+from kvpool.index.serve import limiter
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
@@ -33,8 +32,17 @@ def a_fleet(workers: int = 1) -> Fleet:
     return fleet
 
 
-def test_calls_above_the_limit_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MAX_CALLS", 2)
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        ("MAX_CALLS_OF_HOST", "2 calls are open from this host"),
+        ("MAX_CALLS", "2 calls are open on this index"),
+    ],
+)
+def test_calls_above_the_limit_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, limit: str, says: str
+) -> None:
+    monkeypatch.setattr(limiter, limit, 2)
     fleet = a_fleet()
     entered, go_on = threading.Semaphore(0), threading.Event()
     ask = fleet.ask
@@ -53,7 +61,7 @@ def test_calls_above_the_limit_are_refused_in_one_line(monkeypatch: pytest.Monke
             for _ in calls:
                 assert entered.acquire(timeout=WAIT_S)
             with IndexClient(served.target, WAIT_S) as client:
-                with pytest.raises(IndexUnavailable, match=r"RESOURCE_EXHAUSTED.*limit exceeded") as caught:
+                with pytest.raises(IndexUnavailable, match=f"RESOURCE_EXHAUSTED.*{says}") as caught:
                     client.workers()
                 assert "\n" not in str(caught.value)
                 go_on.set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,47 @@ def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
         "the certificate was read again", "the certificate stays as it was",
     ]  # fmt: skip
     caplog.clear()  # its traceback holds the server
+
+
+def shown_by(address: str, authority: Authority, client: Pair) -> str:
+    """The certificate that a new connection is shown; empty: the caller is refused."""
+    trust = ssl.create_default_context(cafile=str(authority.ca))
+    trust.load_cert_chain(client.cert, client.key)
+    host, port = address.split(":")
+    try:
+        with (
+            socket.create_connection((host, int(port)), timeout=WAIT_S) as plain,
+            trust.wrap_socket(plain, server_hostname=host) as connection,
+        ):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+            if not connection.recv(100):
+                return ""
+            return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
+    except (ssl.SSLError, ConnectionError):
+        return ""
+
+
+def test_a_renewed_certificate_is_used_over_http_too_and_so_is_a_renewed_authority_of_callers(
+    authority: Authority, stranger: Authority, tmp_path: Path
+) -> None:
+    first, second = (authority.issue(name, names=NAMES) for name in ("http-1", "http-2"))
+    known, unknown = authority.issue("caller"), stranger.issue("caller of another")
+    shown, ca = Pair(tmp_path / "shown.crt", tmp_path / "shown.key"), tmp_path / "ca.crt"
+
+    def show(pair: Pair, callers: Authority) -> None:
+        for new, at in ((pair.key, shown.key), (pair.cert, shown.cert), (callers.ca, ca)):
+            (tmp_path / "next").write_bytes(new.read_bytes())
+            (tmp_path / "next").replace(at)
+
+    show(first, authority)
+    with serving(http=True, tls=ServerTls(str(shown.cert), str(shown.key), str(ca))) as served:
+        assert shown_by(served.http, authority, known) == first.cert.read_text()
+        assert shown_by(served.http, authority, unknown) == ""
+        show(second, stranger)
+        assert eventually(lambda: shown_by(served.http, authority, unknown) == second.cert.read_text())
+        assert shown_by(served.http, authority, known) == ""
+        shown.cert.write_text("nothing")
+        assert shown_by(served.http, authority, unknown) == second.cert.read_text()
 
 
 def test_files_that_cannot_be_used_are_one_line(authority: Authority, server: Pair, folder: Path) -> None:

@@ -1,0 +1,234 @@
+"""Callers without a token, and callers that send no request: what they cost the index, and what the others notice."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2
+
+from kvpool import AsyncIndexClient, IndexClient
+from kvpool.index.client.messages import MAX_REQUEST_NBYTES, SERVICE
+from kvpool.index.fleet import Fleet
+from kvpool.index.serve import calls, limiter
+from kvpool.index.serve.auth import TokenAuth
+from kvpool.v1 import index_pb2 as pb
+from tests.cli.test_index import Index, running
+from tests.index.fleets import Served, a_worker, serving
+from tests.index.tokens import write_tokens
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+WAIT_S = 30
+HEALTH = "grpc.health.v1.Health"
+SERVING = health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
+ATTACKS = 300  # more than the calls that an index once took at a time
+LARGE = [("grpc.max_send_message_length", -1)]
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[tuple[Served, dict[str, str]]]:
+    """An index that asks for tokens, and one for each of two tenants."""
+    path = tmp_path / "tokens.toml"
+    tokens = write_tokens(path, a=(["read", "publish"], ["a"]), b=(["read"], ["b"]))
+    fleet = Fleet()
+    for tenant in tokens:
+        fleet.add(a_worker(tenant=tenant), "flag")
+    with serving(fleet, auth=TokenAuth(str(path))) as served:
+        yield served, tokens
+
+
+def peak_nbytes(index: Index) -> int:
+    """The most memory that the process has had."""
+    status = Path(f"/proc/{index.process.pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) << 10
+
+
+def code_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return str(caught.value.code().name)
+
+
+def test_a_request_without_a_token_is_refused_before_it_is_received(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens.toml", router=(["read"], ["*"]))
+    # As many empty loads as fit: 33 MiB that become more than a GiB when they are decoded.
+    loads = pb.RouteRequest.DESCRIPTOR.fields_by_name["loads"].number
+    request = bytes([loads << 3 | 2, 0]) * (MAX_REQUEST_NBYTES // 2)
+    with running("--tokens", str(tmp_path / "tokens.toml"), "--http", "127.0.0.1:0") as index:
+        with IndexClient(index.target, WAIT_S, token=tokens["router"]) as client:
+            assert client.workers() == []
+        before = peak_nbytes(index)
+        with grpc.insecure_channel(index.target, options=LARGE) as channel:
+            for name in ("Route", "LookupStream", "Snapshot"):
+                method = channel.unary_unary(f"/{SERVICE}/{name}")
+                futures = [method.future(request, timeout=WAIT_S) for _ in range(4)]
+                assert {code_of(future.result) for future in futures} == {"UNAUTHENTICATED"}
+        port = index.ready.rpartition("HTTP on port ")[2]
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=WAIT_S)
+        connection.request("POST", "/query", headers={"Content-Length": str(8 << 20)})
+        assert connection.getresponse().status == 401, "before its body came"
+        connection.close()
+        assert peak_nbytes(index) - before < MAX_REQUEST_NBYTES, "less than one of them"
+
+
+def test_large_checks_of_health_are_received_one_at_a_time(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens.toml", router=(["read"], ["*"]))
+    with running("--tokens", str(tmp_path / "tokens.toml")) as index:
+        with IndexClient(index.target, WAIT_S, token=tokens["router"]) as client:
+            assert client.workers() == []
+        before = peak_nbytes(index)
+        with grpc.insecure_channel(index.target, options=LARGE) as channel:
+            for name in ("Check", "Watch"):
+                method = channel.unary_stream(f"/{HEALTH}/{name}")
+                asked = [method(bytes(MAX_REQUEST_NBYTES), timeout=2.0) for _ in range(16)]
+                for call in asked:
+                    call.code()
+        # Once as gRPC's pieces, once as bytes; and as much again for what the allocator keeps.
+        assert peak_nbytes(index) - before < 4 * MAX_REQUEST_NBYTES
+
+
+def silent(target: str, method: str, **options: Any) -> Callable[[], Awaitable[list[Any]]]:
+    """Begins ``ATTACKS`` calls of a method, and sends no request."""
+
+    async def attack() -> list[Any]:
+        # Some connections: a caller's gRPC has a limit for each.
+        channels = [
+            grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
+            for _ in range(4)
+        ]
+        return [
+            channels,
+            [channels[number % 4].stream_stream(method)(**options) for number in range(ATTACKS)],
+        ]
+
+    return attack
+
+
+@pytest.mark.parametrize(
+    "method", [f"/{HEALTH}/Watch", f"/{HEALTH}/Check", f"/{SERVICE}/Lookup", f"/{SERVICE}/LookupStream"]
+)
+def test_callers_without_a_token_turn_no_caller_away(
+    guarded: tuple[Served, dict[str, str]], method: str
+) -> None:
+    served, tokens = guarded
+
+    async def run() -> None:
+        channels, attacks = await silent(served.target, method)()
+        watched = health_pb2.HealthCheckRequest().SerializeToString()
+        if method.endswith("Watch"):
+            await asyncio.gather(*(call.write(watched) for call in attacks), return_exceptions=True)
+        # Each has been begun: the index has answered what was asked after it on the same connection.
+        for channel in channels:
+            for _ in range(3):
+                check = channel.unary_unary(f"/{HEALTH}/Check")
+                assert await check(b"", timeout=WAIT_S) == SERVING
+        async with AsyncIndexClient(served.target, WAIT_S, token=tokens["a"]) as client:
+            for _ in range(3):
+                assert len(await client.lookup("m", tenant="a", hashes64=bytes(8))) == 1
+            async with client.stream() as stream:
+                assert len(await stream.lookup("m", tenant="a", hashes64=bytes(8))) == 1
+        for call in attacks:
+            call.cancel()
+        for channel in channels:
+            await channel.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_does_not_arrive_ends_its_call(
+    guarded: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "REQUEST_S", 0.5)
+    monkeypatch.setattr(limiter, "MAX_CALLS_OF_TENANT", 2)
+    served, tokens = guarded
+    metadata = (("authorization", f"Bearer {tokens['a']}"),)
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(served.target) as channel:
+            for _ in range(2):  # what such calls held is free again
+                late = [channel.stream_unary(f"/{SERVICE}/Lookup")(metadata=metadata) for _ in range(2)]
+                for call in late:
+                    assert await asyncio.wait_for(call.code(), WAIT_S) is grpc.StatusCode.DEADLINE_EXCEEDED
+                    assert await call.details() == "the request did not arrive within 0.5 s"
+            check = channel.stream_unary(f"/{HEALTH}/Check")()
+            assert await asyncio.wait_for(check.code(), WAIT_S) is grpc.StatusCode.DEADLINE_EXCEEDED
+            none = channel.stream_unary(f"/{SERVICE}/Lookup")(metadata=metadata)
+            await none.done_writing()
+            assert await none.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await none.details() == "the call ended without a request"
+
+    asyncio.run(run())
+
+
+def test_health_is_answered_while_checks_do_not_arrive(guarded: tuple[Served, dict[str, str]]) -> None:
+    served, _ = guarded
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(served.target) as channel:
+            check = channel.unary_unary(f"/{HEALTH}/Check")
+            other = health_pb2.HealthCheckRequest(service="other").SerializeToString()
+            with pytest.raises(grpc.RpcError):  # NOT_FOUND
+                await check(other, timeout=WAIT_S)
+            late = channel.stream_unary(f"/{HEALTH}/Check")()
+            while await _is_refused(check, other):
+                await asyncio.sleep(0.01)
+            for name in ("", SERVICE):
+                asked = health_pb2.HealthCheckRequest(service=name).SerializeToString()
+                assert await check(asked, timeout=WAIT_S) == SERVING
+            late.cancel()
+            while not await _is_refused(check, other):  # requests are read again
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+async def _is_refused(call: Any, request: bytes) -> bool:
+    try:
+        await call(request, timeout=WAIT_S)
+    except grpc.RpcError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("limit", "method"), [("MAX_CALLS_OF_TENANT", "Lookup"), ("MAX_STREAMS_OF_TENANT", "LookupStream")]
+)
+def test_a_tenant_takes_no_calls_and_streams_from_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, method: str
+) -> None:
+    monkeypatch.setattr(limiter, limit, 2)
+    path = tmp_path / "tokens.toml"
+    tokens = write_tokens(path, a=(["read"], ["a"]), b=(["read"], ["b"]), c=(["read"], ["*"]))
+
+    async def run(target: str) -> None:
+        async with grpc.aio.insecure_channel(target) as channel:
+
+            def begin(name: str) -> Any:
+                metadata = (("authorization", f"Bearer {tokens[name]}"),)
+                return channel.stream_stream(f"/{SERVICE}/{method}")(metadata=metadata)
+
+            codes = {asyncio.ensure_future(call.code()): call for call in [begin("a") for _ in range(3)]}
+            (first,), held = await asyncio.wait(codes, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            assert first.result() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "are open for this tenant" in await codes[first].details()
+            assert len(held) == 2
+            request = pb.LookupRequest(scope=pb.Scope(model="x", tenant="b"), block_hashes=bytes(8))
+            for name in "bc":
+                call = begin(name)
+                await call.write(request.SerializeToString())
+                assert await asyncio.wait_for(call.code(), WAIT_S) is grpc.StatusCode.NOT_FOUND, (
+                    "of the model"
+                )
+            for call in codes.values():
+                call.cancel()
+
+    with serving(auth=TokenAuth(str(path))) as served:
+        asyncio.run(run(served.target))
