@@ -64,6 +64,10 @@ class Entry:
         self.partition = partition
         self.ranks = ranks
 
+    def lease_left_ms(self, now_s: float) -> int:
+        """1 at least: 0 says that there is no lease."""
+        return 0 if self.expires_at_s is None else max(1, int((self.expires_at_s - now_s) * 1000))
+
 
 class Membership:
     """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``: as of the fleet.

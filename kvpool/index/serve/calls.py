@@ -70,22 +70,29 @@ class Calls:
     def answering(
         self, name: str, method: Method
     ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
-        """The handler of one call, or of one message of a stream: rights are checked before anything is read."""
-        read = method.read or method.request.FromString
+        """The handler of one call, or of one message of a stream that ends with the first that is refused."""
 
         async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
-                caller = self._auth.authenticate(_authorization(context))
-                try:
-                    request = read(packed)
-                except DecodeError:
-                    raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}") from None
-                caller.check(method.right, method.tenant(request))
-                return await method.answer(request, caller)
+                return await self.answer(method, packed, context)
             except Exception as error:
                 return await self._refuse(name, context, error)
 
         return answer
+
+    async def answer(self, method: Method, packed: bytes, context: grpc.aio.ServicerContext) -> Any:
+        """What is answered to one message: rights are checked before anything is read. Errors: for ``explain``."""
+        caller = self._auth.authenticate(_authorization(context))
+        request = self.read(method, packed)
+        caller.check(method.right, method.tenant(request))
+        return await method.answer(request, caller)
+
+    def read(self, method: Method, packed: bytes) -> Any:
+        """What ``method`` is given. Errors: ``ConfigError`` for what is no such message."""
+        try:
+            return (method.read or method.request.FromString)(packed)
+        except DecodeError:
+            raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}") from None
 
     def stream(
         self, name: str, serve: Callable[[grpc.aio.ServicerContext], Awaitable[None]]
@@ -122,7 +129,11 @@ class Calls:
             stream.cancel()
 
     async def _refuse(self, name: str, context: grpc.aio.ServicerContext, error: Exception) -> None:
-        """End a call: errors of ours become a status code and one line, faults of ours a line in our log."""
+        """End a call."""
+        await _abort(context, *self.explain(name, error))
+
+    def explain(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
+        """Errors of ours become a status code and one line, faults of ours a line in our log; both are counted."""
         code, text = grpc.StatusCode.INTERNAL, "the index failed to answer; its log says why"
         if isinstance(error, KVPoolError):
             code = next(code for kind, code in _CODES if isinstance(error, kind))
@@ -130,7 +141,7 @@ class Calls:
         else:
             logger.error("a call of %s failed", name, exc_info=error)
         self._stats.record_refusal(code.name)
-        await _abort(context, code, text)
+        return code, text
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str) -> None:
