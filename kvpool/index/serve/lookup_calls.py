@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_RESPONSES_NBYTES = 16 << 20  # of one message: 256 prompts among 1,000 workers
-TURN_NBYTES = 256 << 10  # of requests in one message, after which other calls get their turn
+TURN_NBYTES = 128 << 10  # of requests in one message, after which other calls get their turn
 REQUEST_NBYTES = 8 << 10  # of a prompt, which take as long as what else a request costs
 
 
