@@ -74,15 +74,20 @@ class Calls:
 
         async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
-                return await self.answer(method, packed, context)
+                return await self.answer(method, packed, self.caller(method.right, context))
             except Exception as error:
                 return await self._refuse(name, context, error)
 
         return answer
 
-    async def answer(self, method: Method, packed: bytes, context: grpc.aio.ServicerContext) -> Any:
-        """What is answered to one message: rights are checked before anything is read. Errors: for ``explain``."""
+    def caller(self, right: Right, context: grpc.aio.ServicerContext) -> Permissions:
+        """Who calls, at this moment: tokens may change while a stream is open. Errors: ``AccessDenied``."""
         caller = self._auth.authenticate(_authorization(context))
+        caller.check(right, None)
+        return caller
+
+    async def answer(self, method: Method, packed: bytes, caller: Permissions) -> Any:
+        """What is answered to one message of a caller that has the right. Errors: for ``explain``."""
         request = self.read(method, packed)
         caller.check(method.right, method.tenant(request))
         return await method.answer(request, caller)

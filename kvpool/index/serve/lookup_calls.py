@@ -17,7 +17,7 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.client.messages import MAX_REQUESTS
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import lookup_codec
-from kvpool.index.serve.auth import Permissions, WrongToken
+from kvpool.index.serve.auth import Permissions
 from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.lookup_codec import Asked
 from kvpool.index.serve.request_stats import RequestStats
@@ -49,11 +49,10 @@ class LookupCalls:
 
     async def _reply(self, packed: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Errors: what ends the stream."""
+        caller = self._calls.caller(self.method.right, context)
         try:
-            reply: bytes = await self._calls.answer(self.method, packed, context)
+            reply: bytes = await self._calls.answer(self.method, packed, caller)
             return reply
-        except WrongToken:
-            raise
         except Exception as error:
             if not (number := lookup_codec.id_of(packed)):
                 raise
