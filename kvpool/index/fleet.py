@@ -163,13 +163,7 @@ class Fleet:
         """How each worker is followed, by tenant and name. ``ids``, ``tenant``, ``model``: only these; None: all."""
         with self._lock:
             now_s = self._clock()
-            entries = [
-                entry
-                for entry in self._entries.values()
-                if tenant in (None, entry.worker.tenant)
-                and model in (None, entry.worker.model)
-                and (ids is None or entry.worker.id in ids)
-            ]
+            entries = [entry for entry in self._entries.values() if entry.is_among(ids, tenant, model)]
             found = [
                 WorkerStatus(
                     worker=entry.worker,
