@@ -282,7 +282,7 @@ class Rows:
 
 # (model, tenant, workers, whether the prompt is token ids, its first byte, the byte behind its last) of a packed
 # LookupRequest; None: protobuf has to judge it (kvpool/_native/index/lookup_request.h).
-def read_lookup_request(packed: bytes) -> tuple[str, str, list[str], bool, int, int] | None: ...
+def read_lookup_request(packed: Buffer) -> tuple[str, str, list[str], bool, int, int] | None: ...
 
 class DamagedImage(ValueError):
     """Raised by table_of. Says what is wrong."""

@@ -198,7 +198,13 @@ def rates_of(now: Look, before: Look | None) -> Rates:
     """Of the time between two looks; of all the time since the index was started where it was not asked since."""
     index = now.status.index
     last = before.status.index if before is not None else None
-    if before is None or last is None or last.uptime_ms > index.uptime_ms:  # another start
+    # An index of an earlier version has no id, but the time since its start.
+    if (
+        before is None
+        or last is None
+        or last.instance_id != index.instance_id
+        or last.uptime_ms > index.uptime_ms
+    ):
         return Rates(None, *_ratios(index, IndexStatus()))
     rate = (index.lookups - last.lookups) / max(now.at_s - before.at_s, 1e-9)
     since = last if index.prompt_blocks > last.prompt_blocks else IndexStatus()

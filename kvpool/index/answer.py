@@ -130,7 +130,7 @@ class IndexStatus:
     ``lookups``: answered with at least one row. ``prompt_blocks``: of these, summed. ``device_blocks``,
     ``local_blocks``, ``pool_blocks``: of each, the most that one rank had of it, summed; so their shares of
     ``prompt_blocks`` are hit ratios. ``held_blocks``: distinct blocks with a holder. ``held_pool_blocks``: of the
-    pool, once for each namespace.
+    pool, once for each namespace. ``instance_id``: of this start of this index; empty: an index of an earlier version.
     """
 
     uptime_ms: int = 0
@@ -142,6 +142,7 @@ class IndexStatus:
     held_blocks: int = 0
     held_pool_blocks: int = 0
     memory_nbytes: int = 0
+    instance_id: str = ""
 
 
 @dataclass(frozen=True)

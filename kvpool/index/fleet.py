@@ -157,23 +157,18 @@ class Fleet:
             logger.info("worker %s is gone: its lease has ended", entry.worker.id)
         return [entry.worker.id for entry in ended]
 
-    def workers(self, *, tenant: str | None = None, model: str | None = None) -> list[WorkerStatus]:
-        """How each worker is followed, by tenant and name. ``tenant``, ``model``: only these; None: all."""
+    def workers(
+        self, ids: Collection[str] | None = None, *, tenant: str | None = None, model: str | None = None
+    ) -> list[WorkerStatus]:
+        """How each worker is followed, by tenant and name. ``ids``, ``tenant``, ``model``: only these; None: all."""
         with self._lock:
             now_s = self._clock()
-            entries = [
-                entry
-                for entry in self._entries.values()
-                if tenant in (None, entry.worker.tenant) and model in (None, entry.worker.model)
-            ]
+            entries = [entry for entry in self._entries.values() if entry.is_among(ids, tenant, model)]
             found = [
                 WorkerStatus(
                     worker=entry.worker,
                     source=entry.source,
-                    # 1 at least: 0 says that there is no lease
-                    lease_left_ms=0
-                    if entry.expires_at_s is None
-                    else max(1, int((entry.expires_at_s - now_s) * 1000)),
+                    lease_left_ms=entry.lease_left_ms(now_s),
                     publishers=tuple(rank.status(now_s) for rank in entry.ranks),
                 )
                 for entry in entries

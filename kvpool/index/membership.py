@@ -64,6 +64,19 @@ class Entry:
         self.partition = partition
         self.ranks = ranks
 
+    def is_among(self, ids: Collection[str] | None, tenant: str | None, model: str | None) -> bool:
+        """None: all."""
+        worker = self.worker
+        return (
+            tenant in (None, worker.tenant)
+            and model in (None, worker.model)
+            and (ids is None or worker.id in ids)
+        )
+
+    def lease_left_ms(self, now_s: float) -> int:
+        """1 at least: 0 says that there is no lease."""
+        return 0 if self.expires_at_s is None else max(1, int((self.expires_at_s - now_s) * 1000))
+
 
 class Membership:
     """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``: as of the fleet.

@@ -54,20 +54,32 @@ class MultimodalItem(_message.Message):
     def __init__(self, identifier: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers")
+    __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers", "requests", "id")
     SCOPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
     scope: Scope
     block_hashes: bytes
     token_ids: bytes
     text: str
     chat: ChatPrompt
     workers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, scope: _Optional[_Union[Scope, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., workers: _Optional[_Iterable[str]] = ...) -> None: ...
+    requests: _containers.RepeatedCompositeFieldContainer[LookupRequest]
+    id: int
+    def __init__(self, scope: _Optional[_Union[Scope, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., workers: _Optional[_Iterable[str]] = ..., requests: _Optional[_Iterable[_Union[LookupRequest, _Mapping]]] = ..., id: _Optional[int] = ...) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
     __slots__ = ("messages", "tools_json", "add_generation_prompt", "template_options_json")
@@ -98,7 +110,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls_json: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("worker", "dp_rank", "address", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "sequence", "staleness_ms", "stale")
+    __slots__ = ("worker", "dp_rank", "address", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "sequence", "staleness_ms", "stale", "responses", "status", "id")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +122,9 @@ class LookupResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STALENESS_MS_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
     worker: _containers.RepeatedScalarFieldContainer[str]
     dp_rank: _containers.RepeatedScalarFieldContainer[int]
     address: _containers.RepeatedScalarFieldContainer[str]
@@ -121,7 +136,10 @@ class LookupResponse(_message.Message):
     sequence: _containers.RepeatedScalarFieldContainer[int]
     staleness_ms: _containers.RepeatedScalarFieldContainer[int]
     stale: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, worker: _Optional[_Iterable[str]] = ..., dp_rank: _Optional[_Iterable[int]] = ..., address: _Optional[_Iterable[str]] = ..., block_tokens: _Optional[_Iterable[int]] = ..., prompt_blocks: _Optional[_Iterable[int]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., local_blocks: _Optional[_Iterable[int]] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., staleness_ms: _Optional[_Iterable[int]] = ..., stale: _Optional[_Iterable[bool]] = ...) -> None: ...
+    responses: _containers.RepeatedCompositeFieldContainer[LookupResponse]
+    status: Status
+    id: int
+    def __init__(self, worker: _Optional[_Iterable[str]] = ..., dp_rank: _Optional[_Iterable[int]] = ..., address: _Optional[_Iterable[str]] = ..., block_tokens: _Optional[_Iterable[int]] = ..., prompt_blocks: _Optional[_Iterable[int]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., local_blocks: _Optional[_Iterable[int]] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., staleness_ms: _Optional[_Iterable[int]] = ..., stale: _Optional[_Iterable[bool]] = ..., responses: _Optional[_Iterable[_Union[LookupResponse, _Mapping]]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., id: _Optional[int] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers", "loads", "most", "reserve_ms", "prompt_tokens")
@@ -310,23 +328,29 @@ class RemoveWorkerResponse(_message.Message):
     def __init__(self, removed: bool = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
-    __slots__ = ("tenant", "model")
+    __slots__ = ("tenant", "model", "page_size", "page_token")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     model: str
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    page_size: int
+    page_token: str
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "index")
+    __slots__ = ("workers", "next_page_token", "index")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    next_page_token: str
     index: IndexStatus
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., index: _Optional[_Union[IndexStatus, _Mapping]] = ...) -> None: ...
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., index: _Optional[_Union[IndexStatus, _Mapping]] = ...) -> None: ...
 
 class IndexStatus(_message.Message):
-    __slots__ = ("uptime_ms", "lookups", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "held_blocks", "held_pool_blocks", "memory_nbytes")
+    __slots__ = ("uptime_ms", "lookups", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "held_blocks", "held_pool_blocks", "memory_nbytes", "instance_id")
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +360,7 @@ class IndexStatus(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     uptime_ms: int
     lookups: int
     prompt_blocks: int
@@ -345,7 +370,8 @@ class IndexStatus(_message.Message):
     held_blocks: int
     held_pool_blocks: int
     memory_nbytes: int
-    def __init__(self, uptime_ms: _Optional[int] = ..., lookups: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., local_blocks: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., held_pool_blocks: _Optional[int] = ..., memory_nbytes: _Optional[int] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, uptime_ms: _Optional[int] = ..., lookups: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., local_blocks: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., held_pool_blocks: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker", "source", "lease_left_ms", "publishers")

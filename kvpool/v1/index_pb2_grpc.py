@@ -93,8 +93,9 @@ class IndexServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookupStream(self, request_iterator, context):
-        """The same for one prompt after another, answered in their order: half the cost of a call each. What Lookup would
-        refuse ends the stream with the same status.
+        """The same for one prompt after another: half the cost of a call each. A request with an id is answered under that id,
+        in any order, with a status of its own where Lookup would refuse it. Those without are answered in their order, and
+        what Lookup would refuse ends the stream with the same status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

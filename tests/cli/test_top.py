@@ -71,6 +71,7 @@ def test_json_is_stable(served: Served) -> None:
     shown = json.loads(kvpool("top", "--index", served.target, "--once", "--json", "--sort", "host").stdout)
     assert list(shown) == ["index", "ranks"]
     assert shown["index"].pop("uptime_ms") >= 0
+    assert shown["index"].pop("instance_id")
     assert shown["index"].pop("memory_nbytes") > 0
     assert shown["index"] == {
         "lookups": 0, "prompt_blocks": 0, "device_blocks": 0, "local_blocks": 0, "pool_blocks": 0, "held_blocks": 4,
@@ -190,7 +191,7 @@ def test_live(served: Served) -> None:
 # ---- two looks
 
 
-def look(at_s: float, *, batches: int = 0, incarnation: str = "1", **index: int) -> Look:
+def look(at_s: float, *, batches: int = 0, incarnation: str = "1", **index: Any) -> Look:
     worker = Worker("w", "m", 16, seed_id(None), (Publisher(0, "tcp://h:1"),), incarnation=incarnation)
     rank = PublisherStatus(0, batches=batches)
     return Look(at_s, FleetStatus(IndexStatus(**index), (WorkerStatus(worker, "flag", 0, (rank,)),)))
@@ -221,3 +222,5 @@ def test_hit_ratios_are_of_the_time_between_two_looks() -> None:
     again = look(6, uptime_ms=3, lookups=1, prompt_blocks=10, device_blocks=5)
     assert rates_of(again, idle) == (None, 0.5, 0.0, 0.0)  # it was started again
     assert rates_of(look(8, uptime_ms=5), None) == (None, None, None, None)
+    replica = look(8, uptime_ms=99, lookups=9, prompt_blocks=400, device_blocks=40, instance_id="other")
+    assert rates_of(replica, idle) == (None, 0.1, 0.0, 0.0)  # of another index behind the same address

@@ -221,7 +221,9 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
               "cache_salt": (5, "string"), "multimodal": (6, "*MultimodalItem")},
     "MultimodalItem": {"identifier": (1, "string"), "offset": (2, "uint"), "length": (3, "uint")},
     "LookupRequest": {"scope": (1, "Scope"), "block_hashes": (2, "bytes"), "token_ids": (3, "bytes"),
-                      "text": (4, "string"), "workers": (5, "*string"), "chat": (6, "ChatPrompt")},
+                      "text": (4, "string"), "workers": (5, "*string"), "chat": (6, "ChatPrompt"),
+                      "requests": (7, "*LookupRequest"), "id": (15, "fixed64")},
+    "Status": {"code": (1, "uint"), "message": (2, "string")},
     "ChatPrompt": {"messages": (1, "*ChatMessage"), "tools_json": (2, "string"), "add_generation_prompt": (3, "uint"),
                    "template_options_json": (4, "string")},
     "ChatMessage": {"role": (1, "string"), "content": (2, "*string"), "name": (3, "string"), "reasoning": (4, "string"),
@@ -229,7 +231,8 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "LookupResponse": {"worker": (1, "*string"), "dp_rank": (2, "*uint"), "address": (3, "*string"),
                        "block_tokens": (4, "*uint"), "prompt_blocks": (5, "*uint"), "device_blocks": (6, "*uint"),
                        "local_blocks": (7, "*uint"), "pool_blocks": (8, "*uint"), "sequence": (9, "*uint"),
-                       "staleness_ms": (10, "*uint"), "stale": (11, "*uint")},
+                       "staleness_ms": (10, "*uint"), "stale": (11, "*uint"), "responses": (13, "*LookupResponse"),
+                       "status": (14, "Status"), "id": (15, "fixed64")},
     "RouteRequest": {"scope": (1, "Scope"), "block_hashes": (2, "bytes"), "token_ids": (3, "bytes"),
                      "text": (4, "string"), "workers": (5, "*string"), "chat": (6, "ChatPrompt"),
                      "loads": (7, "*RankLoad"), "most": (8, "uint"), "reserve_ms": (9, "uint"),
@@ -256,11 +259,14 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
                    "question": (5, "uint"), "start": (6, "uint")},
     "RemoveWorkerRequest": {"tenant": (1, "string"), "name": (2, "string")},
     "RemoveWorkerResponse": {"removed": (1, "uint")},
-    "ListWorkersRequest": {"tenant": (1, "string"), "model": (2, "string")},
-    "ListWorkersResponse": {"workers": (1, "*WorkerStatus"), "index": (20, "IndexStatus")},
+    "ListWorkersRequest": {"tenant": (1, "string"), "model": (2, "string"), "page_size": (3, "uint"),
+                           "page_token": (4, "string")},
+    "ListWorkersResponse": {"workers": (1, "*WorkerStatus"), "next_page_token": (2, "string"),
+                            "index": (20, "IndexStatus")},
     "IndexStatus": {"uptime_ms": (1, "uint"), "lookups": (2, "uint"), "prompt_blocks": (3, "uint"),
                     "device_blocks": (4, "uint"), "local_blocks": (5, "uint"), "pool_blocks": (6, "uint"),
-                    "held_blocks": (7, "uint"), "held_pool_blocks": (8, "uint"), "memory_nbytes": (9, "uint")},
+                    "held_blocks": (7, "uint"), "held_pool_blocks": (8, "uint"), "memory_nbytes": (9, "uint"),
+                    "instance_id": (10, "string")},
     "WorkerStatus": {"worker": (1, "Worker"), "source": (2, "string"), "lease_left_ms": (3, "uint"),
                      "publishers": (4, "*PublisherStatus")},
     "PublisherStatus": {"dp_rank": (1, "uint"), "sequence": (2, "uint"), "batches": (3, "uint"), "gaps": (4, "uint"),
@@ -300,6 +306,8 @@ def encode(message: str, fields: dict[str, Any]) -> bytes:
             packed += _sized(number, b"".join(_varint(int(one)) for one in value))
         elif kind == "uint" and value:
             packed += _varint(number << 3) + _varint(int(value))
+        elif kind == "fixed64" and value:
+            packed += _varint(number << 3 | 1) + struct.pack("<Q", value)
         elif kind.startswith("*"):
             packed += b"".join(_sized(number, _payload(kind[1:], one)) for one in value or ())
         elif value or (value == {} and kind in MESSAGES):
@@ -308,8 +316,9 @@ def encode(message: str, fields: dict[str, Any]) -> bytes:
 
 
 def make_protocol() -> list[dict[str, Any]]:
-    """Three kinds of rows: ``prompt`` (tokens and what a client may send for them), ``message`` (fields and bytes) and
-    ``exchange`` (a worker, its batches by number, a request and its reply)."""
+    """Four kinds of rows: ``prompt`` (tokens and what a client may send for them), ``message`` (fields and bytes),
+    ``exchange`` (a worker, its batches by number, a request and its reply) and ``stream`` (the same, with requests and
+    replies by id)."""
     from tests.vllm_oracle import vllm_hashes
 
     rows: list[dict[str, Any]] = []
@@ -369,6 +378,18 @@ def make_protocol() -> list[dict[str, Any]]:
         "pool_blocks": [300, 300], "sequence": [(1 << 64) - 1, 0], "staleness_ms": [128, (1 << 32) - 1],
         "stale": [False, True],
     })  # fmt: skip
+    message("LookupRequest", {"scope": {"model": "m"}, "block_hashes": plain["block_hashes"], "id": 300})
+    message("LookupRequest", {"requests": [
+        {"scope": {"model": "m"}, "block_hashes": plain["block_hashes"]},
+        {"scope": scope, "token_ids": whole["token_ids_packed"], "workers": ["w-1"], "id": 1},
+    ], "id": (1 << 64) - 1})  # fmt: skip
+    message("LookupResponse", {"status": {"code": 5, "message": "unknown model"}, "id": 300})
+    message("LookupResponse", {"responses": [
+        {"worker": ["w-1"], "dp_rank": [0], "address": [""], "block_tokens": [16], "prompt_blocks": [2],
+         "device_blocks": [2], "local_blocks": [2], "pool_blocks": [0], "sequence": [7], "staleness_ms": [0],
+         "stale": [False]},
+        {"status": {"code": 3, "message": "a prompt has 1 to 4194304 blocks, not 0"}, "id": 1},
+    ], "id": (1 << 64) - 1})  # fmt: skip
     message("LookupRequest", {"scope": {"model": "m"}, "text": "Gr\u00fc\u00df dich"})
     call = {"id": "c1", "type": "function", "function": {"name": "ask", "arguments": '{"a": 1}'}}
     chat = {
@@ -418,6 +439,7 @@ def make_protocol() -> list[dict[str, Any]]:
     message("RemoveWorkerRequest", {"tenant": "t", "name": "w-1"})
     message("RemoveWorkerResponse", {"removed": False})
     message("ListWorkersRequest", {"tenant": "t", "model": "m"})
+    message("ListWorkersRequest", {"page_size": 300, "page_token": "t/w-0"})
     message("ListWorkersResponse", {"workers": [{
         "worker": worker, "source": "call", "lease_left_ms": 9_000,
         "publishers": [
@@ -430,6 +452,10 @@ def make_protocol() -> list[dict[str, Any]]:
         "uptime_ms": 60_000, "lookups": 5, "prompt_blocks": 1_500, "device_blocks": 900, "local_blocks": 1_000,
         "pool_blocks": 1_100, "held_blocks": 310, "held_pool_blocks": 200, "memory_nbytes": 1 << 20,
     }})  # fmt: skip
+    message("ListWorkersResponse", {
+        "workers": [{"worker": {"name": "w-1", "tenant": "t"}, "source": "flag"}], "next_page_token": "t/w-1",
+        "index": {"uptime_ms": 60_000, "instance_id": "0123456789abcdef" * 2},
+    })  # fmt: skip
     message("SnapshotRequest", {})
     message("SnapshotChunk", {"data": bytes(range(200)).hex()})
 
@@ -461,6 +487,29 @@ def make_protocol() -> list[dict[str, Any]]:
     exchange("by tokens", {"scope": scope, "token_ids": plain["token_ids_packed"]}, found)
     exchange("by hashes", {"scope": scope, "block_hashes": plain["block_hashes"]}, found)
     exchange("of nobody", {"scope": scope, "block_hashes": plain["block_hashes"], "workers": ["w-2"]}, {})
+
+    asked = {"scope": scope, "block_hashes": plain["block_hashes"]}
+    unknown = {"scope": {"model": "x", "tenant": "t"}, "block_hashes": plain["block_hashes"]}
+    turns: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({**asked, "id": 1}, {**found, "id": 1}),
+        ({**unknown, "id": 2}, {"status": {"code": 5}, "id": 2}),
+        ({"scope": scope, "id": 1}, {"status": {"code": 3}, "id": 1}),
+        (asked, found),
+        ({"requests": [{**asked, "id": 7}, unknown, asked], "id": (1 << 64) - 1},
+         {"responses": [{**found, "id": 7}, {"status": {"code": 5}}, found], "id": (1 << 64) - 1}),
+        ({"requests": [{"requests": [asked]}]}, {"responses": [{"status": {"code": 3}}]}),
+        ({**asked, "requests": [asked], "id": 3}, {"status": {"code": 3}, "id": 3}),
+    ]  # fmt: skip
+    last = rows[-1]
+    rows.append(
+        {
+            "kind": "stream", "name": "by id", "worker": last["worker"], "batches": last["batches"],
+            "messages": [
+                [encode("LookupRequest", request).hex(), encode("LookupResponse", reply).hex()]
+                for request, reply in turns
+            ],
+        }
+    )  # fmt: skip
     return rows
 
 

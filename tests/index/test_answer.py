@@ -9,13 +9,13 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import _native
+from kvpool import ConfigError, _native
 from kvpool.index import PrefixIndex
 from kvpool.index.client.codec import decode_lookup
 from kvpool.index.fleet import Fleet
 from kvpool.index.partition import merged
 from kvpool.index.prompt import Prompt
-from kvpool.index.serve import codec
+from kvpool.index.serve import codec, lookup_codec
 from kvpool.v1 import index_pb2 as pb
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, packed64, stored
@@ -122,18 +122,22 @@ PROMPTS = st.one_of(
     st.fixed_dictionaries({"text": TEXT}),
     st.just({}),
 )
+IDS = st.just(0) | U64
 REQUESTS = st.builds(
-    lambda scope, prompt, workers: pb.LookupRequest(scope=scope, workers=workers, **prompt),
-    SCOPES, PROMPTS, st.lists(TEXT, max_size=3),
+    lambda scope, prompt, workers, number: pb.LookupRequest(scope=scope, workers=workers, id=number, **prompt),
+    SCOPES, PROMPTS, st.lists(TEXT, max_size=3), IDS,
 )  # fmt: skip
 
 
 def same(packed: bytes) -> bool:
     """Whether the native core reads it; then it says what protobuf would."""
-    read = codec.read_lookup(packed)
+    asked = lookup_codec.read_lookup(packed)
+    message = pb.LookupRequest.FromString(packed)
+    assert asked.id == message.id == lookup_codec.id_of(packed)
+    read = asked.prompt
     if not isinstance(read, Prompt):
         return False
-    expected = codec.decode_prompt(pb.LookupRequest.FromString(packed))
+    expected = codec.decode_prompt(message)
     assert read.nbytes == expected.nbytes
     assert read == replace(expected, multimodal=tuple(expected.multimodal))
     return True
@@ -166,6 +170,55 @@ def test_what_is_flipped_cut_or_doubled_is_read_so_too(
         same(bytes(packed))
     except DecodeError:  # neither reads it
         assert _native.read_lookup_request(bytes(packed)) is None
+    except ConfigError:  # a prompt, and requests
+        assert pb.LookupRequest.FromString(bytes(packed)).requests
+
+
+@given(REQUESTS, st.binary(max_size=9))
+def test_what_ends_like_an_id_is_one_only_as_a_field(request: pb.LookupRequest, noise: bytes) -> None:
+    request.block_hashes = noise + b"\x79" + bytes(8)
+    request.ClearField("workers")
+    same(request.SerializeToString())
+
+
+@given(st.lists(REQUESTS, max_size=4), IDS, st.booleans())
+def test_many_in_one_message_are_read_as_protobuf_reads_them(
+    requests: list[pb.LookupRequest], number: int, id_first: bool
+) -> None:
+    many = pb.LookupRequest(requests=requests)
+    parts = [pb.LookupRequest(id=number).SerializeToString(), many.SerializeToString()]
+    asked = lookup_codec.read_lookup(b"".join(parts if id_first else reversed(parts)))
+    assert asked.id == number
+    assert list(map(bytes, asked.requests)) == [one.SerializeToString() for one in requests]
+    assert (asked.prompt is None) == bool(requests)
+
+
+@given(st.lists(REQUESTS, min_size=1, max_size=3), st.data())
+def test_many_that_are_flipped_or_cut_are_read_so_too(
+    requests: list[pb.LookupRequest], data: st.DataObject
+) -> None:
+    packed = bytearray(pb.LookupRequest(requests=requests, id=7).SerializeToString())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(packed)))
+        packed[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    try:
+        asked = lookup_codec.read_lookup(bytes(packed))
+    except (DecodeError, ConfigError):
+        return
+    try:
+        message = pb.LookupRequest.FromString(bytes(packed))
+    except DecodeError:  # of one of them, which is refused by itself
+        assert asked.prompt is None
+        return
+    assert asked.id == message.id
+    assert len(asked.requests) == len(message.requests)
+
+
+def test_replies_to_many_are_packed_as_protobuf_packs_them() -> None:
+    replies = [pb.LookupResponse(worker=["w" * nbytes]) for nbytes in (0, 1, 127, 128, 20_000)]
+    packed = lookup_codec.packed_responses([reply.SerializeToString() for reply in replies])
+    expected = pb.LookupResponse(responses=replies, id=1 << 63)
+    assert lookup_codec.with_id(packed, 1 << 63) == expected.SerializeToString(deterministic=True)
 
 
 def test_a_fleet_answers_in_bytes_what_it_answers_in_columns() -> None:

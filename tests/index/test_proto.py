@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
 
 from kvpool import BlockHasher
 from kvpool.index.client.codec import pack_tokens
-from kvpool.index.client.messages import decode_worker
+from kvpool.index.client.messages import SERVICE, decode_worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.serve import codec
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2
 from tests.golden.make import MESSAGES
-from tests.index.fleets import Clock
+from tests.index.fleets import Clock, serving
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".cache" / "proto"
@@ -31,6 +36,8 @@ KINDS = {
     FieldDescriptor.TYPE_BOOL: "bool",
     FieldDescriptor.TYPE_UINT32: "uint32",
     FieldDescriptor.TYPE_UINT64: "uint64",
+    FieldDescriptor.TYPE_INT32: "int32",
+    FieldDescriptor.TYPE_FIXED64: "fixed64",
 }
 GENERATED = ("index_pb2.py", "index_pb2.pyi", "index_pb2_grpc.py")
 
@@ -51,9 +58,9 @@ print(google.protobuf.__version__, grpc.__version__, sent.SerializeToString().he
 GOLDEN: list[dict[str, Any]] = json.loads((ROOT / "tests" / "golden" / "protocol.json").read_text())
 
 
-def golden(kind: str) -> list[dict[str, Any]]:
+def golden(kind: str, at_least: int = 3) -> list[dict[str, Any]]:
     found = [row for row in GOLDEN if row["kind"] == kind]
-    assert len(found) >= 3
+    assert len(found) >= at_least
     return found
 
 
@@ -98,10 +105,9 @@ def test_the_lowest_versions_are_those_of_the_extra() -> None:
     assert '"protobuf>=6.31.1"' in extra
 
 
-def surface() -> list[str]:
+def surface(file: Any = index_pb2.DESCRIPTOR) -> list[str]:
     """What a caller depends on: calls, fields and values, a line each."""
-    file = index_pb2.DESCRIPTOR
-    lines = []
+    lines = [f"{file.package}: go_package {file.GetOptions().go_package}"]
     for service in file.services_by_name.values():
         for method in service.methods:
             asked = ("stream " if method.client_streaming else "") + method.input_type.name
@@ -130,11 +136,92 @@ def test_what_v1_has_stays() -> None:
     assert sorted(set(surface()) - set(promised)) == [], "new in v1: write it into tests/golden/v1.txt"
 
 
+def field_of(file: Any, message: str, field: str) -> Any:
+    (found,) = (
+        one for kind in file.message_type if kind.name == message for one in kind.field if one.name == field
+    )
+    return found
+
+
+def method_of(file: Any, name: str) -> Any:
+    return next(method for method in file.service[0].method if method.name == name)
+
+
+def remove_field(file: Any, message: str, field: str) -> None:
+    kind = next(one for one in file.message_type if one.name == message)
+    kind.field.remove(field_of(file, message, field))
+
+
+Field = FieldDescriptorProto
+BREAKING: dict[str, Callable[[Any], Any]] = {
+    "a field removed": lambda file: remove_field(file, "LookupResponse", "stale"),
+    "a field renumbered": lambda file: setattr(field_of(file, "LookupRequest", "workers"), "number", 99),
+    "a field renamed": lambda file: setattr(field_of(file, "LookupRequest", "workers"), "name", "candidates"),
+    "a number used again": lambda file: (
+        remove_field(file, "Worker", "address"),
+        setattr(field_of(file, "Worker", "incarnation"), "number", 7),
+    ),
+    "a wider type": lambda file: setattr(
+        field_of(file, "LookupResponse", "dp_rank"), "type", Field.TYPE_UINT64
+    ),
+    "one value made many": lambda file: setattr(
+        field_of(file, "Scope", "model"), "label", Field.LABEL_REPEATED
+    ),
+    "another message": lambda file: setattr(
+        field_of(file, "LookupRequest", "scope"), "type_name", ".kvpool.v1.Worker"
+    ),
+    "a field moved out of its oneof": lambda file: field_of(file, "RouteRequest", "chat").ClearField(
+        "oneof_index"
+    ),
+    "a call removed": lambda file: file.service[0].method.remove(method_of(file, "Release")),
+    "a call made a stream": lambda file: setattr(method_of(file, "Route"), "server_streaming", True),
+    "a call with another reply": lambda file: setattr(
+        method_of(file, "Route"), "output_type", ".kvpool.v1.LookupResponse"
+    ),
+    "a value of an enum renumbered": lambda file: setattr(file.enum_type[0].value[1], "number", 9),
+    "another package of Go": lambda file: setattr(file.options, "go_package", "elsewhere/v1"),
+}
+
+
+@pytest.mark.parametrize("change", BREAKING.values(), ids=BREAKING)
+def test_a_breaking_change_is_seen(change: Callable[[Any], Any]) -> None:
+    file = FileDescriptorProto()
+    index_pb2.DESCRIPTOR.CopyToProto(file)
+    change(file)
+    pool = DescriptorPool()
+    pool.Add(file)
+    assert set(surface()) - set(surface(pool.FindFileByName(file.name)))
+
+
+COLUMNS = {"LookupResponse", "RouteResponse"}  # row i of each: named for one row
+NAMED_BEFORE = {"Scope.multimodal", "ChatMessage.content"}
+
+
+def test_names_follow_the_style_guide_of_protobuf() -> None:
+    """https://protobuf.dev/programming-guides/style/; what v1 has named otherwise keeps its name."""
+    file = index_pb2.DESCRIPTOR
+    for message in file.message_types_by_name.values():
+        assert re.fullmatch(r"([A-Z][a-z0-9]*)+", message.name)
+        for field in message.fields:
+            name = f"{message.name}.{field.name}"
+            assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z][a-z0-9]*)*", field.name), name
+            is_column = message.name in COLUMNS and field.message_type is None
+            if field.is_repeated and not is_column and name not in NAMED_BEFORE:
+                assert field.name.endswith("s"), f"{name} is repeated: name it in the plural"
+    for enum in file.enum_types_by_name.values():
+        prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.name).upper()
+        assert all(value.name.startswith(f"{prefix}_") for value in enum.values)
+        assert enum.values_by_number[0].name == f"{prefix}_UNSPECIFIED"
+
+
 # ---- golden vectors
 
 
 def test_the_vectors_know_every_field() -> None:
-    kinds = {FieldDescriptor.TYPE_STRING: "string", FieldDescriptor.TYPE_BYTES: "bytes"}
+    kinds = {
+        FieldDescriptor.TYPE_STRING: "string", FieldDescriptor.TYPE_BYTES: "bytes",
+        FieldDescriptor.TYPE_FIXED64: "fixed64",
+    }  # fmt: skip
     found = {
         name: {
             field.name: (
@@ -182,14 +269,37 @@ def test_golden_prompts(case: dict[str, Any]) -> None:
     assert seed_id(case["seed"]) == case["hash_seed_id"]
 
 
-@pytest.mark.parametrize("case", golden("exchange"), ids=lambda case: case["name"])
-def test_golden_exchanges(case: dict[str, Any]) -> None:
+def told(case: dict[str, Any]) -> Fleet:
+    """A fleet of the worker of a vector, with its batches."""
     fleet = Fleet(clock=Clock())
     worker = decode_worker(index_pb2.Worker.FromString(bytes.fromhex(case["worker"])), "")
     fleet.add(worker, "call")
     for dp_rank, sequence, payload in case["batches"]:
         fleet.apply(worker.id, dp_rank, sequence, bytes.fromhex(payload))
         fleet.heard(worker.id, dp_rank)
+    return fleet
+
+
+@pytest.mark.parametrize("case", golden("exchange"), ids=lambda case: case["name"])
+def test_golden_exchanges(case: dict[str, Any]) -> None:
+    fleet = told(case)
     request = index_pb2.LookupRequest.FromString(bytes.fromhex(case["request"]))
     lookup = codec.encode_lookup(fleet.lookup(codec.decode_prompt(request)))
     assert lookup.SerializeToString(deterministic=True).hex() == case["reply"]
+
+
+@pytest.mark.usefixtures("grpc_started")
+@pytest.mark.parametrize("case", golden("stream", at_least=1), ids=lambda case: case["name"])
+def test_golden_streams(case: dict[str, Any]) -> None:
+    """Texts of errors are not part of the vectors."""
+    replies = [bytes.fromhex(reply) for _, reply in case["messages"]]
+    with serving(told(case)) as served, grpc.insecure_channel(served.target) as channel:
+        requests = [bytes.fromhex(request) for request, _ in case["messages"]]
+        answers = channel.stream_stream(f"/{SERVICE}/LookupStream")(iter(requests), timeout=30)
+        found = [index_pb2.LookupResponse.FromString(answer) for answer in answers]
+    for one in (*found, *(response for reply in found for response in reply.responses)):
+        assert bool(one.status.message) == one.HasField("status")
+        one.status.message = ""
+        if not one.status.code:
+            one.ClearField("status")
+    assert [one.SerializeToString(deterministic=True) for one in found] == replies

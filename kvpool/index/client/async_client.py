@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial  # async only
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import grpc.aio
 
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
 from kvpool.discovery.worker_record import DEFAULT_LEASE_S  # async only
-from kvpool.errors import IndexUnavailable
+from kvpool.errors import IndexUnavailable, KVPoolError
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.client import channel, codec
 from kvpool.index.client.access import Access
@@ -71,6 +72,16 @@ class AsyncIndexClient:
         model's tokenizer.
         """
         return await self._answer(codec.lookup_call(as_prompt(model, fields)), timeout_s)
+
+    async def lookup_many(
+        self, prompts: Sequence[Prompt], *, timeout_s: float | None = None
+    ) -> list[Lookup | KVPoolError]:
+        """``lookup`` of up to 256 prompts in one message: for each its answer, or the error that it alone met.
+
+        Errors: what concerns all of them, so also ``ConfigError`` of an index of an earlier version.
+        """
+        replies = await self._answer(codec.lookups_call(prompts), timeout_s)
+        return [channel.answer(self._target, self._timeout_s, reply) for reply in replies]
 
     async def route(
         self,
@@ -142,13 +153,26 @@ class AsyncIndexClient:
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> list[WorkerStatus]:
         """Whom the index follows, by tenant and name, and how well. ``tenant``, ``model``: only these; None: all."""
-        return await self._answer(codec.workers_call(tenant, model), timeout_s)
+        status = await self.status(tenant=tenant, model=model, timeout_s=timeout_s)
+        return list(status.workers)
 
     async def status(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> FleetStatus:
-        """``workers``, and what the index says of itself: hit ratios, blocks, memory."""
-        return await self._answer(codec.status_call(tenant, model), timeout_s)
+        """``workers``, and what the index says of itself: hit ratios, blocks, memory.
+
+        Workers come in pages, all of them within the deadline.
+        """
+        limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
+        until_s = time.monotonic() + limit_s
+        status, page_token = await self._answer(codec.status_call(tenant, model), limit_s)
+        workers = [*status.workers]
+        while page_token:
+            if (left_s := until_s - time.monotonic()) <= 0:
+                raise channel.late(self._target, limit_s)
+            page, page_token = await self._answer(codec.status_call(tenant, model, page_token), left_s)
+            workers += page.workers
+        return FleetStatus(status.index, tuple(workers))
 
     async def register(
         self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None

@@ -9,6 +9,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvpool.errors import AccessDenied, ConfigError, IndexUnavailable, KVPoolError, UnknownModel
+from kvpool.index.answer import Lookup
+from kvpool.index.client import codec
 from kvpool.index.client.access import Access
 from kvpool.index.client.codec import Answer, Call
 from kvpool.index.client.messages import MAX_REPLY_NBYTES, MAX_REQUEST_NBYTES, REPLIES, SERVICE
@@ -41,6 +43,8 @@ _TLS_ADVICE = {
     "Socket closed": "it was closed at once. If the index serves TLS, name its authority with tls_ca; if it demands a "
     "certificate, add tls_cert and tls_key, of an authority that it trusts and not expired",
 }
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def _packed(request: Any) -> bytes:
@@ -101,9 +105,25 @@ def read(target: str, call: Call[Answer], reply: bytes) -> Answer:
     try:
         return call.decode(reply)
     except (DecodeError, ValueError) as error:
-        raise IndexUnavailable(
-            f"what {target} replied to {call.method} is no reply of a kvpool index of this version: {error}"
-        ) from error
+        raise unreadable(target, call.method, error) from error
+
+
+def answer(target: str, timeout_s: float, reply: Any) -> Lookup | KVPoolError:
+    """What a ``LookupResponse`` says: rows, or why its request was refused."""
+    if reply.status.code:
+        code = _CODES.get(reply.status.code, grpc.StatusCode.INTERNAL)
+        return refusal(target, timeout_s, code, reply.status.message)
+    try:
+        return codec.decode_lookup(reply)
+    except ValueError as error:
+        return unreadable(target, "Lookup", error)
+
+
+def unreadable(target: str, method: str, error: Exception) -> KVPoolError:
+    """What a client says of a reply that is none."""
+    return IndexUnavailable(
+        f"what {target} replied to {method} is no reply of a kvpool index of this version: {error}"
+    )
 
 
 def closed(target: str) -> KVPoolError:
@@ -134,7 +154,12 @@ def unanswered(target: str, count: int) -> KVPoolError:
 def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError:
     """The error of ours for one of gRPC's."""
     code: Any = error.code()
-    words = " ".join((error.details() or "").split())
+    return refusal(target, timeout_s, code, error.details() or "")
+
+
+def refusal(target: str, timeout_s: float, code: grpc.StatusCode, text: str) -> KVPoolError:
+    """The error of ours for a status of gRPC's, of a call or of one request on a stream."""
+    words = " ".join(text.split())
     detail = words[:MAX_DETAIL_CHARS]
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return ConfigError(detail)

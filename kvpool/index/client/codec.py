@@ -18,6 +18,7 @@ from kvpool.index.chat import Chat, text_parts
 from kvpool.index.client.messages import (
     LOAD_SOURCE,
     MAX_PROMPT_NBYTES,
+    MAX_REQUESTS,
     MAX_U32,
     REPLIES,
     TRUST,
@@ -34,6 +35,8 @@ from kvpool.v1 import index_pb2 as pb
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+PAGE_SIZE = 512  # workers that are asked for at once
 
 _TRUST_OF = {number: name for name, number in TRUST.items()}
 _LOAD_SOURCE_OF = {number: name for name, number in LOAD_SOURCE.items()}
@@ -59,6 +62,22 @@ class Call(NamedTuple, Generic[Answer]):
 def lookup_call(prompt: Prompt) -> Call[Lookup]:
     """``Lookup``."""
     return Call("Lookup", _encode_prompt(pb.LookupRequest, prompt), decode_lookup)
+
+
+def lookups_call(prompts: Sequence[Prompt]) -> Call[list[Any]]:
+    """``Lookup`` of many prompts in one message; its answer: a ``LookupResponse`` for each."""
+    if not 1 <= len(prompts) <= MAX_REQUESTS:
+        raise ConfigError(f"one message asks about 1 to {MAX_REQUESTS} prompts, not {len(prompts)}")
+    request = pb.LookupRequest(requests=[_encode_prompt(pb.LookupRequest, prompt) for prompt in prompts])
+    if (nbytes := request.ByteSize()) > MAX_PROMPT_NBYTES:
+        raise ConfigError(f"prompts in one message have at most {MAX_PROMPT_NBYTES} bytes, not {nbytes}")
+
+    def responses(reply: Any) -> list[Any]:
+        if len(reply.responses) != len(prompts):
+            raise ValueError(f"it has {len(reply.responses)} responses to {len(prompts)} requests")
+        return list(reply.responses)
+
+    return Call("Lookup", request, responses)
 
 
 def route_call(
@@ -195,18 +214,15 @@ def remove_call(name: str, tenant: str) -> Call[bool]:
     return Call("RemoveWorker", request, lambda reply: bool(reply.removed))
 
 
-def workers_call(tenant: str | None, model: str | None) -> Call[list[WorkerStatus]]:
-    """``ListWorkers``."""
+def status_call(tenant: str | None, model: str | None, page_token: str = "") -> Call[tuple[FleetStatus, str]]:
+    """``ListWorkers``; its answer: a page, and the token of the next one. An earlier index has one page of all."""
     try:
-        request = pb.ListWorkersRequest(tenant=tenant or "", model=model or "")
+        request = pb.ListWorkersRequest(
+            tenant=tenant or "", model=model or "", page_size=PAGE_SIZE, page_token=page_token
+        )
     except (TypeError, ValueError) as error:
         raise _unsendable(error) from error
-    return Call("ListWorkers", request, decode_workers)
-
-
-def status_call(tenant: str | None, model: str | None) -> Call[FleetStatus]:
-    """``ListWorkers``, with what the index says of itself."""
-    return workers_call(tenant, model)._replace(value=decode_status)  # type: ignore[arg-type, return-value]
+    return Call("ListWorkers", request, lambda reply: (decode_status(reply), reply.next_page_token))
 
 
 def encode_batch(pushed: Pushed) -> Any:
@@ -293,9 +309,10 @@ def decode_route(reply: Any) -> Route:
     return Route(tuple(picks), reply.reservation)
 
 
-def decode_workers(reply: Any) -> list[WorkerStatus]:
-    """Of ``ListWorkersResponse``."""
-    return [
+def decode_status(reply: Any) -> FleetStatus:
+    """Of ``ListWorkersResponse``. An index of an earlier version says nothing of itself: zeros."""
+    index = IndexStatus(**{name: getattr(reply.index, name) for name in IndexStatus.__dataclass_fields__})
+    workers = (
         WorkerStatus(
             worker=decode_worker(status.worker, status.worker.hash_seed_id),
             source=status.source,
@@ -306,13 +323,8 @@ def decode_workers(reply: Any) -> list[WorkerStatus]:
             ),
         )
         for status in reply.workers
-    ]
-
-
-def decode_status(reply: Any) -> FleetStatus:
-    """Of ``ListWorkersResponse``. An index of an earlier version says nothing of itself: zeros."""
-    index = IndexStatus(**{name: getattr(reply.index, name) for name in IndexStatus.__dataclass_fields__})
-    return FleetStatus(index, tuple(decode_workers(reply)))
+    )
+    return FleetStatus(index, tuple(workers))
 
 
 def decode_ack(message: Any) -> Ack:

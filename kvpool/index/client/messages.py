@@ -14,6 +14,7 @@ SERVICE = "kvpool.v1.IndexService"
 MAX_PROMPT_NBYTES = 32 << 20  # 4 Mi block hashes
 MAX_REQUEST_NBYTES = MAX_PROMPT_NBYTES + (1 << 20)
 MAX_REPLY_NBYTES = 64 << 20
+MAX_REQUESTS = 256  # prompts in one message
 MAX_U32 = (1 << 32) - 1
 
 REPLIES: dict[str, Any] = {

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from kvpool.errors import KVPoolError
 from kvpool.index.answer import Lookup
 from kvpool.index.client import channel, codec
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
+from kvpool.v1 import index_pb2 as pb
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,15 +27,18 @@ MAX_WAITING = 1024  # lookups that have no answer yet
 class LookupStream:
     """Made by ``AsyncIndexClient.stream``; a context manager. Any number of tasks may ask at once.
 
-    Answers come in the order of the questions, so one that takes long holds up those behind it. What ``lookup`` of a
-    client would raise for a question ends the stream: those behind it get ``IndexUnavailable``, as does every later
-    one; so may it itself, when another was being sent at that moment. Then make another stream, as after an
-    ``IndexUnavailable`` of any kind.
+    Each question has an id, under which it is answered or refused; then the stream goes on. When it ends (the index
+    stops, or takes the token away), the oldest question gets the reason, and all others ``IndexUnavailable``: make
+    another stream.
+
+    An index of an earlier version answers without ids, in the order of the questions, and ends the stream with the
+    first question that it refuses.
     """
 
     def __init__(self, target: str, call: Any, timeout_s: float) -> None:
         self._target, self._call, self._timeout_s = target, call, timeout_s
-        self._waiting: deque[asyncio.Future[bytes]] = deque()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}  # by id; in the order of the questions
+        self._last_id = 0
         self._turn = asyncio.Lock()
         self._write: asyncio.Task[None] | None = None
         self._ended: KVPoolError | None = None
@@ -48,12 +53,26 @@ class LookupStream:
     ) -> Lookup:
         """As ``IndexClient.lookup``. An answer that comes after its time is thrown away, and the stream goes on."""
         call = codec.lookup_call(as_prompt(model, fields))
-        limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
+        limit_s = self._limit_s(timeout_s)
+        answer = channel.answer(self._target, limit_s, await self._ask_within(limit_s, call.request))
+        if isinstance(answer, KVPoolError):
+            raise answer
+        return answer
+
+    async def lookup_many(
+        self, prompts: Sequence[Prompt], *, timeout_s: float | None = None
+    ) -> list[Lookup | KVPoolError]:
+        """As ``IndexClient.lookup_many``."""
+        call = codec.lookups_call(prompts)
+        limit_s = self._limit_s(timeout_s)
+        reply = await self._ask_within(limit_s, call.request)
+        if isinstance(refused := channel.answer(self._target, limit_s, reply), KVPoolError):
+            raise refused
         try:
-            reply = await asyncio.wait_for(self._ask(call.request), limit_s)
-        except (TimeoutError, asyncio.TimeoutError) as error:
-            raise channel.late(self._target, limit_s) from error
-        return channel.read(self._target, call, reply)
+            replies = call.value(reply)
+        except ValueError as error:
+            raise channel.unreadable(self._target, "LookupStream", error) from error
+        return [channel.answer(self._target, limit_s, one) for one in replies]
 
     async def close(self) -> None:
         """End the call. May be called again."""
@@ -70,8 +89,17 @@ class LookupStream:
     ) -> None:
         await self.close()
 
-    async def _ask(self, request: Any) -> bytes:
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
+
+    async def _ask_within(self, limit_s: float, request: Any) -> Any:
+        try:
+            return await asyncio.wait_for(self._ask(request), limit_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise channel.late(self._target, limit_s) from error
+
+    async def _ask(self, request: Any) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         async with self._turn:
             if self._write is not None:  # of a caller that did not wait for its end
                 await asyncio.wait({self._write})
@@ -79,7 +107,9 @@ class LookupStream:
                 raise self._ended
             if len(self._waiting) >= MAX_WAITING:
                 raise channel.unanswered(self._target, MAX_WAITING)
-            self._waiting.append(answer)
+            self._last_id += 1
+            request.id = self._last_id
+            self._waiting[request.id] = answer
             self._write = asyncio.create_task(self._send(request))
             await asyncio.wait({self._write})
         return await answer
@@ -91,25 +121,31 @@ class LookupStream:
 
     async def _read(self) -> None:
         try:
-            while (reply := await self._call.read()) is not grpc.aio.EOF:
-                if not self._waiting:
+            while (packed := await self._call.read()) is not grpc.aio.EOF:
+                reply = pb.LookupResponse.FromString(packed)
+                answer = self._waiting.pop(reply.id, None) if reply.id else self._oldest()
+                if answer is None:
                     break  # an answer to no question
-                answer = self._waiting.popleft()
                 if not answer.done():
                     answer.set_result(reply)
             self._end(channel.ended(self._target))
+        except DecodeError as error:
+            self._end(channel.unreadable(self._target, "LookupStream", error))
         except grpc.RpcError as error:
             # gRPC puts a status of its own in the index's place when something was being sent as the call ended.
             if error.code() is not grpc.StatusCode.INTERNAL:
                 first = channel.error_of(self._target, self._timeout_s, error)
-                if self._waiting and not (refused := self._waiting.popleft()).done():
-                    refused.set_exception(first)
+                if (oldest := self._oldest()) is not None and not oldest.done():
+                    oldest.set_exception(first)
             self._end(channel.ended(self._target))
         finally:
             self._call.cancel()
 
+    def _oldest(self) -> asyncio.Future[Any] | None:
+        return self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
+
     def _end(self, error: KVPoolError) -> None:
         self._ended = self._ended or error
-        while self._waiting:
-            if not (answer := self._waiting.popleft()).done():
+        while (answer := self._oldest()) is not None:
+            if not answer.done():
                 answer.set_exception(self._ended)

@@ -84,10 +84,9 @@ class Calls:
 
         async def serve(_: Any, context: grpc.aio.ServicerContext) -> Any:
             try:
-                caller = self._auth.authenticate(_authorization(context))
-                caller.check(method.right, None)
+                caller = self.caller(method.right, context)
                 with self._open_calls.acquire(context.peer(), caller.tenants):
-                    return await self._answer(method, await self.receive(name, context), caller)
+                    return await self.answer(method, await self.receive(name, context), caller)
             except grpc.aio.AbortError:  # the request came too late
                 raise
             except Exception as error:
@@ -98,27 +97,35 @@ class Calls:
     def answering(
         self, name: str, method: Method
     ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[Any]]:
-        """Answers one message of a stream. Rights are looked at each time: they may change while it is open."""
+        """Answers one message of a stream, which ends with the first that is refused."""
 
         async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
-                caller = self._auth.authenticate(_authorization(context))
-                caller.check(method.right, None)
-                return await self._answer(method, packed, caller)
+                return await self.answer(method, packed, self.caller(method.right, context))
             except Exception as error:
                 del packed
                 return await self._refuse(name, context, error)
 
         return answer
 
-    async def _answer(self, method: Method, packed: bytes, caller: Permissions) -> Any:
-        read = method.read or method.request.FromString
-        try:
-            request = read(packed)
-        except DecodeError:
-            raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}") from None
+    def caller(self, right: Right, context: grpc.aio.ServicerContext) -> Permissions:
+        """Who calls, at this moment: tokens may change while a stream is open. Errors: ``AccessDenied``."""
+        caller = self._auth.authenticate(_authorization(context))
+        caller.check(right, None)
+        return caller
+
+    async def answer(self, method: Method, packed: bytes, caller: Permissions) -> Any:
+        """What is answered to one message of a caller that has the right. Errors: for ``explain``."""
+        request = self.read(method, packed)
         caller.check(method.right, method.tenant(request))
         return await method.answer(request, caller)
+
+    def read(self, method: Method, packed: bytes) -> Any:
+        """What ``method`` is given. Errors: ``ConfigError`` for what is no such message."""
+        try:
+            return (method.read or method.request.FromString)(packed)
+        except DecodeError:
+            raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}") from None
 
     def without_token(
         self, name: str, answer: Callable[[grpc.aio.ServicerContext], Awaitable[Any]]
@@ -177,8 +184,7 @@ class Calls:
                 if right is None:
                     opened = self._open_watches.acquire(context.peer(), None)
                 else:
-                    caller = self._auth.authenticate(_authorization(context))
-                    caller.check(right, None)
+                    caller = self.caller(right, context)
                     opened = self._open_streams.acquire(context.peer(), caller.tenants)
                 with opened:
                     await serve(context)
@@ -204,7 +210,11 @@ class Calls:
             stream.cancel()
 
     async def _refuse(self, name: str, context: grpc.aio.ServicerContext, error: Exception) -> None:
-        """End a call: errors of ours become a status code and one line, faults of ours a line in our log."""
+        """End a call."""
+        await _abort(context, *self.explain(name, error))
+
+    def explain(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
+        """Errors of ours become a status code and one line, faults of ours a line in our log; both are counted."""
         code, text = grpc.StatusCode.INTERNAL, "the index failed to answer; its log says why"
         if isinstance(error, KVPoolError):
             code = next(code for kind, code in _CODES if isinstance(error, kind))
@@ -214,7 +224,7 @@ class Calls:
         else:
             logger.error("a call of %s failed", name, exc_info=error)
         self._stats.record_refusal(code.name)
-        await _abort(context, code, text)
+        return code, text
 
 
 async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text: str) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvpool._native import read_lookup_request
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
-from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus
+from kvpool.index.answer import IndexStatus, Lookup, PublisherStatus, WorkerStatus
 from kvpool.index.chat import Chat
 from kvpool.index.client.messages import LOAD_SOURCE, TRUST, encode_worker, first_line
 from kvpool.index.follow.push import Ack, Pushed
@@ -25,24 +24,6 @@ from kvpool.v1 import index_pb2 as pb
 CHUNK_NBYTES = 1 << 20  # of a snapshot
 MAX_TEXT_NBYTES = 4 << 20  # of a prompt as text or chat
 MAX_LOADS = 32768  # in a request
-
-
-def read_lookup(packed: bytes) -> Any:
-    """The ``Prompt`` of a packed ``LookupRequest`` in its usual form, read by the native core; else the message.
-
-    Errors: ``DecodeError`` of protobuf.
-    """
-    found = read_lookup_request(packed)
-    if found is None:
-        return pb.LookupRequest.FromString(packed)
-    model, tenant, workers, in_tokens, begin, end = found
-    fields: PromptFields = {"tenant": tenant or DEFAULT_TENANT, "workers": workers or None}
-    prompt = memoryview(packed)[begin:end]
-    if in_tokens:
-        fields["token_ids"] = prompt.cast("I")
-    else:
-        fields["hashes64"] = prompt
-    return Prompt(model, **fields)
 
 
 def decode_prompt(request: Any) -> Prompt:
@@ -161,25 +142,20 @@ def encode_route(route: Route) -> Any:
     return pb.RouteResponse(reservation=route.reservation, **columns)
 
 
-def encode_status(status: FleetStatus) -> Any:
-    """``ListWorkersResponse``."""
-    return pb.ListWorkersResponse(
-        index=pb.IndexStatus(
-            **{name: getattr(status.index, name) for name in IndexStatus.__dataclass_fields__}
-        ),
-        workers=[
-            pb.WorkerStatus(
-                worker=encode_worker(one.worker),
-                source=one.source,
-                lease_left_ms=one.lease_left_ms,
-                publishers=[
-                    pb.PublisherStatus(
-                        **{name: getattr(rank, name) for name in PublisherStatus.__dataclass_fields__}
-                    )
-                    for rank in one.publishers
-                ],
-            )
-            for one in status.workers
+def encode_index_status(status: IndexStatus) -> Any:
+    """``IndexStatus``."""
+    return pb.IndexStatus(**{name: getattr(status, name) for name in IndexStatus.__dataclass_fields__})
+
+
+def encode_worker_status(status: WorkerStatus) -> Any:
+    """``WorkerStatus``."""
+    return pb.WorkerStatus(
+        worker=encode_worker(status.worker),
+        source=status.source,
+        lease_left_ms=status.lease_left_ms,
+        publishers=[
+            pb.PublisherStatus(**{name: getattr(rank, name) for name in PublisherStatus.__dataclass_fields__})
+            for rank in status.publishers
         ],
     )
 

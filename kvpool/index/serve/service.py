@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from kvpool.discovery.admission import check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
-from kvpool.index.answer import FleetStatus, IndexStatus
+from kvpool.index.answer import IndexStatus
 from kvpool.index.chat import Chat
 from kvpool.index.client.messages import (
     MAX_REPLY_NBYTES,
@@ -40,11 +41,12 @@ from kvpool.index.partition import merged
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.prompt import Prompt
-from kvpool.index.serve import codec
+from kvpool.index.serve import codec, worker_pages
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.listening import is_loopback, open_listening
+from kvpool.index.serve.lookup_calls import LookupCalls
 from kvpool.index.serve.publish_streams import PublishStreams
 from kvpool.index.serve.reflection_calls import reflection_handlers
 from kvpool.index.serve.request_stats import Matched, RequestStats
@@ -108,7 +110,11 @@ class IndexServer:
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._calls = Calls(self._auth, self._stats)
+        self._lookups = LookupCalls(
+            self._calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
+        )
         self._publishing = PublishStreams(roster.receiver, self._calls)
+        self._instance_id = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._health = Health(is_warm, warm_up_s)
@@ -218,7 +224,7 @@ class IndexServer:
 
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         unary = {
-            "Lookup": self._asking(),
+            "Lookup": self._lookups.method,
             "Route": Method(
                 pb.RouteRequest, "read", lambda request: _tenant(request.scope.tenant), self._route
             ),
@@ -247,7 +253,7 @@ class IndexServer:
             for name, method in unary.items()
         }
         streams: tuple[tuple[str, Right, Any, Any], ...] = (
-            ("LookupStream", "read", self._lookups, None),
+            ("LookupStream", "read", self._lookups.serve, None),
             ("Publish", "publish", self._publishing.serve, pb.PublishAck.SerializeToString),
             ("Snapshot", "admin", self._snapshots.serve, None),
         )
@@ -256,12 +262,6 @@ class IndexServer:
                 self._calls.stream(name, right, stream), response_serializer=reply
             )
         return handlers
-
-    def _asking(self) -> Method:
-        return Method(pb.LookupRequest, "read", _tenant_asked, self._lookup, codec.read_lookup)
-
-    async def _lookup(self, request: Any, _: Permissions) -> Any:
-        return await self._asked(request, self._pack_lookup)
 
     def _pack_lookup(self, prompt: Prompt) -> tuple[bytes, Matched]:
         """The packed reply: native, unless workers of the model differ in how they hash."""
@@ -313,15 +313,6 @@ class IndexServer:
         token_ids = await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
         return replace(prompt, token_ids=token_ids, text=None, chat=None)
 
-    async def _lookups(self, context: grpc.aio.ServicerContext) -> None:
-        answer = self._calls.answering("Lookup", self._asking())
-        self._stats.record_stream(1)
-        try:
-            while (request := await context.read()) is not grpc.aio.EOF:
-                await context.write(await answer(request, context))
-        finally:
-            self._stats.record_stream(-1)
-
     async def _release(self, request: Any, _: Permissions) -> Any:
         tenant = check_tenant(_tenant(request.tenant))
         return pb.ReleaseResponse(released=self._router.release(tenant, request.reservation))
@@ -342,30 +333,24 @@ class IndexServer:
 
     async def _list(self, request: Any, caller: Permissions) -> Any:
         return await self._in_thread(
-            lambda: codec.encode_status(self._status(request.tenant or None, request.model or None, caller))
+            lambda: worker_pages.list_workers(self._roster.fleet, request, caller, self._status(caller))
         )
 
-    def _status(self, tenant: str | None, model: str | None, caller: Permissions) -> FleetStatus:
-        fleet, told = self._roster.fleet, self._stats.totals()
-        totals = fleet.totals()
-        index = IndexStatus(int((time.monotonic() - self._stats.started_s) * 1000))
+    def _status(self, caller: Permissions) -> IndexStatus:
+        told, totals = self._stats.totals(), self._roster.fleet.totals()
+        index = IndexStatus(
+            int((time.monotonic() - self._stats.started_s) * 1000), instance_id=self._instance_id
+        )
         if caller.sees(ALL_TENANTS):  # sums over all of them
             index = IndexStatus(
                 index.uptime_ms, told.lookups, *told.matched, held_blocks=totals.blocks,
                 held_pool_blocks=totals.pool_blocks, memory_nbytes=totals.memory_nbytes,
+                instance_id=self._instance_id,
             )  # fmt: skip
-        found = fleet.workers(tenant=tenant, model=model)
-        return FleetStatus(index, tuple(one for one in found if caller.sees(one.worker.tenant)))
+        return index
 
     async def _in_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def _tenant_asked(request: Any) -> str:
-    """Of what ``codec.read_lookup`` returns."""
-    if isinstance(request, Prompt):
-        return request.tenant
-    return _tenant(request.scope.tenant)
 
 
 def _tenant(name: str) -> str:

@@ -1,10 +1,10 @@
-"""Lookups over one call: in order, each with its deadline, and what ends them."""
+"""Lookups over one call: each with its answer or its error, and its deadline, and what ends them all."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -12,9 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvpool import AsyncIndexClient, ConfigError, IndexUnavailable, UnknownModel
+from kvpool import AsyncIndexClient, ConfigError, IndexClient, IndexUnavailable, UnknownModel
+from kvpool.index import Prompt
 from kvpool.index.client import stream as lookup_stream
-from kvpool.index.client.messages import SERVICE
+from kvpool.index.client.messages import MAX_REQUESTS, SERVICE
 from kvpool.index.client.stream import LookupStream
 from kvpool.index.fleet import Fleet
 from kvpool.v1 import index_pb2 as pb
@@ -77,7 +78,9 @@ def test_long_and_short_prompts_stay_in_order() -> None:
         ({"token_ids": [1] * 16, "cache_salt": "x", "tenant": "nobody"}, UnknownModel, "nobody"),
     ],
 )
-def test_what_is_refused_ends_the_stream(options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_what_is_refused_leaves_the_stream_as_it_was(
+    options: dict[str, Any], error: type[Exception], says: str
+) -> None:
     model = options.pop("model", "m")
     if "token_ids" not in options:
         options["hashes64"] = packed64([1])
@@ -86,27 +89,115 @@ def test_what_is_refused_ends_the_stream(options: dict[str, Any], error: type[Ex
         assert await matched(stream, 5) == 5
         with pytest.raises(error, match=says):
             await stream.lookup(model, **options)
-        with pytest.raises(IndexUnavailable, match="make another"):
-            await matched(stream, 1)
+        assert await matched(stream, 1) == 1
 
     with serving(a_fleet()) as served:
         streaming(served.target, use)
-        streaming(served.target, lambda stream: matched(stream, 1))  # type: ignore[arg-type, return-value]
 
 
-def test_what_is_refused_ends_those_behind_it() -> None:
+def test_one_bad_question_of_fifty_in_flight_fails_alone() -> None:
     async def use(stream: LookupStream) -> None:
-        assert await matched(stream, 5) == 5
-        wrong, *behind = await asyncio.gather(
+        answers = await asyncio.gather(
+            *(matched(stream, blocks) for blocks in range(1, 21)),
             stream.lookup("other", hashes64=packed64([1])),
-            *(matched(stream, 1) for _ in range(20)),
+            *(matched(stream, blocks) for blocks in range(22, 51)),
             return_exceptions=True,
         )
-        assert isinstance(wrong, (UnknownModel, IndexUnavailable))
-        assert all(isinstance(answer, IndexUnavailable) for answer in behind)
+        assert isinstance(answers.pop(20), UnknownModel)
+        assert answers == [*range(1, 21), *range(22, 51)]
 
     with serving(a_fleet()) as served:
         streaming(served.target, use)
+
+
+def prompts(*blocks: int, model: str = "m") -> list[Prompt]:
+    return [Prompt(model, hashes64=packed64(list(range(1, count + 1)))) for count in blocks]
+
+
+def test_many_prompts_in_one_message() -> None:
+    wrong = prompts(1, model="other")
+
+    async def use(stream: LookupStream) -> None:
+        for _ in range(2):
+            first, error, second = await stream.lookup_many([*prompts(3), *wrong, *prompts(64)])
+            assert isinstance(error, UnknownModel)
+            assert [first.device_blocks, second.device_blocks] == [(3,), (64,)]  # type: ignore[union-attr]
+        several = await asyncio.gather(
+            *(stream.lookup_many(prompts(*[blocks] * 50)) for blocks in range(1, 20))
+        )
+        for blocks, answers in enumerate(several, 1):
+            assert [one.device_blocks for one in answers] == [(blocks,)] * 50  # type: ignore[union-attr]
+        for count in (0, MAX_REQUESTS + 1):
+            with pytest.raises(ConfigError, match=f"1 to {MAX_REQUESTS} prompts, not {count}"):
+                await stream.lookup_many(prompts(1) * count)
+        with pytest.raises(ConfigError, match="in one message have at most"):
+            await stream.lookup_many([Prompt("m", hashes64=bytes(17 << 20))] * 2)
+        assert await matched(stream, 2) == 2
+
+    with serving(a_fleet()) as served:
+        streaming(served.target, use)
+        with IndexClient(served.target, WAIT_S) as client:
+            first, error, second = client.lookup_many([*prompts(3), *wrong, *prompts(64)])
+            assert isinstance(error, UnknownModel)
+            assert [first.device_blocks, second.device_blocks] == [(3,), (64,)]  # type: ignore[union-attr]
+
+
+class Scripted:
+    """An index that answers a stream as it is told."""
+
+    def __init__(self, answer: Callable[[Any, Any], Iterator[bytes]]) -> None:
+        handler = grpc.stream_stream_rpc_method_handler(answer, pb.LookupRequest.FromString)
+        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {"LookupStream": handler}),)
+        )
+        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> Scripted:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(WAIT_S).wait()
+
+
+def earlier(requests: Any, context: Any) -> Iterator[bytes]:
+    """As an index of an earlier version: no ids, in order, and the first question that is refused ends the stream."""
+    for request in requests:
+        if not request.WhichOneof("prompt"):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a request holds a prompt")
+        if request.scope.model != "m":
+            context.abort(grpc.StatusCode.NOT_FOUND, "unknown model")
+        yield table(f"{len(request.block_hashes)}")
+
+
+def table(worker: str, number: int = 0) -> bytes:
+    """A packed reply of one row."""
+    names = ("dp_rank", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks",
+             "sequence", "staleness_ms")  # fmt: skip
+    columns: Any = {name: [0] for name in names}
+    reply = pb.LookupResponse(worker=[worker], address=[""], stale=[False], id=number, **columns)
+    return reply.SerializeToString()
+
+
+def test_an_index_of_an_earlier_version_is_understood() -> None:
+    async def use(stream: LookupStream) -> None:
+        answers = await asyncio.gather(
+            *(stream.lookup("m", hashes64=bytes(8 * blocks)) for blocks in range(1, 30))
+        )
+        assert [answer.workers for answer in answers] == [(f"{8 * blocks}",) for blocks in range(1, 30)]
+        with pytest.raises(UnknownModel):
+            await stream.lookup("other", hashes64=bytes(8))
+        with pytest.raises(IndexUnavailable, match="make another"):
+            await stream.lookup("m", hashes64=bytes(8))
+
+    async def ask_many(stream: LookupStream) -> None:
+        with pytest.raises(ConfigError, match="holds a prompt"):
+            await stream.lookup_many(prompts(1, 2))
+
+    with Scripted(earlier) as index:
+        streaming(index.target, use)
+        streaming(index.target, ask_many)
 
 
 def test_what_cannot_be_sent_leaves_the_stream_as_it_was() -> None:
@@ -129,37 +220,23 @@ def test_nobody_listens() -> None:
     streaming("127.0.0.1:1", use)
 
 
-class Slow:
-    """An index that answers when it is let; then with as many workers as the prompt has bytes."""
+class Slow(Scripted):
+    """An index that answers when it is let: with one worker, whose name is the number of the prompt's bytes."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
         self.asked = threading.Semaphore(0)
-        handler = grpc.stream_stream_rpc_method_handler(self._answer, pb.LookupRequest.FromString)
-        self._server = grpc.server(futures.ThreadPoolExecutor(4))
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {"LookupStream": handler}),)
-        )
-        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        super().__init__(self._answer)
 
-    def _answer(self, requests: Any, _: Any) -> Any:
+    def _answer(self, requests: Any, _: Any) -> Iterator[bytes]:
         for request in requests:
             self.asked.release()
             self.go.wait(WAIT_S)
-            names = ("dp_rank", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks",
-                     "sequence", "staleness_ms")  # fmt: skip
-            columns: Any = {name: [0] for name in names}
-            yield pb.LookupResponse(
-                worker=[f"{len(request.block_hashes)}"], address=[""], stale=[False], **columns
-            ).SerializeToString()
-
-    def __enter__(self) -> Slow:
-        self._server.start()
-        return self
+            yield table(f"{len(request.block_hashes)}", request.id)
 
     def __exit__(self, *_: object) -> None:
         self.go.set()
-        self._server.stop(WAIT_S).wait()
+        super().__exit__()
 
 
 def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
@@ -235,3 +312,24 @@ def test_a_message_that_is_no_question_is_refused() -> None:
             next(call)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "LookupRequest" in caught.value.details()
+
+
+def test_answers_are_taken_in_any_order_and_each_by_its_id() -> None:
+    """Three questions are answered the last one first; then an answer to no question ends the stream."""
+
+    def answer(requests: Any, _: Any) -> Iterator[bytes]:
+        asked = [next(requests) for _ in range(3)]
+        for request in reversed(asked):
+            yield table(f"{len(request.block_hashes)}", request.id)
+        next(requests)
+        yield table("nobody asked", 12345)
+
+    async def use(stream: LookupStream) -> None:
+        questions = (stream.lookup("m", hashes64=bytes(8 * blocks)) for blocks in (1, 2, 3))
+        answers = await asyncio.gather(*questions)
+        assert [one.workers for one in answers] == [("8",), ("16",), ("24",)]
+        with pytest.raises(IndexUnavailable, match="make another"):
+            await stream.lookup("m", hashes64=bytes(8))
+
+    with Scripted(answer) as index:
+        streaming(index.target, use)

@@ -1,0 +1,106 @@
+"""``LookupCalls``: ``Lookup`` and ``LookupStream``: a prompt, one after another, or many in one message.
+
+On a stream a request with an id is refused in a reply of its own, and the stream goes on; one without ends it, as an
+earlier client expects. Requests of one message are refused each by itself. The handlers run in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from kvpool.discovery.worker import DEFAULT_TENANT
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.index.client.messages import MAX_REQUESTS
+from kvpool.index.prompt import Prompt
+from kvpool.index.serve import lookup_codec
+from kvpool.index.serve.auth import Permissions
+from kvpool.index.serve.calls import Calls, Method
+from kvpool.index.serve.lookup_codec import Asked
+from kvpool.index.serve.request_stats import RequestStats
+from kvpool.v1 import index_pb2 as pb
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAX_RESPONSES_NBYTES = 16 << 20  # of one message: 256 prompts among 1,000 workers
+TURN_NBYTES = 128 << 10  # of requests in one message, after which other calls get their turn
+REQUEST_NBYTES = 8 << 10  # of a prompt, which take as long as what else a request costs
+
+
+class LookupCalls:
+    """``ask``: the packed reply to one prompt, which is a ``Prompt`` or a ``LookupRequest``."""
+
+    def __init__(self, calls: Calls, stats: RequestStats, ask: Callable[[Any], Awaitable[bytes]]) -> None:
+        self._calls, self._stats, self._ask = calls, stats, ask
+        self.method = Method(pb.LookupRequest, "read", _tenant, self._answer, lookup_codec.read_lookup)
+
+    async def serve(self, context: grpc.aio.ServicerContext) -> None:
+        """One stream."""
+        self._stats.record_stream(1)
+        try:
+            while (packed := await context.read()) is not grpc.aio.EOF:
+                await context.write(await self._reply(packed, context))
+        finally:
+            self._stats.record_stream(-1)
+
+    async def _reply(self, packed: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """Errors: what ends the stream."""
+        caller = self._calls.caller(self.method.right, context)
+        try:
+            reply: bytes = await self._calls.answer(self.method, packed, caller)
+            return reply
+        except Exception as error:
+            if not (number := lookup_codec.id_of(packed)):
+                raise
+            return self._refused(number, error)
+
+    async def _answer(self, asked: Asked, caller: Permissions) -> bytes:
+        reply = await (
+            self._ask(asked.prompt) if asked.prompt is not None else self._many(asked.requests, caller)
+        )
+        return lookup_codec.with_id(reply, asked.id)
+
+    async def _many(self, requests: Sequence[Buffer], caller: Permissions) -> bytes:
+        if len(requests) > MAX_REQUESTS:
+            raise ConfigError(f"a request holds at most {MAX_REQUESTS} requests, not {len(requests)}")
+        replies: list[bytes] = []
+        left_nbytes, spent_nbytes = MAX_RESPONSES_NBYTES, 0
+        for packed in requests:
+            if spent_nbytes > TURN_NBYTES:
+                spent_nbytes = 0
+                await asyncio.sleep(0)
+            spent_nbytes += REQUEST_NBYTES + memoryview(packed).nbytes
+            reply = await self._one(packed, caller, left_nbytes)
+            left_nbytes -= len(reply)
+            replies.append(reply)
+        return lookup_codec.packed_responses(replies)
+
+    async def _one(self, packed: Any, caller: Permissions, left_nbytes: int) -> bytes:
+        """The reply to one of many requests, or why it is refused."""
+        try:
+            if left_nbytes <= 0:
+                raise KVPoolError("the reply is full: ask about fewer prompts or workers in one message")
+            asked = self._calls.read(self.method, packed)
+            if asked.prompt is None:
+                raise ConfigError("one of many requests holds a prompt, and no requests of its own")
+            caller.check(self.method.right, _tenant(asked))
+            return await self._answer(asked, caller)
+        except Exception as error:
+            return self._refused(lookup_codec.id_of(packed), error)
+
+    def _refused(self, number: int, error: Exception) -> bytes:
+        code, text = self._calls.explain("Lookup", error)
+        return lookup_codec.refused(number, code.value[0], text)
+
+
+def _tenant(asked: Asked) -> str | None:
+    """None: each of its requests names one."""
+    if asked.prompt is None:
+        return None
+    if isinstance(asked.prompt, Prompt):
+        return asked.prompt.tenant
+    return asked.prompt.scope.tenant or DEFAULT_TENANT

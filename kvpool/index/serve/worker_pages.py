@@ -1,0 +1,57 @@
+"""The reply of ``ListWorkers``: workers by tenant and name, all of them or a page.
+
+The token of a page is the id of its last worker. So any replica can answer the next page, and a worker that stays is
+listed once, whichever others come and go meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpool.errors import ConfigError
+from kvpool.index.answer import IndexStatus
+from kvpool.index.fleet import Fleet
+from kvpool.index.serve import codec
+from kvpool.index.serve.auth import Permissions
+from kvpool.v1 import index_pb2 as pb
+
+MAX_PAGE_SIZE = 1024  # workers
+MAX_PAGE_NBYTES = 4 << 20  # but one worker at least, which has 1,024 ranks
+
+
+def list_workers(fleet: Fleet, request: Any, caller: Permissions, index: IndexStatus) -> Any:
+    """``ListWorkersResponse``, with the workers that ``caller`` may see. Errors: ``ConfigError``."""
+    last = _position(request.page_token)
+    positions = sorted(
+        position
+        for worker in fleet.followed()
+        if request.tenant in ("", worker.tenant)
+        and request.model in ("", worker.model)
+        and caller.sees(worker.tenant)
+        and (position := (worker.tenant, worker.name)) > last
+    )
+    page = positions[: min(request.page_size, MAX_PAGE_SIZE) or None]
+    reply = pb.ListWorkersResponse(index=codec.encode_index_status(index))
+    nbytes = 0
+    for status in fleet.workers({_id(*position) for position in page}):
+        one = codec.encode_worker_status(status)
+        nbytes += one.ByteSize()
+        if request.page_size and nbytes > MAX_PAGE_NBYTES and reply.workers:
+            reply.next_page_token = _id(reply.workers[-1].worker.tenant, reply.workers[-1].worker.name)
+            return reply
+        reply.workers.append(one)
+    if len(page) < len(positions):
+        reply.next_page_token = _id(*page[-1])
+    return reply
+
+
+def _id(tenant: str, name: str) -> str:
+    return f"{tenant}/{name}"
+
+
+def _position(page_token: str) -> tuple[str, str]:
+    """Of the last worker of the page before; before all others where there is none."""
+    tenant, slash, name = page_token.partition("/")
+    if page_token and not slash:
+        raise ConfigError("page_token is the next_page_token of the page before, as it came")
+    return tenant, name
