@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from kvpool import ConfigError
-from kvpool.index.serve.encoding import MAX_FIELDS, MAX_VALUE_NBYTES, Encoding
+from kvpool.index.serve.encoding import MAX_FIELDS, MAX_LISTED_TOKENS, MAX_VALUE_NBYTES, Encoding
 
 MANY = 4 << 20
 WIDE = b"\xdd" + struct.pack(">I", MANY)  # an array of as many
@@ -76,7 +76,8 @@ def test_what_are_no_tokens(tokens: Any) -> None:
         (b"\x81\xa1a" + b"\x91" * 5000 + b"\xc0", "not a msgpack map"),
         (b"\x81\xa1a" + WIDE + b"\x90" * MANY, f"a has more than {MAX_VALUE_NBYTES} bytes"),
         (b"\x81" + WIDE + b"\x90" * MANY + b"\x01", "fields by name"),
-        (b"\x81\xa9token_ids" + WIDE + b"\x90" * MANY, "token_ids are whole numbers"),
+        (b"\x81\xa9token_ids" + WIDE + b"\x05" * MANY, f"a list has at most {MAX_LISTED_TOKENS} tokens"),
+        (b"\x81\xa9token_ids\xdc\xff\xff" + b"\x90" * 65535, "token_ids are whole numbers"),
         (b"\x81\xa9token_ids" + b"\xdd\x7f\xff\xff\xff" * 5000, "not a msgpack map"),
     ],
 )
