@@ -43,7 +43,7 @@ nb::str to_str(std::string_view text) { return nb::str(text.data(), text.size())
 nb::tuple to_tuple(const Applied& applied) {
   return nb::make_tuple(applied.stored, applied.copied, applied.repeated, applied.removed, applied.uncopied,
                         applied.unknown, applied.refused, applied.doubted, applied.cleared_events,
-                        applied.skipped_events, applied.evicted);
+                        applied.skipped_events, applied.evicted, applied.lookahead_events);
 }
 
 nb::bytes packed(const std::vector<std::uint32_t>& column) {

@@ -67,7 +67,10 @@ class Lookup:
 
 
 class TierRow(NamedTuple):
-    """What one rank holds of a prompt, tier by tier; the pool's and ``local_blocks`` as in ``Lookup``."""
+    """What one rank holds of a prompt, tier by tier; the pool's and ``local_blocks`` as in ``Lookup``.
+
+    ``memory_blocks``: leading blocks on the device or in main memory, each in either.
+    """
 
     worker: str
     dp_rank: int
@@ -78,6 +81,7 @@ class TierRow(NamedTuple):
     disk_blocks: int
     local_blocks: int
     pool_blocks: int
+    memory_blocks: int
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,13 @@ from kvpool.index.answer import PublisherStatus
 from kvpool.index.sequence import batch_digest
 from kvpool.index.table import Content, PrefixIndex
 
+# vLLM 0.33 hashes a block of such an engine together with the tokens behind it (vllm/config/vllm.py,
+# num_hash_lookahead_tokens), and says so in its events.
+LOOKAHEAD_OFF = 'add "disable_lookahead_block_hashes": true to --speculative-config, or a connector'
+LOOKAHEAD = (
+    f"its hashes cover tokens behind their blocks (EAGLE or MTP), so no prompt matches: {LOOKAHEAD_OFF}"
+)
+
 MAX_PROBLEM_CHARS = 300
 MAX_STALENESS_MS = (1 << 32) - 1
 
@@ -56,6 +63,7 @@ class DpRank(_native.RankState):
         "publisher",
         "replays",
         "resets",
+        "unmatchable",
         "worker",
     )  # fmt: skip
 
@@ -82,14 +90,16 @@ class DpRank(_native.RankState):
         self.incomplete_since_s = 0.0
         self.asked = False  # for all it holds, while it lacks something
         self.awaiting_first_batch = True  # no batch of this life of its publisher was applied
+        self.unmatchable = ""  # why no prompt can ever match what it holds, until its publisher starts anew
         self.gone = False
 
     # ---- what is known of it
 
     @property
     def position(self) -> Position | None:
-        """From where another index could go on; None: it could not know whether it is still the same publisher."""
-        if not self.batch_digest or not self.publisher.replay:
+        """From where another index could go on; None: it has to hear all of it, or could not know whether it is
+        still the same publisher."""
+        if not self.batch_digest or not self.publisher.replay or self.unmatchable:
             return None
         return Position(self.sequence, self.batch_digest)
 
@@ -120,6 +130,8 @@ class DpRank(_native.RankState):
         )
 
     def _problem(self, now_s: float, evicted: int) -> str:
+        if self.unmatchable:
+            return self.unmatchable
         if self.incomplete_reason and not self.stale:
             asked = " and asked for all it holds" if self.asked else ""
             return _one_line(
@@ -136,7 +148,7 @@ class DpRank(_native.RankState):
 
     def apply(self, sequence: int, payload: bytes, now_s: float) -> None:
         """One batch. Errors: ``MalformedEvents``, and then nothing of it was applied."""
-        completed = False
+        completed = found_unmatchable = False
         with self.lock:
             if self.gone:
                 return
@@ -147,6 +159,9 @@ class DpRank(_native.RankState):
                 )
                 self.sequence, self.batch_digest = sequence, batch_digest(payload)
                 self.batches += 1
+                found_unmatchable = bool(applied.lookahead_events) and not self.unmatchable
+                if found_unmatchable:
+                    self.unmatchable = LOOKAHEAD
                 if sequence == 0 or applied.cleared_events:
                     completed = self._complete()
                 elif self.awaiting_first_batch:
@@ -161,6 +176,8 @@ class DpRank(_native.RankState):
                 self._change_ends()
         if completed:
             logger.info("%s: all it holds is known again", self)
+        if found_unmatchable:
+            logger.warning("%s is stale: %s", self, self.unmatchable)
 
     def heard(self, now_s: float) -> None:
         """It has just said that there is no later batch than the last one applied."""
@@ -178,6 +195,7 @@ class DpRank(_native.RankState):
             self.resets += 1
             if anew:
                 self.awaiting_first_batch = True
+                self.unmatchable = ""
                 self._complete()
             else:
                 self._set_incomplete(problem, now_s)
@@ -257,7 +275,13 @@ class DpRank(_native.RankState):
         self.version += 1
 
     def _change_ends(self) -> None:
-        self.stale = self.gone or self.marked or self.joining or self.batches <= self.emptied_at
+        self.stale = (
+            self.gone
+            or self.marked
+            or self.joining
+            or self.batches <= self.emptied_at
+            or bool(self.unmatchable)
+        )
         self.version += 1
 
     def _set_incomplete(self, reason: str, now_s: float) -> None:

@@ -339,12 +339,13 @@ class Fleet:
         return [partition.answer(hashes, candidates) for partition, hashes in self._asked(prompt)]
 
     def lookup_tiers(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> list[TierRow]:
-        """``lookup``, tier by tier, as of some batch of each rank that is not named; by name and rank."""
+        """``lookup``, tier by tier, as of some batch of each rank that is not named; by name and rank. An empty prompt
+        has zeros."""
         prompt = as_prompt(model, fields)
         candidates = prompt.candidates()
-        rows = [
-            row for partition, hashes in self._asked(prompt) for row in partition.tiers(hashes, candidates)
-        ]
+        empty = ((one, b"") for one in self._partitions(prompt.tenant, prompt.model))
+        asked = empty if prompt.is_empty else self._asked(prompt)
+        rows = [row for partition, hashes in asked for row in partition.tiers(hashes, candidates)]
         return sorted(rows, key=lambda row: row[:2])
 
     def _asked(self, prompt: Prompt) -> list[tuple[Partition, Buffer]]:

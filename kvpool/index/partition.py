@@ -27,7 +27,7 @@ from kvpool.key.hashing import BlockHasher, seed_id
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_NOTHING = (0, 0, 0, 0)
+_NOTHING = (0, 0, 0, 0, 0)
 _STALE = attrgetter("stale")
 
 
@@ -156,23 +156,27 @@ class Partition:
         holders = None if candidates is None else members.holders
         # A rank that was stale just before or after gets no credit: what was read may be of that time.
         stale_before = list(map(_STALE, members.ranks))
-        held: dict[int, tuple[int, ...]] = {}  # by place: device, host, disk, local
+        held: dict[int, tuple[int, ...]] = {}  # by place: device, host, disk, local, memory
         pool = [0] * len(members)
         for match in self.index.match(hashes, workers=holders):
             for place in members.places_of_pool.get(match.worker, ()):
                 pool[place] = match.pool_blocks
-            blocks = (match.device_blocks, match.host_blocks, match.disk_blocks, match.local_blocks)
+            blocks = (
+                match.device_blocks, match.host_blocks, match.disk_blocks, match.local_blocks,
+                match.memory_blocks,
+            )  # fmt: skip
             if (mine := members.places.get(match.worker)) is not None:
                 # what all ranks that its batches name have
                 held[mine] = tuple(map(min, blocks, held.get(mine, blocks)))
         rows = []
         for place, (rank, was_stale) in enumerate(zip(members.ranks, stale_before, strict=True)):
             untrusted = was_stale or rank.stale
-            device, host, disk, local = _NOTHING if untrusted else held.get(place, _NOTHING)
+            device, host, disk, local, memory = _NOTHING if untrusted else held.get(place, _NOTHING)
             rows.append(
                 TierRow(
                     rank.worker.name, rank.publisher.dp_rank, rank.worker.block_tokens,
                     memoryview(hashes).nbytes // 8, device, host, disk, local, pool[place],
+                    memory,
                 )
             )  # fmt: skip
         return rows

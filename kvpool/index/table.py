@@ -23,10 +23,10 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk", "pool")  # as in kvpool/_na
 DEFAULT_MAX_BLOCKS = 1 << 27  # 134 million: 2 to 4 GB
 MAX_BLOCKS = 1 << 32
 
-Column = Literal["device", "host", "disk", "pool", "local", "any"]
+Column = Literal["device", "host", "disk", "pool", "local", "any", "memory"]
 
-_LOCAL, _ANY = len(TIERS), len(TIERS) + 1
-_COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any")  # as in kvpool/_native/index/table.h
+_LOCAL, _ANY, _MEMORY = range(len(TIERS), len(TIERS) + 3)
+_COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any", "memory")  # as in kvpool/_native/index/table.h
 
 
 class Applied(NamedTuple):
@@ -43,6 +43,7 @@ class Applied(NamedTuple):
     cleared_events: int
     skipped_events: int  # of an unknown type or in an unknown medium
     evicted: int  # cold blocks, of any worker, that left to make room
+    lookahead_events: int  # stored, with hashes that cover tokens behind their block: no prompt has them
 
 
 class MemoryBudget:
@@ -80,7 +81,8 @@ class Match(NamedTuple):
     """How many leading blocks of a prompt one rank of one worker can use; 0 where it holds not even the first.
 
     ``local_blocks``: each block in any tier of the worker itself, device, host or disk. ``any_blocks``: each
-    block there or in the pool. A prompt that goes on in another tier counts on in these two only.
+    block there or in the pool. ``memory_blocks``: each on the device or in main memory. A prompt that goes on in
+    another tier counts on in these three only.
     """
 
     worker: str
@@ -91,6 +93,7 @@ class Match(NamedTuple):
     pool_blocks: int
     local_blocks: int
     any_blocks: int
+    memory_blocks: int
 
 
 class Matches:
@@ -149,8 +152,13 @@ class Matches:
         """Leading blocks in any tier, the pool among them, block by block."""
         return self._column(_ANY)
 
+    @property
+    def memory_blocks(self) -> memoryview:
+        """Leading blocks on the device or in main memory, block by block."""
+        return self._column(_MEMORY)
+
     def __iter__(self) -> Iterator[Match]:
-        columns = [self._column(column).tolist() for column in range(_ANY + 1)]
+        columns = [self._column(column).tolist() for column in range(len(_COLUMNS))]
         return map(Match._make, zip(self.workers, self.dp_ranks.tolist(), *columns, strict=True))
 
     def __repr__(self) -> str:

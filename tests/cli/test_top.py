@@ -67,6 +67,14 @@ def test_once(served: Served) -> None:
 
 
 @pytest.mark.usefixtures("grpc_started")
+def test_a_worker_that_no_prompt_can_match_says_so(served: Served) -> None:
+    say(served.fleet, "default/w-2", 0, 0, batch(stored([1], lookahead_token_ids=[[5]])))
+    served.fleet.mark("default/w-2", 0, stale=False)
+    shown = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": "240"}).stdout
+    assert "stale: its hashes cover tokens behind their blocks (EAGLE or MTP)" in shown
+
+
+@pytest.mark.usefixtures("grpc_started")
 def test_json_is_stable(served: Served) -> None:
     shown = json.loads(kvpool("top", "--index", served.target, "--once", "--json", "--sort", "host").stdout)
     assert list(shown) == ["index", "ranks"]

@@ -12,7 +12,9 @@ from kvpool.index import Match
 TIER = {None: "device", "GPU": "device", "CPU": "host", "DISK": "disk", "STORAGE": "pool"}
 COLUMNS = (
     ("device",), ("host",), ("disk",), ("pool",), ("device", "host", "disk"), ("device", "host", "disk", "pool"),
+    ("device", "host"),
 )  # fmt: skip
+ANY = 5
 WINDOWS = ("sliding_window", "sliding_window_mla")
 IN_PART = (*WINDOWS, "chunked_local_attention", "mamba")
 
@@ -126,7 +128,7 @@ class Model:
                 continue
             for rank, groups in ranks.items():
                 counts = [_usable(list(groups.values()), prompt, tiers) for tiers in COLUMNS]
-                if counts[-1]:
+                if counts[ANY]:
                     rows.add(Match(worker, rank, *counts))
         return rows
 

@@ -50,7 +50,7 @@ def test_an_event_without_tokens_counts() -> None:
     index = PrefixIndex()
     index.apply("w", batch(stored([1, 2]), stored([3], medium="CPU", block_size=0, group_idx=0)))
     (row,) = index.match(packed64([1, 2, 3]))
-    assert row == Match("w", 0, 2, 0, 0, 0, 3, 3)
+    assert row == Match("w", 0, 2, 0, 0, 0, 3, 3, 3)
 
 
 def test_a_middle_block_may_go_and_come_back() -> None:
@@ -167,7 +167,7 @@ def test_windows_in_each_tier() -> None:
     index.apply("w", batch(stored([1, 2], **FULL), stored([1, 2], **WINDOW)))
     index.apply("w", batch(removed([3], medium="STORAGE", group_idx=1)))
     (row,) = index.match(packed64([1, 2, 3, 4]))
-    assert row == Match("w", 0, 2, 4, 0, 0, 4, 4)
+    assert row == Match("w", 0, 2, 4, 0, 0, 4, 4, 4)
 
 
 def test_a_rank_that_is_told_of_a_window_leaves_the_others_as_they_were() -> None:
@@ -222,8 +222,8 @@ def test_a_cleared_engine_keeps_its_pool() -> None:
     index.apply("w", batch(stored([1, 2]), dp_rank=1))
     assert index.apply("w", batch(cleared(), dp_rank=0)).cleared_events == 1
     assert set(index.match(packed64([1, 2]))) == {
-        Match("w", 0, 0, 0, 0, 1, 0, 1),
-        Match("w", 1, 2, 0, 0, 0, 2, 2),
+        Match("w", 0, 0, 0, 0, 1, 0, 1, 0),
+        Match("w", 1, 2, 0, 0, 0, 2, 2, 2),
     }
 
 
@@ -274,7 +274,7 @@ def test_counters_say_what_happened() -> None:
     applied = index.apply(
         "w", batch(stored([1, 2, 3, 4]), stored([4], parent=9), removed([8]), {"type": "X"})
     )
-    assert applied == (4, 1, 0, 0, 0, 1, 0, 0, 0, 1, 1)
+    assert applied == (4, 1, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0)
     with pytest.raises(MalformedEvents):
         index.apply("w", b"\x90")
     counters = index.counters()
@@ -330,15 +330,15 @@ def test_a_clear_may_be_of_the_device_alone() -> None:
     index = PrefixIndex(reuse_reports=False)
     told = [stored([1], medium=medium) for medium in ("GPU", "GPU", "CPU", "DISK", "STORAGE")]
     index.apply("w", batch(*told))
-    assert index.apply("w", batch(cleared("GPU"))) == Applied(*[0] * 8, 1, 0, 0)
-    assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 1, 1, 1, 1, 1)]
+    assert index.apply("w", batch(cleared("GPU"))) == Applied(*[0] * 8, 1, 0, 0, 0)
+    assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 1, 1, 1, 1, 1, 1)]
     index.apply("w", batch(stored([1])))
     assert index.apply("w", batch(removed([1]))).removed == 1, "no copy of before the clear is left"
     for other in ("CPU", "DISK", "STORAGE", "a new one"):
-        assert index.apply("w", batch(cleared(other))) == Applied(*[0] * 9, 1, 0)
-    assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 1, 1, 1, 1, 1)]
+        assert index.apply("w", batch(cleared(other))) == Applied(*[0] * 9, 1, 0, 0)
+    assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 1, 1, 1, 1, 1, 1)]
     index.apply("w", batch(cleared()))
-    assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 0, 0, 1, 0, 1)]
+    assert list(index.match(packed64([1]))) == [Match("w", 0, 0, 0, 0, 1, 0, 1, 0)]
 
 
 # ---- against the model
@@ -513,7 +513,8 @@ def test_golden_batches(row: dict[str, Any]) -> None:
         index.apply("w", bytes.fromhex(payload))
     assert len(index) == row["blocks"]
     for question in row["questions"]:
-        answers = [list(answer[1:]) for answer in index.match(bytes.fromhex(question["hashes64"]))]
+        # memory_blocks came later than these vectors, and is in none.
+        answers = [list(answer[1:8]) for answer in index.match(bytes.fromhex(question["hashes64"]))]
         assert sorted(answers) == question["rows"]
 
 

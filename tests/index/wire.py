@@ -13,7 +13,7 @@ Hash = int | bytes
 # Fields that vLLM leaves out when they have their default.
 _OPTIONAL = (
     "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership",
-    "session_id",
+    "session_id", "lookahead_token_ids",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 #include "index/events.h"
 
 #include <array>
+#include <span>
 #include <string_view>
 
 namespace kvpool {
@@ -38,10 +39,16 @@ class Reader {
   }
   bool at_end() const { return at_ == end_; }
 
+  bool at_nil() const { return at_ != end_ && *at_ == kNil; }
+
   bool take_nil() {
-    if (at_ == end_ || *at_ != kNil) return false;
+    if (!at_nil()) return false;
     ++at_;
     return true;
+  }
+
+  bool at_array() const {
+    return at_ != end_ && ((*at_ & 0xf0U) == kFixArray || *at_ == kArray16 || *at_ == kArray16 + 1);
   }
 
   std::size_t array(std::string_view what) { return container(what, kFixArray, kArray16, 1); }
@@ -192,6 +199,20 @@ Reach reach_of(std::string_view kind) {
   return Reach::kWhole;
 }
 
+// Before vLLM 0.24 an event is an array: its type, and then its fields, in the order in which they were added.
+constexpr std::array<std::string_view, 11> kStoredFields = {"block_hashes",
+                                                            "parent_block_hash",
+                                                            "token_ids",
+                                                            "block_size",
+                                                            "lora_id",
+                                                            "medium",
+                                                            "lora_name",
+                                                            "extra_keys",
+                                                            "group_idx",
+                                                            "kv_cache_spec_kind",
+                                                            "kv_cache_spec_sliding_window"};
+constexpr std::array<std::string_view, 3> kRemovedFields = {"block_hashes", "medium", "group_idx"};
+
 class Decoder {
  public:
   explicit Decoder(std::span<const std::byte> payload) : reader_(payload) {}
@@ -217,66 +238,95 @@ class Decoder {
     return static_cast<std::uint32_t>(value);
   }
 
-  void read_event() {
+  // An event, and what has been read of it so far.
+  struct Reading {
     Event event{};
-    event.begin = batch_.hashes.size();
     bool known = true, has_type = false, has_hashes = false, has_parent = false, has_medium = false;
-    const std::size_t fields = reader_.map("an event");
-    for (std::size_t i = 0; i < fields; ++i) {
-      const std::string_view name = reader_.text("the name of a field");
-      if (name == "type") {
-        if (has_type) reader_.fail("an event has two types");
-        has_type = true;
-        const std::string_view type = reader_.text("type");
-        if (type == "BlockStored") {
-          event.kind = Event::Kind::kStored;
-        } else if (type == "BlockRemoved") {
-          event.kind = Event::Kind::kRemoved;
-        } else if (type == "AllBlocksCleared") {
-          event.kind = Event::Kind::kCleared;
-        } else {
-          known = false;
-        }
-      } else if (!known) {
-        reader_.skip();
-      } else if (name == "block_hashes") {
-        if (has_hashes) reader_.fail("an event has two lists of hashes");
-        has_hashes = true;
-        read_hashes();
-      } else if (name == "parent_block_hash") {
-        has_parent = !reader_.take_nil();
-        if (has_parent) reader_.hash();
-      } else if (name == "medium") {
-        if (reader_.take_nil()) continue;
-        has_medium = true;
-        const std::optional<Tier> tier = tier_of(reader_.text("medium"));
-        known = tier.has_value();
-        if (known) event.tier = *tier;
-      } else if (name == "group_idx") {
-        if (!reader_.take_nil()) event.group = small("group_idx", kMaxGroup);
-      } else if (name == "kv_cache_spec_kind") {
-        if (!reader_.take_nil()) event.reach = reach_of(reader_.text("kv_cache_spec_kind"));
-      } else if (name == "kv_cache_spec_sliding_window") {
-        if (!reader_.take_nil()) event.window_tokens = small("kv_cache_spec_sliding_window", kMaxTokens);
-      } else if (name == "block_size") {
-        if (!reader_.take_nil()) event.block_tokens = small("block_size", kMaxTokens);
-      } else {
-        reader_.skip();
-      }
+    bool looks_ahead = false;
+  };
+
+  void read_event() {
+    Reading reading;
+    reading.event.begin = batch_.hashes.size();
+    if (reader_.at_array()) {
+      read_array(reading);
+    } else {
+      const std::size_t fields = reader_.map("an event");
+      for (std::size_t i = 0; i < fields; ++i) read_field(reader_.text("the name of a field"), reading);
     }
-    if (!has_type) reader_.fail("an event has no type");
-    if (known && event.kind == Event::Kind::kCleared) {
-      event.device_only = has_medium;
-      known = event.tier == Tier::kDevice;  // no engine clears another tier alone
-    } else if (known && !has_hashes) {
+    add_event(reading);
+  }
+
+  void read_array(Reading& reading) {
+    const std::size_t count = reader_.array("an event");
+    if (count == 0) return;  // refused: it has no type
+    read_field("type", reading);
+    std::span<const std::string_view> names;
+    if (reading.event.kind == Event::Kind::kStored) names = kStoredFields;
+    if (reading.event.kind == Event::Kind::kRemoved) names = kRemovedFields;
+    for (std::size_t i = 1; i < count; ++i) read_field(i <= names.size() ? names[i - 1] : "", reading);
+  }
+
+  void read_field(std::string_view name, Reading& reading) {
+    Event& event = reading.event;
+    if (name == "type") {
+      if (reading.has_type) reader_.fail("an event has two types");
+      reading.has_type = true;
+      const std::string_view type = reader_.text("type");
+      if (type == "BlockStored") {
+        event.kind = Event::Kind::kStored;
+      } else if (type == "BlockRemoved") {
+        event.kind = Event::Kind::kRemoved;
+      } else if (type == "AllBlocksCleared") {
+        event.kind = Event::Kind::kCleared;
+      } else {
+        reading.known = false;
+      }
+    } else if (!reading.known) {
+      reader_.skip();
+    } else if (name == "block_hashes") {
+      if (reading.has_hashes) reader_.fail("an event has two lists of hashes");
+      reading.has_hashes = true;
+      read_hashes();
+    } else if (name == "parent_block_hash") {
+      reading.has_parent = !reader_.take_nil();
+      if (reading.has_parent) reader_.hash();
+    } else if (name == "medium") {
+      if (reader_.take_nil()) return;
+      reading.has_medium = true;
+      const std::optional<Tier> tier = tier_of(reader_.text("medium"));
+      reading.known = tier.has_value();
+      if (reading.known) event.tier = *tier;
+    } else if (name == "group_idx") {
+      if (!reader_.take_nil()) event.group = small("group_idx", kMaxGroup);
+    } else if (name == "kv_cache_spec_kind") {
+      if (!reader_.take_nil()) event.reach = reach_of(reader_.text("kv_cache_spec_kind"));
+    } else if (name == "kv_cache_spec_sliding_window") {
+      if (!reader_.take_nil()) event.window_tokens = small("kv_cache_spec_sliding_window", kMaxTokens);
+    } else if (name == "block_size") {
+      if (!reader_.take_nil()) event.block_tokens = small("block_size", kMaxTokens);
+    } else {
+      reading.looks_ahead |= name == "lookahead_token_ids" && !reader_.at_nil();
+      reader_.skip();
+    }
+  }
+
+  void add_event(Reading& reading) {
+    Event& event = reading.event;
+    if (!reading.has_type) reader_.fail("an event has no type");
+    if (reading.known && event.kind == Event::Kind::kCleared) {
+      event.device_only = reading.has_medium;
+      reading.known = event.tier == Tier::kDevice;  // no engine clears another tier alone
+    } else if (reading.known && !reading.has_hashes) {
       reader_.fail("an event has no block_hashes");
     }
-    if (!known) {
+    if (!reading.known) {
       batch_.hashes.resize(event.begin);
       ++batch_.skipped_events;
       return;
     }
-    event.root = !has_parent;
+    if (reading.looks_ahead) ++batch_.lookahead_events;
+    event.root = !reading.has_parent;
     event.count = batch_.hashes.size() - event.begin;
     batch_.events.push_back(event);
   }

@@ -1,7 +1,7 @@
 // vLLM's KV-event batches, decoded from msgpack (vllm/distributed/kv_events.py):
 //   [timestamp, [event, ...], data_parallel_rank or nil, ...]
-// An event is a map with a "type"; fields that have their default may be left out. Tokens and whatever else an
-// index does not need are stepped over, not read.
+// An event is a map with a "type"; fields that have their default may be left out. Before vLLM 0.24 it is an array that
+// begins with the type. Tokens and whatever else an index does not need are stepped over, not read.
 #pragma once
 
 #include <cstddef>
@@ -40,6 +40,8 @@ struct EventBatch {
   std::vector<std::uint64_t> hashes;
   std::optional<std::uint32_t> dp_rank;
   std::uint64_t skipped_events = 0;  // of an unknown type, or in an unknown medium
+  // Stored, with hashes that also cover tokens behind their block: those of a prompt never match them.
+  std::uint64_t lookahead_events = 0;
 };
 
 class MalformedEvents : public std::runtime_error {

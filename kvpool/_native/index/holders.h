@@ -23,6 +23,7 @@ inline constexpr unsigned kTierCount = 4;
 using Tiers = std::uint8_t;
 constexpr Tiers tiers_of(Tier tier) { return static_cast<Tiers>(1U << static_cast<unsigned>(tier)); }
 inline constexpr Tiers kAllTiers = (1U << kTierCount) - 1;
+inline constexpr Tiers kMemoryTiers = tiers_of(Tier::kDevice) | tiers_of(Tier::kHost);
 inline constexpr Tiers kLocalTiers = tiers_of(Tier::kDevice) | tiers_of(Tier::kHost) | tiers_of(Tier::kDisk);
 
 using HolderId = std::uint32_t;

@@ -37,6 +37,7 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
   const auto held = write();
   Applied applied;
   applied.skipped_events = batch.skipped_events;
+  applied.lookahead_events = batch.lookahead_events;
   const std::uint32_t publisher = worker_of(worker);
   const std::uint32_t its_rank = batch.dp_rank.value_or(default_rank);
   // Events are short, so the loading goes on from one to the next.

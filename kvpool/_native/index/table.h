@@ -58,16 +58,17 @@ struct Applied {
   std::uint64_t refused = 0;   // stored, but there is no room for it
   std::uint64_t doubted = 0;   // stored, but perhaps only a report of what is gone: not believed
   std::uint64_t cleared_events = 0;
-  std::uint64_t skipped_events = 0;  // of an unknown type or in an unknown medium
-  std::uint64_t evicted = 0;         // cold blocks, of any worker, that left to make room
+  std::uint64_t skipped_events = 0;    // of an unknown type or in an unknown medium
+  std::uint64_t evicted = 0;           // cold blocks, of any worker, that left to make room
+  std::uint64_t lookahead_events = 0;  // with hashes that no prompt has (EventBatch)
 
   Applied& operator+=(const Applied& other);
 };
 
 // Leading blocks of a prompt, counted for each of these: every tier by itself, then unions of tiers, in which
 // each block may be in another one.
-enum class Column : std::uint8_t { kDevice, kHost, kDisk, kPool, kLocal, kAny };
-inline constexpr std::size_t kColumnCount = 6;
+enum class Column : std::uint8_t { kDevice, kHost, kDisk, kPool, kLocal, kAny, kMemory };
+inline constexpr std::size_t kColumnCount = 7;
 
 struct Matches {
   std::vector<std::shared_ptr<const std::string>> workers;  // by row

@@ -12,8 +12,13 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "hashes arrive as packed little-endian integers");
 
 constexpr std::array<Tiers, kColumnCount> kColumnTiers = {
-    tiers_of(Tier::kDevice), tiers_of(Tier::kHost), tiers_of(Tier::kDisk),
-    tiers_of(Tier::kPool),   kLocalTiers,           kAllTiers,
+    tiers_of(Tier::kDevice),
+    tiers_of(Tier::kHost),
+    tiers_of(Tier::kDisk),
+    tiers_of(Tier::kPool),
+    kLocalTiers,
+    kAllTiers,
+    kMemoryTiers,
 };
 
 // Bit c: a block that is in these tiers counts for column c.

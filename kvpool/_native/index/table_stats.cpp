@@ -24,6 +24,7 @@ Applied& Applied::operator+=(const Applied& other) {
   cleared_events += other.cleared_events;
   skipped_events += other.skipped_events;
   evicted += other.evicted;
+  lookahead_events += other.lookahead_events;
   return *this;
 }
 

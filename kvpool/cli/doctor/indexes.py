@@ -13,6 +13,7 @@ from kvpool.discovery.worker import Worker
 from kvpool.errors import AccessDenied, IndexUnavailable, UnknownModel
 from kvpool.index.answer import WorkerStatus
 from kvpool.index.client.client import IndexClient
+from kvpool.index.dp_rank import LOOKAHEAD, LOOKAHEAD_OFF
 
 COMPARISONS = 10  # of two indexes, until they say the same of every rank
 BETWEEN_S = 0.2
@@ -57,7 +58,9 @@ def _followed(status: WorkerStatus) -> Iterator[Finding]:
             "index", f"worker {name} publishes no KV events: it is known and not followed", EVENTS_ON
         )
     for one in status.publishers:
-        if one.stale:
+        if one.problem == LOOKAHEAD:
+            yield problem("index", f"rank {one.dp_rank} of worker {name}: {one.problem}", LOOKAHEAD_OFF)
+        elif one.stale:
             events = next((p.events for p in status.worker.publishers if p.dp_rank == one.dp_rank), "")
             yield problem(
                 "index",

@@ -1,7 +1,7 @@
 """``HttpServer``: Mooncake's RFC 1403 over HTTP, for routers that speak it, beside the index's own protocol.
 
-It runs in the event loop of the ``IndexServer``. Bodies are read there; whatever takes long (JSON, hashing, changes of
-the roster) is done in ``_threads``. JSON is decoded with the interpreter's lock held, 10 ms a MiB: hence
+It runs in the event loop of the ``IndexServer``. Bodies are read there; whatever takes long (decoding, hashing, changes
+of the roster) is done in ``_threads``. JSON is decoded with the interpreter's lock held, 10 ms a MiB: hence
 ``MAX_BODY_NBYTES``.
 
 uvicorn bounds neither how long a request may take to arrive nor how many connections there are: ``_Connection`` does.
@@ -10,12 +10,11 @@ uvicorn bounds neither how long a request may take to arrive nor how many connec
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -32,6 +31,7 @@ from kvpool.index.client.tls import ServerTls
 from kvpool.index.follow.roster import Roster
 from kvpool.index.serve import rfc1403
 from kvpool.index.serve.auth import EVERYTHING, Permissions, TokenAuth, WrongToken
+from kvpool.index.serve.encoding import Encoding
 from kvpool.index.serve.listening import open_listening
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.key.names import check_tenant
@@ -54,7 +54,22 @@ logger = logging.getLogger("kvpool.index")
 # The status, and how gRPC calls the same.
 HEALTH = "/health"
 
-_Call = Callable[[bytes, Permissions], Awaitable[Any]]
+
+class _Reply(NamedTuple):
+    """Bytes, in the encoding of the request."""
+
+    body: bytes
+    status: int = 200
+
+
+class _Body(NamedTuple):
+    """Of a request."""
+
+    raw: bytes
+    encoding: Encoding
+
+
+_Call = Callable[[_Body, Permissions], Awaitable[_Reply]]
 _STATUSES: tuple[tuple[type[KVPoolError], int, str], ...] = (
     (WrongToken, 401, "UNAUTHENTICATED"),
     (AccessDenied, 403, "PERMISSION_DENIED"),
@@ -160,30 +175,37 @@ class HttpServer:
     async def _answer(self, request: Request, call: _Call) -> Response:
         """Every request passes here: callers without the right are refused before the body is read."""
         body = bytearray()
+        encoding = Encoding.of(request.headers.get("content-type"))
         try:
             caller = EVERYTHING  # health is open to all
             if request.url.path != HEALTH:
                 caller = self._auth.authenticate(request.headers.get("authorization"))
             await self._read(request, body)
-            return Response(await call(bytes(body), caller), media_type="application/json")
+            reply = await call(_Body(bytes(body), encoding), caller)
+            return Response(reply.body, reply.status, media_type=encoding.value)
         except ClientDisconnect:
             return Response(status_code=400)
         except _Refused as error:
-            return self._refuse(error.status, error.name, str(error))
+            return self._refuse(encoding, error.status, error.name, str(error))
         except KVPoolError as error:
             _, status, name = next(one for one in _STATUSES if isinstance(error, one[0]))
-            return self._refuse(status, name, str(error))
+            return self._refuse(encoding, status, name, str(error))
         except Exception:
             logger.exception("a request of %s failed", request.url.path)
-            return self._refuse(500, "INTERNAL", "the index failed to answer; its log says why")
+            return self._refuse(encoding, 500, "INTERNAL", "the index failed to answer; its log says why")
         finally:
             self._waiting_nbytes -= len(body)
 
-    def _refuse(self, status: int, name: str, line: str, headers: dict[str, str] | None = None) -> Response:
+    def _refuse(
+        self, encoding: Encoding, status: int, name: str, line: str, headers: dict[str, str] | None = None
+    ) -> Response:
         self._stats.record_refusal(name)
         # What is left of a body is not read: so the connection ends.
         return Response(
-            _packed({"error": line}), status, {**(headers or {}), "connection": "close"}, "application/json"
+            encoding.encode({"error": line}),
+            status,
+            {**(headers or {}), "connection": "close"},
+            encoding.value,
         )
 
     async def _no_such(self, request: Request, error: Exception) -> Response:
@@ -192,7 +214,8 @@ class HttpServer:
         line = f"{request.method} {request.url.path:.80}: {error.detail}"
         if "Allow" in headers:
             line += f"; use {headers['Allow']}"
-        return self._refuse(error.status_code, "UNIMPLEMENTED", line, headers)
+        encoding = Encoding.of(request.headers.get("content-type"))
+        return self._refuse(encoding, error.status_code, "UNIMPLEMENTED", line, headers)
 
     async def _read(self, request: Request, body: bytearray) -> None:
         try:
@@ -219,37 +242,39 @@ class HttpServer:
         if refusal is not None:
             raise refusal
 
-    async def _health(self, _: bytes, __: Permissions) -> bytes:
+    async def _health(self, body: _Body, _: Permissions) -> _Reply:
         if not await self._is_serving():
             raise _Refused(503, "UNAVAILABLE", "this index does not answer for now")
-        return _packed({"status": "ok"})
+        return _Reply(body.encoding.encode({"status": "ok"}))
 
-    async def _query(self, body: bytes, caller: Permissions, *, by_hash: bool) -> bytes:
-        def answer() -> tuple[bytes, Matched]:
-            query = rfc1403.decode_query(body, by_hash=by_hash)
+    async def _query(self, body: _Body, caller: Permissions, *, by_hash: bool) -> _Reply:
+        def answer() -> tuple[_Reply, Matched]:
+            query = rfc1403.decode_query(body.raw, by_hash=by_hash, encoding=body.encoding)
             caller.check("read", query.prompt.tenant)
             rows = self._roster.fleet.lookup_tiers(query.prompt)
-            return _packed(rfc1403.encode_answer(query, rows)), Matched.of_tiers(rows)
+            reply = body.encoding.encode(rfc1403.encode_answer(query, rows))
+            return _Reply(reply), Matched.of_tiers(rows)
 
         with self._stats.timed_lookup() as timer:
             reply, timer.matched = await self._in_thread(answer)
             return reply
 
-    async def _register(self, body: bytes, caller: Permissions) -> bytes:
-        def register() -> bytes:
-            asked = rfc1403.decode_registration(body)
+    async def _register(self, body: _Body, caller: Permissions) -> _Reply:
+        def register() -> _Reply:
+            asked = rfc1403.decode_registration(body.raw, body.encoding)
             caller.check("publish", asked.tenant)
             known = self._known(asked.tenant, asked.instance)
             worker = rfc1403.with_rank(asked, known, self._roster.fleet.seed_id)
             self._roster.add(worker, "call")
-            return _packed({"status": "registered successfully", "instance_id": asked.instance})
+            said = body.encoding.encode(rfc1403.encode_registered(asked))
+            return _Reply(said, 201 if asked.as_dynamo else 200)
 
         async with self._changing:
             return await self._in_thread(register)
 
-    async def _unregister(self, body: bytes, caller: Permissions) -> bytes:
-        def unregister() -> bytes:
-            asked = rfc1403.decode_removal(body)
+    async def _unregister(self, body: _Body, caller: Permissions) -> _Reply:
+        def unregister() -> _Reply:
+            asked = rfc1403.decode_removal(body.raw, body.encoding)
             caller.check("admin", asked.tenant)
             known = self._known(asked.tenant, asked.instance)
             if known is None:
@@ -270,8 +295,7 @@ class HttpServer:
                     "NOT_FOUND",
                     f'unknown instance "{asked.instance:.80}" of tenant {asked.tenant}, or no such rank of it',
                 )
-            removed = [f"{asked.instance}|{asked.tenant}|{rank}" for rank in ranks]
-            return _packed({"status": "unregistered successfully", "removed_instances": removed})
+            return _Reply(body.encoding.encode(rfc1403.encode_removed(asked, ranks)))
 
         async with self._changing:
             return await self._in_thread(unregister)
@@ -326,7 +350,3 @@ class _Connection(H11Protocol):
         if self._ends is not None:
             self._ends.cancel()
             self._ends = None
-
-
-def _packed(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()

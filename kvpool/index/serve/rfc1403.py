@@ -1,8 +1,9 @@
-"""Between Mooncake's RFC 1403 ("KV-Store Indexer API Standardization"), in JSON, and the index's values. Pure.
+"""Between Mooncake's RFC 1403 ("KV-Store Indexer API Standardization") and the index's values. Pure.
 
-Two spellings are about, and a request is answered in its own: ``model`` is Mooncake's
-(``docs/source/design/conductor/indexer-api-design.md`` of April 2026), ``model_name`` is that of Dynamo's standalone
-indexer. ``docs/protocol.md`` says where this differs from either.
+Two spellings are about, and a request is answered in its own: ``model`` is Mooncake's, ``model_name`` is that of
+Dynamo's standalone indexer. Mooncake's answer has changed since April 2026 and its question has not: in JSON both
+answers are given, in msgpack (August 2026) the later one. ``docs/protocol.md`` names what is followed, and where this
+differs.
 
 What is read here was written by other processes: it is checked for its form. What it says is judged by ``Fleet`` and
 ``check_worker``. Errors: ``ConfigError`` that names the field, where no other is named.
@@ -15,14 +16,17 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvpool.discovery.worker import DEFAULT_TENANT, MAX_DP_RANK, Publisher, Worker
+from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, MAX_DP_RANK, Publisher, Worker
 from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import TierRow
 from kvpool.index.client.messages import MAX_U32
 from kvpool.index.prompt import Prompt
-from kvpool.key.hashing import MAX_BLOCK_TOKENS
+from kvpool.index.serve.encoding import TOKENS, Encoding
+from kvpool.key.hashing import MAX_BLOCK_TOKENS, seed_id
 
 MAX_U64 = (1 << 64) - 1
+INSTANCES = "instances"
+_PROFILE = {"strategy": "vllm_v1", "index_projection": "low64_be"}  # how vLLM's events name a block
 _HASHES = ("seq_hashes", "block_hash", "block_hashes")  # Mooncake's, that of its drafts, Dynamo's
 
 
@@ -32,6 +36,7 @@ class Query(NamedTuple):
     prompt: Prompt
     block_tokens: int | None  # only workers with blocks of that many; None: all
     as_dynamo: bool
+    encoding: Encoding = Encoding.JSON
 
 
 class Registration(NamedTuple):
@@ -42,6 +47,9 @@ class Registration(NamedTuple):
     model: str
     block_tokens: int
     publisher: Publisher
+    as_dynamo: bool = False
+    hash_algorithm: str = DEFAULT_ALGORITHM
+    hash_seed: str = ""  # PYTHONHASHSEED of the engine; empty: that of the index
 
 
 class Removal(NamedTuple):
@@ -50,16 +58,19 @@ class Removal(NamedTuple):
     tenant: str
     instance: str
     dp_rank: int | None  # None: all
+    as_dynamo: bool = False
 
 
 # ---- requests
 
 
-def decode_query(raw: bytes, *, by_hash: bool) -> Query:
+def decode_query(raw: bytes, *, by_hash: bool, encoding: Encoding = Encoding.JSON) -> Query:
     """Of ``/query_by_hash``, or of ``/query``."""
-    fields = _object(raw)
+    if by_hash and encoding is Encoding.MSGPACK:
+        raise ConfigError("send hashes in JSON: in msgpack there is no /query_by_hash")
+    fields = encoding.decode(raw)
     model, as_dynamo = _model(fields)
-    tenant = _name(fields, "tenant_id") or DEFAULT_TENANT
+    tenant = _tenant(fields)
     block_tokens = _whole(fields, "block_size", MAX_BLOCK_TOKENS)
     instance = _name(fields, "instance_id")
     workers = [instance] if instance else None
@@ -75,13 +86,13 @@ def decode_query(raw: bytes, *, by_hash: bool) -> Query:
             cache_salt=_name(fields, "cache_salt") or None,
             workers=workers,
         )
-    return Query(prompt, block_tokens, as_dynamo)
+    return Query(prompt, block_tokens, as_dynamo, encoding)
 
 
-def decode_registration(raw: bytes) -> Registration:
+def decode_registration(raw: bytes, encoding: Encoding = Encoding.JSON) -> Registration:
     """Of ``/register``."""
-    fields = _object(raw)
-    model, _ = _model(fields)
+    fields = encoding.decode(raw)
+    model, as_dynamo = _model(fields)
     kind = _name(fields, "type") or "vLLM"
     if kind.lower() != "vllm":
         raise ConfigError(f'type "{kind:.40}" is not followed: only publishers of vLLM are')
@@ -94,23 +105,33 @@ def decode_registration(raw: bytes) -> Registration:
     publisher = Publisher(
         _whole(fields, "dp_rank", MAX_DP_RANK) or 0, endpoint, _name(fields, "replay_endpoint")
     )
-    tenant = _name(fields, "tenant_id") or DEFAULT_TENANT
-    return Registration(tenant, _instance(fields), model, block_tokens, publisher)
+    return Registration(
+        _tenant(fields), _instance(fields), model, block_tokens, publisher, as_dynamo, *_hash_profile(fields)
+    )
 
 
-def decode_removal(raw: bytes) -> Removal:
+def decode_removal(raw: bytes, encoding: Encoding = Encoding.JSON) -> Removal:
     """Of ``/unregister``."""
-    fields = _object(raw)
-    tenant = _name(fields, "tenant_id") or DEFAULT_TENANT
-    return Removal(tenant, _instance(fields), _whole(fields, "dp_rank", MAX_DP_RANK))
+    fields = encoding.decode(raw)
+    as_dynamo = fields.get("model_name") is not None
+    return Removal(_tenant(fields), _instance(fields), _whole(fields, "dp_rank", MAX_DP_RANK), as_dynamo)
 
 
-def with_rank(asked: Registration, known: Worker | None, seed_id: str) -> Worker:
-    """The worker to follow: ``known`` with that rank; a new one where that is of another model or block size."""
-    if known is None or (known.model, known.block_tokens) != (asked.model, asked.block_tokens):
-        return Worker(
-            asked.instance, asked.model, asked.block_tokens, seed_id, (asked.publisher,), asked.tenant
+def with_rank(asked: Registration, known: Worker | None, its_seed_id: str) -> Worker:
+    """The worker to follow: ``known`` with that rank; a new one where that hashes otherwise, or is of another model.
+
+    ``its_seed_id``: of the index. Errors: ``ConfigError`` for another seed, whose hashes no prompt would have here.
+    """
+    if asked.hash_seed and seed_id(asked.hash_seed) != its_seed_id:
+        raise ConfigError(
+            f"hash_profile: python_hash_seed {_shown(asked.hash_seed)} is not the seed of this index, so no prompt "
+            "would match: start the index with that PYTHONHASHSEED"
         )
+    if known is None or not _is_of(asked, known, its_seed_id):
+        return Worker(
+            asked.instance, asked.model, asked.block_tokens, its_seed_id, (asked.publisher,), asked.tenant,
+            asked.hash_algorithm,
+        )  # fmt: skip
     others = [one for one in known.publishers if one.dp_rank != asked.publisher.dp_rank]
     return _with_publishers(known, [*others, asked.publisher])
 
@@ -129,15 +150,12 @@ def _with_publishers(worker: Worker, publishers: Sequence[Publisher]) -> Worker:
     )  # fmt: skip
 
 
-def _object(raw: bytes) -> Mapping[str, Any]:
-    try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        said = str(error).splitlines()[0] if str(error) else "it is no text"
-        raise ConfigError(f"the request is not JSON: {said:.200}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError("the request is not a JSON object")
-    return fields
+def _is_of(asked: Registration, known: Worker, its_seed_id: str) -> bool:
+    """Whether it is a rank of this worker, as far as the request says."""
+    hashing = (known.hash_algorithm, known.hash_seed_id)
+    return (known.model, known.block_tokens) == (asked.model, asked.block_tokens) and (
+        not asked.hash_seed or hashing == (asked.hash_algorithm, its_seed_id)
+    )
 
 
 def _model(fields: Mapping[str, Any]) -> tuple[str, bool]:
@@ -146,6 +164,30 @@ def _model(fields: Mapping[str, Any]) -> tuple[str, bool]:
     if len(given) != 1:
         raise ConfigError("name the model, as model or as model_name" + (" and not as both" if given else ""))
     return _name(fields, given[0]), given[0] == "model_name"
+
+
+def _tenant(fields: Mapping[str, Any]) -> str:
+    """``routing_group`` is what Dynamo calls it since 1.3."""
+    tenant, group = _name(fields, "tenant_id"), _name(fields, "routing_group")
+    if tenant and group and tenant != group:
+        raise ConfigError("tenant_id and routing_group mean the same here, and differ: send one of them")
+    return tenant or group or DEFAULT_TENANT
+
+
+def _hash_profile(fields: Mapping[str, Any]) -> tuple[str, str]:
+    """The algorithm and the seed, as Mooncake's conductor asks for them since July 2026; who says none has ours."""
+    profile = fields.get("hash_profile")
+    if profile is None:
+        return DEFAULT_ALGORITHM, ""
+    if not isinstance(profile, dict):
+        raise ConfigError(f"hash_profile is an object, not {_shown(profile)}")
+    for field, followed in _PROFILE.items():
+        if (said := _name(profile, field)) != followed:
+            raise ConfigError(f"hash_profile: {field} {_shown(said)} is not followed: only {followed} is")
+    algorithm, seed = _name(profile, "algorithm"), _name(profile, "python_hash_seed")
+    if not algorithm or not seed:
+        raise ConfigError("hash_profile needs algorithm and python_hash_seed: the engine's PYTHONHASHSEED")
+    return algorithm, seed
 
 
 def _instance(fields: Mapping[str, Any]) -> str:
@@ -160,7 +202,7 @@ def _name(fields: Mapping[str, Any], field: str) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ConfigError(f"{field} is text, not {json.dumps(value):.40}")
+        raise ConfigError(f"{field} is text, not {_shown(value)}")
     return str(value)
 
 
@@ -169,8 +211,15 @@ def _whole(fields: Mapping[str, Any], field: str, limit: int) -> int | None:
     if value is None:
         return None
     if type(value) is not int or not 0 <= value <= limit:
-        raise ConfigError(f"{field} is a whole number from 0 to {limit}, not {json.dumps(value):.40}")
+        raise ConfigError(f"{field} is a whole number from 0 to {limit}, not {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """What was said, in one line; of lists and the like, which may be deep, their type."""
+    if value is None or isinstance(value, str | int | float):
+        return f"{json.dumps(value):.40}"
+    return type(value).__name__
 
 
 def _lora(fields: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -187,11 +236,12 @@ def _lora(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _tokens(fields: Mapping[str, Any]) -> array[int]:
-    tokens = _numbers(fields, "token_ids")
+    if isinstance(tokens := fields.get(TOKENS), array):
+        return tokens
     try:
-        return array("I", tokens)
+        return array("I", _numbers(fields, TOKENS))
     except OverflowError as error:
-        raise ConfigError(f"token_ids are whole numbers from 0 to {MAX_U32}") from error
+        raise ConfigError(f"{TOKENS} are whole numbers from 0 to {MAX_U32}") from error
 
 
 def _hashes(fields: Mapping[str, Any]) -> array[int]:
@@ -201,7 +251,7 @@ def _hashes(fields: Mapping[str, Any]) -> array[int]:
     hashes = _numbers(fields, given[0])
     try:
         # Some languages have no unsigned numbers.
-        return array("Q", hashes if min(hashes) >= 0 else [_unsigned(number) for number in hashes])
+        return array("Q", hashes if min(hashes, default=0) >= 0 else [_unsigned(number) for number in hashes])
     except OverflowError as error:
         raise ConfigError(f"{given[0]} are whole numbers from 0 to {MAX_U64}") from error
 
@@ -212,12 +262,27 @@ def _unsigned(number: int) -> int:
 
 def _numbers(fields: Mapping[str, Any], field: str) -> list[int]:
     numbers = fields.get(field)
-    if not isinstance(numbers, list) or not numbers or set(map(type, numbers)) != {int}:
-        raise ConfigError(f"{field} is a list of whole numbers with one at least")
+    if not isinstance(numbers, list) or not set(map(type, numbers)) <= {int}:
+        raise ConfigError(f"{field} is a list of whole numbers")
     return numbers
 
 
 # ---- answers
+
+
+def encode_registered(asked: Registration) -> dict[str, Any]:
+    """That a rank is followed."""
+    if asked.as_dynamo:
+        return {"status": "ok"}
+    return {"status": "registered successfully", "instance_id": asked.instance}
+
+
+def encode_removed(asked: Removal, ranks: Sequence[int]) -> dict[str, Any]:
+    """That these ranks are not followed any more."""
+    if asked.as_dynamo:
+        return {"status": "ok"}
+    removed = [f"{asked.instance}|{asked.tenant}|{rank}" for rank in ranks]
+    return {"status": "unregistered successfully", "removed_instances": removed}
 
 
 def encode_answer(query: Query, rows: Sequence[TierRow]) -> dict[str, Any]:
@@ -231,17 +296,24 @@ def encode_answer(query: Query, rows: Sequence[TierRow]) -> dict[str, Any]:
     instances: dict[str, list[TierRow]] = {}
     for row in wanted:
         instances.setdefault(row.worker, []).append(row)
-    if not query.as_dynamo:
-        return {query.prompt.tenant: {name: _mooncake(ranks) for name, ranks in instances.items()}}
-    return {
-        "scores": {name: _by_rank(ranks) for name, ranks in instances.items()},
-        "frequencies": [],
-        "tree_sizes": {},
-        "instances": {name: _dynamo(ranks) for name, ranks in instances.items()},
-    }
+    if query.as_dynamo:
+        return {
+            "scores": {name: _by_rank(ranks) for name, ranks in instances.items()},
+            "frequencies": [],
+            "tree_sizes": {},
+            INSTANCES: {name: _cumulative(ranks) for name, ranks in instances.items()},
+        }
+    today = {name: _conductor(ranks) for name, ranks in instances.items()}
+    if query.encoding is Encoding.MSGPACK:
+        return {INSTANCES: today}
+    of_april = {name: _by_medium(ranks) for name, ranks in instances.items()}
+    if query.prompt.tenant == INSTANCES:  # one place for two answers, which have no field with two meanings
+        return {INSTANCES: {name: of_april[name] | today[name] for name in today}}
+    return {query.prompt.tenant: of_april, INSTANCES: today}
 
 
-def _mooncake(ranks: Sequence[TierRow]) -> dict[str, Any]:
+def _by_medium(ranks: Sequence[TierRow]) -> dict[str, Any]:
+    """As Mooncake's page of April 2026 has it: each medium by itself."""
     return {
         "longest_matched": _most(ranks, "local_blocks", "pool_blocks"),
         "GPU": _most(ranks, "device_blocks"),
@@ -252,15 +324,23 @@ def _mooncake(ranks: Sequence[TierRow]) -> dict[str, Any]:
     }
 
 
-def _dynamo(ranks: Sequence[TierRow]) -> dict[str, Any]:
-    """Each tier reaches at least as far as those before it; the pool counts as the last one."""
-    longest = _most(ranks, "local_blocks", "pool_blocks")
+def _conductor(ranks: Sequence[TierRow]) -> dict[str, Any]:
+    """As Mooncake's conductor has it since July 2026: the same of each rank."""
+    by_rank = {str(row.dp_rank): _tiers([row]) for row in ranks}
+    return {**_cumulative(ranks), "rank_matches": by_rank}
+
+
+def _cumulative(ranks: Sequence[TierRow]) -> dict[str, Any]:
+    tiers = _tiers(ranks)
+    return {"longest_matched": tiers["disk"], "dp": _by_rank(ranks), **tiers}
+
+
+def _tiers(ranks: Sequence[TierRow]) -> dict[str, int]:
+    """Each tier from the beginning on through those before it; the pool counts as the last one."""
     return {
-        "longest_matched": longest,
         "gpu": _most(ranks, "device_blocks"),
-        "dp": _by_rank(ranks),
-        "cpu": _most(ranks, "device_blocks", "host_blocks"),
-        "disk": longest,
+        "cpu": _most(ranks, "memory_blocks"),
+        "disk": _most(ranks, "local_blocks", "pool_blocks"),
     }
 
 

@@ -456,6 +456,26 @@ def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
     assert "PYTHONHASHSEED" in problems
 
 
+def test_a_worker_that_no_prompt_can_match_is_a_problem(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    with (
+        misbehaving() as publisher,
+        IndexProcess(tmp_path, url) as index,
+        announced(url, worker("draft", publisher.publisher)),
+    ):
+        publisher.publish(batch(stored([1], lookahead_token_ids=[[5]]), dp_rank=3))
+
+        def told() -> tuple[int, list[dict[str, str]]]:
+            return examined("--index", index.address)
+
+        assert eventually(lambda: "EAGLE" in sentences(told()[1], "problem"), within_s=20)
+        code, findings = told()
+    assert code == 1
+    (found,) = [one for one in findings if "EAGLE" in one["says"]]
+    assert found["says"].startswith("rank 3 of worker draft: its hashes cover tokens behind their blocks")
+    assert "disable_lookahead_block_hashes" in found["change"]
+
+
 def test_a_worker_that_the_index_does_not_know_is_named(tmp_path: Path) -> None:
     here, elsewhere = f"file://{tmp_path}/pool", f"file://{tmp_path}/other"
     with (

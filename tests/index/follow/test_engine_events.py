@@ -38,6 +38,35 @@ def test_our_batches_are_the_bytes_that_vllm_sends() -> None:
     assert batch(*told, dp_rank=3) == _encode(made, 3)
 
 
+@pytest.mark.parametrize(
+    "fields", [0, 1, 3, 7]
+)  # vLLM 0.9, 0.11, 0.17 and 0.23 on: those of before have fewer
+def test_events_of_before_maps_are_read(fields: int) -> None:
+    """vLLM to 0.23 packs an event as an array; msgspec makes it here of today's classes."""
+    import msgspec
+    from vllm.distributed import kv_events
+
+    def as_array(event: Any, most: int) -> Any:
+        kind = type(event)
+        names = [field.name for field in msgspec.structs.fields(kind)][:most]
+        old = msgspec.defstruct(kind.__name__, names, array_like=True, tag=True)
+        return old(*(getattr(event, name) for name in names))
+
+    told = [
+        kv_events.BlockStored([1, 2, b"x" * 24 + (3).to_bytes(8, "big")], 9, [1, 2], 16, None, "CPU", "l", [None], 0),
+        kv_events.BlockRemoved([2], "CPU", 0),
+    ]  # fmt: skip
+    index = PrefixIndex(reuse_reports=False)
+    applied = index.apply("w", _encode([as_array(told[0], 5 + fields), as_array(told[1], 1 + fields)], 3))
+    assert (applied.stored, applied.removed, applied.skipped_events) == (3, 1, 0)
+    (row,) = index.match(packed64([1, 2, 3]))
+    assert (row.dp_rank, row.device_blocks, row.host_blocks) == ((3, 0, 1) if fields else (3, 1, 0))
+    assert len(index) == 2
+    cleared_as_array = as_array(kv_events.AllBlocksCleared(), 0)
+    assert index.apply("w", _encode([cleared_as_array], 3)).cleared_events == 1
+    assert len(index) == 0
+
+
 def test_the_golden_batches_are_what_vllm_packs_today() -> None:
     from tests.golden.make import make_events
     from tests.index.test_table import GOLDEN

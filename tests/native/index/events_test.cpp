@@ -54,6 +54,47 @@ TEST(events_of_every_type_are_decoded) {
   CHECK(got.events[2].kind == Event::Kind::kCleared);
 }
 
+TEST(events_of_versions_before_maps_are_decoded) {
+  const std::string stored_head = text("BlockStored") + "\x92\x01\x02\x07\x93\x01\x02\x03\x10\xc0"s;
+  const std::string stored_in_full =
+      "\x9c"s + stored_head + text("CPU") + "\xa1l\xc0\x03"s + text("sliding_window") + "\xcd\x02\0"s;
+  const std::string removed = "\x94"s + text("BlockRemoved") + "\x91\x05"s + text("GPU") + "\x02"s;
+  const std::string cleared = "\x91\xb0"s + "AllBlocksCleared"s;
+  const std::string of_the_first = "\x96"s + stored_head;  // no medium yet
+  const std::string unknown = "\x93"s + text("BlockDreamt") + "\x01\x02"s;
+  const std::string longer = "\x96"s + text("BlockRemoved") + "\x91\x05\xc0\xc0\x91\xc0\x01"s;
+  const EventBatch got =
+      decode(batch(6, stored_in_full + removed + cleared + of_the_first + unknown + longer));
+  CHECK(got.events.size() == 5 && got.skipped_events == 1 && got.lookahead_events == 0);
+  CHECK((got.hashes == std::vector<std::uint64_t>{1, 2, 5, 1, 2, 5}));
+  const Event& stored = got.events[0];
+  CHECK(stored.kind == Event::Kind::kStored && stored.tier == Tier::kHost && stored.group == 3);
+  CHECK(stored.reach == Reach::kWindow && !stored.root && stored.begin == 0 && stored.count == 2);
+  CHECK(stored.block_tokens == 16 && stored.window_tokens == 512);
+  CHECK(got.events[1].kind == Event::Kind::kRemoved && got.events[1].group == 2);
+  CHECK(got.events[2].kind == Event::Kind::kCleared && !got.events[2].device_only);
+  CHECK(got.events[3].kind == Event::Kind::kStored && got.events[3].tier == Tier::kDevice);
+  const std::string faults[] = {
+      "\x91\xc0"s,                                                   // no type
+      "\x91"s + text("BlockStored"),                                 // no hashes
+      "\x92"s + text("BlockRemoved") + "\xc0"s,                      // no list
+      "\x93"s + text("BlockRemoved") + "\x91\x05\x07"s,              // a medium that is no text
+      "\xdd\xff\xff\xff\xff"s + text("BlockRemoved") + "\x91\x05"s,  // more than there is
+  };
+  for (const std::string& fault : faults) CHECK_THROWS(MalformedEvents, decode(batch(1, fault)));
+}
+
+TEST(hashes_that_cover_tokens_behind_their_block_are_counted) {
+  const std::string lookahead = "\xb3lookahead_token_ids"s;
+  const auto of = [&](const std::string& value) {
+    return decode(batch(1, map(3, kStored + kHashesOneTwo + lookahead + value)));
+  };
+  CHECK(of("\x92\x91\x05\x91\x06"s).lookahead_events == 1 && of("\x90"s).lookahead_events == 1);
+  CHECK(of("\xc0"s).lookahead_events == 0);
+  const std::string odd = map(2, text("type") + text("BlockDreamt") + lookahead + "\x91\x91\x05"s);
+  CHECK(decode(batch(1, odd)).lookahead_events == 0);
+}
+
 TEST(a_clear_may_name_the_device_and_no_other_tier) {
   const std::string type = text("type") + "\xb0" + "AllBlocksCleared"s;
   const auto of = [&](const std::string& medium) {
@@ -164,6 +205,12 @@ TEST(damaged_batches_never_read_beyond_their_end) {
                           text("medium") + text("GPU")) +
                    map(2, kRemoved + kHashesOneTwo));
   CHECK(decode(good).events.size() == 2);
+  const std::string array = batch(1, "\x94"s + text("BlockStored") + "\x92\x01\x02\x07\x92\x01\x02"s);
+  CHECK(decode(array).events.size() == 1);
+  for (std::size_t nbytes = 0; nbytes < array.size(); ++nbytes) {
+    const std::vector<char> cut(array.begin(), array.begin() + static_cast<std::ptrdiff_t>(nbytes));
+    CHECK_THROWS(MalformedEvents, decode(std::string_view(cut.data(), cut.size())));
+  }
   for (std::size_t nbytes = 0; nbytes < good.size(); ++nbytes) {
     // A copy of exactly this length, so that the sanitizer sees its end.
     const std::vector<char> cut(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(nbytes));

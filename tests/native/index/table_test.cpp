@@ -139,6 +139,7 @@ TEST(table_takes_tiers_apart_and_together) {
   CHECK(blocks_of(table, "a", prompt, Column::kPool) == 2);
   CHECK(blocks_of(table, "a", prompt, Column::kLocal) == 8);
   CHECK(blocks_of(table, "a", prompt, Column::kAny) == 9);
+  CHECK(blocks_of(table, "a", prompt, Column::kMemory) == 7);
   tell(table, "a", Event::Kind::kCleared, {});
   CHECK(blocks_of(table, "a", prompt, Column::kLocal) == 0);
   CHECK(blocks_of(table, "a", prompt, Column::kAny) == 2);

@@ -1,0 +1,123 @@
+"""``Encoding``: the fields of a request over HTTP, and the bytes of its answer, in JSON or msgpack. Pure.
+
+A value of msgpack is stepped over before it is built, so no count is believed before all that it counts is there, and
+a request never becomes more than its tokens and ``MAX_FIELDS`` values of ``MAX_VALUE_NBYTES``. JSON is built at once:
+whoever reads it bounds its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import msgpack
+
+from kvpool.errors import ConfigError
+
+MAX_FIELDS = 64
+MAX_NAME_NBYTES = 256
+MAX_VALUE_NBYTES = 4096
+MAX_LISTED_TOKENS = 1 << 20  # in msgpack; built with the interpreter's lock held, 0.1 s
+MAX_I32 = (1 << 31) - 1
+TOKENS = "token_ids"
+
+_BIN = range(0xC4, 0xC7)  # the first byte of bytes
+_NO_CONTAINERS = {f"max_{kind}_len": 0 for kind in ("str", "bin", "array", "map", "ext")}
+
+
+class Encoding(Enum):
+    """How a request is written, and so its answer."""
+
+    JSON = "application/json"
+    MSGPACK = "application/msgpack"
+
+    @classmethod
+    def of(cls, content_type: str | None) -> Encoding:
+        """By the request's header: JSON is not always called so."""
+        is_msgpack = cls.MSGPACK.value in (content_type or "").lower()
+        return cls.MSGPACK if is_msgpack else cls.JSON
+
+    def decode(self, raw: bytes) -> Mapping[str, Any]:
+        """The fields of an object. In msgpack ``token_ids`` become an ``array("I")``. Errors: ``ConfigError``."""
+        if self is Encoding.MSGPACK:
+            return _unpacked(raw)
+        try:
+            fields = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            said = str(error).splitlines()[0] if str(error) else "it is no text"
+            raise ConfigError(f"the request is not JSON: {said:.200}") from error
+        if not isinstance(fields, dict):
+            raise ConfigError("the request is not a JSON object")
+        return fields
+
+    def encode(self, value: Any) -> bytes:
+        """The bytes of a value made of objects, lists, text and numbers."""
+        if self is Encoding.MSGPACK:
+            packed: bytes = msgpack.packb(value)
+            return packed
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _unpacked(raw: bytes) -> dict[str, Any]:
+    reader = msgpack.Unpacker(max_buffer_size=max(1, len(raw)))
+    reader.feed(raw)
+
+    def one() -> bytes:
+        begin = reader.tell()
+        reader.skip()
+        return raw[begin : reader.tell()]
+
+    fields: dict[str, Any] = {}
+    try:
+        count = reader.read_map_header()
+        if count > MAX_FIELDS:
+            raise ConfigError(f"the request has {count} fields, and not at most {MAX_FIELDS}")
+        for _ in range(count):
+            name, value = one(), one()
+            field = msgpack.unpackb(name) if len(name) <= MAX_NAME_NBYTES else None
+            if not isinstance(field, str):
+                raise ConfigError("the request is not a msgpack map of fields by name")
+            if field == TOKENS:
+                fields[field] = _tokens(value)
+            elif len(value) > MAX_VALUE_NBYTES:
+                raise ConfigError(f"{field:.40} has more than {MAX_VALUE_NBYTES} bytes")
+            else:
+                fields[field] = msgpack.unpackb(value)
+        if reader.tell() != len(raw):
+            raise ConfigError("the request is not a msgpack map: something follows it")
+    except ConfigError:
+        raise
+    except (ValueError, msgpack.UnpackException) as error:
+        said = " ".join(str(error).split()) or "it ends too early"
+        raise ConfigError(f"the request is not a msgpack map: {said:.200}") from error
+    return fields
+
+
+def _tokens(packed: bytes) -> array[int]:
+    """Bytes that are little-endian int32, or a list."""
+    tokens = array("I")
+    try:
+        if packed[0] in _BIN:
+            tokens.frombytes(msgpack.unpackb(packed))
+        else:
+            reader = msgpack.Unpacker(max_buffer_size=len(packed), **_NO_CONTAINERS)
+            reader.feed(packed)
+            if (count := reader.read_array_header()) > MAX_LISTED_TOKENS:
+                raise ConfigError(
+                    f"a list has at most {MAX_LISTED_TOKENS} tokens, not {count}: send them as bytes"
+                )
+            tokens.extend(reader)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise ConfigError(
+            f"{TOKENS} are whole numbers from 0 to {MAX_I32}, as a list or as bytes, 4 each and little-endian"
+        ) from error
+    if not tokens.tobytes()[
+        3::4
+    ].isascii():  # the highest byte of each is below 128; max() takes 20 times as long
+        raise ConfigError(f"{TOKENS} are whole numbers from 0 to {MAX_I32}")
+    return tokens
