@@ -35,7 +35,7 @@ from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.request_stats import RequestStats
-from kvpool.index.serve.service import IndexServer
+from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.store import Store, open_store
 from kvpool.store.url import StoreURL
@@ -76,10 +76,13 @@ class IndexSettings:
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
+    drain_s: float = 0.0
+    max_connection_age_s: float = MAX_CONNECTION_AGE_S
+    max_connection_grace_s: float = 0.0
 
 
 def run_index(settings: IndexSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Errors: ``ConfigError``, before anything is served."""
+    """Serve until SIGTERM, and ``drain_s`` longer, or SIGINT. Errors: ``ConfigError``, before anything is served."""
     sys.setswitchinterval(SWITCH_S)
     fleet = Fleet(
         max_blocks=settings.max_blocks,
@@ -123,7 +126,7 @@ async def _serve(
     tls: ServerTls | None,
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
-    ended = asyncio.Event()
+    ended, now = asyncio.Event(), asyncio.Event()
     complete = False  # all workers to follow are named
     watch: WorkerWatch | None = None
 
@@ -135,8 +138,14 @@ async def _serve(
 
     file = None if settings.snapshot is None else Path(settings.snapshot)
     loop = asyncio.get_running_loop()
+
+    def end(number: int) -> None:
+        if number == signal.SIGINT or ended.is_set():
+            now.set()
+        ended.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, end, number)
     async with AsyncExitStack() as parts:
         parts.push_async_callback(_calls_end)
         if file is not None:
@@ -165,6 +174,8 @@ async def _serve(
             take=take,
             auth=auth,
             tls=tls,
+            max_connection_age_s=settings.max_connection_age_s,
+            max_connection_grace_s=settings.max_connection_grace_s,
         )
         parts.push_async_callback(server.stop)
         if settings.scrape:
@@ -200,6 +211,9 @@ async def _serve(
         pool = redact(settings.pool) if settings.pool else "none"
         print(f"index listens on {host}:{port}, {named}, pool {pool}{shown}", flush=True)
         await server.wait(ended)
+        if settings.drain_s and not now.is_set():
+            logger.info("not serving any more; calls are answered for another %g s", settings.drain_s)
+            await server.drain(settings.drain_s, now)
 
 
 async def _calls_end() -> None:
