@@ -45,6 +45,7 @@ _FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 BOOTSTRAP_TIMEOUT_S = 30.0
 CALLS_END_S = 1.0
+TENANT_SHARE = 0.5  # of workers, ranks, models and reservations
 # How long a thread may keep the interpreter from another one. With Python's own 5 ms, a lookup that arrives while
 # events are taken in waits several times as long as it works; a tenth costs those events nothing that can be measured.
 SWITCH_S = 0.0005
@@ -72,6 +73,7 @@ class IndexSettings:
     tokenizers: Sequence[str]
     scrape: bool
     route_costs: Sequence[str]
+    tenant_share: float | None = None
     tokens: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -84,11 +86,15 @@ class IndexSettings:
 def run_index(settings: IndexSettings) -> None:
     """Serve until SIGTERM, and ``drain_s`` longer, or SIGINT. Errors: ``ConfigError``, before anything is served."""
     sys.setswitchinterval(SWITCH_S)
+    tenant_share = settings.tenant_share
+    if tenant_share is None:  # without tokens a caller can take any tenant's name
+        tenant_share = 1.0 if settings.tokens is None else TENANT_SHARE
     fleet = Fleet(
         max_blocks=settings.max_blocks,
         max_memory_nbytes=settings.max_memory_nbytes,
         reuse_reports=settings.reuse_reports,
         seed=hash_seed(),
+        tenant_share=tenant_share,
     )
     if settings.snapshot is not None:
         snapshot_file.check_place(Path(settings.snapshot))
@@ -97,7 +103,7 @@ def run_index(settings: IndexSettings) -> None:
     named = [parse_worker(text, fleet.seed_id) for text in settings.workers]
     if len({worker.id for worker in named}) != len(named):
         raise ConfigError("--worker: two workers of one tenant have the same name")
-    router = Router(fleet, costs=parse_costs(settings.route_costs))
+    router = Router(fleet, costs=parse_costs(settings.route_costs), tenant_share=tenant_share)
     loaded = load_tokenizers(settings.tokenizers)
     auth = TokenAuth(settings.tokens)
     tls = _tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)

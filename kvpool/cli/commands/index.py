@@ -97,6 +97,16 @@ def index(
             help="A coefficient of Route: local, pool, waiting, running or usage.",
         ),
     ] = None,
+    tenant_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.001,
+            max=1,
+            help="Part of all workers, ranks, models and reservations that one tenant may have, 0.001 to 1; "
+            "unless given 0.5 with --tokens, else 1.",
+        ),
+    ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -150,8 +160,8 @@ def index(
             reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot,
             snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [],
             scrape=scrape, route_costs=route_cost or [], tokens=tokens, tls_cert=tls_cert, tls_key=tls_key,
-            tls_client_ca=tls_client_ca, drain_s=drain, max_connection_age_s=max_connection_age,
-            max_connection_grace_s=max_connection_grace,
+            tls_client_ca=tls_client_ca, tenant_share=tenant_share, drain_s=drain,
+            max_connection_age_s=max_connection_age, max_connection_grace_s=max_connection_grace,
         )
     )  # fmt: skip
 
