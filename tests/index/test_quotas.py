@@ -79,7 +79,7 @@ def test_a_tenant_has_its_part_of_the_reservations(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("grpc_started")
-def test_where_tokens_are_asked_for_one_tenant_takes_half_of_the_models(tmp_path: Path) -> None:
+def test_the_models_of_one_tenant_leave_room_for_another_tenant(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
     tokens = write_tokens(path, a=(["publish"], ["a"]), b=(["publish"], ["b"]))
 
@@ -87,8 +87,8 @@ def test_where_tokens_are_asked_for_one_tenant_takes_half_of_the_models(tmp_path
         name = f"w{number}"
         return Worker(name, f"m{number}", 16, seed_id(None), (Publisher(0, "", ""),), tenant=tenant)
 
-    most = membership.MAX_MODELS // 2
-    with running("--tokens", str(path)) as index:
+    most = membership.MAX_MODELS // 100
+    with running("--tokens", str(path), "--tenant-share", "0.01") as index:
         with IndexClient(index.target, 30, token=tokens["a"]) as client:
             for number in range(most):
                 client.register(worker("a", number))
