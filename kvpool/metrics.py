@@ -131,6 +131,9 @@ INDEX_TIER_BLOCKS = Metric(
 INDEX_STALENESS_SECONDS = Metric(
     "kvpool_index_staleness_seconds", "Time since the index last knew that it had missed nothing of a rank."
 )
+INDEX_MAX_STALENESS_SECONDS = Metric(
+    "kvpool_index_max_staleness_seconds", "The same of the rank that is furthest behind."
+)
 INDEX_RANK_LABELS = ("tenant", "worker", "rank")
 # By the field of ``kvpool.index.follow.pool_reconciler.ReconcilerTotals``.
 POOL_RECONCILER: Mapping[str, Metric] = {

@@ -36,7 +36,7 @@ from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.request_stats import RequestStats
-from kvpool.index.serve.service import IndexServer
+from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.text import unknown
 
@@ -44,6 +44,7 @@ _FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 BOOTSTRAP_TIMEOUT_S = 30.0
 CALLS_END_S = 1.0
+TENANT_SHARE = 0.5  # of workers, ranks, models and reservations
 # How long a thread may keep the interpreter from another one. With Python's own 5 ms, a lookup that arrives while
 # events are taken in waits several times as long as it works; a tenth costs those events nothing that can be measured.
 SWITCH_S = 0.0005
@@ -73,20 +74,28 @@ class IndexSettings:
     tokenizers: Sequence[str]
     scrape: bool
     route_costs: Sequence[str]
+    tenant_share: float | None = None
     tokens: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
+    drain_s: float = 0.0
+    max_connection_age_s: float = MAX_CONNECTION_AGE_S
+    max_connection_grace_s: float = 0.0
 
 
 def run_index(settings: IndexSettings) -> None:
-    """Serve until SIGTERM or SIGINT. Errors: ``ConfigError``, before anything is served."""
+    """Serve until SIGTERM, and ``drain_s`` longer, or SIGINT. Errors: ``ConfigError``, before anything is served."""
     sys.setswitchinterval(SWITCH_S)
+    tenant_share = settings.tenant_share
+    if tenant_share is None:  # without tokens a caller can take any tenant's name
+        tenant_share = 1.0 if settings.tokens is None else TENANT_SHARE
     fleet = Fleet(
         max_blocks=settings.max_blocks,
         max_memory_nbytes=settings.max_memory_nbytes,
         reuse_reports=settings.reuse_reports,
         seed=hash_seed(),
+        tenant_share=tenant_share,
     )
     if settings.snapshot is not None:
         snapshot_file.check_place(Path(settings.snapshot))
@@ -95,7 +104,7 @@ def run_index(settings: IndexSettings) -> None:
     named = [parse_worker(text, fleet.seed_id) for text in settings.workers]
     if len({worker.id for worker in named}) != len(named):
         raise ConfigError("--worker: two workers of one tenant have the same name")
-    router = Router(fleet, costs=parse_costs(settings.route_costs))
+    router = Router(fleet, costs=parse_costs(settings.route_costs), tenant_share=tenant_share)
     loaded = load_tokenizers(settings.tokenizers)
     auth = TokenAuth(settings.tokens)
     tls = _tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -124,7 +133,7 @@ async def _serve(
     tls: ServerTls | None,
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
-    ended = asyncio.Event()
+    ended, now = asyncio.Event(), asyncio.Event()
     complete = False  # all workers to follow are named
     pool: PoolFollower | None = None
 
@@ -138,8 +147,14 @@ async def _serve(
     networks = WorkerNetworks(settings.worker_networks, loopback=is_loopback(settings.listen))
     file = None if settings.snapshot is None else Path(settings.snapshot)
     loop = asyncio.get_running_loop()
+
+    def end(number: int) -> None:
+        if number == signal.SIGINT or ended.is_set():
+            now.set()
+        ended.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, end, number)
     async with AsyncExitStack() as parts:
         parts.push_async_callback(_calls_end)
         if file is not None:
@@ -168,6 +183,8 @@ async def _serve(
             take=take,
             auth=auth,
             tls=tls,
+            max_connection_age_s=settings.max_connection_age_s,
+            max_connection_grace_s=settings.max_connection_grace_s,
         )
         parts.push_async_callback(server.stop)
         if settings.scrape:
@@ -194,6 +211,9 @@ async def _serve(
         url = redact(settings.pool) if settings.pool else "none"
         print(f"index listens on {host}:{port}, {named}, pool {url}{shown}", flush=True)
         await server.wait(ended)
+        if settings.drain_s and not now.is_set():
+            logger.info("not serving any more; calls are answered for another %g s", settings.drain_s)
+            await server.drain(settings.drain_s, now)
 
 
 async def _calls_end() -> None:

@@ -31,7 +31,7 @@ class IndexProcess:
     def __init__(self, folder: Path, pool: str, options: Sequence[str] = ()) -> None:
         self.log = folder / "index.log"
         self.address = ""
-        arguments = ["index", "--listen", "127.0.0.1:0", "--pool", pool, *options]
+        arguments = ["index", "--listen", "127.0.0.1:0", "--pool", pool, "--drain", "0", *options]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", "from kvpool.cli import main; main()", *arguments],

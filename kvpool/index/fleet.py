@@ -51,7 +51,8 @@ class Fleet:
 
     ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``max_memory_nbytes``: of all
     partitions together, see ``MemoryBudget``; None: no limit. ``seed``: what ``PYTHONHASHSEED`` is for the engines
-    whose prompts come as tokens; None: not set. ``clock``: seconds that only go up.
+    whose prompts come as tokens; None: not set. ``tenant_share``: the part of all workers, ranks and models
+    that one tenant may have. ``clock``: seconds that only go up.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Fleet:
         max_memory_nbytes: int | None = None,
         reuse_reports: bool = True,
         seed: str | None = None,
+        tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # checks them
@@ -73,7 +75,7 @@ class Fleet:
         self._seed = seed
         self._clock = clock
         self._lock = threading.Lock()
-        members = self._members = Membership(self._options, seed, clock)
+        members = self._members = Membership(self._options, seed, clock, tenant_share)
         self._entries, self._ranks, self._models = members.entries, members.ranks, members.models
 
     @property

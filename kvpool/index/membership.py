@@ -42,6 +42,7 @@ RESTORED_LEASE_S = 60.0
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
 assert MAX_PUBLISHERS <= MAX_RANKS
 
+_MORE = "remove some of its workers, or give the index a larger --tenant-share"
 _HOLDER = re.compile(r"rank/([0-9]{1,18})")
 
 
@@ -79,14 +80,19 @@ class Entry:
 
 
 class Membership:
-    """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``: as of the fleet.
+    """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``, ``tenant_share``: as of the fleet.
 
     ``models``: the partitions of each (tenant, model); (): known, without ranks now. ``departed``: totals of those
     who have left.
     """
 
-    def __init__(self, options: Mapping[str, Any], seed: str | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], seed: str | None, clock: Callable[[], float], tenant_share: float
+    ) -> None:
         self._options, self._seed, self._clock = options, seed, clock
+        self._tenant_share = tenant_share
+        self._workers_of: Counter[str] = Counter()  # by tenant
+        self._ranks_of: Counter[str] = Counter()
         self.entries: dict[str, Entry] = {}  # by worker's id
         self.ranks: dict[tuple[str, int], DpRank] = {}
         self.models: dict[tuple[str, str], tuple[Partition, ...]] = {}
@@ -127,7 +133,7 @@ class Membership:
                 ]
                 entries += self._restore_partition(index, workers, state.namespaces if pooled else ())
         except KVPoolError as error:
-            for known in (self.entries, self.ranks, self.models, self._followed):
+            for known in (self.entries, self.ranks, self.models, self._followed, self._workers_of, self._ranks_of):
                 known.clear()
             raise SnapshotRefused(f"this snapshot cannot be followed: {error}") from error
         return [
@@ -191,25 +197,51 @@ class Membership:
                 raise ConfigError(
                     f"worker {worker.name}: {endpoint} is followed for another tenant: name the worker's own endpoint"
                 )
-        ranks = len(self.ranks) - (len(known.ranks) if known else 0) + len(worker.publishers)
+        tenant = worker.tenant
+        more = len(worker.publishers) - (len(known.ranks) if known else 0)
         if known is None and len(self.entries) >= MAX_WORKERS:
             raise KVPoolError(
                 f"this index follows {MAX_WORKERS} workers already: remove one, or start another"
             )
-        if ranks > MAX_RANKS:
+        if known is None:
+            self._check_share(tenant, self._workers_of[tenant] + 1, MAX_WORKERS, "workers")
+        if len(self.ranks) + more > MAX_RANKS:
             raise KVPoolError(f"this index would follow more than {MAX_RANKS} ranks: start another")
-        for attempt in range(2):
-            partitions = self.models.get((worker.tenant, worker.model))
-            if (partitions is not None or len(self.models) < MAX_MODELS) and (
-                _find(partitions, worker) is not None or sum(map(len, self.models.values())) < MAX_PARTITIONS
-            ):
-                return
-            if attempt == 0:
-                self._drop_unused()
+        self._check_share(tenant, self._ranks_of[tenant] + more, MAX_RANKS, "ranks")
+        if self._has_room(worker):
+            return
+        self._drop_unused()
+        if self._has_room(worker):
+            return
+        if len(self.models) < MAX_MODELS and sum(map(len, self.models.values())) < MAX_PARTITIONS:
+            share = int(min(MAX_MODELS, MAX_PARTITIONS) * self._tenant_share)
+            raise KVPoolError(
+                f"tenant {tenant} may have {share} models, hash schemes and block sizes of them counted apart: "
+                f"{_MORE}"
+            )
         raise KVPoolError(
             f"this index follows {MAX_MODELS} models, or {MAX_PARTITIONS} hash schemes and block sizes of them, "
             "already: start another"
         )
+
+    def _has_room(self, worker: Worker) -> bool:
+        """For its model and its partition, in all and of its tenant."""
+        partitions = self.models.get((worker.tenant, worker.model))
+        if _find(partitions, worker) is not None:
+            return True
+        of_tenant = [several for (tenant, _), several in self.models.items() if tenant == worker.tenant]
+        is_new = partitions is None
+        return (
+            len(self.models) + is_new <= MAX_MODELS
+            and len(of_tenant) + is_new <= MAX_MODELS * self._tenant_share
+            and sum(map(len, self.models.values())) < MAX_PARTITIONS
+            and sum(map(len, of_tenant)) + 1 <= MAX_PARTITIONS * self._tenant_share
+        )
+
+    def _check_share(self, tenant: str, wanted: int, limit: int, what: str) -> None:
+        share = int(limit * self._tenant_share)
+        if wanted > share:
+            raise KVPoolError(f"tenant {tenant} may have {share} {what}: {_MORE}")
 
     def _drop_unused(self) -> None:
         for name, partitions in list(self.models.items()):
@@ -252,6 +284,8 @@ class Membership:
         partition.members = Members((*partition.members.ranks, *ranks))
         for endpoint in _endpoints(worker):
             self._followed.setdefault(endpoint, Counter())[worker.tenant] += 1
+        self._workers_of[worker.tenant] += 1
+        self._ranks_of[worker.tenant] += len(ranks)
         self.entries[worker.id] = entry = Entry(worker, source, expires_at_s, partition, tuple(ranks))
         return entry
 
@@ -262,6 +296,10 @@ class Membership:
             self._followed[endpoint] -= Counter([entry.worker.tenant])
             if not self._followed[endpoint]:
                 del self._followed[endpoint]
+        for counter, left in ((self._workers_of, 1), (self._ranks_of, len(entry.ranks))):
+            counter[entry.worker.tenant] -= left
+            if not counter[entry.worker.tenant]:
+                del counter[entry.worker.tenant]
         partition.members = Members(rank for rank in partition.members.ranks if rank not in entry.ranks)
         for rank in entry.ranks:
             del self.ranks[entry.worker.id, rank.publisher.dp_rank]

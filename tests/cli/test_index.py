@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ class Index:
             "index",
             "--listen",
             "127.0.0.1:0",
+            "--drain",
+            "0",
             *arguments,
         ]
         self.process = subprocess.Popen(
@@ -418,6 +421,26 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
         assert code == 0
         assert lines == ['worker default/w joins: model "m", 1 rank, by flag']
         assert not any(secret in "\n".join(lines) for secret in secrets)
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_after_sigterm_health_says_no_and_calls_are_answered_until_a_second_one() -> None:
+    with running("--http", "127.0.0.1:0", "--drain", "600") as index, IndexClient(index.target, 30) as client:
+        page = f"http://127.0.0.1:{index.ready.rpartition(' ')[2]}/health"
+
+        def health() -> int:
+            try:
+                return int(urllib.request.urlopen(page, timeout=30).status)
+            except urllib.error.HTTPError as error:
+                error.close()
+                return int(error.code)
+
+        assert eventually(lambda: health() == 200)
+        index.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: health() == 503)
+        assert client.workers() == []
+        code, lines = index.stop()
+        assert (code, lines) == (0, ["not serving any more; calls are answered for another 600 s"])
 
 
 def test_an_index_that_others_reach_without_a_token_says_so() -> None:

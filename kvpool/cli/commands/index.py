@@ -115,6 +115,16 @@ def index(
             help="A coefficient of Route: local, pool, waiting, running or usage.",
         ),
     ] = None,
+    tenant_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.001,
+            max=1,
+            help="Part of all workers, ranks, models and reservations that one tenant may have, 0.001 to 1; "
+            "unless given 0.5 with --tokens, else 1.",
+        ),
+    ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -129,6 +139,34 @@ def index(
         str | None,
         typer.Option(metavar="FILE", help="Demand of callers a certificate of this authority, PEM."),
     ] = None,
+    drain: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            max=3600,
+            help="After SIGTERM, how long calls are answered while health says that the index does not serve; a second "
+            "SIGTERM ends it.",
+        ),
+    ] = 5.0,
+    max_connection_age: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            max=86400,
+            help="After so long callers over gRPC connect anew, which a new replica gets its part of; 0: never.",
+        ),
+    ] = 1800.0,
+    max_connection_grace: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            max=86400,
+            help="After so long more the streams of such a connection are ended, too; 0: never.",
+        ),
+    ] = 0.0,
 ) -> None:
     """Serve the prefix index: which worker holds how much of a prompt. Runs until SIGTERM or Ctrl-C."""
     from kvpool.cli.index import IndexSettings, run_index
@@ -142,7 +180,8 @@ def index(
             reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot,
             snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [],
             scrape=scrape, route_costs=route_cost or [], tokens=tokens, tls_cert=tls_cert, tls_key=tls_key,
-            tls_client_ca=tls_client_ca,
+            tls_client_ca=tls_client_ca, tenant_share=tenant_share, drain_s=drain,
+            max_connection_age_s=max_connection_age, max_connection_grace_s=max_connection_grace,
         )
     )  # fmt: skip
 

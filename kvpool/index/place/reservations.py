@@ -13,10 +13,14 @@ _Key = tuple[str, int]  # worker's id, rank
 
 
 class Reservations:
-    """Costs by rank, each until it is released or its time is over. ``clock``: seconds that only go up."""
+    """Costs by rank, each until it is released or its time is over.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    ``clock``: seconds that only go up. ``tenant_share``: the part of ``MAX_RESERVATIONS`` that one tenant may have.
+    """
+
+    def __init__(self, clock: Callable[[], float], tenant_share: float = 1.0) -> None:
+        self._clock, self._tenant_share = clock, tenant_share
+        self._of: Counter[str] = Counter()  # how many, by tenant
         self._held: dict[str, tuple[str, _Key, int]] = {}  # tenant, rank, cost
         self._ends: list[tuple[float, str]] = []  # a heap; may name what was released
         self._costs: Counter[_Key] = Counter()
@@ -28,10 +32,11 @@ class Reservations:
     def add(self, tenant: str, worker_id: str, dp_rank: int, cost: int, keep_s: float) -> str:
         """Hold ``cost`` against a rank for ``keep_s`` seconds. Returns its name; "" when there are too many."""
         self._expire()
-        if len(self._held) >= MAX_RESERVATIONS:
+        if len(self._held) >= MAX_RESERVATIONS or self._of[tenant] >= MAX_RESERVATIONS * self._tenant_share:
             return ""
         name = secrets.token_hex(8)
         self._held[name] = (tenant, (worker_id, dp_rank), cost)
+        self._of[tenant] += 1
         self._costs[worker_id, dp_rank] += cost
         heapq.heappush(self._ends, (self._clock() + keep_s, name))
         if len(self._ends) > 2 * MAX_RESERVATIONS:
@@ -60,7 +65,10 @@ class Reservations:
                 self._end(name)
 
     def _end(self, name: str) -> None:
-        _, key, cost = self._held.pop(name)
+        tenant, key, cost = self._held.pop(name)
+        self._of[tenant] -= 1
+        if not self._of[tenant]:
+            del self._of[tenant]
         self._costs[key] -= cost
         if not self._costs[key]:
             del self._costs[key]

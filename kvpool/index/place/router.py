@@ -66,8 +66,8 @@ class Costs:
 class Router:
     """Places requests on the workers of ``fleet``.
 
-    ``loads``: how busy they are; the reader of their metrics writes it there. ``clock``: seconds that
-    only go up.
+    ``loads``: how busy they are; the reader of their metrics writes it there. ``tenant_share``: the part of all
+    reservations that one tenant may have. ``clock``: seconds that only go up.
     """
 
     def __init__(
@@ -76,13 +76,14 @@ class Router:
         *,
         loads: LoadBoard | None = None,
         costs: Costs | None = None,
+        tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self.loads = loads or LoadBoard(clock)
         self._costs = costs or Costs()
         self._lock = threading.Lock()
-        self._reservations = Reservations(clock)
+        self._reservations = Reservations(clock, tenant_share)
         self._picked: dict[
             tuple[str, int], int
         ] = {}  # when each rank was last the best, counted; the oldest first

@@ -39,7 +39,8 @@ from kvpool.key.names import check_tenant
 MAX_BODY_NBYTES = 8 << 20  # a million tokens; 400,000 hashes
 MAX_WAITING_NBYTES = 256 << 20  # of bodies that are being read or answered
 MAX_HEAD_NBYTES = 16 << 10
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS_OF_HOST = 256
 HEAD_S = 5.0  # how long a request's line and headers may take
 BODY_S = 5.0
 REQUEST_S = 30.0  # from its headers to its answer
@@ -316,7 +317,9 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self._ends: asyncio.TimerHandle | None = None
         self._in_request = False
-        if len(self.connections) > MAX_CONNECTIONS:
+        hosts = [one.client and one.client[0] for one in self.connections if isinstance(one, _Connection)]
+        of_host = hosts.count(self.client and self.client[0])
+        if len(self.connections) > MAX_CONNECTIONS or of_host > MAX_CONNECTIONS_OF_HOST:
             transport.abort()
         else:
             self._end_after(HEAD_S)

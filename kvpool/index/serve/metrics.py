@@ -22,7 +22,8 @@ from kvpool.index.table import TIERS
 from kvpool.metrics import Metric
 from kvpool.text import parse_address
 
-MAX_RANKS_SHOWN = 1024  # one by one; each is a time series of its own
+# One by one, the first by name, so that a scrape shows the same ones as the last. Each is a time series of its own.
+MAX_RANKS_SHOWN = 1024
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -58,11 +59,13 @@ class Exporter(Collector):
             for status in self._fleet.workers()
             for rank in status.publishers
         ]
-        if len(ranks) > MAX_RANKS_SHOWN:
-            ranks.sort(key=lambda rank: rank[0], reverse=True)
         for staleness_ms, worker, dp_rank in ranks[:MAX_RANKS_SHOWN]:
             shown.add_metric([worker.tenant, worker.name, str(dp_rank)], staleness_ms / 1000)
         yield shown
+        most = metrics.INDEX_MAX_STALENESS_SECONDS
+        yield GaugeMetricFamily(
+            most.name, most.help, value=max((rank[0] for rank in ranks), default=0) / 1000
+        )
 
     def _of_stats(self) -> Iterator[Family]:
         totals = self._stats.totals()

@@ -9,6 +9,7 @@ Every call passes ``Calls``, which asks ``TokenAuth`` who the caller is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -72,6 +73,7 @@ KEEPALIVE_S = 60  # a connection that is silent is asked whether its other end l
 KEEPALIVE_TIMEOUT_S = 20
 TICK_S = 0.25  # how late the end of a lease may be noticed
 STOP_TIMEOUT_S = 5.0
+MAX_CONNECTION_AGE_S = 1800.0  # gRPC adds or takes off up to a tenth
 WARM_UP_S = 15.0  # longest time until health says "serving"
 
 Value = TypeVar("Value")
@@ -87,7 +89,9 @@ class IndexServer:
     whether there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says "not serving",
     and every call is answered all the same. ``take``: a snapshot of what is known, to be called in any thread.
     ``auth``: who may do what; None: every caller may do everything. ``tls``: None: without. Files of either are
-    looked at again while it serves.
+    looked at again while it serves. ``max_connection_age_s``: after so long a caller is told to connect anew, so that
+    a new replica gets its part; calls go on meanwhile. ``max_connection_grace_s``: after so long more its streams are
+    ended, too. 0, of either: never.
     """
 
     def __init__(
@@ -102,6 +106,8 @@ class IndexServer:
         take: Callable[[], Snapshot] | None = None,
         auth: TokenAuth | None = None,
         tls: ServerTls | None = None,
+        max_connection_age_s: float = MAX_CONNECTION_AGE_S,
+        max_connection_grace_s: float = 0.0,
     ) -> None:
         self._roster = roster
         self._stats = stats or RequestStats()
@@ -109,6 +115,7 @@ class IndexServer:
         self._tokenizers = tokenizers or {}
         self._auth = auth or TokenAuth()
         self._tls = tls
+        self._ages_s = (max_connection_age_s, max_connection_grace_s)
         self._calls = Calls(self._auth, self._stats)
         self._lookups = LookupCalls(
             self._calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
@@ -139,6 +146,9 @@ class IndexServer:
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ]
+        for name, seconds in zip(("age", "age_grace"), self._ages_s, strict=True):
+            if seconds:
+                options.append((f"grpc.max_connection_{name}_ms", max(1, round(seconds * 1000))))
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
         handlers = {SERVICE: self._handlers(), health.SERVICE_NAME: self._health.handlers(self._calls)}
         if self._auth.is_open:
@@ -173,6 +183,12 @@ class IndexServer:
                 await self._ticker
         finally:
             waiting.cancel()
+
+    async def drain(self, seconds: float, now: asyncio.Event) -> None:
+        """Say "not serving", and answer for so long, or until ``now``: a load balancer sends callers elsewhere."""
+        await self._health.servicer.enter_graceful_shutdown()
+        with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+            await asyncio.wait_for(now.wait(), seconds)
 
     async def stop(self) -> None:
         """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""

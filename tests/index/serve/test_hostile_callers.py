@@ -125,6 +125,7 @@ def test_callers_without_a_token_turn_no_caller_away(
         watched = health_pb2.HealthCheckRequest().SerializeToString()
         if method.endswith("Watch"):
             await asyncio.gather(*(call.write(watched) for call in attacks), return_exceptions=True)
+            await asyncio.gather(*(call.read() for call in attacks), return_exceptions=True)
         # Each has been begun: the index has answered what was asked after it on the same connection.
         for channel in channels:
             for _ in range(3):

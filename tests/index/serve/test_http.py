@@ -427,8 +427,9 @@ def test_what_is_no_http_is_turned_away(served: Served, sent: bytes) -> None:
         assert client.query()["a"]["GPU"] == 64
 
 
-def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "MAX_CONNECTIONS", 2)
+@pytest.mark.parametrize("limit", ["MAX_CONNECTIONS", "MAX_CONNECTIONS_OF_HOST"])
+def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(http_module, limit, 2)
     monkeypatch.setattr(http_module, "HEAD_S", 2.0 * WAIT_S)
     host, port = served.http.split(":")
     with asking(served.http) as client, asking(served.http) as second:
@@ -436,6 +437,10 @@ def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as third:
             assert cut_off(third)
         assert client.call("GET", "/health")[0] == 200
+        if limit == "MAX_CONNECTIONS_OF_HOST":
+            with socket.create_connection((host, int(port)), WAIT_S, ("127.0.0.2", 0)) as another:
+                another.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+                assert another.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 @contextmanager

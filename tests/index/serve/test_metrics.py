@@ -83,9 +83,22 @@ def test_staleness_of_each_rank(page: Page, monkeypatch: pytest.MonkeyPatch) -> 
     # labels by their names: rank, tenant, worker
     shown = {("0", "default", 'b"\\'): 3.5, ("0", "t", "a"): 3.5, ("1", "t", "a"): 1.5}
     assert labelled(page.read(), "staleness_seconds") == shown
+    assert page.read()["max_staleness_seconds", ()] == 3.5
+
+
+def test_the_ranks_that_are_shown_are_the_same_at_each_scrape(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(exporter_module, "MAX_RANKS_SHOWN", 2)
-    del shown["1", "t", "a"]  # the one that is least behind
-    assert labelled(page.read(), "staleness_seconds") == shown
+    names = ("a", "b", "c")
+    for name in names:
+        page.fleet.add(a_worker(name), "flag")
+    for current in names:  # each of them is once the one that is least behind
+        page.clock.now_s += 5
+        page.fleet.heard(f"default/{current}", 0)
+        figures = page.read()
+        assert {worker for _, _, worker in labelled(figures, "staleness_seconds")} == {"a", "b"}
+    assert figures["max_staleness_seconds", ()] == 10, "of a"
 
 
 def test_lookups(page: Page) -> None:

@@ -465,6 +465,28 @@ def test_it_listens_on_ipv6() -> None:
 # ---- who is followed
 
 
+@pytest.mark.parametrize("grace_s", [0.0, 0.3])
+def test_an_old_connection_is_made_anew_and_its_streams_end_after_the_grace(grace_s: float) -> None:
+    async def run(target: str) -> None:
+        async with grpc.aio.insecure_channel(target) as channel:
+            stream = channel.stream_stream(f"/{SERVICE}/LookupStream")()
+            while channel.get_state() is not grpc.ChannelConnectivity.READY:
+                await asyncio.sleep(0.01)
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)  # the index has said so
+            request = pb.ListWorkersRequest().SerializeToString()
+            for _ in range(20):
+                assert await channel.unary_unary(f"/{SERVICE}/ListWorkers")(request, timeout=WAIT_S)
+            if grace_s:
+                assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+            else:
+                await asyncio.sleep(1.0)
+                await stream.write(b"no message")
+                assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT, "it is answered"
+
+    with serving(max_connection_age_s=0.3, max_connection_grace_s=grace_s) as served:
+        asyncio.run(asyncio.wait_for(run(served.target), WAIT_S))
+
+
 class Recorded:
     """A feed that only writes down its orders."""
 
