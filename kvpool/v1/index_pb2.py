@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvpool/v1/index.proto\x12\tkvpool.v1\"\x8f\x01\n\x05Scope\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tlora_name\x18\x03 \x01(\t\x12\x11\n\tlora_path\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12-\n\nmultimodal\x18\x06 \x03(\x0b\x32\x19.kvpool.v1.MultimodalItem\"D\n\x0eMultimodalItem\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\xaf\x01\n\rLookupRequest\x12\x1f\n\x05scope\x18\x01 \x01(\x0b\x32\x10.kvpool.v1.Scope\x12\x16\n\x0c\x62lock_hashes\x18\x02 \x01(\x0cH\x00\x12\x13\n\ttoken_ids\x18\x03 \x01(\x0cH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x15.kvpool.v1.ChatPromptH\x00\x12\x0f\n\x07workers\x18\x05 \x03(\tB\x08\n\x06prompt\"\xa7\x01\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvpool.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x15template_options_json\x18\x04 \x01(\tB\x18\n\x16_add_generation_prompt\"|\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x03(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\treasoning\x18\x04 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x05 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"\xe8\x01\n\x0eLookupResponse\x12\x0e\n\x06worker\x18\x01 \x03(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x03(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x03(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x03(\r\x12\x15\n\rprompt_blocks\x18\x05 \x03(\r\x12\x15\n\rdevice_blocks\x18\x06 \x03(\r\x12\x14\n\x0clocal_blocks\x18\x07 \x03(\r\x12\x13\n\x0bpool_blocks\x18\x08 \x03(\r\x12\x10\n\x08sequence\x18\t \x03(\x04\x12\x14\n\x0cstaleness_ms\x18\n \x03(\r\x12\r\n\x05stale\x18\x0b \x03(\x08\"\x8b\x02\n\x0cRouteRequest\x12\x1f\n\x05scope\x18\x01 \x01(\x0b\x32\x10.kvpool.v1.Scope\x12\x16\n\x0c\x62lock_hashes\x18\x02 \x01(\x0cH\x00\x12\x13\n\ttoken_ids\x18\x03 \x01(\x0cH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x15.kvpool.v1.ChatPromptH\x00\x12\x0f\n\x07workers\x18\x05 \x03(\t\x12\"\n\x05loads\x18\x07 \x03(\x0b\x32\x13.kvpool.v1.RankLoad\x12\x0c\n\x04most\x18\x08 \x01(\r\x12\x12\n\nreserve_ms\x18\t \x01(\r\x12\x15\n\rprompt_tokens\x18\n \x01(\rB\x08\n\x06prompt\"\x96\x01\n\x08RankLoad\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x1a\n\rqueued_tokens\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11kv_usage_permille\x18\x06 \x01(\rB\x10\n\x0e_queued_tokens\"\xf6\x02\n\rRouteResponse\x12\'\n\x04rows\x18\x01 \x01(\x0b\x32\x19.kvpool.v1.LookupResponse\x12\x1f\n\x05trust\x18\x02 \x03(\x0e\x32\x10.kvpool.v1.Trust\x12\x0c\n\x04\x63ost\x18\x03 \x03(\x04\x12\x14\n\x0cprefill_cost\x18\x04 \x03(\x04\x12\x12\n\nfetch_cost\x18\x05 \x03(\x04\x12\x12\n\nqueue_cost\x18\x06 \x03(\x04\x12\x0f\n\x07running\x18\x07 \x03(\r\x12\x0f\n\x07waiting\x18\x08 \x03(\r\x12\x15\n\rqueued_tokens\x18\t \x03(\x04\x12\x19\n\x11kv_usage_permille\x18\n \x03(\r\x12\x15\n\rreserved_cost\x18\x0b \x03(\x04\x12*\n\x0bload_source\x18\x0c \x03(\x0e\x32\x15.kvpool.v1.LoadSource\x12\x13\n\x0bload_age_ms\x18\r \x03(\r\x12\x0e\n\x06\x61sleep\x18\x0e \x03(\x08\x12\x13\n\x0breservation\x18\x0f \x01(\t\"5\n\x0eReleaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0breservation\x18\x02 \x01(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"\xdc\x01\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0ehash_algorithm\x18\x04 \x01(\t\x12\x14\n\x0chash_seed_id\x18\x05 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x11\n\tnamespace\x18\t \x01(\t\x12(\n\npublishers\x18\n \x03(\x0b\x32\x14.kvpool.v1.Publisher\"<\n\tPublisher\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0e\n\x06\x65vents\x18\x02 \x01(\t\x12\x0e\n\x06replay\x18\x03 \x01(\t\"L\n\x15RegisterWorkerRequest\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvpool.v1.Worker\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"*\n\x16RegisterWorkerResponse\x12\x10\n\x08replaced\x18\x01 \x01(\x08\"\x94\x01\n\nEventBatch\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x0f\n\x07\x61nswers\x18\x07 \x01(\r\x12\x0c\n\x04last\x18\x08 \x01(\x08\"p\n\nPublishAck\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x10\n\x08question\x18\x05 \x01(\r\x12\r\n\x05start\x18\x06 \x01(\x04\"3\n\x13RemoveWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\'\n\x14RemoveWorkerResponse\x12\x0f\n\x07removed\x18\x01 \x01(\x08\"3\n\x12ListWorkersRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"f\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.kvpool.v1.WorkerStatus\x12%\n\x05index\x18\x14 \x01(\x0b\x32\x16.kvpool.v1.IndexStatus\"\xd0\x01\n\x0bIndexStatus\x12\x11\n\tuptime_ms\x18\x01 \x01(\x04\x12\x0f\n\x07lookups\x18\x02 \x01(\x04\x12\x15\n\rprompt_blocks\x18\x03 \x01(\x04\x12\x15\n\rdevice_blocks\x18\x04 \x01(\x04\x12\x14\n\x0clocal_blocks\x18\x05 \x01(\x04\x12\x13\n\x0bpool_blocks\x18\x06 \x01(\x04\x12\x13\n\x0bheld_blocks\x18\x07 \x01(\x04\x12\x18\n\x10held_pool_blocks\x18\x08 \x01(\x04\x12\x15\n\rmemory_nbytes\x18\t \x01(\x04\"\x88\x01\n\x0cWorkerStatus\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvpool.v1.Worker\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x15\n\rlease_left_ms\x18\x03 \x01(\r\x12.\n\npublishers\x18\x04 \x03(\x0b\x32\x1a.kvpool.v1.PublisherStatus\"\xa3\x02\n\x0fPublisherStatus\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0f\n\x07\x62\x61tches\x18\x03 \x01(\x04\x12\x0c\n\x04gaps\x18\x04 \x01(\x04\x12\x0f\n\x07replays\x18\x05 \x01(\x04\x12\x0e\n\x06resets\x18\x06 \x01(\x04\x12\x14\n\x0cstaleness_ms\x18\x07 \x01(\r\x12\r\n\x05stale\x18\x08 \x01(\x08\x12\x0f\n\x07problem\x18\t \x01(\t\x12\x0e\n\x06\x64igest\x18\n \x01(\x04\x12\x0e\n\x06\x62locks\x18\x0b \x01(\x04\x12\x15\n\rdevice_blocks\x18\x14 \x01(\x04\x12\x13\n\x0bhost_blocks\x18\x15 \x01(\x04\x12\x13\n\x0b\x64isk_blocks\x18\x16 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x1e \x01(\x04\"\x11\n\x0fSnapshotRequest\"\x1d\n\rSnapshotChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c*W\n\x05Trust\x12\x15\n\x11TRUST_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTRUST_EXACT\x10\x01\x12\x12\n\x0eTRUST_DEGRADED\x10\x02\x12\x12\n\x0eTRUST_FALLBACK\x10\x03*\\\n\nLoadSource\x12\x1b\n\x17LOAD_SOURCE_UNSPECIFIED\x10\x00\x12\x18\n\x14LOAD_SOURCE_REPORTED\x10\x01\x12\x17\n\x13LOAD_SOURCE_SCRAPED\x10\x02\x32\x8b\x05\n\x0cIndexService\x12=\n\x06Lookup\x12\x18.kvpool.v1.LookupRequest\x1a\x19.kvpool.v1.LookupResponse\x12G\n\x0cLookupStream\x12\x18.kvpool.v1.LookupRequest\x1a\x19.kvpool.v1.LookupResponse(\x01\x30\x01\x12:\n\x05Route\x12\x17.kvpool.v1.RouteRequest\x1a\x18.kvpool.v1.RouteResponse\x12@\n\x07Release\x12\x19.kvpool.v1.ReleaseRequest\x1a\x1a.kvpool.v1.ReleaseResponse\x12U\n\x0eRegisterWorker\x12 .kvpool.v1.RegisterWorkerRequest\x1a!.kvpool.v1.RegisterWorkerResponse\x12;\n\x07Publish\x12\x15.kvpool.v1.EventBatch\x1a\x15.kvpool.v1.PublishAck(\x01\x30\x01\x12O\n\x0cRemoveWorker\x12\x1e.kvpool.v1.RemoveWorkerRequest\x1a\x1f.kvpool.v1.RemoveWorkerResponse\x12L\n\x0bListWorkers\x12\x1d.kvpool.v1.ListWorkersRequest\x1a\x1e.kvpool.v1.ListWorkersResponse\x12\x42\n\x08Snapshot\x12\x1a.kvpool.v1.SnapshotRequest\x1a\x18.kvpool.v1.SnapshotChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvpool/v1/index.proto\x12\tkvpool.v1\"\x8f\x01\n\x05Scope\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tlora_name\x18\x03 \x01(\t\x12\x11\n\tlora_path\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12-\n\nmultimodal\x18\x06 \x03(\x0b\x32\x19.kvpool.v1.MultimodalItem\"D\n\x0eMultimodalItem\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\xaf\x01\n\rLookupRequest\x12\x1f\n\x05scope\x18\x01 \x01(\x0b\x32\x10.kvpool.v1.Scope\x12\x16\n\x0c\x62lock_hashes\x18\x02 \x01(\x0cH\x00\x12\x13\n\ttoken_ids\x18\x03 \x01(\x0cH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x15.kvpool.v1.ChatPromptH\x00\x12\x0f\n\x07workers\x18\x05 \x03(\tB\x08\n\x06prompt\"\xa7\x01\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvpool.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x15template_options_json\x18\x04 \x01(\tB\x18\n\x16_add_generation_prompt\"|\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x03(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\treasoning\x18\x04 \x01(\t\x12\x17\n\x0ftool_calls_json\x18\x05 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"\x81\x02\n\x0eLookupResponse\x12\x0e\n\x06worker\x18\x01 \x03(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x03(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x03(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x03(\r\x12\x15\n\rprompt_blocks\x18\x05 \x03(\r\x12\x15\n\rdevice_blocks\x18\x06 \x03(\r\x12\x14\n\x0clocal_blocks\x18\x07 \x03(\r\x12\x13\n\x0bpool_blocks\x18\x08 \x03(\r\x12\x10\n\x08sequence\x18\t \x03(\x04\x12\x14\n\x0cstaleness_ms\x18\n \x03(\r\x12\r\n\x05stale\x18\x0b \x03(\x08\x12\x17\n\x0floadable_blocks\x18\x0c \x03(\r\"\x8b\x02\n\x0cRouteRequest\x12\x1f\n\x05scope\x18\x01 \x01(\x0b\x32\x10.kvpool.v1.Scope\x12\x16\n\x0c\x62lock_hashes\x18\x02 \x01(\x0cH\x00\x12\x13\n\ttoken_ids\x18\x03 \x01(\x0cH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x15.kvpool.v1.ChatPromptH\x00\x12\x0f\n\x07workers\x18\x05 \x03(\t\x12\"\n\x05loads\x18\x07 \x03(\x0b\x32\x13.kvpool.v1.RankLoad\x12\x0c\n\x04most\x18\x08 \x01(\r\x12\x12\n\nreserve_ms\x18\t \x01(\r\x12\x15\n\rprompt_tokens\x18\n \x01(\rB\x08\n\x06prompt\"\x96\x01\n\x08RankLoad\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x1a\n\rqueued_tokens\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11kv_usage_permille\x18\x06 \x01(\rB\x10\n\x0e_queued_tokens\"\x8b\x03\n\rRouteResponse\x12\'\n\x04rows\x18\x01 \x01(\x0b\x32\x19.kvpool.v1.LookupResponse\x12\x1f\n\x05trust\x18\x02 \x03(\x0e\x32\x10.kvpool.v1.Trust\x12\x0c\n\x04\x63ost\x18\x03 \x03(\x04\x12\x14\n\x0cprefill_cost\x18\x04 \x03(\x04\x12\x12\n\nfetch_cost\x18\x05 \x03(\x04\x12\x12\n\nqueue_cost\x18\x06 \x03(\x04\x12\x0f\n\x07running\x18\x07 \x03(\r\x12\x0f\n\x07waiting\x18\x08 \x03(\r\x12\x15\n\rqueued_tokens\x18\t \x03(\x04\x12\x19\n\x11kv_usage_permille\x18\n \x03(\r\x12\x15\n\rreserved_cost\x18\x0b \x03(\x04\x12*\n\x0bload_source\x18\x0c \x03(\x0e\x32\x15.kvpool.v1.LoadSource\x12\x13\n\x0bload_age_ms\x18\r \x03(\r\x12\x0e\n\x06\x61sleep\x18\x0e \x03(\x08\x12\x13\n\x0breservation\x18\x0f \x01(\t\x12\x13\n\x0bunreachable\x18\x10 \x03(\x08\"5\n\x0eReleaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0breservation\x18\x02 \x01(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"\xdc\x01\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0ehash_algorithm\x18\x04 \x01(\t\x12\x14\n\x0chash_seed_id\x18\x05 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t\x12\x11\n\tnamespace\x18\t \x01(\t\x12(\n\npublishers\x18\n \x03(\x0b\x32\x14.kvpool.v1.Publisher\"<\n\tPublisher\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0e\n\x06\x65vents\x18\x02 \x01(\t\x12\x0e\n\x06replay\x18\x03 \x01(\t\"L\n\x15RegisterWorkerRequest\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvpool.v1.Worker\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"*\n\x16RegisterWorkerResponse\x12\x10\n\x08replaced\x18\x01 \x01(\x08\"\x94\x01\n\nEventBatch\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x0f\n\x07payload\x18\x06 \x01(\x0c\x12\x0f\n\x07\x61nswers\x18\x07 \x01(\r\x12\x0c\n\x04last\x18\x08 \x01(\x08\"p\n\nPublishAck\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x10\n\x08question\x18\x05 \x01(\r\x12\r\n\x05start\x18\x06 \x01(\x04\"3\n\x13RemoveWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\'\n\x14RemoveWorkerResponse\x12\x0f\n\x07removed\x18\x01 \x01(\x08\"3\n\x12ListWorkersRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"f\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.kvpool.v1.WorkerStatus\x12%\n\x05index\x18\x14 \x01(\x0b\x32\x16.kvpool.v1.IndexStatus\"\xd0\x01\n\x0bIndexStatus\x12\x11\n\tuptime_ms\x18\x01 \x01(\x04\x12\x0f\n\x07lookups\x18\x02 \x01(\x04\x12\x15\n\rprompt_blocks\x18\x03 \x01(\x04\x12\x15\n\rdevice_blocks\x18\x04 \x01(\x04\x12\x14\n\x0clocal_blocks\x18\x05 \x01(\x04\x12\x13\n\x0bpool_blocks\x18\x06 \x01(\x04\x12\x13\n\x0bheld_blocks\x18\x07 \x01(\x04\x12\x18\n\x10held_pool_blocks\x18\x08 \x01(\x04\x12\x15\n\rmemory_nbytes\x18\t \x01(\x04\"\x88\x01\n\x0cWorkerStatus\x12!\n\x06worker\x18\x01 \x01(\x0b\x32\x11.kvpool.v1.Worker\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x15\n\rlease_left_ms\x18\x03 \x01(\r\x12.\n\npublishers\x18\x04 \x03(\x0b\x32\x1a.kvpool.v1.PublisherStatus\"\xa3\x02\n\x0fPublisherStatus\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0f\n\x07\x62\x61tches\x18\x03 \x01(\x04\x12\x0c\n\x04gaps\x18\x04 \x01(\x04\x12\x0f\n\x07replays\x18\x05 \x01(\x04\x12\x0e\n\x06resets\x18\x06 \x01(\x04\x12\x14\n\x0cstaleness_ms\x18\x07 \x01(\r\x12\r\n\x05stale\x18\x08 \x01(\x08\x12\x0f\n\x07problem\x18\t \x01(\t\x12\x0e\n\x06\x64igest\x18\n \x01(\x04\x12\x0e\n\x06\x62locks\x18\x0b \x01(\x04\x12\x15\n\rdevice_blocks\x18\x14 \x01(\x04\x12\x13\n\x0bhost_blocks\x18\x15 \x01(\x04\x12\x13\n\x0b\x64isk_blocks\x18\x16 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x1e \x01(\x04\"\x11\n\x0fSnapshotRequest\"\x1d\n\rSnapshotChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c*W\n\x05Trust\x12\x15\n\x11TRUST_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTRUST_EXACT\x10\x01\x12\x12\n\x0eTRUST_DEGRADED\x10\x02\x12\x12\n\x0eTRUST_FALLBACK\x10\x03*\\\n\nLoadSource\x12\x1b\n\x17LOAD_SOURCE_UNSPECIFIED\x10\x00\x12\x18\n\x14LOAD_SOURCE_REPORTED\x10\x01\x12\x17\n\x13LOAD_SOURCE_SCRAPED\x10\x02\x32\x8b\x05\n\x0cIndexService\x12=\n\x06Lookup\x12\x18.kvpool.v1.LookupRequest\x1a\x19.kvpool.v1.LookupResponse\x12G\n\x0cLookupStream\x12\x18.kvpool.v1.LookupRequest\x1a\x19.kvpool.v1.LookupResponse(\x01\x30\x01\x12:\n\x05Route\x12\x17.kvpool.v1.RouteRequest\x1a\x18.kvpool.v1.RouteResponse\x12@\n\x07Release\x12\x19.kvpool.v1.ReleaseRequest\x1a\x1a.kvpool.v1.ReleaseResponse\x12U\n\x0eRegisterWorker\x12 .kvpool.v1.RegisterWorkerRequest\x1a!.kvpool.v1.RegisterWorkerResponse\x12;\n\x07Publish\x12\x15.kvpool.v1.EventBatch\x1a\x15.kvpool.v1.PublishAck(\x01\x30\x01\x12O\n\x0cRemoveWorker\x12\x1e.kvpool.v1.RemoveWorkerRequest\x1a\x1f.kvpool.v1.RemoveWorkerResponse\x12L\n\x0bListWorkers\x12\x1d.kvpool.v1.ListWorkersRequest\x1a\x1e.kvpool.v1.ListWorkersResponse\x12\x42\n\x08Snapshot\x12\x1a.kvpool.v1.SnapshotRequest\x1a\x18.kvpool.v1.SnapshotChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool.v1.index_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRUST']._serialized_start=3470
-  _globals['_TRUST']._serialized_end=3557
-  _globals['_LOADSOURCE']._serialized_start=3559
-  _globals['_LOADSOURCE']._serialized_end=3651
+  _globals['_TRUST']._serialized_start=3516
+  _globals['_TRUST']._serialized_end=3603
+  _globals['_LOADSOURCE']._serialized_start=3605
+  _globals['_LOADSOURCE']._serialized_end=3697
   _globals['_SCOPE']._serialized_start=37
   _globals['_SCOPE']._serialized_end=180
   _globals['_MULTIMODALITEM']._serialized_start=182
@@ -46,47 +46,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=600
   _globals['_CHATMESSAGE']._serialized_end=724
   _globals['_LOOKUPRESPONSE']._serialized_start=727
-  _globals['_LOOKUPRESPONSE']._serialized_end=959
-  _globals['_ROUTEREQUEST']._serialized_start=962
-  _globals['_ROUTEREQUEST']._serialized_end=1229
-  _globals['_RANKLOAD']._serialized_start=1232
-  _globals['_RANKLOAD']._serialized_end=1382
-  _globals['_ROUTERESPONSE']._serialized_start=1385
-  _globals['_ROUTERESPONSE']._serialized_end=1759
-  _globals['_RELEASEREQUEST']._serialized_start=1761
-  _globals['_RELEASEREQUEST']._serialized_end=1814
-  _globals['_RELEASERESPONSE']._serialized_start=1816
-  _globals['_RELEASERESPONSE']._serialized_end=1851
-  _globals['_WORKER']._serialized_start=1854
-  _globals['_WORKER']._serialized_end=2074
-  _globals['_PUBLISHER']._serialized_start=2076
-  _globals['_PUBLISHER']._serialized_end=2136
-  _globals['_REGISTERWORKERREQUEST']._serialized_start=2138
-  _globals['_REGISTERWORKERREQUEST']._serialized_end=2214
-  _globals['_REGISTERWORKERRESPONSE']._serialized_start=2216
-  _globals['_REGISTERWORKERRESPONSE']._serialized_end=2258
-  _globals['_EVENTBATCH']._serialized_start=2261
-  _globals['_EVENTBATCH']._serialized_end=2409
-  _globals['_PUBLISHACK']._serialized_start=2411
-  _globals['_PUBLISHACK']._serialized_end=2523
-  _globals['_REMOVEWORKERREQUEST']._serialized_start=2525
-  _globals['_REMOVEWORKERREQUEST']._serialized_end=2576
-  _globals['_REMOVEWORKERRESPONSE']._serialized_start=2578
-  _globals['_REMOVEWORKERRESPONSE']._serialized_end=2617
-  _globals['_LISTWORKERSREQUEST']._serialized_start=2619
-  _globals['_LISTWORKERSREQUEST']._serialized_end=2670
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=2672
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=2774
-  _globals['_INDEXSTATUS']._serialized_start=2777
-  _globals['_INDEXSTATUS']._serialized_end=2985
-  _globals['_WORKERSTATUS']._serialized_start=2988
-  _globals['_WORKERSTATUS']._serialized_end=3124
-  _globals['_PUBLISHERSTATUS']._serialized_start=3127
-  _globals['_PUBLISHERSTATUS']._serialized_end=3418
-  _globals['_SNAPSHOTREQUEST']._serialized_start=3420
-  _globals['_SNAPSHOTREQUEST']._serialized_end=3437
-  _globals['_SNAPSHOTCHUNK']._serialized_start=3439
-  _globals['_SNAPSHOTCHUNK']._serialized_end=3468
-  _globals['_INDEXSERVICE']._serialized_start=3654
-  _globals['_INDEXSERVICE']._serialized_end=4305
+  _globals['_LOOKUPRESPONSE']._serialized_end=984
+  _globals['_ROUTEREQUEST']._serialized_start=987
+  _globals['_ROUTEREQUEST']._serialized_end=1254
+  _globals['_RANKLOAD']._serialized_start=1257
+  _globals['_RANKLOAD']._serialized_end=1407
+  _globals['_ROUTERESPONSE']._serialized_start=1410
+  _globals['_ROUTERESPONSE']._serialized_end=1805
+  _globals['_RELEASEREQUEST']._serialized_start=1807
+  _globals['_RELEASEREQUEST']._serialized_end=1860
+  _globals['_RELEASERESPONSE']._serialized_start=1862
+  _globals['_RELEASERESPONSE']._serialized_end=1897
+  _globals['_WORKER']._serialized_start=1900
+  _globals['_WORKER']._serialized_end=2120
+  _globals['_PUBLISHER']._serialized_start=2122
+  _globals['_PUBLISHER']._serialized_end=2182
+  _globals['_REGISTERWORKERREQUEST']._serialized_start=2184
+  _globals['_REGISTERWORKERREQUEST']._serialized_end=2260
+  _globals['_REGISTERWORKERRESPONSE']._serialized_start=2262
+  _globals['_REGISTERWORKERRESPONSE']._serialized_end=2304
+  _globals['_EVENTBATCH']._serialized_start=2307
+  _globals['_EVENTBATCH']._serialized_end=2455
+  _globals['_PUBLISHACK']._serialized_start=2457
+  _globals['_PUBLISHACK']._serialized_end=2569
+  _globals['_REMOVEWORKERREQUEST']._serialized_start=2571
+  _globals['_REMOVEWORKERREQUEST']._serialized_end=2622
+  _globals['_REMOVEWORKERRESPONSE']._serialized_start=2624
+  _globals['_REMOVEWORKERRESPONSE']._serialized_end=2663
+  _globals['_LISTWORKERSREQUEST']._serialized_start=2665
+  _globals['_LISTWORKERSREQUEST']._serialized_end=2716
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=2718
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=2820
+  _globals['_INDEXSTATUS']._serialized_start=2823
+  _globals['_INDEXSTATUS']._serialized_end=3031
+  _globals['_WORKERSTATUS']._serialized_start=3034
+  _globals['_WORKERSTATUS']._serialized_end=3170
+  _globals['_PUBLISHERSTATUS']._serialized_start=3173
+  _globals['_PUBLISHERSTATUS']._serialized_end=3464
+  _globals['_SNAPSHOTREQUEST']._serialized_start=3466
+  _globals['_SNAPSHOTREQUEST']._serialized_end=3483
+  _globals['_SNAPSHOTCHUNK']._serialized_start=3485
+  _globals['_SNAPSHOTCHUNK']._serialized_end=3514
+  _globals['_INDEXSERVICE']._serialized_start=3700
+  _globals['_INDEXSERVICE']._serialized_end=4351
 # @@protoc_insertion_point(module_scope)

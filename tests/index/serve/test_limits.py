@@ -20,6 +20,7 @@ from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
 from tests.index.client.test_publisher import QUIET
 from tests.index.fleets import a_worker, serving
+from tests.index.wire import packed64
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -120,7 +121,7 @@ async def _until_there_is_room(client: AsyncIndexClient) -> None:
 def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
     """What waits is bounded by the windows of the connection: the index answers no more until something is read."""
     workers, most = 300, 20_000
-    asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8000)).SerializeToString()
+    asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=packed64(range(1000))).SerializeToString()
     stats = RequestStats()
 
     def lookups() -> int:
