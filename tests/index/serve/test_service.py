@@ -211,7 +211,12 @@ def test_what_is_answered_is_counted() -> None:
         batch(stored([1]), stored([1, 2], medium="CPU"), stored([9], medium="STORAGE")),
     )
     with serving(fleet, stats=stats) as served, grpc.insecure_channel(served.target) as channel:
-        asked = [("m", packed64([1, 2, 3, 4])), ("m", packed64(range(10, 10 + (1 << 17)))), ("m", b""), ("x", bytes(8))]
+        asked = [
+            ("m", packed64([1, 2, 3, 4])),
+            ("m", packed64(range(10, 10 + (1 << 17)))),
+            ("m", b""),
+            ("x", bytes(8)),
+        ]
         for model, hashes in asked:
             request = pb.LookupRequest(scope=pb.Scope(model=model), block_hashes=hashes)
             try:
