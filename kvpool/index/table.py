@@ -6,12 +6,12 @@ The table and the decoding are native (``kvpool/_native/index/table.h``, ``event
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
 from kvpool.discovery.worker import MAX_DP_RANK
-from kvpool.errors import ConfigError, KVPoolError, MalformedEvents, SnapshotRefused
+from kvpool.errors import ConfigError, MalformedEvents, SnapshotRefused
+from kvpool.index.refusals import REFUSED, refusal, refusals
 from kvpool.key.hashing import MAX_BLOCK_TOKENS
 from kvpool.text import MAX_NBYTES, unknown
 
@@ -255,10 +255,10 @@ class PrefixIndex:
         block, a sliding window its last ones. Errors: ``ConfigError``, also for hashes that go in circles;
         ``KVPoolError`` for a prompt that others would have to wait for too long (``Walk`` in the native core).
         """
-        try:  # not _refusals(): a context manager takes a microsecond, as long as a short lookup
+        try:  # not refusals(): a context manager takes a microsecond, as long as a short lookup
             return Matches(self._table.match(hashes64, workers))
-        except _REFUSED as error:
-            raise _refusal(error) from error
+        except REFUSED as error:
+            raise refusal(error) from error
 
     def answer(self, rows: _native.Rows, hashes64: Buffer, now_ms: int) -> _native.Answer:
         """What the ranks of ``rows`` hold of a prompt; some may have to be asked again (``answer_again``).
@@ -267,14 +267,14 @@ class PrefixIndex:
         """
         try:
             return rows.answer(self._table, hashes64, now_ms)
-        except _REFUSED as error:
-            raise _refusal(error) from error
+        except REFUSED as error:
+            raise refusal(error) from error
 
     def answer_again(
         self, row: int, rows: _native.Rows, hashes64: Buffer, now_ms: int, answer: _native.Answer
     ) -> None:
         """One row of an answer once more, under the lock of its rank."""
-        with _refusals():
+        with refusals():
             rows.again(row, self._table, hashes64, now_ms, answer)
 
     def remove_worker(self, worker: str) -> bool:
@@ -282,7 +282,7 @@ class PrefixIndex:
 
         Takes time with the number of different sets of holders, not of blocks. Errors: ``ConfigError``.
         """
-        with _refusals():
+        with refusals():
             return self._table.remove_worker(worker)
 
     def clear(self, worker: str, *, dp_rank: int | None = None, tier: Tier | None = None) -> bool:
@@ -295,7 +295,7 @@ class PrefixIndex:
         if tier is not None and tier not in TIERS:
             raise ConfigError(unknown("tier", str(tier), TIERS))
         tiers = (1 << len(TIERS)) - 1 if tier is None else 1 << TIERS.index(tier)
-        with _refusals():
+        with refusals():
             return self._table.clear(worker, dp_rank, tiers)
 
     def mark(self, worker: str, cursor: int = 0) -> int:
@@ -305,7 +305,7 @@ class PrefixIndex:
         stored, which takes the mark away, and ``sweep`` until no mark is left. Events that come meanwhile take marks
         away, too. Each call looks at about 2,000 blocks of the table. Errors: ``ConfigError``.
         """
-        with _refusals():
+        with refusals():
             return self._table.doubt(worker, cursor)
 
     def sweep(self, worker: str) -> tuple[int, int]:
@@ -313,7 +313,7 @@ class PrefixIndex:
 
         Each call takes about 2,000. Errors: ``ConfigError``.
         """
-        with _refusals():
+        with refusals():
             return self._table.expel(worker)
 
     def evicted(self, worker: str) -> int:
@@ -321,7 +321,7 @@ class PrefixIndex:
 
         Above 0 it may be credited with less than it holds. Errors: ``ConfigError``.
         """
-        with _refusals():
+        with refusals():
             return self._table.evicted(worker)
 
     def workers(self) -> list[str]:
@@ -330,7 +330,7 @@ class PrefixIndex:
 
     def content(self, worker: str) -> Content | None:
         """What a worker holds, in a number that another index can be compared by; None if it is not known."""
-        with _refusals():
+        with refusals():
             found = self._table.content(worker)
         return None if found is None else Content._make(found)
 
@@ -343,7 +343,7 @@ class PrefixIndex:
 
     def held_by(self, worker: str) -> dict[Tier, int]:
         """Blocks that a worker holds in each tier; zeros for one that is not known. Errors: ``ConfigError``."""
-        with _refusals():
+        with refusals():
             return dict(zip(TIERS, self._table.held_by(worker), strict=True))
 
     def __len__(self) -> int:
@@ -372,21 +372,6 @@ class PrefixIndex:
     def __repr__(self) -> str:
         stats = self._table.stats()
         return f"<PrefixIndex of {stats['blocks']} blocks at {stats['workers']} workers>"
-
-
-_REFUSED = (_native.TooMuchWork, ValueError, TypeError, BufferError)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except _REFUSED as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: Exception) -> KVPoolError:
-    return KVPoolError(str(error)) if isinstance(error, _native.TooMuchWork) else ConfigError(str(error))
 
 
 def _native_of(memory: MemoryBudget | None) -> _native.MemoryBudget | None:
