@@ -178,6 +178,9 @@ def open_routed_resp_executor(
     version: str,
 ) -> tuple[IoExecutor, Topology]: ...
 
+class TooMuchWork(RuntimeError):
+    """Raised by Table.match and what calls it: a prompt that others would wait for too long."""
+
 class MalformedEvents(ValueError):
     """Raised by Table.apply; nothing was applied. Says what is wrong, at which byte."""
 
@@ -210,7 +213,8 @@ class Table:
     # name of 1 to 256 bytes, or too many workers.
     def apply(self, worker: str, payload: Buffer, dp_rank: int, pool: str | None) -> tuple[int, ...]: ...
 
-    # hashes64: packed little-endian u64, at most 4,194,304 of them. Unknown workers are left out.
+    # hashes64: packed little-endian u64, at most 4,194,304 of them. Unknown workers are left out. ValueError: the
+    # prompt goes in circles. TooMuchWork: others would wait for too long.
     def match(self, hashes64: Buffer, workers: Sequence[str] | None) -> Matches: ...
 
     # False: not known.
@@ -243,6 +247,7 @@ class RankState:
     sequence: int
     heard_at_ms: int
     stale: bool
+    has_feed: bool  # it publishes what it holds
     def __init__(self) -> None: ...
 
 class Answer:
@@ -260,8 +265,9 @@ class Answer:
         tuple[int, ...],
         tuple[int, ...],
         tuple[bool, ...],
+        tuple[int, ...],
     ]:
-        """Prompt, device, local and pool blocks, sequences, staleness in ms, whether stale."""
+        """Prompt, device, local and pool blocks, sequences, staleness in ms, whether stale, loadable blocks."""
     def most(self) -> tuple[int, int, int, int]:
         """Prompt blocks, and the most that one row has on its device, locally and in the pool."""
     def pack(self) -> bytes:
@@ -279,6 +285,55 @@ class Rows:
     # hashes64: packed little-endian u64. now_ms: by the clock of heard_at_ms.
     def answer(self, table: Table, hashes64: Buffer, now_ms: int) -> Answer: ...
     def again(self, row: int, table: Table, hashes64: Buffer, now_ms: int, answer: Answer) -> None: ...
+
+class RankLoad:
+    """kvpool/_native/index/ranking.h: what was last said of how busy a rank is, and what was promised to it. Under the
+    GIL."""
+
+    reserved_cost: int
+    picked: int
+    def __init__(self) -> None: ...
+    # Requests; prompt tokens, None: not known; 0 to 1.
+    def report(
+        self, now_s: float, running: int, waiting: int, queued_tokens: int | None, kv_usage: float
+    ) -> None: ...
+    def scrape(
+        self,
+        now_s: float,
+        running: int,
+        waiting: int,
+        queued_tokens: int | None,
+        kv_usage: float,
+        asleep: bool,
+    ) -> None: ...
+    # A page could not be read.
+    def fail(self, now_s: float) -> None: ...
+    # The load, as above; its source, 1: reported, 2: scraped; its age in seconds; asleep. None: not known.
+    def known(
+        self, now_s: float, keep_s: float
+    ) -> tuple[tuple[int, int, int | None, float], int, float, bool] | None: ...
+
+class Ranking:
+    """The rows of some answers, the cheapest for the prompt first (kvpool/_native/index/ranking.h)."""
+
+    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage.
+    def __init__(
+        self,
+        parts: list[tuple[Answer, list[RankLoad | None]]],
+        costs: tuple[float, ...],
+        prompt_tokens: int | None,
+        now_s: float,
+        keep_s: float,
+        keep_failed_s: float,
+        limit: int | None,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    # Part and row of the first, and what it costs to compute and to fetch there.
+    def best(self) -> tuple[int, int, int]: ...
+    # A packed RouteResponse, byte for byte as protobuf makes it.
+    def pack(self, reservation: str) -> bytes: ...
+    # A row, and the other fields of a Pick in their order; trust and source as numbers.
+    def picks(self) -> list[tuple[Any, ...]]: ...
 
 # (model, tenant, workers, whether the prompt is token ids, its first byte, the byte behind its last) of a packed
 # LookupRequest; None: protobuf has to judge it (kvpool/_native/index/lookup_request.h).

@@ -37,6 +37,7 @@ auto without_gil(Body body) {
   return body();
 }
 
+void bind_answer(nb::module_& m);
 void bind_index(nb::module_& m);
 void bind_key(nb::module_& m);
 void bind_store(nb::module_& m);

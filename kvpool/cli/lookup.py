@@ -209,7 +209,10 @@ def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
     table.add_column("worker", min_width=12, overflow="fold")
     if wide:
         table.add_column("leading blocks", min_width=BAR_CELLS, no_wrap=True)
-    numbers = [("device", 6), ("local", 5), ("pool", 5)] + [("sequence", 8), ("age", 10)] * whole
+    # Of most prompts it is the larger one of local and pool.
+    goes_on = any(row.loadable_blocks > max(row.local_blocks, row.pool_blocks) for row in rows)
+    numbers = [("device", 6), ("local", 5), ("pool", 5), *[("loadable", 8)] * goes_on]
+    numbers += [("sequence", 8), ("age", 10)] * whole
     for name, nchars in numbers:
         table.add_column(name, min_width=nchars, justify="right", no_wrap=True)
     several = len({row.worker for row in rows}) != len(rows)
@@ -219,6 +222,7 @@ def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
         if wide:
             cells.append(_bar(row, marks))
         cells += [str(row.device_blocks), str(row.local_blocks), str(row.pool_blocks)]
+        cells += [str(row.loadable_blocks)] * goes_on
         if whole:
             age = f"{'stale ' if row.stale else ''}{row.staleness_ms / 1000:.1f} s"
             cells += [str(row.sequence), age]
@@ -230,7 +234,7 @@ def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
 
 def _summary(left: Sequence[Row]) -> str:
     """What the rows say that are not shown."""
-    some = sum(1 for row in left if row.device_blocks or row.local_blocks or row.pool_blocks)
+    some = sum(1 for row in left if row.loadable_blocks)
     stale = sum(row.stale for row in left)
     said = [f"{some} of them have blocks of it" if some else "none of them has a block of it"]
     if stale:
@@ -241,7 +245,7 @@ def _summary(left: Sequence[Row]) -> str:
 def _bar(row: Row, marks: str) -> str:
     """Each mark as far as its tier reaches; a nearer tier covers a farther one."""
     cells = ""
-    for blocks, mark in zip((row.device_blocks, row.local_blocks, row.pool_blocks), marks, strict=False):
+    for blocks, mark in zip((row.device_blocks, row.local_blocks, row.loadable_blocks), marks, strict=False):
         reach = -(-blocks * BAR_CELLS // row.prompt_blocks) if row.prompt_blocks else 0
         cells += mark * (reach - len(cells))
     return cells + marks[3] * (BAR_CELLS - len(cells))

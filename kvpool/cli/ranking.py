@@ -23,7 +23,7 @@ def ranking_table(model: str, route: Route) -> Table | Text:
     if not route.picks:
         return Text(f'no worker of model "{model}" that was asked about is there now')
     table = Table(
-        title="cost = prefill + fetch + queue, in tokens; held: device/local/pool blocks",
+        title="cost = prefill + fetch + queue, in tokens; held: device/local/loadable blocks",
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -39,10 +39,10 @@ def ranking_table(model: str, route: Route) -> Table | Text:
         table.add_row(
             Text(f"{pick.worker} rank {pick.dp_rank}" if several else pick.worker),
             *map(str, (pick.cost, pick.prefill_cost, pick.fetch_cost, pick.queue_cost)),
-            f"{row.device_blocks}/{row.local_blocks}/{row.pool_blocks}",
+            f"{row.device_blocks}/{row.local_blocks}/{row.loadable_blocks}",
             str(pick.running) if known else "?",
             str(pick.waiting) if known else "?",
-            "asleep" if pick.asleep else pick.trust,
+            "unreachable" if pick.unreachable else "asleep" if pick.asleep else pick.trust,
         )
     return table
 

@@ -26,6 +26,7 @@ class Row(NamedTuple):
     sequence: int
     staleness_ms: int
     stale: bool
+    loadable_blocks: int
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Lookup:
     tier of that worker. ``pool_blocks``: what it could load from the pool. ``sequences``: device and local blocks
     are exactly those of this event batch of that rank; 0 also before the first. ``staleness_ms``: since the index
     last knew that there was no later batch. ``stale``: not to be trusted now, so device and local blocks are 0.
+    ``loadable_blocks``: what it need not compute: its local blocks, and from there on what the pool holds. At least
+    the local and the pool's blocks each; more where the pool continues what the worker has begun.
     """
 
     workers: tuple[str, ...] = ()
@@ -53,6 +56,7 @@ class Lookup:
     sequences: tuple[int, ...] = ()
     staleness_ms: tuple[int, ...] = ()
     stale: tuple[bool, ...] = ()
+    loadable_blocks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, rows: list[Row]) -> Lookup:

@@ -81,6 +81,7 @@ class DpRank(_native.RankState):
         self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
         self.joining = True  # until it is known for the first time that no later batch is missing
         self.heard_at_ms = int(now_s * 1000)
+        self.has_feed = bool(publisher.events)
         self.marked = False  # stale, says the feed
         self.emptied_at = -1  # batches after which it was seen asleep; a later one says what it holds now
         self.problem = ""

@@ -133,7 +133,14 @@ class Membership:
                 ]
                 entries += self._restore_partition(index, workers, state.namespaces if pooled else ())
         except KVPoolError as error:
-            for known in (self.entries, self.ranks, self.models, self._followed, self._workers_of, self._ranks_of):
+            for known in (
+                self.entries,
+                self.ranks,
+                self.models,
+                self._followed,
+                self._workers_of,
+                self._ranks_of,
+            ):
                 known.clear()
             raise SnapshotRefused(f"this snapshot cannot be followed: {error}") from error
         return [

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,8 +54,6 @@ class Members:
     ``are_all``: all of their partition, not some candidates among them.
     """
 
-    __slots__ = ("places", "places_of_pool", "ranks", "rows")
-
     def __init__(self, ranks: Iterable[DpRank], *, are_all: bool = True) -> None:
         self.ranks = tuple(sorted(ranks, key=lambda rank: (rank.worker.name, rank.publisher.dp_rank)))
         self.rows = _native.Rows(
@@ -76,6 +75,11 @@ class Members:
     def __len__(self) -> int:
         return len(self.ranks)
 
+    @cached_property
+    def keys(self) -> tuple[tuple[str, int], ...]:
+        """Worker's id and rank of each."""
+        return tuple((rank.worker.id, rank.publisher.dp_rank) for rank in self.ranks)
+
     @property
     def holders(self) -> list[str]:
         """Theirs in the table, and their pools'."""
@@ -91,7 +95,7 @@ class Answer(NamedTuple):
     def lookup(self) -> Lookup:
         """It in columns."""
         ranks = self.members.ranks
-        prompt_blocks, device, local, pool, sequences, staleness_ms, stale = self.rows.columns()
+        prompt_blocks, device, local, pool, sequences, staleness_ms, stale, loadable = self.rows.columns()
         return Lookup(
             tuple(rank.worker.name for rank in ranks),
             tuple(rank.publisher.dp_rank for rank in ranks),
@@ -104,6 +108,7 @@ class Answer(NamedTuple):
             sequences,
             staleness_ms,
             stale,
+            loadable,
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from kvpool import _native
 from kvpool.discovery.worker import MAX_DP_RANK
 from kvpool.errors import ConfigError, MalformedEvents, SnapshotRefused
+from kvpool.index.refusals import REFUSED, refusal, refusals
 from kvpool.key.hashing import MAX_BLOCK_TOKENS
 from kvpool.text import MAX_NBYTES, unknown
 
@@ -259,32 +260,38 @@ class PrefixIndex:
         ``hashes64``: what ``BlockHasher.hashes64`` returns: one little-endian u64 a block, at most 4,194,304.
         ``workers``: only these, known or not; None: all. A worker without a row holds nothing of the prompt.
         Of a model with several KV-cache groups, counts from where all of them could go on: full attention needs every
-        block, a sliding window its last ones. Errors: ``ConfigError``.
+        block, a sliding window its last ones. Errors: ``ConfigError``, also for hashes that go in circles;
+        ``KVPoolError`` for a prompt that others would have to wait for too long (``Walk`` in the native core).
         """
-        try:
+        try:  # not refusals(): a context manager takes a microsecond, as long as a short lookup
             return Matches(self._table.match(hashes64, workers))
-        except (ValueError, TypeError, BufferError) as error:
-            raise ConfigError(str(error)) from error
+        except REFUSED as error:
+            raise refusal(error) from error
 
     def answer(self, rows: _native.Rows, hashes64: Buffer, now_ms: int) -> _native.Answer:
-        """What the ranks of ``rows`` hold of a prompt; some may have to be asked again (``answer_again``)."""
-        return rows.answer(self._table, hashes64, now_ms)
+        """What the ranks of ``rows`` hold of a prompt; some may have to be asked again (``answer_again``).
+
+        Errors of both: as ``match``.
+        """
+        try:
+            return rows.answer(self._table, hashes64, now_ms)
+        except REFUSED as error:
+            raise refusal(error) from error
 
     def answer_again(
         self, row: int, rows: _native.Rows, hashes64: Buffer, now_ms: int, answer: _native.Answer
     ) -> None:
         """One row of an answer once more, under the lock of its rank."""
-        rows.again(row, self._table, hashes64, now_ms, answer)
+        with refusals():
+            rows.again(row, self._table, hashes64, now_ms, answer)
 
     def remove_worker(self, worker: str) -> bool:
         """Forget a worker and all it holds, at once; False if it is not known.
 
         Takes time with the number of different sets of holders, not of blocks. Errors: ``ConfigError``.
         """
-        try:
+        with refusals():
             return self._table.remove_worker(worker)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
 
     def clear(self, worker: str, *, dp_rank: int | None = None, tier: Tier | None = None) -> bool:
         """Forget what a worker holds, but not the worker: of one rank or all, in one tier or all.
@@ -296,10 +303,8 @@ class PrefixIndex:
         if tier is not None and tier not in TIERS:
             raise ConfigError(unknown("tier", str(tier), TIERS))
         tiers = (1 << len(TIERS)) - 1 if tier is None else 1 << TIERS.index(tier)
-        try:
+        with refusals():
             return self._table.clear(worker, dp_rank, tiers)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
 
     def mark(self, worker: str, cursor: int = 0) -> int:
         """Mark all that ``worker`` holds in the pool, to find out what is no longer there: mark and sweep.
@@ -308,30 +313,24 @@ class PrefixIndex:
         stored, which takes the mark away, and ``sweep`` until no mark is left. Events that come meanwhile take marks
         away, too. Each call looks at about 2,000 blocks of the table. Errors: ``ConfigError``.
         """
-        try:
+        with refusals():
             return self._table.doubt(worker, cursor)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
 
     def sweep(self, worker: str) -> tuple[int, int]:
         """Take away some of what is still marked: (blocks taken from ``worker``, marks that are left).
 
         Each call takes about 2,000. Errors: ``ConfigError``.
         """
-        try:
+        with refusals():
             return self._table.expel(worker)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
 
     def evicted(self, worker: str) -> int:
         """How many of a worker's holdings were forgotten to make room, since all it held was last cleared.
 
         Above 0 it may be credited with less than it holds. Errors: ``ConfigError``.
         """
-        try:
+        with refusals():
             return self._table.evicted(worker)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
 
     def workers(self) -> list[str]:
         """The names of all workers that were added and not removed, sorted."""
@@ -339,10 +338,8 @@ class PrefixIndex:
 
     def content(self, worker: str) -> Content | None:
         """What a worker holds, in a number that another index can be compared by; None if it is not known."""
-        try:
+        with refusals():
             found = self._table.content(worker)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
         return None if found is None else Content._make(found)
 
     def image(self) -> _native.TableImage:
@@ -354,10 +351,8 @@ class PrefixIndex:
 
     def held_by(self, worker: str) -> dict[Tier, int]:
         """Blocks that a worker holds in each tier; zeros for one that is not known. Errors: ``ConfigError``."""
-        try:
+        with refusals():
             return dict(zip(TIERS, self._table.held_by(worker), strict=True))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
 
     def __len__(self) -> int:
         """Distinct blocks with a holder."""

@@ -110,7 +110,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls_json: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("worker", "dp_rank", "address", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "sequence", "staleness_ms", "stale", "responses", "status", "id")
+    __slots__ = ("worker", "dp_rank", "address", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "sequence", "staleness_ms", "stale", "loadable_blocks", "responses", "status", "id")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class LookupResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STALENESS_MS_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
+    LOADABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESPONSES_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -136,10 +137,11 @@ class LookupResponse(_message.Message):
     sequence: _containers.RepeatedScalarFieldContainer[int]
     staleness_ms: _containers.RepeatedScalarFieldContainer[int]
     stale: _containers.RepeatedScalarFieldContainer[bool]
+    loadable_blocks: _containers.RepeatedScalarFieldContainer[int]
     responses: _containers.RepeatedCompositeFieldContainer[LookupResponse]
     status: Status
     id: int
-    def __init__(self, worker: _Optional[_Iterable[str]] = ..., dp_rank: _Optional[_Iterable[int]] = ..., address: _Optional[_Iterable[str]] = ..., block_tokens: _Optional[_Iterable[int]] = ..., prompt_blocks: _Optional[_Iterable[int]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., local_blocks: _Optional[_Iterable[int]] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., staleness_ms: _Optional[_Iterable[int]] = ..., stale: _Optional[_Iterable[bool]] = ..., responses: _Optional[_Iterable[_Union[LookupResponse, _Mapping]]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., id: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Iterable[str]] = ..., dp_rank: _Optional[_Iterable[int]] = ..., address: _Optional[_Iterable[str]] = ..., block_tokens: _Optional[_Iterable[int]] = ..., prompt_blocks: _Optional[_Iterable[int]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., local_blocks: _Optional[_Iterable[int]] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., staleness_ms: _Optional[_Iterable[int]] = ..., stale: _Optional[_Iterable[bool]] = ..., loadable_blocks: _Optional[_Iterable[int]] = ..., responses: _Optional[_Iterable[_Union[LookupResponse, _Mapping]]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., id: _Optional[int] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers", "loads", "most", "reserve_ms", "prompt_tokens")
@@ -182,7 +184,7 @@ class RankLoad(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., dp_rank: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., kv_usage_permille: _Optional[int] = ...) -> None: ...
 
 class RouteResponse(_message.Message):
-    __slots__ = ("rows", "trust", "cost", "prefill_cost", "fetch_cost", "queue_cost", "running", "waiting", "queued_tokens", "kv_usage_permille", "reserved_cost", "load_source", "load_age_ms", "asleep", "reservation")
+    __slots__ = ("rows", "trust", "cost", "prefill_cost", "fetch_cost", "queue_cost", "running", "waiting", "queued_tokens", "kv_usage_permille", "reserved_cost", "load_source", "load_age_ms", "asleep", "reservation", "unreachable")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TRUST_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +200,7 @@ class RouteResponse(_message.Message):
     LOAD_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     rows: LookupResponse
     trust: _containers.RepeatedScalarFieldContainer[Trust]
     cost: _containers.RepeatedScalarFieldContainer[int]
@@ -213,7 +216,8 @@ class RouteResponse(_message.Message):
     load_age_ms: _containers.RepeatedScalarFieldContainer[int]
     asleep: _containers.RepeatedScalarFieldContainer[bool]
     reservation: str
-    def __init__(self, rows: _Optional[_Union[LookupResponse, _Mapping]] = ..., trust: _Optional[_Iterable[_Union[Trust, str]]] = ..., cost: _Optional[_Iterable[int]] = ..., prefill_cost: _Optional[_Iterable[int]] = ..., fetch_cost: _Optional[_Iterable[int]] = ..., queue_cost: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., kv_usage_permille: _Optional[_Iterable[int]] = ..., reserved_cost: _Optional[_Iterable[int]] = ..., load_source: _Optional[_Iterable[_Union[LoadSource, str]]] = ..., load_age_ms: _Optional[_Iterable[int]] = ..., asleep: _Optional[_Iterable[bool]] = ..., reservation: _Optional[str] = ...) -> None: ...
+    unreachable: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, rows: _Optional[_Union[LookupResponse, _Mapping]] = ..., trust: _Optional[_Iterable[_Union[Trust, str]]] = ..., cost: _Optional[_Iterable[int]] = ..., prefill_cost: _Optional[_Iterable[int]] = ..., fetch_cost: _Optional[_Iterable[int]] = ..., queue_cost: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., kv_usage_permille: _Optional[_Iterable[int]] = ..., reserved_cost: _Optional[_Iterable[int]] = ..., load_source: _Optional[_Iterable[_Union[LoadSource, str]]] = ..., load_age_ms: _Optional[_Iterable[int]] = ..., asleep: _Optional[_Iterable[bool]] = ..., reservation: _Optional[str] = ..., unreachable: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("tenant", "reservation")

@@ -231,7 +231,8 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "LookupResponse": {"worker": (1, "*string"), "dp_rank": (2, "*uint"), "address": (3, "*string"),
                        "block_tokens": (4, "*uint"), "prompt_blocks": (5, "*uint"), "device_blocks": (6, "*uint"),
                        "local_blocks": (7, "*uint"), "pool_blocks": (8, "*uint"), "sequence": (9, "*uint"),
-                       "staleness_ms": (10, "*uint"), "stale": (11, "*uint"), "responses": (13, "*LookupResponse"),
+                       "staleness_ms": (10, "*uint"), "stale": (11, "*uint"), "loadable_blocks": (12, "*uint"),
+                       "responses": (13, "*LookupResponse"),
                        "status": (14, "Status"), "id": (15, "fixed64")},
     "RouteRequest": {"scope": (1, "Scope"), "block_hashes": (2, "bytes"), "token_ids": (3, "bytes"),
                      "text": (4, "string"), "workers": (5, "*string"), "chat": (6, "ChatPrompt"),
@@ -243,7 +244,8 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
                       "prefill_cost": (4, "*uint"), "fetch_cost": (5, "*uint"), "queue_cost": (6, "*uint"),
                       "running": (7, "*uint"), "waiting": (8, "*uint"), "queued_tokens": (9, "*uint"),
                       "kv_usage_permille": (10, "*uint"), "reserved_cost": (11, "*uint"), "load_source": (12, "*uint"),
-                      "load_age_ms": (13, "*uint"), "asleep": (14, "*uint"), "reservation": (15, "string")},
+                      "load_age_ms": (13, "*uint"), "asleep": (14, "*uint"), "reservation": (15, "string"),
+                      "unreachable": (16, "*uint")},
     "ReleaseRequest": {"tenant": (1, "string"), "reservation": (2, "string")},
     "ReleaseResponse": {"released": (1, "uint")},
     "Worker": {"name": (1, "string"), "tenant": (2, "string"), "model": (3, "string"), "hash_algorithm": (4, "string"),
@@ -376,7 +378,7 @@ def make_protocol() -> list[dict[str, Any]]:
         "worker": ["w-1", "w-1"], "dp_rank": [0, 1], "address": ["http://10.0.0.7:8000", ""],
         "block_tokens": [16, 16], "prompt_blocks": [300, 300], "device_blocks": [200, 0], "local_blocks": [250, 0],
         "pool_blocks": [300, 300], "sequence": [(1 << 64) - 1, 0], "staleness_ms": [128, (1 << 32) - 1],
-        "stale": [False, True],
+        "stale": [False, True], "loadable_blocks": [300, 300],
     })  # fmt: skip
     message("LookupRequest", {"scope": {"model": "m"}, "block_hashes": plain["block_hashes"], "id": 300})
     message("LookupRequest", {"requests": [
@@ -418,11 +420,12 @@ def make_protocol() -> list[dict[str, Any]]:
             "worker": ["w-1", "w-1"], "dp_rank": [1, 0], "address": ["http://10.0.0.7:8000", ""],
             "block_tokens": [16, 16], "prompt_blocks": [5, 5], "device_blocks": [2, 0], "local_blocks": [3, 0],
             "pool_blocks": [4, 4], "sequence": [7, 0], "staleness_ms": [12, 0], "stale": [False, True],
+            "loadable_blocks": [5, 4],
         },
         "trust": [1, 3], "cost": [300, 4_000_000_000_000], "prefill_cost": [16, 16], "fetch_cost": [4, 13],
         "queue_cost": [280, 3_999_999_999_971], "running": [1, 0], "waiting": [0, 7], "queued_tokens": [200, 0],
         "kv_usage_permille": [15, 1000], "reserved_cost": [1, 0], "load_source": [1, 2], "load_age_ms": [0, 900],
-        "asleep": [False, True], "reservation": "00112233aabbccdd",
+        "asleep": [False, True], "reservation": "00112233aabbccdd", "unreachable": [False, True],
     })  # fmt: skip
     message("RouteResponse", {"rows": {}})
     message("ReleaseRequest", {"tenant": "t", "reservation": "00112233aabbccdd"})
@@ -482,7 +485,8 @@ def make_protocol() -> list[dict[str, Any]]:
     pool = msgpack.packb([2.5, [{**stored, "block_hashes": ends, "medium": "STORAGE"}], 0]).hex()
     found = {"worker": ["w-1", "w-1"], "dp_rank": [0, 1], "address": [worker["address"]] * 2,
              "block_tokens": [16, 16], "prompt_blocks": [2, 2], "device_blocks": [1, 0], "local_blocks": [1, 0],
-             "pool_blocks": [2, 2], "sequence": [4, 0], "staleness_ms": [0, 0], "stale": [False, True]}  # fmt: skip
+             "pool_blocks": [2, 2], "sequence": [4, 0], "staleness_ms": [0, 0], "stale": [False, True],
+             "loadable_blocks": [2, 2]}  # fmt: skip
     scope = {"model": "m", "tenant": "t"}
     exchange("by tokens", {"scope": scope, "token_ids": plain["token_ids_packed"]}, found)
     exchange("by hashes", {"scope": scope, "block_hashes": plain["block_hashes"]}, found)

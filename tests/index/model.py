@@ -56,6 +56,14 @@ class Group:
         needed = blocks if self.last is None else blocks[-self.last :]
         return len(prompt) % self.stride == 0 and all(self.holds(block, tiers) for block in needed)
 
+    def continues(self, prompt: Sequence[int], local: int) -> bool:
+        """Whether an engine that has the first ``local`` blocks could load the others of the prompt from here."""
+        blocks = prompt[self.stride - 1 :: self.stride]
+        begin = local // self.stride
+        if self.last is not None:
+            begin = max(begin, len(blocks) - self.last)
+        return len(prompt) % self.stride == 0 and all(self.holds(one, ("pool",)) for one in blocks[begin:])
+
 
 class Model:
     def __init__(self, *, reuse_reports: bool, block_tokens: int | None = None) -> None:
@@ -63,10 +71,15 @@ class Model:
         self.block_tokens = block_tokens
         self.workers: dict[str, dict[int, dict[int, Group]]] = {}
 
-    def apply(self, worker: str, rank: int, events: Sequence[dict[str, Any]]) -> None:
-        ranks = self.workers.setdefault(worker, {})
+    def apply(
+        self, worker: str, rank: int, events: Sequence[dict[str, Any]], pool: str | None = None
+    ) -> None:
+        """``pool``: who holds what is said of the pool; None: the worker."""
+        self.workers.setdefault(worker, {})
         for event in events:
-            groups = ranks.setdefault(rank, {})
+            elsewhere = pool is not None and TIER.get(event.get("medium")) == "pool"
+            holder, its_rank = (pool, 0) if elsewhere and pool is not None else (worker, rank)
+            groups = self.workers.setdefault(holder, {}).setdefault(its_rank, {})
             if event["type"] == "AllBlocksCleared":
                 medium = event.get("medium")
                 if medium in (None, "GPU"):
@@ -81,7 +94,9 @@ class Model:
                     copies[block] = max(0, copies[block] - 1)
                 continue
             group = groups.setdefault(index, Group())
-            if tier != "pool":  # whose blocks may be larger than those of the engine
+            if (
+                tier != "pool" or elsewhere
+            ):  # in a worker's own name its blocks may be larger than the engine's
                 group.learn(event, self.block_tokens)
             copies = group.copies[tier]
             may_report = self.reuse_reports and tier == "device" and event.get("parent_block_hash") is None
@@ -131,6 +146,15 @@ class Model:
                 if counts[ANY]:
                     rows.add(Match(worker, rank, *counts))
         return rows
+
+    def loadable(self, worker: str, rank: int, pool: str, prompt: Sequence[int]) -> int:
+        """Leading blocks that a rank need not compute: what it holds itself, and from there on what the pool does."""
+        local = _usable(list(self.workers.get(worker, {}).get(rank, {}).values()), prompt, COLUMNS[4])
+        parts = self.workers.get(pool, {}).get(0, {}).values()
+        for count in range(len(prompt), local, -1):
+            if parts and all(part.continues(prompt[:count], local) for part in parts):
+                return count
+        return local
 
 
 def _usable(groups: Sequence[Group], prompt: Sequence[int], tiers: Sequence[str]) -> int:

@@ -59,6 +59,7 @@ def test_an_answer_is_packed_as_protobuf_packs_it(ranks: list[Any], now_ms: int)
         expected.sequence.append(sequence)
         expected.staleness_ms.append(min(max(0, now_ms - heard_at_ms), (1 << 32) - 1))
         expected.stale.append(stale)
+        expected.loadable_blocks.append(max(0 if stale else device, pool))
     answer = index.answer(_native.Rows(tuple(rows), True), packed64(PROMPT), now_ms)
     assert answer.pack() == expected.SerializeToString(deterministic=True)
     assert answer.moved() == ()
@@ -72,7 +73,7 @@ def test_an_answer_is_packed_as_protobuf_packs_it(ranks: list[Any], now_ms: int)
             expected.local_blocks,
             expected.pool_blocks,
         ]
-        columns += [expected.sequence, expected.staleness_ms, expected.stale]
+        columns += [expected.sequence, expected.staleness_ms, expected.stale, expected.loadable_blocks]
         assert answer.columns() == tuple(map(tuple, columns))
     else:
         assert answer.most() == (0, 0, 0, 0)
@@ -104,7 +105,7 @@ def test_a_rank_that_changes_meanwhile_is_asked_again() -> None:
     index.apply("a", batch(stored([1])))
     state.sequence, state.version = 5, 2
     index.answer_again(0, rows, packed64([1]), 0, answer)
-    _, device, *_, sequences, _, _ = answer.columns()
+    _, device, _, _, sequences, *_ = answer.columns()
     assert (device, sequences) == ((1,), (5,))
 
 

@@ -53,9 +53,9 @@ def test_every_candidate_rank_has_a_row() -> None:
     clock.now_s += 1.5
     answer = fleet.lookup("m", hashes64=packed64([1, 2, 3, 4, 5]))
     assert list(answer) == [
-        Row("a", 0, "", 16, 5, 0, 0, 0, 0, 1500, False),
-        Row("b", 0, "http://b:8000", 16, 5, 0, 0, 0, 0, 1500, True),  # not heard from yet
-        Row("b", 1, "http://b:8000", 16, 5, 3, 4, 0, 7, 1500, False),
+        Row("a", 0, "", 16, 5, 0, 0, 0, 0, 1500, False, 0),
+        Row("b", 0, "http://b:8000", 16, 5, 0, 0, 0, 0, 1500, True, 0),  # not heard from yet
+        Row("b", 1, "http://b:8000", 16, 5, 3, 4, 0, 7, 1500, False, 4),
     ]
     assert answer.workers == ("a", "b", "b")
     assert len(answer) == 3

@@ -395,7 +395,7 @@ def steps(draw: st.DrawFn) -> tuple[Any, ...]:
 @settings(max_examples=400, deadline=None)
 @given(
     plan=st.lists(steps(), max_size=25),
-    prompts=st.lists(st.lists(HASHES, max_size=8), min_size=3, max_size=6),
+    prompts=st.lists(st.lists(HASHES, max_size=8, unique=True), min_size=3, max_size=6),
     known=st.fixed_dictionaries(
         {"reuse_reports": st.booleans(), "block_tokens": st.sampled_from([None, 8, 16])}
     ),

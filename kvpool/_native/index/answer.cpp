@@ -4,56 +4,18 @@
 #include <limits>
 #include <utility>
 
+#include "index/packing.h"
+
 namespace kvpool {
+
+using packing::append_column;
+using packing::append_text;
+
 namespace {
 
 constexpr std::size_t kDevice = static_cast<std::size_t>(Column::kDevice);
 constexpr std::size_t kPool = static_cast<std::size_t>(Column::kPool);
 constexpr std::size_t kLocal = static_cast<std::size_t>(Column::kLocal);
-
-// Fields of LookupResponse.
-enum Field : unsigned {
-  kWorker = 1,
-  kDpRank,
-  kAddress,
-  kBlockTokens,
-  kPromptBlocks,
-  kDeviceBlocks,
-  kLocalBlocks,
-  kPoolBlocks,
-  kSequence,
-  kStalenessMs,
-  kStale,
-};
-
-void append_varint(std::string& out, std::uint64_t value) {
-  for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);
-  out += static_cast<char>(value);
-}
-
-void append_tag(std::string& out, Field field) { out += static_cast<char>(field << 3 | 2); }
-
-void append_text(std::string& out, Field field, std::string_view text) {
-  append_tag(out, field);
-  append_varint(out, text.size());
-  out += text;
-}
-
-std::size_t varint_nbytes(std::uint64_t value) {
-  std::size_t nbytes = 1;
-  for (; value >= 0x80; value >>= 7) ++nbytes;
-  return nbytes;
-}
-
-// Packed numbers, at least one; number(i) is row i's.
-template <typename Number>
-void append_column(std::string& out, Field field, std::size_t rows, Number number) {
-  std::size_t nbytes = 0;
-  for (std::size_t i = 0; i < rows; ++i) nbytes += varint_nbytes(number(i));
-  append_tag(out, field);
-  append_varint(out, nbytes);
-  for (std::size_t i = 0; i < rows; ++i) append_varint(out, number(i));
-}
 
 }  // namespace
 
@@ -66,10 +28,11 @@ Rows::Rows(std::vector<Row> rows, bool are_all) : rows_(std::move(rows)), are_al
   }
   for (const auto& [pool, users] : rows_of_) holders_.push_back(pool);
   if (rows_.empty()) return;
-  for (const Row& row : rows_) append_text(packed_rows_, kWorker, row.worker);
-  append_column(packed_rows_, kDpRank, rows_.size(), [&](std::size_t i) { return rows_[i].dp_rank; });
-  for (const Row& row : rows_) append_text(packed_rows_, kAddress, row.address);
-  append_column(packed_rows_, kBlockTokens, rows_.size(),
+  for (const Row& row : rows_) append_text(packed_rows_, lookup_response::kWorker, row.worker);
+  append_column(packed_rows_, lookup_response::kDpRank, rows_.size(),
+                [&](std::size_t i) { return rows_[i].dp_rank; });
+  for (const Row& row : rows_) append_text(packed_rows_, lookup_response::kAddress, row.address);
+  append_column(packed_rows_, lookup_response::kBlockTokens, rows_.size(),
                 [&](std::size_t i) { return rows_[i].block_tokens; });
 }
 
@@ -81,6 +44,7 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
   answer.device.resize(count);
   answer.local.resize(count);
   answer.pool.resize(count);
+  answer.loadable.resize(count);
   answer.sequences.resize(count);
   answer.staleness_ms.resize(count);
   answer.stale.resize(count);
@@ -88,18 +52,26 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
   std::vector<std::uint64_t> versions(count);
   for (std::size_t i = 0; i < count; ++i) versions[i] = rows_[i].state->version;
 
-  const Matches matches = table.match(hashes, are_all_ ? nullptr : &holders_);
+  const PoolOf pool_of = [this](std::string_view holder) {
+    const auto row = row_of_.find(holder);
+    return row == row_of_.end() ? std::string_view() : std::string_view(rows_[row->second].pool);
+  };
+  const Matches matches =
+      table.match(hashes, are_all_ ? nullptr : &holders_, rows_of_.empty() ? PoolOf() : pool_of);
   std::vector<bool> found(count);
   for (std::size_t match = 0; match < matches.workers.size(); ++match) {
     const std::string& holder = *matches.workers[match];
     if (const auto row = row_of_.find(holder); row != row_of_.end()) {
       std::uint32_t device = matches.columns[kDevice][match], local = matches.columns[kLocal][match];
+      std::uint32_t loadable = matches.loadable.empty() ? local : matches.loadable[match];
       if (found[row->second]) {  // its batches have named other ranks: it has what all of them have
         device = std::min(device, answer.device[row->second]);
         local = std::min(local, answer.local[row->second]);
+        loadable = std::min(loadable, answer.loadable[row->second]);
       }
       answer.device[row->second] = device;
       answer.local[row->second] = local;
+      answer.loadable[row->second] = loadable;
       found[row->second] = true;
     } else if (const auto users = rows_of_.find(holder); users != rows_of_.end()) {
       for (const std::uint32_t user : users->second) answer.pool[user] = matches.columns[kPool][match];
@@ -116,13 +88,14 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
 void Rows::again(std::size_t row, const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms,
                  Answer& answer) const {
   const std::vector<std::string_view> holder = {rows_[row].holder};
-  const Matches matches = table.match(hashes, &holder);
-  const auto least = [&](std::size_t column) {
-    const std::vector<std::uint32_t>& blocks = matches.columns[column];
+  const Matches matches =
+      table.match(hashes, &holder, [&](std::string_view) { return std::string_view(rows_[row].pool); });
+  const auto least = [](const std::vector<std::uint32_t>& blocks) {
     return blocks.empty() ? 0 : std::ranges::min(blocks);
   };
-  answer.device[row] = least(kDevice);
-  answer.local[row] = least(kLocal);
+  answer.device[row] = least(matches.columns[kDevice]);
+  answer.local[row] = least(matches.columns[kLocal]);
+  answer.loadable[row] = least(matches.loadable);
   read_state(row, now_ms, answer);
 }
 
@@ -133,25 +106,29 @@ void Rows::read_state(std::size_t row, std::int64_t now_ms, Answer& answer) cons
   answer.staleness_ms[row] =
       static_cast<std::uint32_t>(std::clamp<std::int64_t>(now_ms - state.heard_at_ms, 0, kMaxStaleness_ms));
   answer.stale[row] = state.stale ? 1 : 0;
-  if (answer.stale[row] != 0) answer.device[row] = answer.local[row] = 0;
+  if (answer.stale[row] != 0) answer.device[row] = answer.local[row] = answer.loadable[row] = 0;
+  // What it holds of nothing but the pool; and of the pool as it was when the other rows were read.
+  answer.loadable[row] = std::max(answer.loadable[row], answer.pool[row]);
 }
 
 std::string Rows::pack(const Answer& answer) const {
   const std::size_t count = rows_.size();
   std::string out;
   if (count == 0) return out;
-  out.reserve(packed_rows_.size() + count * 28);  // enough but for sequences of four and more bytes
+  out.reserve(packed_rows_.size() + count * 30);  // enough but for sequences of four and more bytes
   out = packed_rows_;
-  const auto column = [&](Field field, const auto& numbers) {
+  const auto column = [&](unsigned field, const auto& numbers) {
     append_column(out, field, count, [&](std::size_t i) { return numbers[i]; });
   };
-  append_column(out, kPromptBlocks, count, [&](std::size_t) { return answer.prompt_blocks; });
-  column(kDeviceBlocks, answer.device);
-  column(kLocalBlocks, answer.local);
-  column(kPoolBlocks, answer.pool);
-  column(kSequence, answer.sequences);
-  column(kStalenessMs, answer.staleness_ms);
-  column(kStale, answer.stale);
+  append_column(out, lookup_response::kPromptBlocks, count,
+                [&](std::size_t) { return answer.prompt_blocks; });
+  column(lookup_response::kDeviceBlocks, answer.device);
+  column(lookup_response::kLocalBlocks, answer.local);
+  column(lookup_response::kPoolBlocks, answer.pool);
+  column(lookup_response::kSequence, answer.sequences);
+  column(lookup_response::kStalenessMs, answer.staleness_ms);
+  column(lookup_response::kStale, answer.stale);
+  column(lookup_response::kLoadableBlocks, answer.loadable);
   return out;
 }
 

@@ -27,12 +27,31 @@ struct RankState {
   std::atomic<std::uint64_t> sequence{0};
   std::atomic<std::int64_t> heard_at_ms{0};
   std::atomic<bool> stale{true};
+  std::atomic<bool> has_feed{false};  // it publishes what it holds, so that silence says something
 };
+
+// Fields of LookupResponse.
+namespace lookup_response {
+enum Field : unsigned {
+  kWorker = 1,
+  kDpRank,
+  kAddress,
+  kBlockTokens,
+  kPromptBlocks,
+  kDeviceBlocks,
+  kLocalBlocks,
+  kPoolBlocks,
+  kSequence,
+  kStalenessMs,
+  kStale,
+  kLoadableBlocks,
+};
+}  // namespace lookup_response
 
 // Columns: one number a row.
 struct Answer {
   std::uint32_t prompt_blocks = 0;
-  std::vector<std::uint32_t> device, local, pool;
+  std::vector<std::uint32_t> device, local, pool, loadable;
   std::vector<std::uint64_t> sequences;
   std::vector<std::uint32_t> staleness_ms;
   std::vector<std::uint8_t> stale;
@@ -56,6 +75,7 @@ class Rows {
   Rows(std::vector<Row> rows, bool are_all);
 
   std::size_t size() const { return rows_.size(); }
+  const Row& operator[](std::size_t row) const { return rows_[row]; }
 
   // hashes: packed 64-bit integers. now_ms: by the clock of heard_at_ms.
   Answer answer(const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms) const;

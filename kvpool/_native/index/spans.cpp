@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
 namespace kvpool {
 
@@ -38,6 +39,25 @@ void add_held(Spans& spans, std::uint64_t begin, std::uint64_t end, std::uint32_
   if (first <= end) spans.push_back({first * stride, end * stride});
 }
 
+void check_circles(std::span<const std::byte> hashes) {
+  const std::size_t count = hashes.size() / sizeof(std::uint64_t);
+  const auto hash_at = [&](std::size_t block) {
+    std::uint64_t hash;
+    std::memcpy(&hash, hashes.data() + block * sizeof hash, sizeof hash);
+    return hash;
+  };
+  for (std::size_t anchor = 0; anchor < count; anchor = 2 * anchor + 1) {
+    const std::uint64_t first = hash_at(anchor);
+    const std::size_t end = std::min(count, 2 * anchor + 2);
+    bool found = false;  // without branches, so that several are compared at once
+    for (std::size_t block = anchor + 1; block < end; ++block) found |= hash_at(block) == first;
+    if (found) {
+      throw std::invalid_argument("a prompt's block hashes are all different: that of block " +
+                                  std::to_string(anchor) + " comes again");
+    }
+  }
+}
+
 SetRuns::SetRuns(const FlatMap& blocks, std::span<const std::byte> hashes, std::uint32_t stride)
     : blocks_(&blocks),
       hashes_(hashes),
@@ -46,19 +66,20 @@ SetRuns::SetRuns(const FlatMap& blocks, std::span<const std::byte> hashes, std::
   for (std::uint64_t i = 0; i < std::min<std::uint64_t>(count_, kAhead); ++i) {
     places_[i] = blocks_->prefetch(hash_at(i));
   }
-  if (count_ != 0) waiting_ = next_set();
 }
 
 const SetRuns::Run* SetRuns::at(std::size_t index) {
   while (runs_.size() <= index) {
-    const std::uint64_t begun = runs_.empty() ? 0 : runs_.back().end;
-    if (begun == count_) return nullptr;
-    const SetId set = waiting_;
-    std::uint64_t end = begun + 1;
-    while (end < count_ && (waiting_ = next_set()) == set) ++end;
-    runs_.push_back({set, end});
+    if (!read_next()) return nullptr;
   }
   return &runs_[index];
+}
+
+std::size_t SetRuns::index_of(std::uint64_t block) {
+  while (read_ <= block && read_next()) {
+  }
+  const auto behind = std::ranges::upper_bound(runs_, block, {}, &Run::begin);
+  return static_cast<std::size_t>(behind - runs_.begin()) - 1;
 }
 
 std::uint64_t SetRuns::hash_at(std::uint64_t block) const {
@@ -67,12 +88,42 @@ std::uint64_t SetRuns::hash_at(std::uint64_t block) const {
   return hash;
 }
 
-SetId SetRuns::next_set() {
-  FlatMap::Place& place = places_[read_ % kAhead];
-  const std::uint32_t* set = blocks_->touch(place, hash_at(read_));
-  if (read_ + kAhead < count_) place = blocks_->prefetch(hash_at(read_ + kAhead));
-  ++read_;
-  return set == nullptr ? kNobody : *set;
+// False: there is no further run, and all blocks were read.
+bool SetRuns::read_next() {
+  constexpr SetId kNoSet = ~SetId{0};
+  const SetId last = runs_.empty() ? kNoSet : runs_.back().set;
+  const FlatMap& blocks = *blocks_;
+  const std::uint64_t count = count_;
+  // Nothing else is changed by writing one: what the map is made of stays in registers.
+  FlatMap::Place* __restrict const places = places_.data();
+  const auto hash_at = [hashes = hashes_.data(), stride = stride_](std::uint64_t block) {
+    std::uint64_t hash;
+    std::memcpy(&hash, hashes + ((block + 1) * stride - 1) * sizeof hash, sizeof hash);
+    return hash;
+  };
+  for (std::uint64_t block = read_; block < count; ++block) {
+    FlatMap::Place& place = places[block % kAhead];
+    const std::uint32_t* found = blocks.touch(place, hash_at(block));
+    if (block + kAhead < count) place = blocks.prefetch(hash_at(block + kAhead));
+    const SetId set = found == nullptr ? kNobody : *found;
+    if (set == last) continue;
+    runs_.push_back({set, block});
+    read_ = block + 1;
+    return true;
+  }
+  read_ = count;
+  return false;
+}
+
+SetRuns& Walk::runs(std::uint32_t stride) {
+  if (stride == 1) return runs_;
+  return larger_.try_emplace(stride, *blocks_, hashes_, stride).first->second;
+}
+
+void Walk::refuse() const {
+  throw TooMuchWork(
+      "too many workers hold too many different parts of this prompt: name candidates, or ask for a "
+      "shorter part of it");
 }
 
 }  // namespace kvpool

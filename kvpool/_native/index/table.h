@@ -27,6 +27,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -74,7 +75,13 @@ struct Matches {
   std::vector<std::shared_ptr<const std::string>> workers;  // by row
   std::vector<std::uint32_t> dp_ranks;
   std::array<std::vector<std::uint32_t>, kColumnCount> columns;
+  // How far a worker comes with what it holds itself (kLocal) and, from there on, its part of the pool. Only where
+  // match() was told of pools.
+  std::vector<std::uint32_t> loadable;
 };
+
+// Under which name a worker's part of the pool is held, which must live as long as the call; empty: it has none.
+using PoolOf = std::function<std::string_view(std::string_view worker)>;
 
 // Blocks that are held in each tier, by Tier.
 using TierBlocks = std::array<std::uint64_t, kTierCount>;
@@ -122,7 +129,9 @@ class Table {
                 std::optional<std::string_view> pool = std::nullopt);
 
   // Rows: the ranks (of `workers` only, if given) that hold the first block in some tier, in no particular order.
-  Matches match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers) const;
+  // Throws std::invalid_argument for a prompt that goes in circles, TooMuchWork when others would wait for too long.
+  Matches match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers,
+                const PoolOf& pool_of = nullptr) const;
 
   // False: not known.
   bool remove_worker(std::string_view worker);
@@ -215,11 +224,15 @@ class Table {
   std::size_t nbytes() const;
   void account();
 
-  // Adds the rows of the ranks that are hybrid. wanted: by worker; null: all.
-  void match_hybrid(std::span<const std::byte> hashes, const std::vector<bool>* wanted,
-                    Matches& matches) const;
-  void find_held(const GroupHolder& holder, HolderId id, SetRuns& runs, std::uint64_t bound,
+  // Adds the rows of the ranks that are uniform, or hybrid. wanted: by worker; null: all.
+  void match_uniform(Walk& walk, const std::vector<bool>* wanted, Matches& matches) const;
+  void match_hybrid(Walk& walk, const std::vector<bool>* wanted, Matches& matches) const;
+  void find_held(const GroupHolder& holder, HolderId id, Walk& walk, std::uint64_t bound,
                  std::array<Spans, kColumnCount>& held) const;
+  // table_reach.cpp
+  void add_loadable(Walk& walk, const PoolOf& pool_of, Matches& matches) const;
+  std::uint64_t reach(const Rank& pool, std::uint64_t local, Walk& walk) const;
+  Spans held_in_pool(HolderId id, std::uint64_t local, std::uint64_t bound, Walk& walk) const;
 
   const std::size_t max_blocks_;
   const bool reuse_reports_;

@@ -1,7 +1,6 @@
 // How far the leading blocks of a prompt reach with each rank. See table.h.
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <numeric>
 
 #include "index/table.h"
@@ -48,22 +47,33 @@ struct Result {
   Counts blocks;
 };
 
-std::uint64_t load(std::span<const std::byte> hashes, std::size_t index) {
-  std::uint64_t hash;
-  std::memcpy(&hash, hashes.data() + index * sizeof hash, sizeof hash);
-  return hash;
-}
+// One holder is looked for in a set: a search, where a walk along both takes a look each.
+constexpr std::uint64_t kLooksOfSearch = 8;
+
+// Sets of a prompt that took their turn of late: runners only ever stop, so the second time changes nothing. A pool that
+// has lost every other block of what a thousand workers hold costs two turns then, and not one a block.
+class Taken {
+ public:
+  // Whether it is the first time, as far as is known.
+  bool is_first(SetId set) {
+    SetId& last = sets_[set % sets_.size()];
+    const bool is_first = set == kNobody || last != set;
+    last = set;
+    return is_first;
+  }
+
+ private:
+  std::array<SetId, 64> sets_{};
+};
 
 }  // namespace
 
-Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers) const {
-  const std::size_t count = hashes.size() / sizeof(std::uint64_t);
+Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers,
+                     const PoolOf& pool_of) const {
   Matches matches;
-  if (count == 0) return matches;
-  std::vector<Runner> runners;
-  std::vector<Result> results;
+  if (hashes.size() < sizeof(std::uint64_t)) return matches;
+  check_circles(hashes);
   const auto held = read();
-
   std::vector<bool> wanted;
   if (workers != nullptr) {
     wanted.resize(workers_.size());
@@ -72,32 +82,37 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
       if (known != worker_by_name_.end()) wanted[known->second] = true;
     }
   }
+  Walk walk(blocks_, hashes);
+  match_uniform(walk, workers == nullptr ? nullptr : &wanted, matches);
+  if (hybrid_ranks_ != 0) match_hybrid(walk, workers == nullptr ? nullptr : &wanted, matches);
+  if (pool_of) add_loadable(walk, pool_of, matches);
+  return matches;
+}
 
-  std::array<FlatMap::Place, kAhead> places;
-  for (std::size_t i = 0; i < std::min(count, kAhead); ++i) places[i] = blocks_.prefetch(load(hashes, i));
-  const auto set_of = [&](std::size_t index) {
-    FlatMap::Place& place = places[index % kAhead];
-    const std::uint32_t* set = blocks_.touch(place, load(hashes, index));
-    if (index + kAhead < count) place = blocks_.prefetch(load(hashes, index + kAhead));
-    return set == nullptr ? kNobody : *set;
-  };
-
-  SetId last = set_of(0);
-  for (const Holding holding : sets_[last]) {
+void Table::match_uniform(Walk& walk, const std::vector<bool>* wanted, Matches& matches) const {
+  std::vector<Runner> runners;
+  std::vector<Result> results;
+  Taken taken;
+  SetRuns& runs = walk.runs(1);
+  const SetId first = runs.at(0)->set;
+  taken.is_first(first);
+  walk.spend(sets_[first].size());
+  for (const Holding holding : sets_[first]) {
     const GroupHolder& holder = holders_[holding.holder()];
-    if (!holder.uniform || (workers != nullptr && !wanted[ranks_[holder.rank].worker])) continue;
+    if (!holder.uniform || (wanted != nullptr && !(*wanted)[ranks_[holder.rank].worker])) continue;
     runners.push_back(
         {holding.holder(), kColumnsOf[holding.tiers()], static_cast<std::uint32_t>(results.size())});
     results.push_back({holder.rank, {}});
   }
 
-  std::size_t reached = 1;
-  for (; reached < count && !runners.empty(); ++reached) {
-    const SetId set = set_of(reached);
-    if (set == last) continue;
-    last = set;
+  for (std::size_t i = 1; !runners.empty(); ++i) {
+    const SetRuns::Run* const run = runs.at(i);
+    if (run == nullptr) break;
+    if (!taken.is_first(run->set)) continue;
+    const std::uint64_t reached = run->begin;
     // Both are sorted by holder: a holder that still runs and is not in the set, or not in the right tiers, stops here.
-    const auto holdings = sets_[set];
+    const auto holdings = sets_[run->set];
+    walk.spend(holdings.size() + runners.size());
     auto holding = holdings.begin();
     std::size_t kept = 0;
     for (Runner runner : runners) {
@@ -116,7 +131,7 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
   for (const Runner& runner : runners) {
     for (unsigned running = runner.running; running != 0; running &= running - 1) {
       results[runner.result].blocks[static_cast<std::size_t>(std::countr_zero(running))] =
-          static_cast<std::uint32_t>(count);
+          static_cast<std::uint32_t>(walk.count());
     }
   }
 
@@ -139,14 +154,10 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
       matches.columns[column].push_back(blocks[column]);
     }
   }
-  if (hybrid_ranks_ != 0) match_hybrid(hashes, workers == nullptr ? nullptr : &wanted, matches);
-  return matches;
 }
 
-void Table::match_hybrid(std::span<const std::byte> hashes, const std::vector<bool>* wanted,
-                         Matches& matches) const {
-  const std::uint64_t count = hashes.size() / sizeof(std::uint64_t);
-  std::map<std::uint32_t, SetRuns> runs;  // by stride
+void Table::match_hybrid(Walk& walk, const std::vector<bool>* wanted, Matches& matches) const {
+  const std::uint64_t count = walk.count();
   std::array<Spans, kColumnCount> usable, held;
   for (const Rank& rank : ranks_) {
     if (rank.uniform || (wanted != nullptr && !(*wanted)[rank.worker])) continue;
@@ -159,8 +170,7 @@ void Table::match_hybrid(std::span<const std::byte> hashes, const std::vector<bo
         if ((holder.last != 0) != window || bound == 0) continue;
         unit = std::lcm(unit, std::uint64_t{holder.stride});
         if (unit > count) unit = count + 1;  // no length is a multiple
-        const auto walk = runs.try_emplace(holder.stride, blocks_, hashes, holder.stride).first;
-        find_held(holder, id, walk->second, bound, held);
+        find_held(holder, id, walk, bound, held);
         bound = 0;
         for (std::size_t column = 0; column < kColumnCount; ++column) {
           keep_common(usable[column], held[column]);
@@ -178,18 +188,19 @@ void Table::match_hybrid(std::span<const std::byte> hashes, const std::vector<bo
 }
 
 // What a holder holds of a prompt, by column, of its first `bound` hashed blocks at least.
-void Table::find_held(const GroupHolder& holder, HolderId id, SetRuns& runs, std::uint64_t bound,
+void Table::find_held(const GroupHolder& holder, HolderId id, Walk& walk, std::uint64_t bound,
                       std::array<Spans, kColumnCount>& held) const {
   for (Spans& spans : held) spans.clear();
   std::array<std::uint64_t, kColumnCount> since{};
   Columns running = 0, from_root = kColumnsOf[kAllTiers];
-  std::uint64_t begin = 0;
-  const SetRuns::Run* run = nullptr;
-  for (std::size_t i = 0;; ++i) {
-    // A holder that needs all of a prefix is not looked for behind its first hole.
-    const bool on = begin * holder.stride < bound && (holder.last != 0 || from_root != 0);
-    run = on ? runs.at(i) : nullptr;
-    const Columns now = run == nullptr ? Columns{0} : kColumnsOf[sets_.tiers(run->set, id)];
+  SetRuns& runs = walk.runs(holder.stride);
+  // A holder that needs all of a prefix is not looked for behind its first hole.
+  for (std::size_t i = 0; holder.last != 0 || from_root != 0; ++i) {
+    const SetRuns::Run* const run = runs.at(i);
+    const std::uint64_t begin = run == nullptr ? runs.count() : run->begin;
+    const bool on = run != nullptr && begin * holder.stride < bound;
+    if (on) walk.spend(kLooksOfSearch);
+    const Columns now = on ? kColumnsOf[sets_.tiers(run->set, id)] : Columns{0};
     // Most changes of the set concern other holders.
     for (std::size_t column = 0; column < kColumnCount && now != running; ++column) {
       const bool was = (running >> column & 1U) != 0, is = (now >> column & 1U) != 0;
@@ -198,8 +209,7 @@ void Table::find_held(const GroupHolder& holder, HolderId id, SetRuns& runs, std
     }
     running = now;
     from_root = static_cast<Columns>(from_root & now);
-    if (run == nullptr) return;
-    begin = run->end;
+    if (!on) return;
   }
 }
 

@@ -280,9 +280,11 @@ def _pack_hashes(hashes64: Buffer) -> bytes:
 
 def decode_lookup(reply: Any) -> Lookup:
     """Of ``LookupResponse``. Errors: ``ValueError`` when columns differ in length."""
+    # An index of an earlier version does not say it: then it is what the worker or the pool has by itself.
+    loadable = reply.loadable_blocks or tuple(map(max, reply.local_blocks, reply.pool_blocks))
     columns = (
         reply.worker, reply.dp_rank, reply.address, reply.block_tokens, reply.prompt_blocks, reply.device_blocks,
-        reply.local_blocks, reply.pool_blocks, reply.sequence, reply.staleness_ms, reply.stale,
+        reply.local_blocks, reply.pool_blocks, reply.sequence, reply.staleness_ms, reply.stale, loadable,
     )  # fmt: skip
     if len(set(map(len, columns))) != 1:
         raise ValueError("its columns differ in length")
@@ -295,14 +297,18 @@ def decode_route(reply: Any) -> Route:
     columns: tuple[Any, ...] = (
         reply.trust, reply.cost, reply.prefill_cost, reply.fetch_cost, reply.queue_cost, reply.running, reply.waiting,
         reply.queued_tokens, reply.kv_usage_permille, reply.reserved_cost, reply.load_source, reply.load_age_ms,
-        reply.asleep,
+        reply.asleep, reply.unreachable or [False] * len(lookup),
     )  # fmt: skip
     if {len(lookup), *map(len, columns)} != {len(lookup)}:
         raise ValueError("its columns differ in length")
     try:
         picks = [
-            Pick._make((row, _TRUST_OF[trust], *numbers, _LOAD_SOURCE_OF[source], age_ms, asleep))
-            for row, trust, *numbers, source, age_ms, asleep in zip(lookup, *columns, strict=True)
+            Pick._make(
+                (row, _TRUST_OF[trust], *numbers, _LOAD_SOURCE_OF[source], age_ms, asleep, unreachable)
+            )
+            for row, trust, *numbers, source, age_ms, asleep, unreachable in zip(
+                lookup, *columns, strict=True
+            )
         ]
     except KeyError as error:
         raise ValueError(f"it holds the number {error}, which has no name") from error

@@ -1,22 +1,25 @@
 """``Load``: how busy a worker's rank is, and ``LoadBoard``: what was last said of each.
 
-``_lock`` guards ``_reported`` and ``_scraped``; any thread may call anything, nothing blocks.
+``_lock`` guards who is in ``_ranks``; any thread may call anything, nothing blocks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from kvpool import _native
 from kvpool.errors import ConfigError
 
 LoadSource = Literal["none", "reported", "scraped"]
+LOAD_SOURCES: tuple[LoadSource, ...] = ("none", "reported", "scraped")  # by the native core's number
 
 KEEP_S = 10.0  # what is older is not known any more
-MAX_KEPT = 65536  # of either source
+KEEP_FAILED_S = 30.0  # that a page could not be read; it is asked for again within 12 s
+MAX_KEPT = 65536  # ranks
 _MOST = (1 << 32) - 1
 _MOST_TOKENS = (1 << 53) - 1
 
@@ -60,7 +63,7 @@ class Known(NamedTuple):
     asleep: bool
 
 
-_Key = tuple[str, int]  # worker's id, rank
+RankKey = tuple[str, int]  # worker's id, rank
 
 
 class LoadBoard:
@@ -70,48 +73,67 @@ class LoadBoard:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._lock = threading.Lock()
-        self._reported: dict[_Key, tuple[float, Load]] = {}
-        self._scraped: dict[_Key, tuple[float, Load, bool]] = {}
+        self._ranks: dict[RankKey, _native.RankLoad] = {}
 
     def report(self, worker_id: str, load: Load) -> None:
-        """A router has said so. Not kept when ``MAX_KEPT`` others are."""
-        key = (worker_id, load.dp_rank)
+        """A router has said so. Not kept when something is known of ``MAX_KEPT`` other ranks."""
         with self._lock:
-            if self._has_room(self._reported, key):
-                self._reported[key] = (self._clock(), load)
+            if (rank := self._of(worker_id, load.dp_rank)) is not None:
+                rank.report(self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage)
 
     def scrape(self, worker_id: str, load: Load, *, asleep: bool) -> None:
-        """The worker's metrics have said so. Not kept when ``MAX_KEPT`` others are."""
-        key = (worker_id, load.dp_rank)
+        """The worker's metrics have said so. Not kept when something is known of ``MAX_KEPT`` other ranks."""
         with self._lock:
-            if self._has_room(self._scraped, key):
-                self._scraped[key] = (self._clock(), load, asleep)
+            if (rank := self._of(worker_id, load.dp_rank)) is not None:
+                rank.scrape(
+                    self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage, asleep
+                )
+
+    def fail(self, worker_id: str, dp_rank: int) -> None:
+        """Its metrics were asked for, and the worker did not answer."""
+        with self._lock:
+            if (rank := self._of(worker_id, dp_rank)) is not None:
+                rank.fail(self.clock())
+
+    def reserve(self, worker_id: str, dp_rank: int, cost: int) -> None:
+        """From now on so much is reserved of a rank, in all."""
+        with self._lock:
+            if (rank := self._of(worker_id, dp_rank)) is not None:
+                rank.reserved_cost = cost
+
+    def pick(self, worker_id: str, dp_rank: int, number: int) -> None:
+        """A rank was the best of a choice of this number; numbers go up."""
+        with self._lock:
+            if (rank := self._of(worker_id, dp_rank)) is not None:
+                rank.picked = number
 
     def get(self, worker_id: str, dp_rank: int) -> Known | None:
         """None: nothing was said for ``KEEP_S`` seconds."""
-        key = (worker_id, dp_rank)
-        with self._lock:
-            now_s = self._clock()
-            reported, scraped = self._reported.get(key), self._scraped.get(key)
-        asleep = False
-        if scraped is not None:
-            if now_s - scraped[0] > KEEP_S:
-                scraped = None
-            else:
-                asleep = scraped[2]
-        if reported is not None and now_s - reported[0] > KEEP_S:
-            reported = None
-        if reported is not None and (scraped is None or reported[0] >= scraped[0]):
-            return Known(reported[1], "reported", now_s - reported[0], asleep)
-        if scraped is not None:
-            return Known(scraped[1], "scraped", now_s - scraped[0], asleep)
-        return None
+        rank = self._ranks.get((worker_id, dp_rank))
+        known = None if rank is None else rank.known(self.clock(), KEEP_S)
+        if known is None:
+            return None
+        load, source, age_s, asleep = known
+        return Known(Load(worker_id.partition("/")[2], dp_rank, *load), LOAD_SOURCES[source], age_s, asleep)
 
-    def _has_room(self, kept: dict[_Key, Any], key: _Key) -> bool:
-        if key not in kept and len(kept) >= MAX_KEPT:
-            since_s = self._clock() - KEEP_S
-            for old in [other for other, entry in kept.items() if entry[0] < since_s]:
-                del kept[old]
-        return key in kept or len(kept) < MAX_KEPT
+    def of(self, keys: Iterable[RankKey]) -> list[_native.RankLoad | None]:
+        """What is known of each; None: nothing was ever said."""
+        return list(map(self._ranks.get, keys))
+
+    def _of(self, worker_id: str, dp_rank: int) -> _native.RankLoad | None:
+        key = (worker_id, dp_rank)
+        rank = self._ranks.get(key)
+        if rank is None:
+            if len(self._ranks) >= MAX_KEPT:
+                now_s = self.clock()
+                for other in [
+                    other
+                    for other, old in self._ranks.items()
+                    if not old.reserved_cost and old.known(now_s, KEEP_S) is None
+                ]:
+                    del self._ranks[other]
+            if len(self._ranks) < MAX_KEPT:
+                rank = self._ranks[key] = _native.RankLoad()
+        return rank

@@ -15,29 +15,36 @@ _Key = tuple[str, int]  # worker's id, rank
 class Reservations:
     """Costs by rank, each until it is released or its time is over.
 
-    ``clock``: seconds that only go up. ``tenant_share``: the part of ``MAX_RESERVATIONS`` that one tenant may have.
+    ``clock``: seconds that only go up. ``changed`` is called with a rank and the sum of its costs whenever that
+    changes; for ends, in the next call. ``tenant_share``: the part of ``MAX_RESERVATIONS`` that one tenant may have.
     """
 
-    def __init__(self, clock: Callable[[], float], tenant_share: float = 1.0) -> None:
-        self._clock, self._tenant_share = clock, tenant_share
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        changed: Callable[[str, int, int], None],
+        tenant_share: float = 1.0,
+    ) -> None:
+        self._clock, self._changed, self._tenant_share = clock, changed, tenant_share
         self._of: Counter[str] = Counter()  # how many, by tenant
         self._held: dict[str, tuple[str, _Key, int]] = {}  # tenant, rank, cost
         self._ends: list[tuple[float, str]] = []  # a heap; may name what was released
         self._costs: Counter[_Key] = Counter()
 
     def __len__(self) -> int:
-        self._expire()
+        self.expire()
         return len(self._held)
 
     def add(self, tenant: str, worker_id: str, dp_rank: int, cost: int, keep_s: float) -> str:
         """Hold ``cost`` against a rank for ``keep_s`` seconds. Returns its name; "" when there are too many."""
-        self._expire()
+        self.expire()
         if len(self._held) >= MAX_RESERVATIONS or self._of[tenant] >= MAX_RESERVATIONS * self._tenant_share:
             return ""
         name = secrets.token_hex(8)
         self._held[name] = (tenant, (worker_id, dp_rank), cost)
         self._of[tenant] += 1
         self._costs[worker_id, dp_rank] += cost
+        self._changed(worker_id, dp_rank, self._costs[worker_id, dp_rank])
         heapq.heappush(self._ends, (self._clock() + keep_s, name))
         if len(self._ends) > 2 * MAX_RESERVATIONS:
             self._ends = [end for end in self._ends if end[1] in self._held]
@@ -46,18 +53,14 @@ class Reservations:
 
     def release(self, tenant: str, name: str) -> bool:
         """End one of this tenant; False if there is none."""
-        self._expire()
+        self.expire()
         if name not in self._held or self._held[name][0] != tenant:
             return False
         self._end(name)
         return True
 
-    def cost(self, worker_id: str, dp_rank: int) -> int:
-        """Of all that are held against a rank now."""
-        self._expire()
-        return self._costs[worker_id, dp_rank]
-
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """End those whose time is over."""
         now_s = self._clock()
         while self._ends and self._ends[0][0] <= now_s:
             _, name = heapq.heappop(self._ends)
@@ -70,5 +73,6 @@ class Reservations:
         if not self._of[tenant]:
             del self._of[tenant]
         self._costs[key] -= cost
+        self._changed(*key, self._costs[key])
         if not self._costs[key]:
             del self._costs[key]

@@ -9,6 +9,7 @@ from kvpool.index.answer import Row
 from kvpool.index.place.load import LoadSource
 
 Trust = Literal["exact", "degraded", "fallback"]
+TRUSTS: dict[int, Trust] = {1: "exact", 2: "degraded", 3: "fallback"}  # by the native core's number
 
 
 class Pick(NamedTuple):
@@ -21,7 +22,8 @@ class Pick(NamedTuple):
     ``load_source`` and ``load_age_ms`` say where that is from.
 
     ``trust``: ``exact``, what it holds is known; ``degraded``, it is not to be trusted now, so device and local blocks
-    count as none; ``fallback``, nothing is known. ``asleep``: its engine serves no requests now.
+    count as none; ``fallback``, nothing is known. ``asleep``: its engine serves no requests now. ``unreachable``: it is
+    stale, and the index has no word of it from anywhere: place nothing there.
     """
 
     row: Row
@@ -38,6 +40,7 @@ class Pick(NamedTuple):
     load_source: LoadSource
     load_age_ms: int
     asleep: bool
+    unreachable: bool
 
     @property
     def worker(self) -> str:

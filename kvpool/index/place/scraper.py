@@ -84,6 +84,9 @@ class Scraper:
                     await self._take(worker_id, address, ranks)
             except Exception as error:  # of many kinds: of addresses, names, sockets, TLS, HTTP and pages
                 failures += 1
+                if not isinstance(error, BadPage):
+                    for rank in ranks:
+                        self._loads.fail(worker_id, rank)
                 if failures == 1:
                     logger.info("worker %s: its metrics cannot be read: %s", worker_id, _line(error))
             else:

@@ -13,10 +13,9 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus, Lookup, PublisherStatus, WorkerStatus
 from kvpool.index.chat import Chat
-from kvpool.index.client.messages import LOAD_SOURCE, TRUST, encode_worker, first_line
+from kvpool.index.client.messages import encode_worker, first_line
 from kvpool.index.follow.push import Ack, Pushed
 from kvpool.index.place.load import Load
-from kvpool.index.place.route import Pick, Route
 from kvpool.index.prompt import TOKEN_NBYTES, Prompt, PromptFields
 from kvpool.key.names import check_tenant
 from kvpool.v1 import index_pb2 as pb
@@ -128,18 +127,8 @@ def encode_lookup(lookup: Lookup) -> Any:
         sequence=lookup.sequences,
         staleness_ms=lookup.staleness_ms,
         stale=lookup.stale,
+        loadable_blocks=lookup.loadable_blocks,
     )
-
-
-def encode_route(route: Route) -> Any:
-    """``RouteResponse``."""
-    if not route.picks:
-        return pb.RouteResponse(rows=pb.LookupResponse())
-    columns: dict[str, Any] = dict(zip(Pick._fields, zip(*route.picks, strict=True), strict=True))
-    columns["rows"] = encode_lookup(Lookup.of(columns.pop("row")))
-    columns["trust"] = [TRUST[one.trust] for one in route.picks]
-    columns["load_source"] = [LOAD_SOURCE[one.load_source] for one in route.picks]
-    return pb.RouteResponse(reservation=route.reservation, **columns)
 
 
 def encode_index_status(status: IndexStatus) -> Any:

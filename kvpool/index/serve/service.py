@@ -263,8 +263,8 @@ class IndexServer:
         handlers = {
             name: grpc.stream_unary_rpc_method_handler(
                 self._calls.unary(name, method),
-                # the answer of a lookup is packed already
-                response_serializer=None if name == "Lookup" else REPLIES[name].SerializeToString,
+                # their answers are packed already
+                response_serializer=None if name in ("Lookup", "Route") else REPLIES[name].SerializeToString,
             )
             for name, method in unary.items()
         }
@@ -289,8 +289,8 @@ class IndexServer:
 
     async def _route(self, request: Any, _: Permissions) -> Any:
         def answer(prompt: Prompt) -> tuple[Any, Matched]:
-            route = self._router.route(prompt, **codec.decode_route_options(request))
-            return codec.encode_route(route), Matched()  # the best rank may not be among the picks
+            ranking = self._router.rank(prompt, **codec.decode_route_options(request))
+            return ranking.pack(), Matched()  # the best rank may not be among the picks
 
         return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
 

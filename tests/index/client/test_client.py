@@ -106,8 +106,8 @@ def served() -> Iterator[Served]:
 def test_tokens_of_any_kind(served: Served, tokens: Any) -> None:
     for answer in by_either(served.target, "lookup", "m", token_ids=tokens):
         assert [row._replace(staleness_ms=0) for row in answer] == [
-            Row("a", 0, "http://a:8000", 16, 4, 3, 3, 0, 7, 0, False),
-            Row("a", 1, "http://a:8000", 16, 4, 0, 0, 0, 8, 0, False),
+            Row("a", 0, "http://a:8000", 16, 4, 3, 3, 0, 7, 0, False, 3),
+            Row("a", 1, "http://a:8000", 16, 4, 0, 0, 0, 8, 0, False, 0),
         ]
 
 

@@ -278,7 +278,7 @@ def test_a_flood_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
             for _ in range(publish_streams.THREADS):
                 assert await asyncio.to_thread(entered.acquire, timeout=WAIT_S)
             assert await held(client, 1) == -1
-            long = await client.lookup("m", hashes64=bytes(8 << 17), timeout_s=WAIT_S)
+            long = await client.lookup("m", hashes64=packed64(range(1 << 17)), timeout_s=WAIT_S)
             assert long.stale == (True,) * len(names)
             assert len(await client.workers()) == len(names)
             go_on.set()

@@ -160,6 +160,10 @@ USER = pb.ChatMessage(role="user", content=["x"])
         ("Route", pb.RouteRequest(scope=SCOPE, text="x", reserve_ms=600_001), "INVALID_ARGUMENT",
          "a reservation is for"),
         ("Route", pb.RouteRequest(scope=SCOPE, block_hashes=bytes(7)), "INVALID_ARGUMENT", "8 bytes each"),
+        ("Lookup", pb.LookupRequest(scope=SCOPE, block_hashes=bytes(range(16)) * 9), "INVALID_ARGUMENT",
+         "a prompt's block hashes are all different"),
+        ("Route", pb.RouteRequest(scope=SCOPE, block_hashes=bytes(range(16)) * 9), "INVALID_ARGUMENT",
+         "a prompt's block hashes are all different"),
         ("Route", pb.RouteRequest(scope=SCOPE, block_hashes=bytes(8), loads=[pb.RankLoad()] * 32769),
          "INVALID_ARGUMENT", "at most 32768 loads"),
     ],
@@ -206,7 +210,9 @@ def test_a_reply_that_makes_no_sense() -> None:
         "kv_usage_permille", "reserved_cost", "load_source", "load_age_ms", "asleep",
     )  # fmt: skip
     good = pb.RouteResponse(rows=row, **{name: [1] for name in columns})
-    assert codec.decode_route(good).picks[0].trust == "exact"
+    pick = codec.decode_route(good).picks[0]
+    assert pick.trust == "exact"
+    assert (pick.row.loadable_blocks, pick.unreachable) == (0, False), "of an index that does not say it"
     for name in columns:
         short = pb.RouteResponse()
         short.CopyFrom(good)

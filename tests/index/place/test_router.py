@@ -12,88 +12,19 @@ from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, KVPoolError, Load, UnknownModel
 from kvpool.index.answer import Row
+from kvpool.index.client.codec import decode_route
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import reservations as reservations_module
-from kvpool.index.place.load import KEEP_S, Known
+from kvpool.index.place.load import KEEP_S
 from kvpool.index.place.route import Pick, Route
-from kvpool.index.place.router import Costs, Router, score
+from kvpool.index.place.router import Costs, Router
+from kvpool.index.prompt import Prompt
+from kvpool.v1 import index_pb2 as pb
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, packed64, stored
 
 COSTS = Costs(local=0.25, pool=0.5, waiting=1000, running=100, usage=200)
 NAMESPACE = "0123456789abcdef" * 2
-
-
-def a_row(**fields: Any) -> Row:
-    known: dict[str, Any] = {
-        "worker": "w", "dp_rank": 0, "address": "", "block_tokens": 16, "prompt_blocks": 10, "device_blocks": 0,
-        "local_blocks": 0, "pool_blocks": 0, "sequence": 1, "staleness_ms": 0, "stale": False,
-    }  # fmt: skip
-    return Row(**{**known, **fields})
-
-
-def known(source: Any = "reported", *, asleep: bool = False, **load: Any) -> Known:
-    return Known(Load("w", **load), source, 0.25, asleep)
-
-
-@pytest.mark.parametrize(
-    ("row", "prompt_tokens", "terms"),
-    [
-        ({}, None, (160, 0)),
-        ({}, 167, (167, 0)),
-        ({"device_blocks": 10, "local_blocks": 10}, None, (0, 0)),
-        ({"device_blocks": 10, "local_blocks": 10}, 167, (7, 0)),
-        ({"device_blocks": 10, "local_blocks": 10}, 100, (0, 0)),  # fewer than its blocks hold: not below 0
-        ({"device_blocks": 2, "local_blocks": 6}, None, (64, 16)),
-        ({"device_blocks": 2, "local_blocks": 6, "pool_blocks": 8}, None, (32, 16 + 16)),
-        ({"device_blocks": 2, "local_blocks": 6, "pool_blocks": 4}, None, (64, 16)),  # the nearer tier counts
-        ({"pool_blocks": 10}, None, (0, 80)),
-        ({"prompt_blocks": 0}, 9, (9, 0)),
-    ],
-)
-def test_what_is_left_to_compute_and_to_fetch(
-    row: dict[str, int], prompt_tokens: int | None, terms: tuple[int, int]
-) -> None:
-    pick = score(a_row(**row), prompt_tokens, None, 0.0, 0, COSTS)
-    assert (pick.prefill_cost, pick.fetch_cost) == terms
-    assert (pick.queue_cost, pick.cost) == (0, sum(terms))
-
-
-@pytest.mark.parametrize(
-    ("told", "reserved", "queue"),
-    [
-        (None, 0, 77),  # not known: what is typical
-        (None, 5, 82),
-        (known(), 0, 0),
-        (known(running=3), 0, 300),
-        (known(waiting=2, running=1), 40, 2140),
-        (known(waiting=2, queued_tokens=50), 0, 50),  # known: how many wait says no more
-        (known(waiting=2, queued_tokens=0), 0, 0),
-        (known(kv_usage=0.75), 0, 150),
-    ],
-)
-def test_what_is_there_before(told: Known | None, reserved: int, queue: int) -> None:
-    pick = score(a_row(), None, told, 77.2, reserved, COSTS)
-    assert (pick.queue_cost, pick.reserved_cost, pick.cost) == (queue, reserved, 160 + queue)
-
-
-def test_a_pick_says_what_it_is_made_of() -> None:
-    told = known("scraped", running=3, waiting=2, queued_tokens=50, kv_usage=0.5, asleep=True)
-    assert score(a_row(), None, told, 0.0, 7, COSTS) == Pick(
-        row=a_row(), trust="exact", cost=160 + 50 + 300 + 100 + 7, prefill_cost=160, fetch_cost=0,
-        queue_cost=457, running=3, waiting=2, queued_tokens=50, kv_usage_permille=500, reserved_cost=7,
-        load_source="scraped", load_age_ms=250, asleep=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("coefficient", ["local", "pool", "waiting", "running", "usage"])
-def test_coefficients_are_judged(coefficient: str) -> None:
-    for value in (-0.1, float("nan"), float("inf"), 1e7):
-        with pytest.raises(ConfigError, match=f"the coefficient {coefficient} is a number from 0"):
-            Costs(**{coefficient: value})
-
-
-# ---- over a fleet
 
 
 def a_fleet(*names: str, clock: Clock | None = None, **fields: Any) -> Fleet:
@@ -107,6 +38,101 @@ def a_fleet(*names: str, clock: Clock | None = None, **fields: Any) -> Fleet:
 
 def order(route: Route) -> list[str]:
     return [pick.worker for pick in route.picks]
+
+
+TEN = list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("device", "local", "pool", "prompt_tokens", "terms"),
+    [
+        (0, 0, range(0), None, (160, 0)),
+        (0, 0, range(0), 167, (167, 0)),
+        (10, 10, range(0), None, (0, 0)),
+        (10, 10, range(0), 167, (7, 0)),
+        (10, 10, range(0), 100, (0, 0)),  # fewer than its blocks hold: not below 0
+        (2, 6, range(0), None, (64, 16)),
+        (2, 6, range(8), None, (32, 16 + 16)),
+        (2, 6, range(4), None, (64, 16)),  # the nearer tier counts
+        (0, 0, range(10), None, (0, 80)),
+        (2, 2, range(2, 10), None, (0, 64)),  # the pool continues what the worker has begun
+        (2, 6, range(6, 9), None, (16, 16 + 24)),
+        (2, 6, range(7, 10), None, (64, 16)),  # behind a hole
+    ],
+)
+def test_what_is_left_to_compute_and_to_fetch(
+    device: int, local: int, pool: range, prompt_tokens: int | None, terms: tuple[int, int]
+) -> None:
+    fleet = a_fleet("w", namespace=NAMESPACE)
+    held = [
+        stored(TEN[:device]), stored(TEN[device:local], medium="CPU"),
+        stored([TEN[place] for place in pool], medium="STORAGE"),
+    ]  # fmt: skip
+    say(fleet, "default/w", 0, 0, batch(*held))
+    router = Router(fleet, costs=COSTS, clock=Clock())
+    (pick,) = router.route("m", hashes64=packed64(TEN), prompt_tokens=prompt_tokens).picks
+    assert (pick.prefill_cost, pick.fetch_cost) == terms
+    assert (pick.queue_cost, pick.cost) == (0, sum(terms))
+
+
+def test_of_a_prompt_without_a_full_block_all_is_computed() -> None:
+    (pick,) = Router(a_fleet("w")).route("m", token_ids=list(range(9))).picks
+    assert (pick.row.prompt_blocks, pick.prefill_cost, pick.fetch_cost) == (0, 9, 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "reserved", "queue"),
+    [
+        (None, 0, 77),  # not known: what is typical
+        (None, 5, 82),
+        ({}, 0, 0),
+        ({"running": 3}, 0, 300),
+        ({"waiting": 2, "running": 1}, 40, 2140),
+        ({"waiting": 2, "queued_tokens": 50}, 0, 50),  # known: how many wait says no more
+        ({"waiting": 2, "queued_tokens": 0}, 0, 0),
+        ({"kv_usage": 0.75}, 0, 150),
+        ({"kv_usage": 0.0125}, 0, 2),  # half to even
+    ],
+)
+def test_what_is_there_before(told: dict[str, Any] | None, reserved: int, queue: int) -> None:
+    clock = Clock()
+    router = Router(a_fleet("w", "x"), costs=COSTS, clock=clock)
+    router.loads.report("default/x", Load("x", queued_tokens=77))
+    if told is not None:
+        router.loads.report("default/w", Load("w", **told))
+    if reserved:
+        router._reservations.add("default", "default/w", 0, reserved, 60)
+    picks = {pick.worker: pick for pick in router.route("m", hashes64=packed64(TEN)).picks}
+    pick = picks["w"]
+    assert (pick.queue_cost, pick.reserved_cost, pick.cost) == (queue, reserved, 160 + queue)
+
+
+def test_a_pick_says_what_it_is_made_of() -> None:
+    clock = Clock()
+    fleet = a_fleet("w", clock=clock)
+    say(fleet, "default/w", 0, 1, batch(stored(TEN[:1])))
+    router = Router(fleet, costs=COSTS, clock=clock)
+    router._reservations.add("default", "default/w", 0, 7, 60)
+    router.loads.scrape("default/w", Load("w", 0, 3, 2, 50, 0.5), asleep=True)
+    clock.now_s += 0.25
+    assert router.route("m", hashes64=packed64(TEN)).picks == (
+        Pick(
+            row=Row("w", 0, "http://w:8000", 16, 10, 1, 1, 0, 1, 250, False, 1),
+            trust="exact", cost=144 + 50 + 300 + 100 + 7, prefill_cost=144, fetch_cost=0,
+            queue_cost=457, running=3, waiting=2, queued_tokens=50, kv_usage_permille=500, reserved_cost=7,
+            load_source="scraped", load_age_ms=250, asleep=True, unreachable=False,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("coefficient", ["local", "pool", "waiting", "running", "usage"])
+def test_coefficients_are_judged(coefficient: str) -> None:
+    for value in (-0.1, float("nan"), float("inf"), 1e7):
+        with pytest.raises(ConfigError, match=f"the coefficient {coefficient} is a number from 0"):
+            Costs(**{coefficient: value})
+
+
+# ---- over a fleet
 
 
 def test_the_cheapest_comes_first() -> None:
@@ -249,24 +275,23 @@ def test_routers_that_ask_at_once_spread() -> None:
     tokens = list(range(48))
     say(fleet, "default/a", 0, 0, batch(stored(BlockHasher(16).hashes(tokens[:16]))))
     router = Router(fleet)
-    cost_of, found = router._reservations.cost, []
-    reading, chosen = threading.Event(), threading.Event()
+    reserve, found = router._reservations.add, []
+    choosing, chosen = threading.Event(), threading.Event()
 
-    def slowly(worker_id: str, dp_rank: int) -> int:
-        cost = cost_of(worker_id, dp_rank)
-        if not reading.is_set():
-            reading.set()
+    def slowly(*args: Any) -> str:
+        if not choosing.is_set():
+            choosing.set()
             chosen.wait(0.3)  # more than enough for the second, if it may
-        return cost
+        return reserve(*args)
 
-    router._reservations.cost = slowly  # type: ignore[method-assign]
+    router._reservations.add = slowly  # type: ignore[method-assign]
 
     def ask() -> None:
         found.append(order(router.route("m", token_ids=tokens, reserve_s=60))[0])
 
     first = threading.Thread(target=ask)
     first.start()
-    assert reading.wait(30)
+    assert choosing.wait(30)
     ask()
     chosen.set()
     first.join()
@@ -324,17 +349,52 @@ def test_any_ranking_is_by_cost_and_its_terms_add_up(seed: int) -> None:
     for name in names:
         if chance.random() < 0.2:
             router.loads.scrape(f"default/{name}", Load(name), asleep=True)
-    route = router.route(
-        "m", hashes64=packed64(range(1, 11)), loads=loads, reserve_s=chance.choice([None, 5])
-    )
+    for name in names:
+        if chance.random() < 0.2:
+            router.loads.fail(f"default/{name}", 0)
+    prompt = Prompt("m", hashes64=packed64(range(1, 11)))
+    ranking = router.rank(prompt, loads=loads, reserve_s=chance.choice([None, 5]))
+    route = ranking.route()
     assert {pick.worker for pick in route.picks} == set(names)
-    keys = [(pick.asleep, pick.cost, pick.queue_cost) for pick in route.picks]
+    keys = [(pick.unreachable, pick.asleep, pick.cost, pick.queue_cost) for pick in route.picks]
     assert keys == sorted(keys)
+    known = [pick for pick in route.picks if pick.load_source != "none"]
+    typical = sum(map(queue, known)) / len(known) if known else 0.0
     for pick in route.picks:
         row = pick.row
         assert pick.cost == pick.prefill_cost + pick.fetch_cost + pick.queue_cost
-        assert pick.prefill_cost == 160 - 16 * max(row.local_blocks, row.pool_blocks)
+        assert pick.prefill_cost == 160 - 16 * row.loadable_blocks
+        local, pool = row.local_blocks - row.device_blocks, row.loadable_blocks - row.local_blocks
+        assert pick.fetch_cost == round((COSTS.local * local + COSTS.pool * pool) * 16)
         assert 0 <= pick.fetch_cost <= 160 - pick.prefill_cost, "to fetch is not dearer than to compute"
+        if pick.load_source == "none":
+            assert abs(pick.queue_cost - pick.reserved_cost - typical) <= 1
         if row.stale:
             assert pick.trust != "exact"
             assert row.device_blocks == row.local_blocks == 0
+        assert pick.unreachable <= row.stale
+    # What goes over gRPC is the same, byte for byte as protobuf packs it.
+    assert decode_route(pb.RouteResponse.FromString(ranking.pack())) == route
+    assert pb.RouteResponse.FromString(ranking.pack()).SerializeToString() == ranking.pack()
+    limit = chance.randrange(1, 9)
+    first, all_of_them = (router.rank(prompt, limit=most).route().picks for most in (limit, None))
+    assert [pick.cost for pick in first] == [pick.cost for pick in all_of_them[:limit]]
+
+
+def queue(pick: Pick) -> float:
+    """What is there before, of what a pick says; its usage to a thousandth."""
+    queued = pick.queued_tokens or (COSTS.waiting * pick.waiting)
+    return queued + COSTS.running * pick.running + COSTS.usage * pick.kv_usage_permille / 1000
+
+
+def test_workers_that_hash_in_different_ways_are_ranked_together() -> None:
+    fleet = a_fleet("a", "b")
+    fleet.add(a_worker("c", block_tokens=32, port=7000), "flag")
+    fleet.heard("default/c", 0)
+    tokens = list(range(64))
+    say(fleet, "default/c", 0, 0, batch(stored(BlockHasher(32).hashes(tokens))))
+    say(fleet, "default/b", 0, 0, batch(stored(BlockHasher(16).hashes(tokens)[:1])))
+    router = Router(fleet, clock=Clock())
+    route = router.route("m", token_ids=tokens, reserve_s=5)
+    assert [(pick.worker, pick.cost) for pick in route.picks] == [("c", 0), ("b", 48), ("a", 64)]
+    assert router.route("m", token_ids=tokens).picks[-1].reserved_cost == 64, "of c, the first"

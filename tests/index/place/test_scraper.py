@@ -17,6 +17,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.place import scraper as scraper_module
 from kvpool.index.place.load import Known, LoadBoard
 from kvpool.index.place.metrics_page import Engine
+from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
 from tests.index.fleets import a_worker, say
 from tests.index.pages import PageServer, answer, page, serving_page
@@ -87,6 +88,28 @@ def test_loads_of_all_ranks(fleet: Fleet) -> None:
             assert server.asked[-1].startswith(b"GET /metrics HTTP/1.1\r\n")
 
         scraping(fleet, body)
+
+
+def test_a_worker_that_does_not_answer_gets_no_first_pick_while_it_is_stale(fleet: Fleet) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        follow(fleet, "dead", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with serving_page({0: Engine(9)}) as server:
+            follow(fleet, "busy", server.address, port=6000)
+
+            async def body(board: LoadBoard) -> None:
+                router = Router(fleet, loads=board)
+
+                def picks() -> list[tuple[str, bool]]:
+                    route = router.route("m", token_ids=[1])
+                    return [(pick.worker, pick.unreachable) for pick in route.picks]
+
+                await until(lambda: picks()[-1] == ("dead", True) and running(board, "busy") == 9)
+                assert {name for name, unreachable in picks() if not unreachable} >= {"busy"}
+                fleet.heard("default/dead", 0)
+                assert ("dead", False) in picks(), "its events are followed"
+
+            scraping(fleet, body)
 
 
 def test_a_rank_that_is_a_server_of_its_own(fleet: Fleet) -> None:

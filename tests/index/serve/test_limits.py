@@ -19,6 +19,7 @@ from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
 from tests.index.client.test_publisher import QUIET
 from tests.index.fleets import a_worker, serving
+from tests.index.wire import packed64
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -53,7 +54,9 @@ def test_calls_above_the_limit_are_refused_in_one_line(
         return ask(*arguments, **options)
 
     monkeypatch.setattr(fleet, "ask", slow)
-    asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8 << 17)).SerializeToString()
+    asked = pb.LookupRequest(
+        scope=pb.Scope(model="m"), block_hashes=packed64(range(1 << 17))
+    ).SerializeToString()
     with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
         method = channel.unary_unary(f"/{SERVICE}/Lookup")
         try:
@@ -128,7 +131,9 @@ async def _until_there_is_room(client: AsyncIndexClient) -> None:
 def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
     """What waits is bounded by the windows of the connection: the index answers no more until something is read."""
     workers, most = 300, 20_000
-    asked = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8000)).SerializeToString()
+    asked = pb.LookupRequest(
+        scope=pb.Scope(model="m"), block_hashes=packed64(range(1000))
+    ).SerializeToString()
     stats = RequestStats()
 
     def lookups() -> int:

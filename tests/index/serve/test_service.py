@@ -116,7 +116,7 @@ def test_register_list_remove(channel: grpc.Channel) -> None:
 def test_a_long_prompt_is_answered(channel: grpc.Channel) -> None:
     stub = index_pb2_grpc.IndexServiceStub(channel)
     blocks = MAX_PROMPT_BLOCKS
-    request = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=bytes(8 * blocks))
+    request = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=packed64(range(blocks)))
     assert list(stub.Lookup(request, timeout=WAIT_S).prompt_blocks) == [blocks, blocks]
     tokens = pb.LookupRequest(scope=pb.Scope(model="m"), token_ids=bytes(4 * 100_000))
     assert list(stub.Lookup(tokens, timeout=WAIT_S).prompt_blocks) == [6250, 6250]
@@ -211,7 +211,12 @@ def test_what_is_answered_is_counted() -> None:
         batch(stored([1]), stored([1, 2], medium="CPU"), stored([9], medium="STORAGE")),
     )
     with serving(fleet, stats=stats) as served, grpc.insecure_channel(served.target) as channel:
-        asked = [("m", packed64([1, 2, 3, 4])), ("m", bytes(8 << 17)), ("m", b""), ("x", bytes(8))]
+        asked = [
+            ("m", packed64([1, 2, 3, 4])),
+            ("m", packed64(range(10, 10 + (1 << 17)))),
+            ("m", b""),
+            ("x", bytes(8)),
+        ]
         for model, hashes in asked:
             request = pb.LookupRequest(scope=pb.Scope(model=model), block_hashes=hashes)
             try:
@@ -394,7 +399,7 @@ def test_a_call_under_way_is_answered_before_the_end(monkeypatch: pytest.MonkeyP
         return ask(*arguments, **options)
 
     monkeypatch.setattr(fleet, "ask", slow)
-    request = pb.LookupRequest(scope=LOOKUP, block_hashes=bytes(8 << 17)).SerializeToString()
+    request = pb.LookupRequest(scope=LOOKUP, block_hashes=packed64(range(1 << 17))).SerializeToString()
     with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
         call = channel.unary_unary(f"/{SERVICE}/Lookup").future(request, timeout=WAIT_S)
         assert entered.wait(WAIT_S)

@@ -58,7 +58,7 @@ TEST(an_answer_has_a_row_for_every_rank_and_credits_no_stale_one) {
                                           "b\x0a\x01"
                                           "c\x12\x03\0\0\0",
                                           14)));
-  CHECK(packed.ends_with(std::string_view("\x52\x03\x0a\x32\x32\x5a\x03\0\x01\0", 10)));
+  CHECK(packed.ends_with(std::string_view("\x52\x03\x0a\x32\x32\x5a\x03\0\x01\0\x62\x03\x01\0\x01", 15)));
   CHECK(Rows({}, true).pack(Rows({}, true).answer(table, bytes(hash), 50)).empty());
 }
 

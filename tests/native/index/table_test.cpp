@@ -402,6 +402,115 @@ TEST(table_settles_what_is_in_the_pool) {
   CHECK((table.expel("other") == std::pair<std::size_t, std::size_t>{0, 0}));
 }
 
+// Ranks and a pool with holes, of which the second group may need only its last blocks.
+TEST(table_goes_on_in_the_pool_where_a_worker_ends) {
+  std::mt19937 chance(12);
+  const auto draw = [&](std::uint32_t below) { return static_cast<std::uint32_t>(chance() % below); };
+  for (unsigned round = 0; round < 300; ++round) {
+    const std::uint32_t length = 1 + draw(30), last = draw(3);
+    const Hashes prompt = range(0, length);
+    Table table(kMany, false, 16);
+    std::map<std::string, std::uint32_t> local;
+    for (const char* worker : {"a", "b", "c"})
+      store(table, worker, range(0, local[worker] = draw(length + 1)));
+    std::vector<bool> whole(length), window(length);
+    EventBatch batch;
+    for (std::uint32_t block = 0; block < length; ++block) {
+      for (const std::uint32_t group : {0U, 1U}) {
+        std::vector<bool>& held = group == 0 ? whole : window;
+        if (!(held[block] = draw(8) != 0)) continue;
+        batch.hashes.push_back(block);
+        Event event{
+            Event::Kind::kStored, Tier::kPool, Reach::kWhole, false, group, batch.hashes.size() - 1, 1};
+        event.block_tokens = 16;
+        if (group == 1 && last != 0) {
+          event.reach = Reach::kWindow;
+          event.window_tokens = 16 * last + 1;
+        }
+        batch.events.push_back(event);
+      }
+    }
+    table.apply("a", 0, batch, "pool");
+    const bool has_window = std::ranges::find(window, true) != window.end();
+    const bool has_whole = std::ranges::find(whole, true) != whole.end();
+    const PoolOf pool_of = [](std::string_view worker) {
+      return worker == "pool" || worker == "c" ? std::string_view() : std::string_view("pool");
+    };
+    const Matches matches = table.match(std::as_bytes(std::span(prompt)), nullptr, pool_of);
+    for (std::size_t row = 0; row < matches.workers.size(); ++row) {
+      const std::string& worker = *matches.workers[row];
+      const std::uint32_t own = local[worker];
+      if (worker == "pool" || own == 0) continue;
+      std::uint32_t best = own;
+      for (std::uint32_t count = own + 1; count <= length && worker != "c"; ++count) {
+        bool good = has_whole || has_window;
+        for (std::uint32_t block = own; block < count; ++block) good = good && (whole[block] || !has_whole);
+        std::uint32_t begin = own;
+        if (last != 0) begin = std::max(own, count - std::min(count, last));
+        for (std::uint32_t block = begin; block < count; ++block)
+          good = good && (window[block] || !has_window);
+        if (good) best = count;
+      }
+      CHECK(matches.columns[static_cast<std::size_t>(Column::kLocal)][row] == own);
+      CHECK(matches.loadable[row] == best);
+    }
+    CHECK(table.match(std::as_bytes(std::span(prompt)), nullptr).loadable.empty());
+  }
+}
+
+TEST(table_refuses_a_prompt_that_goes_in_circles) {
+  Table table(kMany, true);
+  store(table, "a", range(0, 100));
+  store(table, "b", {0});
+  for (const std::size_t circle : {1U, 2U, 3U, 50U, 99U}) {
+    Hashes prompt;
+    for (std::size_t i = 0; i < 1000; ++i) prompt.push_back(i % circle);
+    CHECK_THROWS(std::invalid_argument, ask(table, prompt));
+  }
+  Hashes honest = range(0, 1000);
+  CHECK(ask(table, honest).size() == 2);
+}
+
+// Sets that take turns, and more of them than are remembered.
+TEST(table_counts_on_through_sets_that_take_turns) {
+  Table table(kMany, false);
+  const Hashes prompt = range(0, 2000);
+  for (const char* worker : {"a", "b", "c"}) store(table, worker, prompt);
+  remove(table, "b", {1500});
+  for (std::uint64_t turn = 0; turn < 150; ++turn) {
+    Hashes some;
+    for (std::uint64_t hash = turn; hash < prompt.size(); hash += 150) some.push_back(hash);
+    store(table, "turn" + std::to_string(turn), some);
+  }
+  const auto found = ask(table, prompt);
+  CHECK(found.size() == 4 && found.at({"a", 0}) == 2000 && found.at({"b", 0}) == 1500);
+  CHECK(found.at({"c", 0}) == 2000 && found.at({"turn0", 0}) == 1);
+}
+
+TEST(table_stops_a_match_that_takes_too_long) {
+  Table table(kMany, false, 16);
+  const Hashes prompt = range(0, 4096);
+  Hashes even;
+  for (std::uint64_t hash = 0; hash < prompt.size(); hash += 2) even.push_back(hash);
+  EventBatch batch;
+  batch.hashes = prompt;
+  for (const std::uint32_t group : {0U, 1U}) {
+    Event event{Event::Kind::kStored, Tier::kDevice, Reach::kWhole, false, group, 0, prompt.size()};
+    event.block_tokens = 16;
+    if (group == 1) {
+      event.reach = Reach::kWindow;
+      event.window_tokens = 33;
+    }
+    batch.events.push_back(event);
+  }
+  for (int worker = 0; worker < 600; ++worker) table.apply("w" + std::to_string(worker), 0, batch);
+  CHECK(ask(table, prompt).size() == 600);
+  store(table, "half", even);
+  CHECK_THROWS(TooMuchWork, ask(table, prompt));
+  const std::vector<std::string_view> some = {"w3", "w5"};
+  CHECK(table.match(std::as_bytes(std::span(prompt)), &some).workers.size() == 2);
+}
+
 // One writer stores prompts block by block from the root and takes them away from the end: whoever asks meanwhile
 // must see a prefix that was whole at some moment, and never a worker's name beside another's blocks.
 TEST(table_is_read_while_it_is_written) {

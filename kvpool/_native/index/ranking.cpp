@@ -1,0 +1,188 @@
+#include "index/ranking.h"
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <utility>
+
+#include "index/packing.h"
+
+namespace kvpool {
+
+using packing::append_column;
+using packing::append_text;
+
+namespace {
+
+// Fields of RouteResponse.
+enum Field : unsigned {
+  kRows = 1,
+  kTrust,
+  kCost,
+  kPrefillCost,
+  kFetchCost,
+  kQueueCost,
+  kRunning,
+  kWaiting,
+  kQueuedTokens,
+  kKvUsagePermille,
+  kReservedCost,
+  kLoadSource,
+  kLoadAgeMs,
+  kAsleep,
+  kReservation,
+  kUnreachable,
+};
+
+// Half to even, as Python rounds. Never negative here, and below 2^63 by the limits of what it is made of.
+std::uint64_t rounded(double value) { return static_cast<std::uint64_t>(std::nearbyint(value)); }
+
+}  // namespace
+
+std::optional<RankLoad::Known> RankLoad::known(double now_s, double keep_s) const {
+  const bool is_reported = reported_at_s && now_s - *reported_at_s <= keep_s;
+  const bool is_scraped = scraped_at_s && now_s - *scraped_at_s <= keep_s;
+  const bool sleeps = is_scraped && asleep;
+  if (is_reported && (!is_scraped || *reported_at_s >= *scraped_at_s)) {
+    return Known{&reported, LoadSource::kReported, now_s - *reported_at_s, sleeps};
+  }
+  if (is_scraped) return Known{&scraped, LoadSource::kScraped, now_s - *scraped_at_s, sleeps};
+  return std::nullopt;
+}
+
+std::uint64_t permille(const Load& load) { return rounded(load.kv_usage * 1000); }
+
+double queue_cost(const Load& load, const Costs& costs) {
+  const double queued = load.queued_tokens ? static_cast<double>(*load.queued_tokens)
+                                           : costs.waiting * static_cast<double>(load.waiting);
+  return queued + costs.running * static_cast<double>(load.running) + costs.usage * load.kv_usage;
+}
+
+Ranking::Ranking(std::vector<Part> parts, const Options& options) : parts_(std::move(parts)) {
+  double sum = 0;
+  std::uint64_t known = 0;
+  for (std::uint32_t part = 0; part < parts_.size(); ++part) {
+    for (std::uint32_t row = 0; row < parts_[part].rows->size(); ++row) {
+      picks_.push_back(score(part, row, options));
+      if (!picks_.back().load) continue;
+      sum += queue_cost(*picks_.back().load, options.costs);
+      ++known;
+    }
+  }
+  // A load that is not known is taken for the mean of those that are.
+  const std::uint64_t typical = known == 0 ? 0 : rounded(sum / static_cast<double>(known));
+  for (Pick& pick : picks_) {
+    if (!pick.load) pick.queue += typical;
+  }
+  const auto before = [this](const Pick& a, const Pick& b) { return is_before(a, b); };
+  const std::size_t wanted = std::min(options.limit, picks_.size());
+  std::ranges::partial_sort(picks_, picks_.begin() + static_cast<std::ptrdiff_t>(wanted), before);
+  picks_.resize(wanted);
+}
+
+Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Options& options) const {
+  const Answer& answer = *parts_[part].answer;
+  const Rows::Row& rank = (*parts_[part].rows)[row];
+  const Costs& costs = options.costs;
+  Pick pick;
+  pick.part = part;
+  pick.row = row;
+  const bool is_stale = answer.stale[row] != 0;
+  if (is_stale) pick.trust = answer.sequences[row] != 0 ? Trust::kDegraded : Trust::kFallback;
+
+  const std::uint64_t size = rank.block_tokens, held = answer.loadable[row] * size;
+  const std::uint64_t tokens = options.prompt_tokens.value_or(answer.prompt_blocks * size);
+  pick.prefill = tokens > held ? tokens - held : 0;
+  const double local = answer.local[row] - answer.device[row];
+  const double pool = answer.loadable[row] - answer.local[row];
+  pick.fetch = rounded((costs.local * local + costs.pool * pool) * static_cast<double>(size));
+
+  const RankLoad* const load = parts_[part].loads[row];
+  const auto known = load == nullptr ? std::nullopt : load->known(options.now_s, options.keep_s);
+  if (load != nullptr) {
+    pick.picked = load->picked;
+    pick.queue = pick.reserved = load->reserved_cost;
+  }
+  if (known) {
+    pick.load = *known->load;
+    pick.source = known->source;
+    pick.asleep = known->asleep;
+    pick.load_age_ms = static_cast<std::uint32_t>(rounded(known->age_s * 1000));
+    pick.queue += rounded(queue_cost(*known->load, costs));
+  } else if (is_stale) {
+    const bool failed =
+        load != nullptr && load->failed_at_s && options.now_s - *load->failed_at_s <= options.keep_failed_s;
+    pick.unreachable = failed || (rank.state->has_feed && answer.staleness_ms[row] > options.keep_s * 1000);
+  }
+  return pick;
+}
+
+bool Ranking::is_before(const Pick& a, const Pick& b) const {
+  const auto key = [](const Pick& pick) {
+    return std::tuple(pick.unreachable, pick.asleep, pick.cost(), pick.queue, pick.picked);
+  };
+  const auto ours = key(a), theirs = key(b);
+  if (ours != theirs) return ours < theirs;
+  if (a.part == b.part) return a.row < b.row;  // by name and rank
+  const Rows::Row &row = row_of(a), &other = row_of(b);
+  return std::tie(row.worker, row.dp_rank) < std::tie(other.worker, other.dp_rank);
+}
+
+std::string Ranking::pack(std::string_view reservation) const {
+  std::string out;
+  append_text(out, kRows, pack_rows());
+  if (picks_.empty()) return out;
+  out.reserve(out.size() + picks_.size() * 40);
+  const auto column = [&](Field field, auto number) {
+    append_column(out, field, picks_.size(),
+                  [&](std::size_t i) { return static_cast<std::uint64_t>(number(picks_[i])); });
+  };
+  const auto of_load = [&](Field field, auto number) {
+    column(field, [&](const Pick& pick) { return pick.load ? number(*pick.load) : 0; });
+  };
+  column(kTrust, [](const Pick& pick) { return pick.trust; });
+  column(kCost, [](const Pick& pick) { return pick.cost(); });
+  column(kPrefillCost, [](const Pick& pick) { return pick.prefill; });
+  column(kFetchCost, [](const Pick& pick) { return pick.fetch; });
+  column(kQueueCost, [](const Pick& pick) { return pick.queue; });
+  of_load(kRunning, [](const Load& load) { return std::uint64_t{load.running}; });
+  of_load(kWaiting, [](const Load& load) { return std::uint64_t{load.waiting}; });
+  of_load(kQueuedTokens, [](const Load& load) { return load.queued_tokens.value_or(0); });
+  of_load(kKvUsagePermille, permille);
+  column(kReservedCost, [](const Pick& pick) { return pick.reserved; });
+  column(kLoadSource, [](const Pick& pick) { return pick.source; });
+  column(kLoadAgeMs, [](const Pick& pick) { return pick.load_age_ms; });
+  column(kAsleep, [](const Pick& pick) { return pick.asleep; });
+  if (!reservation.empty()) append_text(out, kReservation, reservation);
+  column(kUnreachable, [](const Pick& pick) { return pick.unreachable; });
+  return out;
+}
+
+std::string Ranking::pack_rows() const {
+  std::string out;
+  if (picks_.empty()) return out;
+  out.reserve(picks_.size() * 80);
+  const auto column = [&](lookup_response::Field field, auto number) {
+    append_column(out, field, picks_.size(), [&](std::size_t i) {
+      const Pick& pick = picks_[i];
+      return static_cast<std::uint64_t>(number(row_of(pick), *part_of(pick).answer, pick.row));
+    });
+  };
+  using Row = Rows::Row;
+  using enum lookup_response::Field;
+  for (const Pick& pick : picks_) append_text(out, kWorker, row_of(pick).worker);
+  column(kDpRank, [](const Row& row, const Answer&, std::size_t) { return row.dp_rank; });
+  for (const Pick& pick : picks_) append_text(out, kAddress, row_of(pick).address);
+  column(kBlockTokens, [](const Row& row, const Answer&, std::size_t) { return row.block_tokens; });
+  column(kPromptBlocks, [](const Row&, const Answer& one, std::size_t) { return one.prompt_blocks; });
+  column(kDeviceBlocks, [](const Row&, const Answer& one, std::size_t i) { return one.device[i]; });
+  column(kLocalBlocks, [](const Row&, const Answer& one, std::size_t i) { return one.local[i]; });
+  column(kPoolBlocks, [](const Row&, const Answer& one, std::size_t i) { return one.pool[i]; });
+  column(kSequence, [](const Row&, const Answer& one, std::size_t i) { return one.sequences[i]; });
+  column(kStalenessMs, [](const Row&, const Answer& one, std::size_t i) { return one.staleness_ms[i]; });
+  column(kStale, [](const Row&, const Answer& one, std::size_t i) { return one.stale[i]; });
+  column(kLoadableBlocks, [](const Row&, const Answer& one, std::size_t i) { return one.loadable[i]; });
+  return out;
+}
+
+}  // namespace kvpool

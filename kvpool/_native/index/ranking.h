@@ -1,0 +1,102 @@
+// Where a request should go: the ranks of some answers by what the prompt would cost there, and RouteResponse packed from
+// them (protos/kvpool/v1/index.proto). kvpool/index/place/router.py has the formula.
+//
+// No locks: what is ranked does not change meanwhile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "index/answer.h"
+
+namespace kvpool {
+
+struct Load {
+  std::uint32_t running = 0;  // requests
+  std::uint32_t waiting = 0;
+  std::optional<std::uint64_t> queued_tokens;  // nothing: not known
+  double kv_usage = 0;                         // from 0 to 1
+};
+
+// As protobuf numbers them.
+enum class LoadSource : std::uint8_t { kNone, kReported, kScraped };
+enum class Trust : std::uint8_t { kExact = 1, kDegraded, kFallback };
+
+// What was last said of how busy a rank is, and what was promised to it. Times are seconds of one clock.
+struct RankLoad {
+  struct Known {
+    const Load* load;
+    LoadSource source;
+    double age_s;
+    bool asleep;
+  };
+
+  // The later of both sources, where it is not older than keep_s; nothing: there is none.
+  std::optional<Known> known(double now_s, double keep_s) const;
+
+  Load reported, scraped;
+  std::optional<double> reported_at_s, scraped_at_s;
+  std::optional<double> failed_at_s;  // since the last page that was read
+  bool asleep = false;                // as scraped
+  std::uint64_t reserved_cost = 0;
+  std::uint64_t picked = 0;  // when it was last the best, counted
+};
+
+// Coefficients, in tokens of a prompt to compute.
+struct Costs {
+  double local, pool, waiting, running, usage;
+};
+
+std::uint64_t permille(const Load& load);  // of its KV cache in use
+// What is there before a request, without reservations.
+double queue_cost(const Load& load, const Costs& costs);
+
+class Ranking {
+ public:
+  struct Part {
+    const Rows* rows;
+    const Answer* answer;
+    std::vector<const RankLoad*> loads;  // by row; null: nothing was ever said
+  };
+  struct Options {
+    Costs costs;
+    std::optional<std::uint64_t> prompt_tokens;  // nothing: those of its full blocks
+    double now_s;
+    double keep_s;         // loads
+    double keep_failed_s;  // failures to read a page
+    std::size_t limit;     // picks
+  };
+  struct Pick {
+    std::uint32_t part = 0, row = 0;
+    Trust trust = Trust::kExact;
+    LoadSource source = LoadSource::kNone;
+    bool asleep = false;
+    bool unreachable = false;
+    std::uint32_t load_age_ms = 0;
+    std::uint64_t prefill = 0, fetch = 0, queue = 0, reserved = 0, picked = 0;
+    std::optional<Load> load;  // nothing: not known
+    std::uint64_t cost() const { return prefill + fetch + queue; }
+  };
+
+  // The rows and answers of `parts` must outlive it.
+  Ranking(std::vector<Part> parts, const Options& options);
+
+  const std::vector<Pick>& picks() const { return picks_; }
+  const Part& part_of(const Pick& pick) const { return parts_[pick.part]; }
+  const Rows::Row& row_of(const Pick& pick) const { return (*parts_[pick.part].rows)[pick.row]; }
+  std::string pack(std::string_view reservation) const;
+
+ private:
+  Pick score(std::uint32_t part, std::uint32_t row, const Options& options) const;
+  bool is_before(const Pick& a, const Pick& b) const;
+  std::string pack_rows() const;
+
+  std::vector<Part> parts_;
+  std::vector<Pick> picks_;
+};
+
+}  // namespace kvpool
