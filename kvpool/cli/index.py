@@ -31,6 +31,7 @@ from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.scraper import Scraper
 from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.resolver import Resolver
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.metrics import Exporter
@@ -144,7 +145,8 @@ async def _serve(
             store = parts.enter_context(_open_pool(settings.pool))
             reconciler = PoolReconciler(fleet, store, keys_per_s=settings.pool_keys_per_s)
             parts.callback(reconciler.close)
-        roster = Roster(fleet, Subscriber(fleet))
+        resolver = Resolver()
+        roster = Roster(fleet, Subscriber(fleet, budget=fleet.buffers, resolver=resolver))
         parts.callback(roster.close)
         life = None if store is None else _life(store)
         if file is not None or settings.bootstrap is not None:
@@ -166,7 +168,7 @@ async def _serve(
         )
         parts.push_async_callback(server.stop)
         if settings.scrape:
-            scraper = Scraper(fleet, router.loads)
+            scraper = Scraper(fleet, router.loads, resolver=resolver)
             parts.push_async_callback(scraper.close)
             scraper.start()
         port = await server.start(settings.listen)
@@ -350,7 +352,7 @@ def _whole(field: str, text: str) -> int:
 
 
 def _allow_descriptors() -> None:
-    """As many as this process may have: a publisher takes seven, and 1,024 is a usual limit to begin with."""
+    """As many as this process may have: a publisher takes two, and 1,024 is a usual limit to begin with."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

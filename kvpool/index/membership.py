@@ -20,6 +20,7 @@ from typing import Any, Literal
 from kvpool.discovery.admission import MAX_PUBLISHERS
 from kvpool.discovery.worker import MAX_WORKERS, Position, Worker
 from kvpool.errors import KVPoolError, SnapshotRefused
+from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.dp_rank import DpRank, pool_holder
 from kvpool.index.partition import Key, Members, Partition
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
@@ -32,6 +33,7 @@ SOURCES: tuple[Source, ...] = ("pool", "flag", "call")
 MAX_MODELS = 1024  # (tenant, model) pairs; those without workers make room
 MAX_PARTITIONS = 1024  # of a fleet
 MAX_RANKS = 32768  # of all workers; a table has room for 65,536 holders
+RANK_NBYTES = 8 << 10  # of memory beside the tables
 MAX_NAMESPACES = 1024  # of a partition
 MAX_LEASE_S = 86400.0
 MAX_NAMED = 10  # of the known models, in an error
@@ -66,14 +68,17 @@ class Entry:
 
 
 class Membership:
-    """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``: as of the fleet.
+    """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``: as of the fleet. ``buffers``: has room for
+    each rank.
 
     ``models``: the partitions of each (tenant, model); (): known, without ranks now. ``departed``: totals of those
     who have left.
     """
 
-    def __init__(self, options: Mapping[str, Any], seed: str | None, clock: Callable[[], float]) -> None:
-        self._options, self._seed, self._clock = options, seed, clock
+    def __init__(
+        self, options: Mapping[str, Any], seed: str | None, clock: Callable[[], float], buffers: BufferBudget
+    ) -> None:
+        self._options, self._seed, self._clock, self._buffers = options, seed, clock, buffers
         self.entries: dict[str, Entry] = {}  # by worker's id
         self.ranks: dict[tuple[str, int], DpRank] = {}
         self.models: dict[tuple[str, str], tuple[Partition, ...]] = {}
@@ -113,6 +118,8 @@ class Membership:
                 ]
                 entries += self._restore_partition(index, workers, state.namespaces if pooled else ())
         except KVPoolError as error:
+            for entry in self.entries.values():
+                self._buffers.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
             for known in (self.entries, self.ranks, self.models):
                 known.clear()
             raise SnapshotRefused(f"this snapshot cannot be followed: {error}") from error
@@ -208,6 +215,13 @@ class Membership:
         restored: PrefixIndex | None = None,
         known: Mapping[int, RankState] | None = None,
     ) -> Entry:
+        """Errors: ``KVPoolError`` when there is no room for its ranks or its namespace; it is not in then."""
+        nbytes = len(worker.publishers) * RANK_NBYTES
+        if not self._buffers.take(nbytes, worker.tenant):
+            raise KVPoolError(
+                f"worker {worker.name}: no memory is left for {len(worker.publishers)} more ranks of tenant "
+                f"{worker.tenant}: raise --max-memory"
+            )
         name = (worker.tenant, worker.model)
         partitions = self.models.get(name, ())
         partition = _find(partitions, worker)
@@ -215,7 +229,11 @@ class Membership:
             index = restored or PrefixIndex(block_tokens=worker.block_tokens, **self._options)
             partition = Partition(Key.of(worker), index, self._seed, self._clock)
             self.models[name] = (*partitions, partition)
-        self._enter_namespace(partition, worker.namespace)
+        try:
+            self._enter_namespace(partition, worker.namespace)
+        except KVPoolError:
+            self._buffers.give(nbytes, worker.tenant)
+            raise
         ranks = []
         for publisher in worker.publishers:
             state = (known or {}).get(publisher.dp_rank)
@@ -232,6 +250,7 @@ class Membership:
 
     def forget(self, entry: Entry) -> None:
         partition = entry.partition
+        self._buffers.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
         del self.entries[entry.worker.id]
         partition.members = Members(rank for rank in partition.members.ranks if rank not in entry.ranks)
         for rank in entry.ranks:

@@ -45,7 +45,7 @@ class Roster:
 
     def __init__(self, fleet: Fleet, feed: Feed | None = None) -> None:
         self.fleet = fleet
-        self.receiver = PushReceiver(fleet)
+        self.receiver = PushReceiver(fleet, budget=fleet.buffers)
         self._feeds: tuple[Feed, ...] = (self.receiver,) if feed is None else (self.receiver, feed)
         self._lock = threading.Lock()
 
