@@ -6,12 +6,16 @@ before it takes memory, and gives them back. Where nothing is left, the answer i
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections import Counter
 
 from kvpool.index.table import MemoryBudget
 
 DEFAULT_NBYTES = 1 << 30  # without --max-memory
+ROOM_TIMEOUT_S = 10.0  # how long a large message waits for room
+ROOM_RETRY_S = 0.01
 SHARE = 4  # one part in four of --max-memory
 
 
@@ -42,6 +46,15 @@ class BufferBudget:
             self._used_nbytes += nbytes
             self._used_by[owner] += nbytes
             return True
+
+    async def acquire(self, nbytes: int, owner: str) -> bool:
+        """``take``, which waits for room up to ``ROOM_TIMEOUT_S`` seconds. Any event loop."""
+        until = time.monotonic() + ROOM_TIMEOUT_S
+        while not self.take(nbytes, owner):
+            if nbytes > self.limit_of_owner_nbytes or time.monotonic() >= until:
+                return False
+            await asyncio.sleep(ROOM_RETRY_S)
+        return True
 
     def give(self, nbytes: int, owner: str) -> None:
         """What was taken is free again."""

@@ -41,7 +41,10 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
     one = Names()
     monkeypatch.setattr(module.socket, "getaddrinfo", one.getaddrinfo)
     yield one
-    one.go_on.set()
+    one.go_on.set()  # those in line, too, while the system's resolver is not asked
+    assert eventually(
+        lambda: "kvpool-resolver" not in {thread.name for thread in threading.enumerate()}, within_s=WITHIN_S
+    )
 
 
 def test_an_address_is_looked_up_again_when_it_is_no_longer_fresh(names: Names) -> None:

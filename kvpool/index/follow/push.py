@@ -93,7 +93,8 @@ class PushReceiver:
     """Tells ``sink`` what is pushed of the workers that it follows; only of publishers whose events are ``PUSHED``.
 
     When ``unfollow`` has returned, nothing more is told of that start of the worker; it may wait for a batch that is
-    being applied. ``budget``: of what ranks are remembered by. ``clock``: seconds that only go up.
+    being applied. ``budget``: of batches on their way, and of what is remembered of them. ``clock``: seconds that only
+    go up.
     """
 
     is_alive = True
@@ -106,7 +107,7 @@ class PushReceiver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sink = sink
-        self._budget = budget or BufferBudget()
+        self.budget = budget or BufferBudget()
         self._clock = clock
         self._lock = threading.Lock()
         self._links: dict[tuple[str, int], _Link] = {}
@@ -119,7 +120,7 @@ class PushReceiver:
             if publisher.events != PUSHED:
                 continue
             rank = publisher.dp_rank
-            sequence = Sequence(self._sink, worker.id, rank, can_replay=True, budget=self._budget)
+            sequence = Sequence(self._sink, worker.id, rank, can_replay=True, budget=self.budget)
             link = _Link(worker.id, rank, worker.incarnation, sequence)
             self._sink.mark(worker.id, rank, stale=True, problem=NO_STREAM)
             with self._lock:

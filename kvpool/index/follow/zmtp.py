@@ -25,8 +25,6 @@ MAX_COMMAND_NBYTES = 4096
 LARGE_NBYTES = 64 << 10  # a frame above has a buffer of its own
 READ_NBYTES = 64 << 10
 SLICE_NBYTES = 1 << 20  # of a large frame, before others have their turn
-ROOM_TIMEOUT_S = 10.0  # how long a large frame waits for room
-ROOM_RETRY_S = 0.01
 LARGE_TIMEOUT_S, LARGE_NBYTES_PER_S = 5.0, 4 << 20  # how long one may take
 HEARTBEAT_S = 5.0  # a publisher that is silent for so long is asked for a sign of life
 SILENT_S = 15.0  # one that gives none is gone
@@ -229,11 +227,13 @@ class Connection:
 
     async def _wait_for_room(self, nbytes: int) -> None:
         wanted = self._frames_nbytes + nbytes
-        until = time.monotonic() + ROOM_TIMEOUT_S
-        while not self._hold(wanted):
-            if wanted > self._budget.limit_of_owner_nbytes or time.monotonic() >= until:
+        more = wanted - self._taken_nbytes
+        if more > 0:
+            if wanted > self._budget.limit_of_owner_nbytes or not await self._budget.acquire(
+                more, self._owner
+            ):
                 raise Lost(f"there is no room for a message of {wanted} bytes: raise --max-memory")
-            await asyncio.sleep(ROOM_RETRY_S)
+            self._taken_nbytes = wanted
 
     # ---- bytes
 

@@ -315,6 +315,7 @@ def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it waits for, shorter; the order of the waits is the same."""
     for name, value in (("PROBE_S", 0.2), ("ANSWER_S", 0.5), ("CONNECT_S", 0.5)):
-        monkeypatch.setattr(module, name, value, raising=False)
-    for name, value in (("HEARTBEAT_S", 0.3), ("SILENT_S", 1.0), ("ROOM_TIMEOUT_S", 0.5)):
-        monkeypatch.setattr(f"kvpool.index.follow.zmtp.{name}", value, raising=False)
+        monkeypatch.setattr(module, name, value)
+    for name, value in (("HEARTBEAT_S", 0.3), ("SILENT_S", 1.0)):
+        monkeypatch.setattr(f"kvpool.index.follow.zmtp.{name}", value)
+    monkeypatch.setattr("kvpool.index.buffer_budget.ROOM_TIMEOUT_S", 0.5)

@@ -20,7 +20,10 @@ from kvpool.index.place.metrics_page import Engine
 from kvpool.index.place.scraper import Scraper
 from tests.index.fleets import a_worker, say
 from tests.index.pages import PageServer, answer, page, serving_page
+from tests.index.test_resolver import Names, names
 from tests.index.wire import batch, packed64, stored
+
+__all__ = ["names"]
 
 WITHIN_S = 20.0
 
@@ -260,6 +263,45 @@ def test_one_that_cannot_be_reached(fleet: Fleet, caplog: pytest.LogCaptureFixtu
         await until(lambda: len([one for one in caplog.records if "cannot be read" in one.getMessage()]) == 4)
 
     scraping(fleet, body)
+
+
+def test_a_page_is_parsed_outside_the_event_loop(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsing, go_on = threading.Event(), threading.Event()
+    read_page = scraper_module.read_page
+
+    def slowly(body: bytes) -> dict[int, Engine]:
+        parsing.set()
+        assert go_on.wait(WITHIN_S), "the event loop waits for it"
+        return read_page(body)
+
+    monkeypatch.setattr(scraper_module, "read_page", slowly)
+    with serving_page({0: Engine(3)}) as server:
+        follow(fleet, "a", server.address)
+
+        async def body(board: LoadBoard) -> None:
+            await until(parsing.is_set)
+            go_on.set()
+            await until(lambda: running(board, "a") == 3)
+
+        scraping(fleet, body)
+
+
+def test_names_that_hang_hold_up_no_other_worker(fleet: Fleet, names: Names) -> None:
+    with serving_page({0: Engine(3)}) as server:
+        for number in range(40):
+            follow(fleet, f"hang-{number}", f"http://hang-{number}.test:1", port=6000 + number)
+        port = server.address.rpartition(":")[2]
+        names.known["good.test"] = "127.0.0.1"
+        follow(fleet, "good", f"http://good.test:{port}", tenant="other")
+
+        async def body(board: LoadBoard) -> None:
+            for number in range(4, 7):
+                await until(lambda: board.get("other/good", 0) is not None)
+                server.show({0: Engine(number)})
+                await until(lambda number=number: board.get("other/good", 0).load.running == number)
+            assert b"host: good.test:%s\r\n" % port.encode() in server.asked[-1].lower()
+
+        scraping(fleet, body)
 
 
 # ---- asleep
