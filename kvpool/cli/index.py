@@ -17,7 +17,7 @@ from pathlib import Path
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.config import hash_seed, redact
 from kvpool.discovery.admission import check_worker
-from kvpool.discovery.networks import WorkerNetworks
+from kvpool.discovery.networks import WorkerNetworks, hosts_of
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.errors import ConfigError, IndexUnavailable, SnapshotRefused
 from kvpool.index.client.channel import check_target
@@ -31,6 +31,7 @@ from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.scraper import Scraper
 from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.resolver import Resolver
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.listening import is_loopback
@@ -145,6 +146,7 @@ async def _serve(
 
     # On a host by itself the workers are there, too.
     networks = WorkerNetworks(settings.worker_networks, loopback=is_loopback(settings.listen))
+    trusted = {host for worker in workers for host in hosts_of(worker)}
     file = None if settings.snapshot is None else Path(settings.snapshot)
     loop = asyncio.get_running_loop()
 
@@ -159,7 +161,8 @@ async def _serve(
         parts.push_async_callback(_calls_end)
         if file is not None:
             parts.enter_context(snapshot_file.lock(file))
-        roster = Roster(fleet, Subscriber(fleet), networks=networks)
+        resolver = Resolver(allows=lambda host, address: host in trusted or networks.allows(address))
+        roster = Roster(fleet, Subscriber(fleet, budget=fleet.buffers, resolver=resolver), networks=networks)
         parts.callback(roster.close)
         if settings.pool is not None:
             pool = PoolFollower(
@@ -188,7 +191,7 @@ async def _serve(
         )
         parts.push_async_callback(server.stop)
         if settings.scrape:
-            scraper = Scraper(fleet, router.loads)
+            scraper = Scraper(fleet, router.loads, resolver=resolver)
             parts.push_async_callback(scraper.close)
             scraper.start()
         port = await server.start(settings.listen)
@@ -350,7 +353,7 @@ def _whole(field: str, text: str) -> int:
 
 
 def _allow_descriptors() -> None:
-    """As many as this process may have: a publisher takes seven, and 1,024 is a usual limit to begin with."""
+    """As many as this process may have: a publisher takes two, and 1,024 is a usual limit to begin with."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -35,14 +35,7 @@ class WorkerNetworks:
 
         A host name passes: what it resolves to is to be shown to ``allows``.
         """
-        endpoints = [
-            (f"{field} of rank {publisher.dp_rank}", getattr(publisher, field))
-            for publisher in worker.publishers
-            for field in ("events", "replay")
-        ]
-        for field, endpoint in (("address", worker.address), *endpoints):
-            if not endpoint or endpoint == PUSHED:
-                continue
+        for field, endpoint in _endpoints(worker):
             if not self._passes(endpoint):
                 raise ConfigError(
                     f"worker {worker.name}: {field}: this index does not connect to {endpoint:.80}; "
@@ -61,17 +54,34 @@ class WorkerNetworks:
         return not (found.is_loopback or found.is_link_local or found.is_multicast or found.is_unspecified)
 
     def _passes(self, endpoint: str) -> bool:
-        try:
-            parts = urlsplit(endpoint)
-            host = parts.hostname or ""
-        except ValueError:  # no URL: nothing connects to it
-            return True
-        if parts.scheme == "ipc":
+        if endpoint.startswith("ipc:"):
             return self._ipc
         try:
-            return self.allows(host)
+            return self.allows(_host(endpoint))
         except ValueError:  # a name, or nothing
             return True
+
+
+def hosts_of(worker: Worker) -> set[str]:
+    """The hosts by which it is reached."""
+    return {_host(endpoint) for _, endpoint in _endpoints(worker)} - {""}
+
+
+def _endpoints(worker: Worker) -> list[tuple[str, str]]:
+    """(field, where it says to connect)."""
+    named = [
+        (f"{field} of rank {publisher.dp_rank}", str(getattr(publisher, field)))
+        for publisher in worker.publishers
+        for field in ("events", "replay")
+    ]
+    return [one for one in (("address", worker.address), *named) if one[1] not in ("", PUSHED)]
+
+
+def _host(endpoint: str) -> str:
+    try:
+        return urlsplit(endpoint).hostname or ""
+    except ValueError:  # no URL: nothing connects to it
+        return ""
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:

@@ -20,6 +20,7 @@ from kvpool.discovery.admission import MAX_TEXT_NBYTES, check_worker
 from kvpool.discovery.worker import DEFAULT_TENANT, Position, Worker
 from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import Lookup, TierRow, Totals, WorkerStatus
+from kvpool.index.buffer_budget import budgets_of
 from kvpool.index.dp_rank import Progress, pool_holder
 from kvpool.index.membership import (
     MAX_LEASE_S,
@@ -32,7 +33,7 @@ from kvpool.index.membership import (
 from kvpool.index.partition import Answer, Partition, Pool, merged
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.snapshot import PartitionState, Snapshot
-from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, MemoryBudget, PrefixIndex
+from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
 from kvpool.key.hashing import seed_id
 from kvpool.key.names import check_tenant
 
@@ -49,10 +50,11 @@ logger = logging.getLogger("kvpool.index")
 class Fleet:
     """The workers of an index; an ``EventSink`` for subscribers and receivers of their events.
 
-    ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``max_memory_nbytes``: of all
-    partitions together, see ``MemoryBudget``; None: no limit. ``seed``: what ``PYTHONHASHSEED`` is for the engines
-    whose prompts come as tokens; None: not set. ``tenant_share``: the part of all workers, ranks and models
-    that one tenant may have. ``clock``: seconds that only go up.
+    ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``max_memory_nbytes``: three quarters
+    are what the tables of all partitions may take together, see ``MemoryBudget``, and one is for ``buffers``, what is
+    held beside them; None: no limit of tables. ``seed``: what ``PYTHONHASHSEED`` is for the engines whose prompts come
+    as tokens; None: not set. ``tenant_share``: the part of all workers, ranks and models that one tenant may have.
+    ``clock``: seconds that only go up.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # checks them
-        memory = None if max_memory_nbytes is None else MemoryBudget(max_memory_nbytes)
+        memory, self.buffers = budgets_of(max_memory_nbytes)
         self._options: dict[str, Any] = {
             "max_blocks": max_blocks,
             "reuse_reports": reuse_reports,
@@ -75,7 +77,7 @@ class Fleet:
         self._seed = seed
         self._clock = clock
         self._lock = threading.Lock()
-        members = self._members = Membership(self._options, seed, clock, tenant_share)
+        members = self._members = Membership(self._options, seed, clock, tenant_share, self.buffers)
         self._entries, self._ranks, self._models = members.entries, members.ranks, members.models
 
     @property

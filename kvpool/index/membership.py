@@ -18,12 +18,14 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 from kvpool.discovery.admission import MAX_PUBLISHERS
-from kvpool.discovery.worker import MAX_WORKERS, PUSHED, Position, Worker
-from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
+from kvpool.discovery.worker import MAX_WORKERS, Position, Worker
+from kvpool.errors import KVPoolError, SnapshotRefused
+from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.dp_rank import DpRank, pool_holder
 from kvpool.index.partition import Key, Members, Partition
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import PrefixIndex
+from kvpool.index.tenant_shares import MORE, TenantShares
 from kvpool.text import nearest, unknown
 
 Source = Literal["pool", "flag", "call"]
@@ -32,6 +34,7 @@ SOURCES: tuple[Source, ...] = ("pool", "flag", "call")
 MAX_MODELS = 1024  # (tenant, model) pairs; those without workers make room
 MAX_PARTITIONS = 1024  # of a fleet
 MAX_RANKS = 32768  # of all workers; a table has room for 65,536 holders
+RANK_NBYTES = 8 << 10  # of memory beside the tables
 MAX_NAMESPACES = 1024  # of a partition
 MAX_LEASE_S = 86400.0
 MAX_NAMED = 10  # of the known models, in an error
@@ -42,7 +45,7 @@ RESTORED_LEASE_S = 60.0
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
 assert MAX_PUBLISHERS <= MAX_RANKS
 
-_MORE = "remove some of its workers, or give the index a larger --tenant-share"
+
 _HOLDER = re.compile(r"rank/([0-9]{1,18})")
 
 
@@ -82,22 +85,26 @@ class Entry:
 class Membership:
     """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``, ``tenant_share``: as of the fleet.
 
+    ``buffers``: has room for each rank.
+
     ``models``: the partitions of each (tenant, model); (): known, without ranks now. ``departed``: totals of those
     who have left.
     """
 
     def __init__(
-        self, options: Mapping[str, Any], seed: str | None, clock: Callable[[], float], tenant_share: float
+        self,
+        options: Mapping[str, Any],
+        seed: str | None,
+        clock: Callable[[], float],
+        tenant_share: float,
+        buffers: BufferBudget,
     ) -> None:
-        self._options, self._seed, self._clock = options, seed, clock
-        self._tenant_share = tenant_share
-        self._workers_of: Counter[str] = Counter()  # by tenant
-        self._ranks_of: Counter[str] = Counter()
+        self._options, self._seed, self._clock, self._buffers = options, seed, clock, buffers
+        self._shares = TenantShares(tenant_share)
         self.entries: dict[str, Entry] = {}  # by worker's id
         self.ranks: dict[tuple[str, int], DpRank] = {}
         self.models: dict[tuple[str, str], tuple[Partition, ...]] = {}
         self.departed: Counter[str] = Counter()
-        self._followed: dict[str, Counter[str]] = {}  # by endpoint: workers of each tenant that publish there
         self._next_holder = 0
 
     def snapshot(self) -> tuple[PartitionState, ...]:
@@ -133,14 +140,9 @@ class Membership:
                 ]
                 entries += self._restore_partition(index, workers, state.namespaces if pooled else ())
         except KVPoolError as error:
-            for known in (
-                self.entries,
-                self.ranks,
-                self.models,
-                self._followed,
-                self._workers_of,
-                self._ranks_of,
-            ):
+            for entry in self.entries.values():
+                self._buffers.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
+            for known in (self.entries, self.ranks, self.models, self._shares):
                 known.clear()
             raise SnapshotRefused(f"this snapshot cannot be followed: {error}") from error
         return [
@@ -196,35 +198,28 @@ class Membership:
     def make_room(self, worker: Worker, known: Entry | None) -> None:
         """Check every limit before anything is changed; what no worker uses any more makes room.
 
-        Errors: ``KVPoolError``; ``ConfigError`` for an endpoint that is followed for another tenant, which would see
-        its events.
+        Errors: ``KVPoolError``, and those of ``TenantShares.check``.
         """
-        for endpoint in _endpoints(worker):
-            if self._followed.get(endpoint, Counter()).keys() - {worker.tenant}:
-                raise ConfigError(
-                    f"worker {worker.name}: {endpoint} is followed for another tenant: name the worker's own endpoint"
-                )
-        tenant = worker.tenant
-        more = len(worker.publishers) - (len(known.ranks) if known else 0)
+        tenant, replaced_ranks = worker.tenant, len(known.ranks) if known else None
+        self._shares.check(
+            worker, replaced_ranks=replaced_ranks, max_workers=MAX_WORKERS, max_ranks=MAX_RANKS
+        )
         if known is None and len(self.entries) >= MAX_WORKERS:
             raise KVPoolError(
                 f"this index follows {MAX_WORKERS} workers already: remove one, or start another"
             )
-        if known is None:
-            self._check_share(tenant, self._workers_of[tenant] + 1, MAX_WORKERS, "workers")
-        if len(self.ranks) + more > MAX_RANKS:
+        if len(self.ranks) + len(worker.publishers) - (replaced_ranks or 0) > MAX_RANKS:
             raise KVPoolError(f"this index would follow more than {MAX_RANKS} ranks: start another")
-        self._check_share(tenant, self._ranks_of[tenant] + more, MAX_RANKS, "ranks")
         if self._has_room(worker):
             return
         self._drop_unused()
         if self._has_room(worker):
             return
         if len(self.models) < MAX_MODELS and sum(map(len, self.models.values())) < MAX_PARTITIONS:
-            share = int(min(MAX_MODELS, MAX_PARTITIONS) * self._tenant_share)
+            share = int(min(MAX_MODELS, MAX_PARTITIONS) * self._shares.share)
             raise KVPoolError(
                 f"tenant {tenant} may have {share} models, hash schemes and block sizes of them counted apart: "
-                f"{_MORE}"
+                f"{MORE}"
             )
         raise KVPoolError(
             f"this index follows {MAX_MODELS} models, or {MAX_PARTITIONS} hash schemes and block sizes of them, "
@@ -240,15 +235,10 @@ class Membership:
         is_new = partitions is None
         return (
             len(self.models) + is_new <= MAX_MODELS
-            and len(of_tenant) + is_new <= MAX_MODELS * self._tenant_share
+            and len(of_tenant) + is_new <= MAX_MODELS * self._shares.share
             and sum(map(len, self.models.values())) < MAX_PARTITIONS
-            and sum(map(len, of_tenant)) + 1 <= MAX_PARTITIONS * self._tenant_share
+            and sum(map(len, of_tenant)) + 1 <= MAX_PARTITIONS * self._shares.share
         )
-
-    def _check_share(self, tenant: str, wanted: int, limit: int, what: str) -> None:
-        share = int(limit * self._tenant_share)
-        if wanted > share:
-            raise KVPoolError(f"tenant {tenant} may have {share} {what}: {_MORE}")
 
     def _drop_unused(self) -> None:
         for name, partitions in list(self.models.items()):
@@ -270,6 +260,13 @@ class Membership:
         restored: PrefixIndex | None = None,
         known: Mapping[int, RankState] | None = None,
     ) -> Entry:
+        """Errors: ``KVPoolError`` when there is no room for its ranks or its namespace; it is not in then."""
+        nbytes = len(worker.publishers) * RANK_NBYTES
+        if not self._buffers.take(nbytes, worker.tenant):
+            raise KVPoolError(
+                f"worker {worker.name}: no memory is left for {len(worker.publishers)} more ranks of tenant "
+                f"{worker.tenant}: raise --max-memory"
+            )
         name = (worker.tenant, worker.model)
         partitions = self.models.get(name, ())
         partition = _find(partitions, worker)
@@ -277,7 +274,11 @@ class Membership:
             index = restored or PrefixIndex(block_tokens=worker.block_tokens, **self._options)
             partition = Partition(Key.of(worker), index, self._seed, self._clock)
             self.models[name] = (*partitions, partition)
-        self._enter_namespace(partition, worker.namespace)
+        try:
+            self._enter_namespace(partition, worker.namespace)
+        except KVPoolError:
+            self._buffers.give(nbytes, worker.tenant)
+            raise
         ranks = []
         for publisher in worker.publishers:
             state = (known or {}).get(publisher.dp_rank)
@@ -289,24 +290,15 @@ class Membership:
             ranks.append(rank)
             self.ranks[worker.id, publisher.dp_rank] = rank
         partition.members = Members((*partition.members.ranks, *ranks))
-        for endpoint in _endpoints(worker):
-            self._followed.setdefault(endpoint, Counter())[worker.tenant] += 1
-        self._workers_of[worker.tenant] += 1
-        self._ranks_of[worker.tenant] += len(ranks)
+        self._shares.enter(worker)
         self.entries[worker.id] = entry = Entry(worker, source, expires_at_s, partition, tuple(ranks))
         return entry
 
     def forget(self, entry: Entry) -> None:
         partition = entry.partition
+        self._buffers.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
         del self.entries[entry.worker.id]
-        for endpoint in _endpoints(entry.worker):
-            self._followed[endpoint] -= Counter([entry.worker.tenant])
-            if not self._followed[endpoint]:
-                del self._followed[endpoint]
-        for counter, left in ((self._workers_of, 1), (self._ranks_of, len(entry.ranks))):
-            counter[entry.worker.tenant] -= left
-            if not counter[entry.worker.tenant]:
-                del counter[entry.worker.tenant]
+        self._shares.leave(entry.worker)
         partition.members = Members(rank for rank in partition.members.ranks if rank not in entry.ranks)
         for rank in entry.ranks:
             del self.ranks[entry.worker.id, rank.publisher.dp_rank]
@@ -373,10 +365,6 @@ def _restored_lease_s(
     if state.source == "flag" and state.worker.id not in flags:
         return 0
     return None if state.lease_left_s is None else min(max(0, state.lease_left_s - age_s), MAX_LEASE_S)
-
-
-def _endpoints(worker: Worker) -> list[str]:
-    return [publisher.events for publisher in worker.publishers if publisher.events not in ("", PUSHED)]
 
 
 def is_same_start(known: Worker, worker: Worker) -> bool:

@@ -5,7 +5,7 @@ vLLM numbers its batches from 0 at every start, keeps the last 10,000 of them an
 replay is asked from the last batch that was applied, and that batch has to come back byte by byte: batches carry
 the time at which they were made, so no two are alike. (Of those that were applied a digest is kept, not the bytes.)
 
-Nothing here reads a socket or a clock; ``Subscriber`` does.
+Nothing here reads a socket or a clock; ``Subscriber`` and ``PushReceiver`` do.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from enum import Enum
 from kvpool import _native
 from kvpool.discovery.worker import EventSink, Position
 from kvpool.errors import MalformedEvents
+from kvpool.index.buffer_budget import BufferBudget
 
 REMEMBERED = 1 << 14  # batches of which a digest is kept, to know one that comes twice
+CHUNK = 1 << 10  # digests for which memory is taken at a time; the first of them are in what a rank costs
 MAX_WAITING = 1 << 14  # batches that came while a replay is under way
 MAX_WAITING_NBYTES = 64 << 20
 MAX_ROUNDS = 8  # replays in a row that bring nothing new
@@ -44,7 +46,8 @@ class Sequence:
     ``wanted`` says from which number a replay is to be asked. A replay that was asked for is followed
     by ``replayed`` for each batch and ``replay_ended``, or by ``replay_failed``. ``position``: where an index has
     stopped that knew this publisher; the first replay proves whether it is still of the same life. Needs a replay
-    endpoint.
+    endpoint. ``budget``: what digests and batches that wait are counted in; where it has no room, there are fewer of
+    either. ``close`` gives it back.
     """
 
     def __init__(
@@ -55,11 +58,14 @@ class Sequence:
         *,
         can_replay: bool,
         position: Position | None = None,
+        budget: BufferBudget | None = None,
     ) -> None:
+        self._budget, self._owner = budget or BufferBudget(), worker_id.partition("/")[0]
         self._sink, self._worker_id, self._dp_rank = sink, worker_id, dp_rank
         self._can_replay = can_replay
         self._last: int | None = None  # applied
-        self._digests = array("Q", bytes(8 * REMEMBERED))  # of batch N at N % REMEMBERED; 0: not known
+        self._digests = array("Q")  # of batches without a hole
+        self._first = 0  # the number of the first of them
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_nbytes = 0
         self._state = _State.JOINING if can_replay else _State.LIVE
@@ -71,8 +77,13 @@ class Sequence:
         if position is not None:
             assert can_replay
             self._last = position.sequence
-            self._digests[position.sequence % REMEMBERED] = position.batch_digest
+            self._remember(position.sequence, position.batch_digest)
             self._state = _State.CHECKING
+
+    def close(self) -> None:
+        """Give back what it has taken of the budget; it is not used any more."""
+        self._drop_waiting()
+        self._forget_digests()
 
     # What comes by itself.
 
@@ -196,7 +207,7 @@ class Sequence:
     def _started_anew(self) -> None:
         """What is known is of a life of the publisher that has ended; the next replay brings all of the new one."""
         self._last = None
-        self._digests = array("Q", bytes(8 * REMEMBERED))
+        self._forget_digests()
         self._drop_waiting()
         self._reset("its publisher was started anew", anew=True)
         if self._can_replay:
@@ -217,11 +228,16 @@ class Sequence:
 
     def _wait(self, sequence: int, payload: bytes) -> None:
         """Keep a batch until the replay is over; what does not fit is a gap then."""
-        if len(self._waiting) < MAX_WAITING and self._waiting_nbytes + len(payload) <= MAX_WAITING_NBYTES:
+        if (
+            len(self._waiting) < MAX_WAITING
+            and self._waiting_nbytes + len(payload) <= MAX_WAITING_NBYTES
+            and self._budget.take(len(payload), self._owner)
+        ):
             self._waiting.append((sequence, payload))
             self._waiting_nbytes += len(payload)
 
     def _drop_waiting(self) -> None:
+        self._budget.give(self._waiting_nbytes, self._owner)
         self._waiting, self._waiting_nbytes = deque(), 0
 
     def _apply_waiting(self) -> None:
@@ -237,7 +253,7 @@ class Sequence:
     def _apply(self, sequence: int, payload: bytes) -> None:
         self._last = sequence
         self._rounds = 0
-        self._digests[sequence % REMEMBERED] = batch_digest(payload)
+        self._remember(sequence, batch_digest(payload))
         try:
             self._sink.apply(self._worker_id, self._dp_rank, sequence, payload)
         except MalformedEvents as error:
@@ -247,8 +263,27 @@ class Sequence:
         """Whether this very batch was applied before."""
         if self._last is None:
             return False
-        near = self._last - REMEMBERED < sequence <= self._last
-        return near and self._digests[sequence % REMEMBERED] == batch_digest(payload)
+        at = sequence - self._first
+        return 0 <= at < len(self._digests) and self._digests[at] == batch_digest(payload)
+
+    def _remember(self, sequence: int, digest: int) -> None:
+        if sequence != self._first + len(self._digests):
+            self._forget_digests()
+            self._first = sequence
+        count = len(self._digests)
+        if (
+            count
+            and count % CHUNK == 0
+            and (count >= REMEMBERED or not self._budget.take(CHUNK * 8, self._owner))
+        ):
+            del self._digests[:CHUNK]
+            self._first += CHUNK
+        self._digests.append(digest)
+
+    def _forget_digests(self) -> None:
+        chunks = -(-len(self._digests) // CHUNK)
+        self._budget.give(max(0, chunks - 1) * CHUNK * 8, self._owner)
+        self._digests, self._first = array("Q"), 0
 
     def _reset(self, problem: str, *, anew: bool = False) -> None:
         self._sink.reset(self._worker_id, self._dp_rank, problem, anew=anew)

@@ -20,7 +20,9 @@ def worker_of(publisher: Publisher, name: str = "w") -> Worker:
 class Misbehaving:
     """A PUB and a ROUTER socket that do as they are told; one thread answers replays."""
 
-    def __init__(self, ports: list[int] | None = None, *, replay: bool = True) -> None:
+    def __init__(
+        self, ports: list[int] | None = None, *, replay: bool = True, host: str = "127.0.0.1"
+    ) -> None:
         self.ports = ports or free_ports(2)
         self.kept: list[bytes] = []
         self.first = 0  # the number of kept[0]
@@ -30,9 +32,9 @@ class Misbehaving:
         self.asked: list[int] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events = self._context.socket(zmq.PUB)
-        self._events.bind(f"tcp://127.0.0.1:{self.ports[0]}")
+        self._events.bind(f"tcp://{host}:{self.ports[0]}")
         self._router = self._context.socket(zmq.ROUTER)
-        self._router.bind(f"tcp://127.0.0.1:{self.ports[1]}")
+        self._router.bind(f"tcp://{host}:{self.ports[1]}")
         self._replays = replay
         self._closing = False
         self._lock = threading.Lock()
@@ -87,8 +89,10 @@ class Misbehaving:
 
 
 @contextlib.contextmanager
-def misbehaving(ports: list[int] | None = None, *, replay: bool = True) -> Iterator[Misbehaving]:
-    one = Misbehaving(ports, replay=replay)
+def misbehaving(
+    ports: list[int] | None = None, *, replay: bool = True, host: str = "127.0.0.1"
+) -> Iterator[Misbehaving]:
+    one = Misbehaving(ports, replay=replay, host=host)
     try:
         yield one
     finally:

@@ -67,7 +67,9 @@ def index(
     max_memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Of the tables of all models, such as 2GiB; cold blocks make room."
+            metavar="SIZE",
+            help="Of the index, such as 2GiB: three quarters for the tables of all models, where cold blocks make "
+            "room, one for what is on its way. Without it: no limit for tables, 1 GiB for the rest.",
         ),
     ] = None,
     metrics: Annotated[

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvpool.discovery.worker import PUSHED, EventSink, Position, Worker
 from kvpool.errors import KVPoolError
+from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.sequence import Sequence
 
 PROBE_S = 2.0  # an idle publisher is asked that often whether there is anything later
@@ -92,13 +93,21 @@ class PushReceiver:
     """Tells ``sink`` what is pushed of the workers that it follows; only of publishers whose events are ``PUSHED``.
 
     When ``unfollow`` has returned, nothing more is told of that start of the worker; it may wait for a batch that is
-    being applied. ``clock``: seconds that only go up.
+    being applied. ``budget``: of batches on their way, and of what is remembered of them. ``clock``: seconds that only
+    go up.
     """
 
     is_alive = True
 
-    def __init__(self, sink: EventSink, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        sink: EventSink,
+        *,
+        budget: BufferBudget | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sink = sink
+        self.budget = budget or BufferBudget()
         self._clock = clock
         self._lock = threading.Lock()
         self._links: dict[tuple[str, int], _Link] = {}
@@ -111,9 +120,8 @@ class PushReceiver:
             if publisher.events != PUSHED:
                 continue
             rank = publisher.dp_rank
-            link = _Link(
-                worker.id, rank, worker.incarnation, Sequence(self._sink, worker.id, rank, can_replay=True)
-            )
+            sequence = Sequence(self._sink, worker.id, rank, can_replay=True, budget=self.budget)
+            link = _Link(worker.id, rank, worker.incarnation, sequence)
             self._sink.mark(worker.id, rank, stale=True, problem=NO_STREAM)
             with self._lock:
                 self._links[worker.id, rank] = link
@@ -125,6 +133,7 @@ class PushReceiver:
         for link in left:
             with link.lock:
                 link.gone = True
+                link.sequence.close()
 
     def close(self) -> None:
         """Expect nothing any more."""

@@ -52,7 +52,7 @@ class Roster:
     ) -> None:
         self.fleet = fleet
         self._networks = networks
-        self.receiver = PushReceiver(fleet)
+        self.receiver = PushReceiver(fleet, budget=fleet.buffers)
         self._feeds: tuple[Feed, ...] = (self.receiver,) if feed is None else (self.receiver, feed)
         self._lock = threading.Lock()
 

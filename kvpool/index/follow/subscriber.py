@@ -3,91 +3,126 @@
 The protocol is that of vLLM's ZMQ publisher (``vllm/distributed/kv_events.py``): a PUB socket sends ``[topic,
 number as 8 bytes big-endian, payload]``; a ROUTER socket answers ``[b"", number]`` with ``[b"", topic, number,
 payload]`` for each batch that it keeps from that number on, and ends with number -1.
+
+One thread with an event loop has all connections: for each publisher one task reads its events, and one asks for
+replays. What does not come to its turn stays with the publishers: a feed that is behind is late, and fails nothing.
+
+Threads: ``_lock`` guards ``_gates``. A ``_Gate`` has a lock of its own, held while one batch of its worker is applied.
+All else belongs to the loop.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
+import asyncio
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+import anyio
 
 from kvpool.discovery.worker import PUSHED, EventSink, Position, Publisher, Worker
-from kvpool.errors import KVPoolError
+from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.follow.zmtp import Connection, Lost, Silent
+from kvpool.index.resolver import Resolver, Unresolved
 from kvpool.index.sequence import Sequence
 
 PROBE_S = 1.0  # an idle publisher is asked that often whether there is anything later
+CONNECT_S = 5.0  # how long a name, a connection and its handshake may take together
 ANSWER_S = 2.0  # how long a replay may bring nothing
-MAX_BACKOFF_S = 10.0
-STUCK_S = 5.0
-TURN = 256  # batches of one socket in a row
-TURN_NBYTES = 4 << 20
-HIGH_WATER = 10_000  # batches that wait in a socket
-MAX_FRAME_NBYTES = 64 << 20
-LOOK_S = 0.05  # how late the end of a wait may be noticed
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0  # of questions
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 4.0  # of connections
+CLOSE_S = 10.0
+TURN_NBYTES = 256 << 10  # of one publisher's batches in a row
 END = (1 << 64) - 1  # -1
 
+logger = logging.getLogger("kvpool.index")
 
-class SubscriberStuck(KVPoolError):
-    """The feed's own thread does not go on: a fault of ours."""
+
+class _Gate:
+    """What is told of one start of a worker goes through here, until it is closed."""
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._open = True
+
+    def close(self) -> None:
+        """Blocking, while a batch of this worker is applied."""
+        with self._lock:
+            self._open = False
+
+    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
+        with self._lock:
+            if self._open:
+                self._sink.apply(worker_id, dp_rank, sequence, payload)
+
+    def heard(self, worker_id: str, dp_rank: int) -> None:
+        with self._lock:
+            if self._open:
+                self._sink.heard(worker_id, dp_rank)
+
+    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
+        with self._lock:
+            if self._open:
+                self._sink.reset(worker_id, dp_rank, problem, anew=anew)
+
+    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
+        with self._lock:
+            if self._open:
+                self._sink.mark(worker_id, dp_rank, stale=stale, problem=problem)
+
+    def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
+        with self._lock:
+            if self._open:
+                self._sink.gap(worker_id, dp_rank, closed=closed)
 
 
 @dataclass(eq=False)
 class _Link:
-    """The sockets of one publisher."""
+    """One publisher. ``changed``: there may be something to ask."""
 
-    worker_id: str
+    worker: Worker
     publisher: Publisher
+    gate: _Gate
     sequence: Sequence
-    events: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    replay: zmq.Socket[bytes] | None = None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    replay: Connection | None = None
     asked: bool = False
-    answer_by: float = 0.0
     ask_at: float = 0.0  # not before
-    backoff_s: float = 0.25
     probe_at: float = 0.0
+    backoff_s: float = MIN_BACKOFF_S
+    attempt: int = 0  # of connections for replays
+    interrupted: bool = False  # whom the question went to may be gone
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def due_at(self) -> float:
-        """When it has to be looked at, if nothing comes before."""
-        if self.asked:
-            return self.answer_by
-        return self.probe_at if self.sequence.is_live else self.ask_at
+    def mark_stale(self, problem: str) -> None:
+        self.gate.mark(self.worker.id, self.publisher.dp_rank, stale=True, problem=problem)
 
 
 class Subscriber:
     """Follows the publishers of workers and tells ``sink`` what they say, from one thread of its own.
 
     Any thread but the feed's own may call the methods. When ``unfollow`` or ``close`` has returned, nothing more is
-    told of that worker, or of any.
+    told of that worker, or of any. ``budget``: of what is read and not applied yet.
     """
 
-    def __init__(self, sink: EventSink) -> None:
+    def __init__(
+        self, sink: EventSink, *, budget: BufferBudget | None = None, resolver: Resolver | None = None
+    ) -> None:
         self._sink = sink
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # A publisher takes four sockets, and ZMQ stops at 1,023 by itself: at 256 workers.
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._orders: deque[Callable[[], None]] = deque()
-        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._budget = budget or BufferBudget()
+        self._resolver = resolver or Resolver()
+        self._lock = threading.Lock()
+        self._gates: dict[str, _Gate] = {}  # by worker
+        self._links: dict[str, list[_Link]] = {}  # by worker
+        self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
-        self._followed: dict[str, list[_Link]] = {}  # by worker
-        self._sockets: dict[int, tuple[_Link, zmq.Socket[bytes]]] = {}  # by descriptor
-        # A descriptor of ZMQ's becomes readable when something happens to its socket, not while something is there to
-        # be read: a reader that stopped before the end has to come back by itself.
-        self._unread: set[int] = set()
-        self._due_at = time.monotonic()  # some link's, or earlier
-        # Not ZMQ's own poll, which asks every socket each time: 0.5 ms for 240 workers, and each batch may be a turn.
-        self._epoll = select.epoll()
-        self._epoll.register(self._woken, select.EPOLLIN)
         self.ignored_messages = 0  # that are no batch
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kvpool-subscriber", daemon=True)
         self._thread.start()
 
@@ -97,258 +132,258 @@ class Subscriber:
         One with the same id that is followed already is left first. ``positions``: by rank, where the sink has what
         came up to there; see ``Sequence``.
         """
-        self._order(lambda: self._follow(worker, positions or {}))
+        self.unfollow(worker.id)
+        gate = _Gate(self._sink)
+        with self._lock:
+            self._gates[worker.id] = gate
+        self._order(lambda: self._follow(worker, positions or {}, gate))
 
     def unfollow(self, worker_id: str) -> None:
-        """Leave a worker; nothing happens if it is not followed.
-
-        Blocking, while a batch is applied. Errors: ``SubscriberStuck`` when the feed does not come to it.
-        """
-        done = threading.Event()
-
-        def leave() -> None:
-            self._unfollow(worker_id)
-            done.set()
-
-        self._order(leave)
-        if not done.wait(STUCK_S):
-            raise SubscriberStuck(f"the feed's thread has not answered for {STUCK_S:g} s")
+        """Leave a worker; nothing happens if it is not followed. Blocking, while a batch of this worker is applied."""
+        with self._lock:
+            gate = self._gates.pop(worker_id, None)
+        if gate is not None:
+            gate.close()
+            self._order(lambda: self._unfollow(worker_id))
 
     def close(self) -> None:
-        """Leave all and end the thread; again does nothing. Blocking and errors: as ``unfollow``."""
+        """Leave all and end the thread; again does nothing. Blocking, while a batch is applied."""
         if self._closing:
             return
         self._closing = True
-        self._order(lambda: None)
-        self._thread.join(STUCK_S)
+        with self._lock:
+            gates = list(self._gates.values())
+        for gate in gates:
+            gate.close()
+        self._order(self._loop.stop)
+        self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            raise SubscriberStuck(f"the feed's thread has not ended within {STUCK_S:g} s")
-        self._epoll.close()
-        os.close(self._woken)
+            logger.warning("the thread that reads events has not ended within %g s", CLOSE_S)
 
     @property
     def is_alive(self) -> bool:
         """Whether its thread runs: without it nothing that is known stays true."""
         return self._thread.is_alive()
 
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
-        os.eventfd_write(self._woken, 1)
+    def _order(self, order: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(order)
+        except RuntimeError:  # the thread has ended: see is_alive
+            if not self._loop.is_closed():
+                raise
 
     # In the thread.
 
     def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
         try:
-            while not self._closing:
-                self._turn()
+            self._loop.run_forever()
         finally:
-            for worker_id in list(self._followed):
+            for worker_id in list(self._links):
                 self._unfollow(worker_id)
-            self._context.destroy(linger=0)
+            self._loop.run_until_complete(self._left())
+            self._loop.close()
 
-    def _turn(self) -> None:
-        wait_s = 0.0 if self._unread else max(0.0, self._due_at - time.monotonic())
-        ready = {descriptor for descriptor, _ in self._epoll.poll(wait_s)} | self._unread
-        self._unread = set()
-        if self._woken in ready:
-            os.eventfd_read(self._woken)
-        while self._orders:
-            self._orders.popleft()()
-        touched: list[_Link] = []
-        for descriptor in ready:
-            if descriptor not in self._sockets:  # the one that wakes; or it was closed in this turn
-                continue
-            link, one = self._sockets[descriptor]
-            touched.append(link)
-            if not (self._read_replay(link) if one is link.replay else self._read_events(link)):
-                self._unread.add(descriptor)
-        self._keep_asking(touched)
+    async def _left(self) -> None:
+        await asyncio.gather(*self._leaving, return_exceptions=True)
 
-    def _keep_asking(self, touched: Iterable[_Link]) -> None:
-        """Ask whom it is time to ask: of those that have said something, and of all when a wait is over."""
-        now = time.monotonic()
-        if now >= self._due_at:
-            self._due_at = now + PROBE_S
-            touched = [link for links in self._followed.values() for link in links]
-        for link in touched:
-            self._keep_asking_one(link, now)
-            self._due_at = min(self._due_at, max(link.due_at, now + LOOK_S))
-
-    def _follow(self, worker: Worker, positions: Mapping[int, Position]) -> None:
-        self._unfollow(worker.id)
-        links = self._followed[worker.id] = []
+    def _follow(self, worker: Worker, positions: Mapping[int, Position], gate: _Gate) -> None:
+        links = self._links[worker.id] = []
         for publisher in worker.publishers:
+            rank = publisher.dp_rank
             if publisher.events == PUSHED:  # it comes to us: see PushReceiver
                 continue
             if not publisher.events:
-                self._sink.mark(worker.id, publisher.dp_rank, stale=True, problem="it publishes no KV events")
-                continue
-            try:
-                events, monitor = self._monitored()
-            except zmq.ZMQError as error:
-                self._sink.mark(worker.id, publisher.dp_rank, stale=True, problem=_no_socket(error))
+                gate.mark(worker.id, rank, stale=True, problem="it publishes no KV events")
                 continue
             sequence = Sequence(
-                self._sink,
+                gate,
                 worker.id,
-                publisher.dp_rank,
+                rank,
                 can_replay=bool(publisher.replay),
-                position=positions.get(publisher.dp_rank),
+                position=positions.get(rank),
+                budget=self._budget,
             )
-            events.subscribe(b"")
-            self._connect(events, publisher.events, worker.id, publisher.dp_rank)
-            link = _Link(worker.id, publisher, sequence, events, monitor)
+            link = _Link(worker, publisher, gate, sequence)
             links.append(link)
-            for one in (events, monitor):
-                self._watch(link, one)
             # Batches that are published before the subscription stands are in the replay, or are a gap.
-        self._due_at = time.monotonic()  # they are new
+            self._start(link, self._read_events(link))
+            if publisher.replay:
+                self._start(link, self._ask_for_replays(link))
 
     def _unfollow(self, worker_id: str) -> None:
-        for link in self._followed.pop(worker_id, ()):
-            self._close_replay(link)
-            link.events.disable_monitor()
-            for one in (link.events, link.monitor):
-                self._drop(one)
+        for link in self._links.pop(worker_id, ()):
+            for task in link.tasks:
+                task.cancel()
+                self._leaving.add(task)
+            link.sequence.close()
 
-    def _monitored(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """A SUB socket, and one that tells of lost connections."""
-        events = self._socket(zmq.SUB)
+    def _start(self, link: _Link, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        link.tasks.append(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("reading events has failed", exc_info=error)
+            self._loop.stop()  # a fault of ours: see is_alive
+
+    async def _connect(
+        self, link: _Link, endpoint: str, kind: bytes, attempt: int, silence_s: float | None
+    ) -> Connection:
+        """Errors: ``Lost``, with a problem that names the endpoint."""
+        tenant = link.worker.tenant
+        addresses: Future[tuple[str, ...]] | None = None
+        if endpoint.startswith("tcp://"):
+            host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+            addresses = self._resolver.resolve(host, tenant)
         try:
-            return events, events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        except zmq.ZMQError:
-            events.close(linger=0)
-            raise
+            with anyio.fail_after(CONNECT_S):
+                return await Connection.connect(
+                    endpoint, addresses, kind, self._budget, tenant, attempt=attempt, silence_s=silence_s
+                )
+        except TimeoutError:
+            if addresses is not None and not addresses.done():
+                raise Lost(f"the name {host} does not resolve: no answer within {CONNECT_S:g} s") from None
+            raise Lost(f"no answer from {endpoint} within {CONNECT_S:g} s") from None
+        except Unresolved as error:
+            raise Lost(str(error)) from error
 
-    def _watch(self, link: _Link, one: zmq.Socket[bytes]) -> None:
-        self._sockets[one.fileno()] = (link, one)
-        self._unread.add(one.fileno())
-        self._epoll.register(one.fileno(), select.EPOLLIN)
-
-    def _drop(self, one: zmq.Socket[bytes]) -> None:
-        self._epoll.unregister(one.fileno())
-        self._unread.discard(one.fileno())
-        del self._sockets[one.fileno()]
-        one.close(linger=0)
-
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        one = self._context.socket(kind)
-        one.set_hwm(HIGH_WATER)
-        one.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
-        one.setsockopt(zmq.LINGER, 0)
-        one.setsockopt(zmq.IPV6, 1)
-        one.setsockopt(zmq.RECONNECT_IVL, 100)
-        one.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-        return one
-
-    def _connect(self, one: zmq.Socket[bytes], endpoint: str, worker_id: str, dp_rank: int) -> None:
-        try:
-            one.connect(endpoint)
-        except zmq.ZMQError as error:
-            problem = f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}"
-            self._sink.mark(worker_id, dp_rank, stale=True, problem=problem)
-
-    def _read_events(self, link: _Link) -> bool:
-        """Hand on what has come, unless the connection was lost meanwhile. False: there may be more.
-
-        The monitor tells of a lost connection before anything can come over the next one. So it is asked after
-        the batches were taken and before any of them is applied.
-        """
-        taken: list[list[bytes]] = []
-        nbytes, all_taken = 0, False
-        try:
-            while len(taken) < TURN and nbytes < TURN_NBYTES:
-                taken.append(link.events.recv_multipart(zmq.NOBLOCK))
-                nbytes += sum(map(len, taken[-1]))
-        except zmq.Again:
-            all_taken = True
-        if int(link.monitor.get(zmq.EVENTS)) & zmq.POLLIN and self._was_lost(link):
-            with contextlib.suppress(zmq.Again):
-                for _ in range(HIGH_WATER):  # a replay brings what is still true of it
-                    link.events.recv_multipart(zmq.NOBLOCK)
-            link.sequence.disconnected()
-            # The publisher that was asked may be gone: ask the present one, without waiting for an answer.
-            was_asked = link.asked
-            self._close_replay(link)
-            if was_asked:
-                link.ask_at = time.monotonic()
-                link.sequence.replay_failed("its connection was lost")
-            return False
-        if taken:
-            link.probe_at = time.monotonic() + PROBE_S
-        for frames in taken:
-            if len(frames) == 3 and len(frames[1]) == 8:
-                link.sequence.live(int.from_bytes(frames[1], "big"), frames[2])
+    async def _read_events(self, link: _Link) -> None:
+        """One connection after the other, for as long as the worker is followed."""
+        attempt, retry_s = 0, MIN_RETRY_S
+        while True:
+            try:
+                connection = await self._connect(link, link.publisher.events, b"SUB", attempt, None)
+            except Lost as error:
+                self._lost(link, str(error))
             else:
-                self.ignored_messages += 1
-        return all_taken
+                retry_s = MIN_RETRY_S
+                try:
+                    await self._read_batches(link, connection)
+                except Lost as error:
+                    connection.close()
+                    link.sequence.disconnected()
+                    self._lost(link, str(error))
+                    self._interrupt(link)
+                finally:
+                    connection.close()
+            await asyncio.sleep(retry_s)
+            attempt, retry_s = attempt + 1, min(2 * retry_s, MAX_RETRY_S)
+
+    def _interrupt(self, link: _Link) -> None:
+        """The publisher that was asked may be gone: ask the present one, without waiting for an answer."""
+        if not link.asked:
+            self._close_replay(link)
+        elif link.replay is not None:
+            link.interrupted = True
+            link.replay.abort("its connection was lost")
+        link.changed.set()
 
     @staticmethod
-    def _was_lost(link: _Link) -> bool:
-        lost = False
-        with contextlib.suppress(zmq.Again):
-            while True:
-                lost |= recv_monitor_message(link.monitor, zmq.NOBLOCK)["event"] == zmq.EVENT_DISCONNECTED
-        return lost
+    def _lost(link: _Link, problem: str) -> None:
+        if not link.publisher.replay:  # of one that has it, replays tell whether it is followed
+            link.mark_stale(problem)
 
-    def _read_replay(self, link: _Link) -> bool:
-        """Hand on what was asked for. False: there may be more."""
-        assert link.replay is not None
-        for _ in range(TURN):
-            try:
-                frames = link.replay.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            now = time.monotonic()
-            if len(frames) != 5 and len(frames) != 4:
+    async def _read_batches(self, link: _Link, connection: Connection) -> None:
+        nbytes = 0
+        while True:
+            frames = await connection.receive()
+            if len(frames) == 3 and len(frames[1]) == 8:
+                link.probe_at = time.monotonic() + PROBE_S
+                link.sequence.live(int.from_bytes(frames[1], "big"), frames[2])
+                if not link.sequence.is_live:
+                    link.changed.set()
+            else:
                 self.ignored_messages += 1
-            elif len(frames[-2]) == 8 and link.asked:
-                link.answer_by = now + ANSWER_S
+            nbytes += sum(map(len, frames))
+            del frames
+            if nbytes >= TURN_NBYTES:
+                nbytes = 0
+                await asyncio.sleep(0)
+
+    async def _ask_for_replays(self, link: _Link) -> None:
+        """Ask whenever one is wanted; one that brings nothing is given up and asked for again, later each time."""
+        try:
+            while True:
+                await self._until_one_is_wanted(link)
+                link.asked = True
+                try:
+                    await self._replay(link)
+                except Lost as error:
+                    self._close_replay(link)  # a late answer must not be taken for that of the next question
+                    link.attempt += 1
+                    if not link.interrupted:
+                        link.ask_at = time.monotonic() + link.backoff_s
+                        link.backoff_s = min(2 * link.backoff_s, MAX_BACKOFF_S)
+                    link.sequence.replay_failed(str(error))
+                else:
+                    link.probe_at, link.backoff_s = time.monotonic() + PROBE_S, MIN_BACKOFF_S
+                    link.sequence.replay_ended()
+                finally:
+                    link.asked = link.interrupted = False
+        finally:
+            self._close_replay(link)
+
+    @staticmethod
+    async def _until_one_is_wanted(link: _Link) -> None:
+        while True:
+            now = time.monotonic()
+            if not link.sequence.is_live:
+                if now >= link.ask_at:
+                    return
+                await asyncio.sleep(link.ask_at - now)
+            elif now >= link.probe_at:
+                link.probe_at = now + PROBE_S
+                link.sequence.check()
+            else:
+                link.changed.clear()
+                with anyio.move_on_after(link.probe_at - now):
+                    await link.changed.wait()
+
+    async def _replay(self, link: _Link) -> None:
+        """Ask, and hand on what is answered. Errors: ``Lost``."""
+        wanted = link.sequence.wanted
+        assert wanted is not None
+        replay, frames = link.replay, None
+        if replay is not None:
+            frames = await self._first_answer(replay, wanted, link)
+        if replay is None or frames is None:
+            self._close_replay(link)
+            replay = link.replay = await self._connect(
+                link, link.publisher.replay, b"DEALER", link.attempt, silence_s=ANSWER_S
+            )
+            replay.send(b"", wanted.to_bytes(8, "big"))
+            frames = await replay.receive()
+        nbytes = 0
+        while True:
+            if len(frames) not in (4, 5):
+                self.ignored_messages += 1
+            elif len(frames[-2]) == 8:
                 number = int.from_bytes(frames[-2], "big")
                 if number == END:
-                    link.asked, link.backoff_s = False, 0.25
-                    link.probe_at, link.ask_at = now + PROBE_S, now
-                    link.sequence.replay_ended()
-                else:
-                    link.sequence.replayed(number, frames[-1])
-        return False
+                    return
+                link.sequence.replayed(number, frames[-1])
+            nbytes += sum(map(len, frames))
+            frames = []
+            if nbytes >= TURN_NBYTES:
+                nbytes = 0
+                await asyncio.sleep(0)
+            frames = await replay.receive()
 
-    def _keep_asking_one(self, link: _Link, now: float) -> None:
-        """Ask for a replay when one is due; give one up that brings nothing."""
-        if link.asked:
-            if now >= link.answer_by:
-                self._close_replay(link)  # a late answer must not be taken for that of the next question
-                link.ask_at, link.backoff_s = now + link.backoff_s, min(2 * link.backoff_s, MAX_BACKOFF_S)
-                link.sequence.replay_failed(f"no answer from {link.publisher.replay}")
-            return
-        if link.sequence.is_live and now >= link.probe_at:
-            link.probe_at = now + PROBE_S
-            link.sequence.check()
-        wanted = link.sequence.wanted
-        if wanted is None or now < link.ask_at:
-            return
-        if link.replay is None:
-            try:
-                link.replay = self._socket(zmq.DEALER)
-            except zmq.ZMQError as error:
-                link.ask_at = now + MAX_BACKOFF_S
-                link.sequence.replay_failed(_no_socket(error))
-                return
-            self._connect(link.replay, link.publisher.replay, link.worker_id, link.publisher.dp_rank)
-            self._watch(link, link.replay)
-        link.asked, link.answer_by = True, now + ANSWER_S
+    @staticmethod
+    async def _first_answer(replay: Connection, wanted: int, link: _Link) -> list[bytes] | None:
+        """On a connection that was used before; None when it was closed meanwhile. Errors: ``Lost``."""
         try:
-            link.replay.send_multipart([b"", wanted.to_bytes(8, "big")], zmq.NOBLOCK)
-        except zmq.Again:
-            link.answer_by = now
-        self._unread.add(link.replay.fileno())  # to send is something that happens to it
+            replay.send(b"", wanted.to_bytes(8, "big"))
+            return await replay.receive()
+        except Lost as error:
+            if isinstance(error, Silent) or link.interrupted:
+                raise
+            return None
 
     def _close_replay(self, link: _Link) -> None:
-        link.asked = False
         if link.replay is not None:
-            self._drop(link.replay)
+            link.replay.close()
             link.replay = None
-
-
-def _no_socket(error: zmq.ZMQError) -> str:
-    return f"the index has no socket left for it: {zmq.strerror(error.errno or 0)}"

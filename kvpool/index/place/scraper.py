@@ -1,7 +1,7 @@
 """``Scraper``: reads the metrics pages of a fleet's workers, each once a second, in the index's event loop.
 
 Each worker is read by a task of its own, so a slow one delays no other; at most ``MAX_AT_A_TIME`` pages are
-under way. All state belongs to the event loop.
+under way. Pages are parsed in a thread, and names are resolved by ``Resolver``. All state belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import httpx
@@ -16,13 +17,14 @@ import httpx
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.load import Load, LoadBoard
 from kvpool.index.place.metrics_page import BadPage, read_page
+from kvpool.index.resolver import Resolver
 
 INTERVAL_S = 1.0
 DEADLINE_S = 2.0  # for all of a page
 MAX_BACKOFF_S = 10.0
-MAX_AT_A_TIME = 64
+MAX_AT_A_TIME = 32
 MAX_KEPT_OPEN = 512  # connections
-MAX_PAGE_NBYTES = 8 << 20
+MAX_PAGE_NBYTES = 2 << 20  # one of vLLM's has about 50 KiB an engine
 
 logger = logging.getLogger("kvpool.index")
 
@@ -33,10 +35,19 @@ class Scraper:
     A worker whose address is no HTTP URL is left out. Use it in one event loop: ``start``, ``close``.
     """
 
-    def __init__(self, fleet: Fleet, loads: LoadBoard, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        loads: LoadBoard,
+        *,
+        resolver: Resolver | None = None,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
         self._fleet = fleet
         self._loads = loads
         self._interval_s = interval_s
+        self._resolver = resolver or Resolver()
+        self._parser = ThreadPoolExecutor(1, "kvpool-metrics-page")
         self._turns = asyncio.Semaphore(MAX_AT_A_TIME)
         self._readers: dict[tuple[str, str, tuple[int, ...]], asyncio.Task[None]] = {}  # by what they read
         self._task: asyncio.Task[None] | None = None
@@ -60,6 +71,7 @@ class Scraper:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.aclose()
+        self._parser.shutdown()
 
     async def _run(self) -> None:
         while True:
@@ -100,8 +112,8 @@ class Scraper:
         since = [self._fleet.progress(worker_id, rank) for rank in ranks]
         # Before Python 3.12, asyncio.wait_for forgets a cancellation that meets the page.
         with anyio.fail_after(DEADLINE_S):
-            page = await self._page(f"{address.rstrip('/')}/metrics")
-        engines = read_page(page)
+            page = await self._page(f"{address.rstrip('/')}/metrics", worker_id.partition("/")[0])
+        engines = await asyncio.get_running_loop().run_in_executor(self._parser, read_page, page)
         if len(engines) == len(ranks) == 1:  # behind a balancer of its own, each rank is a server
             engines = {ranks[0]: next(iter(engines.values()))}
         name = worker_id.partition("/")[2]
@@ -114,8 +126,18 @@ class Scraper:
             if engine.asleep and come is not None:
                 self._fleet.emptied(worker_id, rank, come)
 
-    async def _page(self, url: str) -> bytes:
-        async with self._client.stream("GET", url) as reply:
+    async def _page(self, url: str, tenant: str) -> bytes:
+        named = httpx.URL(url)
+        # httpx would look the name up in the event loop's few threads, which names that hang could take all of.
+        addresses = await asyncio.wrap_future(self._resolver.resolve(named.host, tenant))
+        request = self._client.build_request(
+            "GET",
+            named.copy_with(host=addresses[0]),
+            headers={"host": named.netloc.decode("ascii")},
+            extensions={"sni_hostname": named.host},
+        )
+        reply = await self._client.send(request, stream=True)
+        try:
             if reply.status_code != 200:
                 raise BadPage(f"{url} answers with HTTP status {reply.status_code}")
             page = bytearray()
@@ -123,6 +145,8 @@ class Scraper:
                 page += part
                 if len(page) > MAX_PAGE_NBYTES:
                     raise BadPage(f"{url} has more than {MAX_PAGE_NBYTES} bytes")
+        finally:
+            await reply.aclose()
         return bytes(page)
 
 

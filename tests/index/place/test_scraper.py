@@ -1,4 +1,7 @@
-"""Reading the metrics of workers: real HTTP, and servers that are slow, huge, wrong or away."""
+"""Reading the metrics of workers: real HTTP, and servers that are slow, huge, wrong or away.
+
+Over 400 lines because all of it is one reader before one kind of server.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
 from tests.index.fleets import a_worker, say
 from tests.index.pages import PageServer, answer, page, serving_page
+from tests.index.test_resolver import Names, names
 from tests.index.wire import batch, packed64, stored
+
+__all__ = ["names"]
 
 WITHIN_S = 20.0
 
@@ -148,7 +154,10 @@ def scraper_tasks() -> list[Any]:
 def test_a_worker_that_goes_as_its_page_comes_is_left(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     follow(fleet, "a", "http://127.0.0.1:1")
 
-    async def come(scraper: Scraper, url: str) -> bytes:
+    came: list[str] = []
+
+    async def come(scraper: Scraper, url: str, tenant: str) -> bytes:
+        came.append(url)
         for reader in scraper._readers.values():
             reader.cancel()
         return page({0: Engine(7)})
@@ -156,7 +165,7 @@ def test_a_worker_that_goes_as_its_page_comes_is_left(fleet: Fleet, monkeypatch:
     monkeypatch.setattr(Scraper, "_page", come)
 
     async def body(board: LoadBoard) -> None:
-        await until(lambda: running(board, "a") == 7)
+        await until(lambda: came)
         await until(lambda: not scraper_tasks())
 
     scraping(fleet, body)
@@ -198,7 +207,7 @@ GOOD = page({0: Engine(9)})
         (never, "no answer within 0.5 s"),
         (drip, "no answer within 0.5 s"),
         (endless_head, ""),
-        (huge, "has more than 8388608 bytes"),
+        (huge, "has more than 2097152 bytes"),
         (saying(b""), ""),
         (saying(b"SSH-2.0-x\r\n"), ""),
         (saying(answer(GOOD, "404 Not Found")), "HTTP status 404"),
@@ -280,6 +289,47 @@ def test_one_that_cannot_be_reached(fleet: Fleet, caplog: pytest.LogCaptureFixtu
         await until(lambda: len([one for one in caplog.records if "cannot be read" in one.getMessage()]) == 4)
 
     scraping(fleet, body)
+
+
+def test_a_page_is_parsed_outside_the_event_loop(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsing, go_on = threading.Event(), threading.Event()
+    read_page = scraper_module.read_page
+    in_time: list[bool] = []
+
+    def slowly(body: bytes) -> dict[int, Engine]:
+        parsing.set()
+        in_time.append(go_on.wait(WITHIN_S / 4))
+        return read_page(body)
+
+    monkeypatch.setattr(scraper_module, "read_page", slowly)
+    with serving_page({0: Engine(3)}) as server:
+        follow(fleet, "a", server.address)
+
+        async def body(board: LoadBoard) -> None:
+            await until(parsing.is_set)
+            go_on.set()
+            await until(lambda: running(board, "a") == 3)
+            assert all(in_time), "the event loop waits for it"
+
+        scraping(fleet, body)
+
+
+def test_names_that_hang_hold_up_no_other_worker(fleet: Fleet, names: Names) -> None:
+    with serving_page({0: Engine(3)}) as server:
+        for number in range(40):
+            follow(fleet, f"hang-{number}", f"http://hang-{number}.test:1", port=6000 + number)
+        port = server.address.rpartition(":")[2]
+        names.known["good.test"] = "127.0.0.1"
+        follow(fleet, "good", f"http://good.test:{port}", tenant="other")
+
+        async def body(board: LoadBoard) -> None:
+            for number in range(4, 7):
+                await until(lambda: board.get("other/good", 0) is not None)
+                server.show({0: Engine(number)})
+                await until(lambda number=number: board.get("other/good", 0).load.running == number)
+            assert b"host: good.test:%s\r\n" % port.encode() in server.asked[-1].lower()
+
+        scraping(fleet, body)
 
 
 # ---- asleep

@@ -1,0 +1,73 @@
+"""``BufferBudget``: the memory that an index holds beside its tables, which its peers make it hold.
+
+Batches on their way, those that wait for a replay, what is remembered of batches, ranks: each takes its bytes here
+before it takes memory, and gives them back. Where nothing is left, the answer is no, and the caller does without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+
+from kvpool.index.table import MemoryBudget
+
+DEFAULT_NBYTES = 1 << 30  # without --max-memory
+ROOM_TIMEOUT_S = 10.0  # how long a large message waits for room
+ROOM_RETRY_S = 0.01
+SHARE = 4  # one part in four of --max-memory
+
+
+class BufferBudget:
+    """``limit_nbytes``: of all owners. One owner, a tenant, takes at most half of it. Any thread; nothing blocks."""
+
+    def __init__(self, limit_nbytes: int = DEFAULT_NBYTES) -> None:
+        self.limit_nbytes = limit_nbytes
+        self._lock = threading.Lock()
+        self._used_nbytes = 0
+        self._used_by: Counter[str] = Counter()
+
+    @property
+    def limit_of_owner_nbytes(self) -> int:
+        return self.limit_nbytes // 2
+
+    @property
+    def used_nbytes(self) -> int:
+        return self._used_nbytes
+
+    def take(self, nbytes: int, owner: str) -> bool:
+        """Whether there was room for it; it is taken then."""
+        with self._lock:
+            if self._used_nbytes + nbytes > self.limit_nbytes:
+                return False
+            if self._used_by[owner] + nbytes > self.limit_of_owner_nbytes:
+                return False
+            self._used_nbytes += nbytes
+            self._used_by[owner] += nbytes
+            return True
+
+    async def acquire(self, nbytes: int, owner: str) -> bool:
+        """``take``, which waits for room up to ``ROOM_TIMEOUT_S`` seconds. Any event loop."""
+        until = time.monotonic() + ROOM_TIMEOUT_S
+        while not self.take(nbytes, owner):
+            if nbytes > self.limit_of_owner_nbytes or time.monotonic() >= until:
+                return False
+            await asyncio.sleep(ROOM_RETRY_S)
+        return True
+
+    def give(self, nbytes: int, owner: str) -> None:
+        """What was taken is free again."""
+        with self._lock:
+            self._used_nbytes -= nbytes
+            self._used_by[owner] -= nbytes
+            if not self._used_by[owner]:
+                del self._used_by[owner]
+
+
+def budgets_of(max_memory_nbytes: int | None) -> tuple[MemoryBudget | None, BufferBudget]:
+    """The parts of the tables and of all else; None: tables have no limit. Errors: ``ConfigError``."""
+    if max_memory_nbytes is None:
+        return None, BufferBudget()
+    buffers = BufferBudget(max_memory_nbytes // SHARE)
+    return MemoryBudget(max_memory_nbytes - buffers.limit_nbytes), buffers

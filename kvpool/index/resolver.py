@@ -1,0 +1,167 @@
+"""``Resolver``: addresses of host names, looked up in threads of their own.
+
+The system's resolver may hang for half a minute on one name and cannot be interrupted. So each lookup has a thread;
+``MAX_LOOKUPS`` run at a time, ``MAX_LOOKUPS_OF_OWNER`` of them for one owner (a tenant, in an index), and the others
+wait in line. Callers wait on a future, for as long as they like.
+
+Threads: any may call anything. ``_lock`` guards all fields; no name is looked up under it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvpool.errors import KVPoolError
+
+FRESH_S = 5.0  # for so long addresses are not looked up again
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0  # until a name that did not resolve is tried again
+MAX_LOOKUPS = 16
+MAX_LOOKUPS_OF_OWNER = 4
+MAX_NAMES = 16384  # that are remembered
+
+Addresses = tuple[str, ...]  # numeric, in the system's order of preference; at least one
+
+
+class Unresolved(KVPoolError):
+    """A name has no address now; says which, and why."""
+
+
+@dataclass(eq=False)
+class _Name:
+    host: str
+    owner: str
+    answer: Future[Addresses]
+    under_way: bool = True
+    failures: int = 0  # in a row
+    until: float = 0.0  # the answer is given again
+
+
+class Resolver:
+    """Gives addresses or ``Unresolved``. A lookup that hangs keeps no process from ending.
+
+    ``allows``: whether an address of a name may be given (host, address). ``clock``: seconds that only go up.
+    """
+
+    def __init__(
+        self,
+        *,
+        allows: Callable[[str, str], bool] = lambda host, address: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._allows, self._clock = allows, clock
+        self._lock = threading.Lock()
+        # By owner and host; what was asked longest ago comes first.
+        self._names: OrderedDict[tuple[str, str], _Name] = OrderedDict()
+        self._line: OrderedDict[tuple[str, str], None] = OrderedDict()  # of those that wait for a thread
+        self._running: Counter[str] = Counter()  # by owner
+
+    def resolve(self, host: str, owner: str = "") -> Future[Addresses]:
+        """The addresses of a name or a numeric address, to come; never blocks.
+
+        An answer is remembered for ``FRESH_S`` seconds, a failure for 0.5 to 30: longer each time. The future cannot be
+        cancelled, and is done when the system's resolver is: wait with a deadline. Errors, in the future:
+        ``Unresolved``.
+        """
+        if _is_numeric(host):
+            return _done((host,))
+        with self._lock:
+            key = (owner, host)
+            name = self._names.get(key)
+            if name is not None and (name.under_way or self._clock() < name.until):
+                self._names.move_to_end(key)
+                return name.answer
+            if name is None:
+                if not self._make_room():
+                    return _failed(f"the name {host} is not looked up: {MAX_NAMES} others are")
+                name = self._names[key] = _Name(host, owner, Future())
+            name.answer, name.under_way = _pending(), True
+            self._names.move_to_end(key)
+            self._line[key] = None
+            self._start()
+            return name.answer
+
+    # ---- under the lock
+
+    def _make_room(self) -> bool:
+        if len(self._names) < MAX_NAMES:
+            return True
+        oldest = next((key for key, name in self._names.items() if not name.under_way), None)
+        if oldest is not None:
+            del self._names[oldest]
+        return oldest is not None
+
+    def _start(self) -> None:
+        """Look up those in line for whom there is a thread."""
+        for key in list(self._line):
+            if self._running.total() >= MAX_LOOKUPS:
+                return
+            if self._running[key[0]] < MAX_LOOKUPS_OF_OWNER:
+                del self._line[key]
+                self._running[key[0]] += 1
+                name = self._names[key]
+                threading.Thread(
+                    target=self._look_up, args=(name,), name="kvpool-resolver", daemon=True
+                ).start()
+
+    # ---- in a thread of the name's own
+
+    def _look_up(self, name: _Name) -> None:
+        found: Addresses = ()
+        why = "it has no address"
+        try:
+            known = socket.getaddrinfo(name.host, None, type=socket.SOCK_STREAM)
+            addresses = dict.fromkeys(str(address[4][0]) for address in known)
+            found = tuple(one for one in addresses if self._allows(name.host, one))
+            if addresses and not found:
+                why = "its addresses are not in --worker-networks"
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label that is too long
+            why = (error.strerror if isinstance(error, OSError) else str(error)) or "no reason given"
+        with self._lock:
+            name.under_way = False
+            if found:
+                name.failures, name.until = 0, self._clock() + FRESH_S
+            else:
+                backoff_s = min(MIN_BACKOFF_S * 2 ** min(name.failures, 16), MAX_BACKOFF_S)
+                name.failures, name.until = name.failures + 1, self._clock() + backoff_s
+            self._running[name.owner] -= 1
+            if not self._running[name.owner]:
+                del self._running[name.owner]
+            self._start()
+        if found:
+            name.answer.set_result(found)
+        else:
+            name.answer.set_exception(Unresolved(f"the name {name.host} does not resolve: {why}"))
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _pending() -> Future[Addresses]:
+    """One that several wait for: none of them can cancel it for the others."""
+    future: Future[Addresses] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _done(addresses: Addresses) -> Future[Addresses]:
+    future = _pending()
+    future.set_result(addresses)
+    return future
+
+
+def _failed(problem: str) -> Future[Addresses]:
+    future = _pending()
+    future.set_exception(Unresolved(problem))
+    return future

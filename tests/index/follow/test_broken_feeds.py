@@ -1,0 +1,321 @@
+"""Feeds that are broken, slow, silent or hostile: each costs its own worker, and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+import zmq
+
+from kvpool.discovery.worker import Publisher
+from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.follow import subscriber as module
+from kvpool.index.follow.subscriber import Subscriber
+from tests.conftest import eventually
+from tests.index.publisher import misbehaving, worker_of
+from tests.index.test_resolver import Names, names
+from tests.index.test_sequence import Heard
+
+__all__ = ["names"]
+
+WITHIN_S = 20.0
+
+
+class AmongOthers(Heard):
+    """Listens to one worker, and why the others are stale. ``held``: batches of others are not done until it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[str] = []
+        self.entered, self.held = threading.Event(), threading.Event()
+        self.of_others = 0
+
+    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
+        if worker_id == "default/w":
+            super().mark(worker_id, dp_rank, stale=stale, problem=problem)
+        else:
+            self.others.append(problem)
+
+    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
+        if worker_id == "default/w":
+            super().apply(worker_id, dp_rank, sequence, payload)
+            return
+        self.entered.set()
+        assert self.held.wait(WITHIN_S)
+        self.of_others += 1
+
+    def heard(self, worker_id: str, dp_rank: int) -> None:
+        if worker_id == "default/w":
+            super().heard(worker_id, dp_rank)
+
+    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
+        if worker_id == "default/w":
+            super().reset(worker_id, dp_rank, problem, anew=anew)
+
+
+def followed(heard: Heard, numbers: list[int]) -> bool:
+    return eventually(lambda: heard.numbers == numbers and not heard.stale, within_s=WITHIN_S)
+
+
+def test_a_name_that_does_not_resolve_makes_only_its_own_rank_stale(names: Names, short: None) -> None:
+    heard = AmongOthers()
+    with misbehaving() as publisher, closing(Subscriber(heard)) as feed:
+        for number in range(20):
+            host = f"{'hang' if number % 2 else 'gone'}-{number}.test"
+            feed.follow(worker_of(Publisher(0, f"tcp://{host}:1", f"tcp://{host}:2"), f"dead-{number}"))
+        feed.follow(worker_of(publisher.publisher))
+        for number in range(3):
+            publisher.publish(b"%d" % number)
+            assert followed(heard, list(range(number + 1)))
+        for problem in (
+            "the name gone-0.test does not resolve: Name or service not known",
+            "the name hang-1.test does not resolve: no answer within 0.5 s",
+        ):
+            assert eventually(lambda problem=problem: problem in heard.others, within_s=WITHIN_S)
+        proofs = heard.proofs
+        assert eventually(lambda: heard.proofs > proofs + 3, within_s=WITHIN_S)
+
+
+def test_a_publisher_that_has_another_address_is_found_by_its_name(
+    names: Names, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.index.resolver.FRESH_S", 0.1)
+    heard = Heard()
+    with misbehaving() as first, closing(Subscriber(heard)) as feed:
+        names.known["a.test"] = "127.0.0.1"
+        first.publish(b"0")
+        events, replay = (f"tcp://a.test:{port}" for port in first.ports)
+        feed.follow(worker_of(Publisher(3, events, replay)))
+        assert followed(heard, [0])
+        with misbehaving(first.ports, host="127.0.0.2") as second:
+            for number in range(4):
+                second.publish(b"other %d" % number)
+            names.known["a.test"] = "127.0.0.2"
+            first.close()
+            assert followed(heard, [0, 1, 2, 3])
+            assert heard.applied[0] == b"other 0"
+
+
+def test_leaving_a_worker_waits_for_no_batch_of_another(short: None) -> None:
+    heard = AmongOthers()
+    left = threading.Event()
+    with misbehaving() as busy, misbehaving() as publisher, closing(Subscriber(heard)) as feed:
+        publisher.publish(b"0")
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+        busy.publish(b"takes long")
+        feed.follow(worker_of(busy.publisher, "busy"))
+        assert heard.entered.wait(WITHIN_S)
+
+        def leave() -> None:
+            feed.unfollow("default/w")
+            left.set()
+
+        leaving = threading.Thread(target=leave, daemon=True)
+        leaving.start()
+        try:
+            assert left.wait(WITHIN_S / 2), "it waits for a batch of another worker"
+        finally:
+            heard.held.set()
+            leaving.join(WITHIN_S)
+        proofs = heard.proofs
+        publisher.publish(b"1")
+        assert eventually(lambda: heard.of_others == 1, within_s=WITHIN_S)
+        assert (heard.numbers, heard.proofs) == ([0], proofs), "nothing more is told of it"
+
+
+def test_leaving_a_worker_waits_for_its_own_batch(short: None) -> None:
+    heard = AmongOthers()
+    with misbehaving() as busy, closing(Subscriber(heard)) as feed:
+        busy.publish(b"takes long")
+        feed.follow(worker_of(busy.publisher, "busy"))
+        assert heard.entered.wait(WITHIN_S)
+        leaving = threading.Thread(target=feed.unfollow, args=("default/busy",))
+        leaving.start()
+        leaving.join(0.1)
+        assert leaving.is_alive()
+        heard.held.set()
+        leaving.join(WITHIN_S)
+        assert heard.of_others == 1
+
+
+@contextlib.contextmanager
+def path_to(port: int) -> Iterator[tuple[int, threading.Event]]:
+    """A port that leads to another one until the event is set; then it is silent, and no connection ends."""
+    silent, closing_, threads = threading.Event(), threading.Event(), []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with source, sink, contextlib.suppress(OSError):
+            while not closing_.is_set():
+                try:
+                    part = source.recv(65536)
+                except TimeoutError:
+                    continue
+                if not part:
+                    return
+                if not silent.is_set():
+                    sink.sendall(part)
+
+    def accept() -> None:
+        while not closing_.is_set():
+            with contextlib.suppress(TimeoutError):
+                near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+                for pair in ((near, far), (far, near)):
+                    pair[0].settimeout(0.05)
+                    threads.append(threading.Thread(target=pump, args=pair))
+                    threads[-1].start()
+
+    listener.settimeout(0.05)
+    threads.append(threading.Thread(target=accept))
+    threads[0].start()
+    try:
+        yield listener.getsockname()[1], silent
+    finally:
+        closing_.set()
+        for thread in threads:
+            thread.join(WITHIN_S)
+        listener.close()
+
+
+def test_a_publisher_without_replay_whose_path_goes_silent_is_stale(short: None) -> None:
+    heard = Heard()
+    with (
+        misbehaving(replay=False) as publisher,
+        path_to(publisher.ports[0]) as (port, silent),
+        closing(Subscriber(heard)) as feed,
+    ):
+        feed.follow(worker_of(Publisher(3, f"tcp://127.0.0.1:{port}")))
+
+        def heard_of() -> bool:
+            publisher.publish(b"%d" % len(publisher.kept))
+            return bool(heard.applied) and not heard.stale
+
+        assert eventually(heard_of, within_s=WITHIN_S)
+        known = len(heard.applied)
+        threading.Event().wait(3)  # three times as long as it may be silent: it is idle, and answers
+        assert (heard.stale, len(heard.applied) >= known) == (False, True)
+        silent.set()
+        assert eventually(lambda: heard.stale, within_s=WITHIN_S)
+        assert heard.applied == []
+        assert heard.marked[1] in (
+            "it was silent for 1 s",
+            f"no answer from tcp://127.0.0.1:{port} within 0.5 s",
+        )
+        silent.clear()
+        assert eventually(heard_of, within_s=WITHIN_S)
+
+
+def raw_publisher(say: Callable[[socket.socket], None]) -> contextlib.AbstractContextManager[Publisher]:
+    """A PUB socket by hand: after its handshake it says what it is told to."""
+
+    @contextlib.contextmanager
+    def running() -> Iterator[Publisher]:
+        closing_ = threading.Event()
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.settimeout(0.05)
+
+        def serve() -> None:
+            while not closing_.is_set():
+                with contextlib.suppress(OSError):
+                    connection = listener.accept()[0]
+                    with connection:
+                        connection.settimeout(0.5)
+                        connection.sendall(GREETING)
+                        connection.recv(4096)
+                        say(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield Publisher(0, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            closing_.set()
+            thread.join(WITHIN_S)
+            listener.close()
+
+    return running()
+
+
+GREETING = (
+    b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32) + b"\x04\x19\x05READY"
+    b"\x0bSocket-Type\x00\x00\x00\x03PUB"
+)
+
+
+def frames(*sizes: int, more: bool = True) -> Callable[[socket.socket], None]:
+    def say(connection: socket.socket) -> None:
+        for size in sizes:
+            connection.sendall(bytes((2 | more,)) + size.to_bytes(8, "big") + bytes(min(size, 1 << 20)))
+            for _ in range(size // (1 << 20) - 1):
+                connection.sendall(bytes(1 << 20))
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("say", "says"),
+    [
+        (lambda connection: None, "its connection was closed"),
+        (lambda connection: connection.sendall(b"\xff" * 99), "it sent what is no frame of ZMTP"),
+        (lambda connection: connection.sendall(b"\x04\x00\x04\x01\x00"), "its connection was closed"),
+        (lambda connection: connection.sendall(b"\x06" + b"\xff" * 8), "it sent what is no command of ZMTP"),
+        (lambda connection: connection.sendall(b"\x01\x00" * 99), "more than 64 MiB or 8 frames"),
+        (lambda connection: connection.sendall(b"\x02" + b"\xff" * 8), "more than 64 MiB or 8 frames"),
+        (frames(30 << 20, 30 << 20), "there is no room for a message of 62914560 bytes: raise --max-memory"),
+    ],
+    ids=["closes", "nonsense", "empty command", "huge command", "many frames", "huge frame", "no room"],
+)
+def test_a_publisher_that_sends_nonsense_costs_its_own_rank(
+    short: None, say: Callable[[socket.socket], None], says: str
+) -> None:
+    heard = AmongOthers()
+    budget = BufferBudget(64 << 20)
+    with (
+        misbehaving() as publisher,
+        raw_publisher(say) as bad,
+        closing(Subscriber(heard, budget=budget)) as feed,
+    ):
+        feed.follow(worker_of(bad, "bad"))
+        assert eventually(lambda: any(says in one for one in heard.others), within_s=WITHIN_S), heard.others[
+            -3:
+        ]
+        publisher.publish(b"0")
+        feed.follow(worker_of(publisher.publisher))
+        assert followed(heard, [0])
+        feed.unfollow("default/bad")
+        assert eventually(lambda: budget.used_nbytes == 0, within_s=WITHIN_S)
+
+
+def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
+    heard = AmongOthers()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        asks = context.socket(zmq.REP)
+        port = asks.bind_to_random_port("tcp://127.0.0.1")
+        with closing(Subscriber(heard)) as feed, socket.create_server(("127.0.0.1", 0)) as listener:
+            feed.follow(worker_of(Publisher(0, f"tcp://127.0.0.1:{port}"), "asks"))
+            assert eventually(lambda: bool(heard.others), within_s=WITHIN_S)
+            feed.unfollow("default/asks")
+            feed.follow(worker_of(Publisher(0, f"tcp://127.0.0.1:{listener.getsockname()[1]}"), "ssh"))
+            connection = listener.accept()[0]
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n" * 2)
+                says = "what answers there does not speak ZMTP 3"
+                assert eventually(lambda: any(says in one for one in heard.others), within_s=WITHIN_S)
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it waits for, shorter; the order of the waits is the same."""
+    for name, value in (("PROBE_S", 0.2), ("ANSWER_S", 0.5), ("CONNECT_S", 0.5)):
+        monkeypatch.setattr(module, name, value)
+    for name, value in (("HEARTBEAT_S", 0.3), ("SILENT_S", 1.0)):
+        monkeypatch.setattr(f"kvpool.index.follow.zmtp.{name}", value)
+    monkeypatch.setattr("kvpool.index.buffer_budget.ROOM_TIMEOUT_S", 0.5)

@@ -1,0 +1,133 @@
+"""What an index process takes at most while it is attacked: the peak of its resident memory, beside --max-memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvpool import IndexClient
+from kvpool.discovery.worker import PUSHED, Publisher
+from kvpool.index import Worker
+from kvpool.index.answer import WorkerStatus
+from kvpool.key.hashing import seed_id
+from tests.conftest import eventually
+from tests.index.follow.test_broken_feeds import frames, raw_publisher
+from tests.index.publisher import misbehaving
+from tests.index.wire import batch, packed64, stored
+
+WITHIN_S = 60.0
+MiB = 1 << 20
+PYTHON_NBYTES = 64 * MiB  # of code that is loaded on the way, and of what the interpreter keeps
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+
+class Index:
+    """A ``kvpool index`` whose log goes to a file: what it says of thousands of ranks would fill a pipe."""
+
+    def __init__(self, log: Path, max_memory: str) -> None:
+        program = str(Path(sys.executable).parent / "kvpool")
+        with log.open("wb") as lines:
+            self.process = subprocess.Popen(
+                [program, "index", "--listen", "127.0.0.1:0", "--max-memory", max_memory],
+                stdout=subprocess.PIPE, stderr=lines,
+            )  # fmt: skip
+        assert self.process.stdout is not None
+        found = re.match(r"index listens on (\S+),", self.process.stdout.readline().decode())
+        assert found is not None, log.read_text()
+        self.target = found[1]
+
+    def __enter__(self) -> Index:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def peak(index: Index) -> int:
+    status = Path(f"/proc/{index.process.pid}/status").read_text()
+    found = re.search(r"^VmHWM:\s+([0-9]+) kB$", status, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def a_worker(name: str, *publishers: Publisher, tenant: str = "default") -> Worker:
+    return Worker(name, "m", 16, seed_id(None), publishers, tenant=tenant, incarnation="1")
+
+
+def statuses(client: IndexClient) -> dict[str, WorkerStatus]:
+    return {status.worker.name: status for status in client.workers(timeout_s=WITHIN_S)}
+
+
+def test_ranks_that_say_nothing_take_little_and_no_more_than_there_is(tmp_path: Path) -> None:
+    ranks = tuple(Publisher(rank, PUSHED) for rank in range(1024))
+    with Index(tmp_path / "log", "256MiB") as index, IndexClient(index.target, timeout_s=WITHIN_S) as client:
+        client.workers()
+        before = peak(index)
+        for number in range(4):
+            client.register(a_worker(f"w-{number}", *ranks))
+        assert peak(index) - before < 32 * MiB + PYTHON_NBYTES
+        with pytest.raises(Exception, match="no memory is left for 1024 more ranks of tenant default"):
+            client.register(a_worker("w-4", *ranks))
+        client.register(a_worker("w", ranks[0], tenant="other"))
+        client.remove("w-0")
+        client.register(a_worker("w-4", *ranks))
+
+
+def test_a_message_of_many_frames_is_not_taken(tmp_path: Path) -> None:
+    """Each frame is legal; libzmq took 702 MiB."""
+    with (
+        misbehaving() as publisher,
+        raw_publisher(frames(*[58 * MiB] * 12)) as hostile,
+        raw_publisher(frames(*[20 * MiB] * 12)) as other,
+        Index(tmp_path / "log", "256MiB") as index,
+        IndexClient(index.target, timeout_s=WITHIN_S) as client,
+    ):
+        client.workers()
+        before = peak(index)
+        client.register(a_worker("hostile", hostile))
+        client.register(a_worker("other", other))
+        publisher.publish(batch(stored([1, 2])))
+        client.register(a_worker("w", publisher.publisher))
+        assert eventually(
+            lambda: all(
+                "no room for a message" in statuses(client)[name].publishers[0].problem
+                for name in ("hostile", "other")
+            ),
+            within_s=WITHIN_S,
+        )
+        assert eventually(
+            lambda: client.lookup("m", hashes64=packed64([1, 2]), workers=["w"]).device_blocks[0] == 2
+        )
+        assert peak(index) - before < 64 * MiB + PYTHON_NBYTES
+
+
+def test_twelve_ranks_with_large_batches_while_a_lease_ends(tmp_path: Path) -> None:
+    large = batch(
+        stored([1, 2], token_ids=[1 << 20] * 32), *[stored([3], token_ids=[1 << 20] * 16)] * 180_000
+    )
+    assert 30 * MiB < len(large) < 40 * MiB
+    with ExitStack() as opened:
+        publishers = [opened.enter_context(misbehaving()) for _ in range(12)]
+        index = opened.enter_context(Index(tmp_path / "log", "512MiB"))
+        client = opened.enter_context(IndexClient(index.target, timeout_s=WITHIN_S))
+        client.register(a_worker("leased", Publisher(0, PUSHED), tenant="other"), lease_s=1)
+        before = peak(index)
+        for number, publisher in enumerate(publishers):
+            publisher.publish(large)
+            client.register(a_worker(f"w-{number}", publisher.publisher))
+        assert eventually(lambda: "leased" not in statuses(client), within_s=WITHIN_S)
+
+        def followed() -> bool:
+            rows = client.lookup("m", hashes64=packed64([1, 2]))
+            return len(rows) == 12 and all(row.device_blocks == 2 and not row.stale for row in rows)
+
+        assert eventually(followed, within_s=WITHIN_S)
+        assert index.process.poll() is None
+        assert peak(index) - before < 128 * MiB + PYTHON_NBYTES

@@ -1,0 +1,112 @@
+"""Names that resolve, that do not, and that hang: nobody waits for the names of others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvpool.index import resolver as module
+from kvpool.index.resolver import Resolver, Unresolved
+from tests.conftest import eventually
+from tests.index.fleets import Clock
+
+WITHIN_S = 20.0
+
+
+class Names:
+    """In the place of the system's resolver: names that begin with "hang" have no answer until ``go_on``."""
+
+    def __init__(self) -> None:
+        self.known = {"a.test": "127.0.0.1"}
+        self.asked: list[str] = []
+        self.go_on = threading.Event()
+        self._lock = threading.Lock()
+
+    def getaddrinfo(self, host: str, *_: Any, **__: Any) -> list[Any]:
+        with self._lock:
+            self.asked.append(host)
+        if host.startswith("hang"):
+            assert self.go_on.wait(WITHIN_S)
+        if host not in self.known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (self.known[host], 0))]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    one = Names()
+    monkeypatch.setattr(module.socket, "getaddrinfo", one.getaddrinfo)
+    yield one
+    one.go_on.set()  # those in line, too, while the system's resolver is not asked
+    assert eventually(
+        lambda: "kvpool-resolver" not in {thread.name for thread in threading.enumerate()}, within_s=WITHIN_S
+    )
+
+
+def test_an_address_is_looked_up_again_when_it_is_no_longer_fresh(names: Names) -> None:
+    clock = Clock()
+    resolver = Resolver(clock=clock)
+    assert resolver.resolve("127.0.0.9").result(0) == ("127.0.0.9",)
+    assert resolver.resolve("::1").result(0) == ("::1",)
+    for _ in range(3):
+        assert resolver.resolve("a.test").result(WITHIN_S) == ("127.0.0.1",)
+    assert names.asked == ["a.test"]
+    names.known["a.test"] = "127.0.0.2"
+    clock.now_s += module.FRESH_S
+    assert resolver.resolve("a.test").result(WITHIN_S) == ("127.0.0.2",)
+
+
+def test_a_name_that_does_not_resolve_is_tried_again_later_and_later(names: Names) -> None:
+    clock = Clock()
+    resolver = Resolver(clock=clock)
+    for attempt, backoff_s in enumerate((0.5, 1, 2, 4, 8, 16, 30, 30), 1):
+        for _ in range(2):
+            with pytest.raises(
+                Unresolved, match=r"the name b\.test does not resolve: Name or service not known"
+            ):
+                resolver.resolve("b.test").result(WITHIN_S)
+        assert len(names.asked) == attempt
+        clock.now_s += backoff_s
+    names.known["b.test"] = "127.0.0.3"
+    assert resolver.resolve("b.test").result(WITHIN_S) == ("127.0.0.3",)
+
+
+def test_addresses_that_are_not_allowed_are_none(names: Names) -> None:
+    """Else a name would lead where its numeric address may not."""
+    allowed = {"10.0.0.7"}
+    resolver = Resolver(allows=lambda host, address: host == "mine.test" or address in allowed)
+    names.known = {"a.test": "127.0.0.1", "mine.test": "127.0.0.1", "b.test": "10.0.0.7"}
+    with pytest.raises(Unresolved, match="its addresses are not in --worker-networks"):
+        resolver.resolve("a.test").result(WITHIN_S)
+    assert resolver.resolve("b.test").result(WITHIN_S) == ("10.0.0.7",)
+    assert resolver.resolve("mine.test").result(WITHIN_S) == ("127.0.0.1",)
+
+
+def test_names_that_hang_hold_up_no_name_of_another_owner(names: Names) -> None:
+    resolver = Resolver()
+    hanging = [resolver.resolve(f"hang-{number}.test", "x") for number in range(50)]
+    assert resolver.resolve("a.test", "y").result(WITHIN_S) == ("127.0.0.1",)
+    assert len(names.asked) == module.MAX_LOOKUPS_OF_OWNER + 1
+    assert resolver.resolve("hang-0.test", "x") is hanging[0]
+    assert not hanging[0].cancel(), "others wait for it"
+    names.go_on.set()
+    assert eventually(lambda: all(one.done() for one in hanging), within_s=WITHIN_S)
+
+
+def test_a_resolver_remembers_so_many_names_and_no_more(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_NAMES", 3)
+    resolver = Resolver()
+    for number in range(9):
+        with pytest.raises(Unresolved):
+            resolver.resolve(f"b-{number}.test").result(WITHIN_S)
+    assert len(resolver._names) == 3
+    for number in range(3):
+        resolver.resolve(f"hang-{number}.test")
+    with pytest.raises(Unresolved, match=r"a\.test is not looked up: 3 others are"):
+        resolver.resolve("a.test").result(WITHIN_S)
