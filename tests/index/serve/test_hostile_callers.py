@@ -91,8 +91,8 @@ def test_large_checks_of_health_are_received_one_at_a_time(tmp_path: Path) -> No
                 asked = [method(bytes(MAX_REQUEST_NBYTES), timeout=2.0) for _ in range(16)]
                 for call in asked:
                     call.code()
-        # Once as gRPC's pieces, once as bytes; and as much again for what the allocator keeps.
-        assert peak_nbytes(index) - before < 4 * MAX_REQUEST_NBYTES
+        # Of the 32: one as gRPC's pieces and as bytes, and what the allocator keeps of those before it.
+        assert peak_nbytes(index) - before < 6 * MAX_REQUEST_NBYTES
 
 
 def silent(target: str, method: str, **options: Any) -> Callable[[], Awaitable[list[Any]]]:
