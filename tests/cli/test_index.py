@@ -307,7 +307,9 @@ def test_an_index_ends_in_time_with_clients_and_no_publisher() -> None:
                 code, lines = index.stop()
                 assert code == 0
                 assert time.monotonic() - started_s < 20
-                assert lines == ['worker default/w joins: model "m", 1 rank, by flag']
+                assert lines[0] == 'worker default/w joins: model "m", 1 rank, by flag'
+                # On a busy machine it runs for as long as a handshake may take.
+                assert all(" is stale: no answer from tcp://127.0.0.1:" in line for line in lines[1:])
 
 
 # ---- what a table says
