@@ -201,15 +201,15 @@ class Membership:
         Errors: ``KVPoolError``, and those of ``TenantShares.check``.
         """
         tenant, replaced_ranks = worker.tenant, len(known.ranks) if known else None
-        self._shares.check(
-            worker, replaced_ranks=replaced_ranks, max_workers=MAX_WORKERS, max_ranks=MAX_RANKS
-        )
         if known is None and len(self.entries) >= MAX_WORKERS:
             raise KVPoolError(
                 f"this index follows {MAX_WORKERS} workers already: remove one, or start another"
             )
         if len(self.ranks) + len(worker.publishers) - (replaced_ranks or 0) > MAX_RANKS:
             raise KVPoolError(f"this index would follow more than {MAX_RANKS} ranks: start another")
+        self._shares.check(
+            worker, replaced_ranks=replaced_ranks, max_workers=MAX_WORKERS, max_ranks=MAX_RANKS
+        )
         if self._has_room(worker):
             return
         self._drop_unused()

@@ -69,7 +69,7 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
             assert best["prefill_cost"] == len(tokens) - 48
             assert (picks[1]["trust"], picks[1]["load_source"]) == ("fallback", "none")
             table = kvpool(*chat, "--route").stdout
-            line = rf"w-1 +{best['cost']} +{best['prefill_cost']} +0 +1204 +3/3/0 +3 +1 +exact"
+            line = rf"w-1 +{best['cost']} +{best['prefill_cost']} +0 +1204 +3/3/3 +3 +1 +exact"
             assert re.search(line, table), table
             assert re.search(r"w-2 .* 0/0/0 +\? +\? +fallback", table), table
 

@@ -47,7 +47,7 @@ def test_a_count_of_copies_does_not_outlive_its_block() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     plan=st.lists(steps(), max_size=25),
-    questions=st.lists(st.lists(HASHES, max_size=8), min_size=3, max_size=6),
+    questions=st.lists(st.lists(HASHES, max_size=8, unique=True), min_size=3, max_size=6),
     known=st.fixed_dictionaries(
         {"reuse_reports": st.booleans(), "block_tokens": st.sampled_from([None, 8, 16])}
     ),
