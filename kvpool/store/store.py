@@ -318,8 +318,9 @@ class Store(ABC):
     @abstractmethod
     def _announcements(self, prefix: str) -> dict[str, bytes]: ...
 
-    @abstractmethod
-    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]: ...
+    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
+        found = {key: self._announcements(key).get(key) for key in keys}
+        return {key: document for key, document in found.items() if document is not None}
 
     def _announcing_tenants(self) -> list[str]:
         return sorted({tenant for key in self._announcements(KEY_PREFIX) if (tenant := parse_tenant(key))})
