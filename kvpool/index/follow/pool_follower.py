@@ -5,6 +5,7 @@ An index may start before its pool, and outlives it: what is asked meanwhile is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -56,11 +57,13 @@ class PoolFollower:
         self._life = ""
         try:
             self._store = open_store(self._url, threads=1)
-            self._life = self._store.server_run_id()
         except StoreUnavailable as error:
             logger.warning(
                 "the index starts without its pool, and follows it when it can be reached: %s", error
             )
+        else:
+            with contextlib.suppress(KVPoolError):  # the watch says so, and tries again
+                self._life = self._store.server_run_id()
 
     @property
     def life(self) -> str:

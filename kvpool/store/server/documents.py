@@ -83,11 +83,8 @@ class ServerAnnouncements:
 
     def remove(self, key: str) -> bool:
         """End what is under ``key``; whether its lease still ran."""
-        action = "cannot withdraw an announcement"
-        with self._server.asked(action, WRITE_S) as server, server.pipeline(transaction=True) as together:
-            together.unlink(f"{key}:{self._word}")
-            together.zrem(self._index(tenant_of(key)), key)
-            documents, entries = together.execute()
+        with self._server.asked("cannot withdraw an announcement", WRITE_S) as server:
+            documents, entries = self._remove(server, key)
         return bool(documents and entries)
 
     def of(self, keys: Sequence[str]) -> dict[str, bytes]:
@@ -158,11 +155,15 @@ class ServerAnnouncements:
         server.zremrangebyscore(index, "-inf", self._now_ms(server))
         if server.zcard(index) <= MAX_ANNOUNCEMENTS:
             return
+        self._remove(server, key)
+        raise StoreUnavailable(f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already")
+
+    def _remove(self, server: redis.Redis, key: str) -> list[int]:
+        """How many documents, and entries of the index, went."""
         with server.pipeline(transaction=True) as together:
             together.unlink(f"{key}:{self._word}")
-            together.zrem(index, key)
-            together.execute()
-        raise StoreUnavailable(f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already")
+            together.zrem(self._index(tenant_of(key)), key)
+            return together.execute()
 
     def _register(self, server: redis.Redis, tenant: str, index: str) -> None:
         """Keep the index of the tenant, and the tenant in the list of tenants."""
