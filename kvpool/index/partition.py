@@ -22,6 +22,7 @@ from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.index.answer import Lookup, TierRow
 from kvpool.index.dp_rank import DpRank
+from kvpool.index.prompt import Prompt
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import BlockHasher, seed_id
 
@@ -144,6 +145,14 @@ class Partition:
                 self.hasher = BlockHasher(key.block_tokens, key.hash_algorithm, seed)
             except ConfigError:  # the one case that check_worker leaves: xxhash_cbor without a seed
                 self.no_hasher = f"hash with {key.hash_algorithm}: start the index with their PYTHONHASHSEED"
+
+    def hashes(self, prompt: Prompt) -> Buffer:
+        """Of a prompt in tokens, as its workers make them; only where there is a ``hasher``."""
+        assert self.hasher is not None
+        assert prompt.token_ids is not None
+        return self.hasher.hashes64(
+            prompt.token_ids, lora=prompt.lora, cache_salt=prompt.cache_salt, multimodal=prompt.multimodal
+        )
 
     def answer(self, hashes: Buffer, candidates: frozenset[str] | None) -> Answer:
         """A row for every rank of the candidates; None: of all."""

@@ -6,12 +6,19 @@ import asyncio
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 from kvpool.index import Publisher, Worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
+from kvpool.index.place.endpoints import Endpoints
+from kvpool.index.place.placer import Placer
+from kvpool.index.place.renderer import Renderer
+from kvpool.index.place.router import Router
+from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.resolver import Resolver
+from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
@@ -58,10 +65,13 @@ class Served:
         *,
         stats: RequestStats | None = None,
         http: bool = False,
+        place: dict[str, Any] | None = None,
         target: str = "",
         **options: Any,
     ) -> None:
         self.fleet = fleet
+        self.ext_proc = ""  # where it speaks ext_proc; empty: nowhere
+        self._place = place  # options of Placer
         self.roster = Roster(fleet, feed)
         self.target = target
         self.http = ""  # where it speaks HTTP; empty: nowhere
@@ -95,8 +105,11 @@ class Served:
             auth=self._options.get("auth"),
             tls=self._options.get("tls"),
         )
+        parts = AsyncExitStack()
         try:
             self.target = f"127.0.0.1:{await server.start(self.target or '127.0.0.1:0')}"
+            if self._place is not None:
+                await self._start_ext_proc(server, parts)
             if self._with_http:
                 self.http = f"127.0.0.1:{await http.start('127.0.0.1:0')}"
             self._ready.set()
@@ -105,8 +118,26 @@ class Served:
             self._failure = error
             self._ready.set()
         finally:
+            await parts.aclose()
             await http.stop()
             await server.stop()
+
+    async def _start_ext_proc(self, server: IndexServer, parts: AsyncExitStack) -> None:
+        options: dict[str, Any] = {"shows": True, **(self._place or {})}
+        tokenizers = Tokenizers(options.pop("tokenizers", None))
+        parts.callback(tokenizers.close)
+        renderer = Renderer(tokenizers)
+        parts.push_async_callback(renderer.close)
+        router = self._options.get("router") or Router(self.fleet)
+        endpoints = Endpoints(self.fleet, options.pop("resolver", None) or Resolver())
+        shows = options.pop("shows")
+        placer = Placer(self.fleet, router, renderer, endpoints, **options)
+        parts.callback(placer.close)
+        picker = ExtProcServer(
+            placer, server.calls, server.health, self._stats, tls=self._options.get("tls"), shows=shows
+        )
+        parts.push_async_callback(picker.stop)
+        self.ext_proc = f"127.0.0.1:{await picker.start('127.0.0.1:0')}"
 
 
 @contextmanager
@@ -116,11 +147,15 @@ def serving(
     feed: Any = None,
     stats: RequestStats | None = None,
     http: bool = False,
+    place: dict[str, Any] | None = None,
     target: str = "",
     **options: Any,
 ) -> Iterator[Served]:
-    """An index, on a free port unless one is given, until the end of the block; ``options``: of ``IndexServer``."""
-    served = Served(fleet or Fleet(), feed, stats=stats, http=http, target=target, **options)
+    """An index, on a free port unless one is given, until the end of the block; ``options``: of ``IndexServer``.
+
+    ``place``: options of a ``Placer``, for an endpoint picker beside it; None: there is none.
+    """
+    served = Served(fleet or Fleet(), feed, stats=stats, http=http, place=place, target=target, **options)
     try:
         served.start()
         yield served

@@ -79,6 +79,37 @@ def index(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Answer Mooncake's RFC 1403 (/query, /query_by_hash) there."),
     ] = None,
+    ext_proc: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Tell Envoy there where to send each request: an endpoint picker (ext_proc).",
+        ),
+    ] = None,
+    place_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.001,
+            max=60,
+            help="Longest time to find out the tokens of a request; then it is placed by load. Less than the proxy's "
+            "own limit: Envoy's message_timeout is 0.2 s unless it is set.",
+        ),
+    ] = 0.15,
+    place_headers: Annotated[
+        bool,
+        typer.Option(
+            help="Whether requests and responses say in x-kvpool-... headers where they went, and why."
+        ),
+    ] = True,
+    max_waiting: Annotated[
+        int | None,
+        typer.Option(
+            metavar="REQUESTS",
+            min=1,
+            help="Requests that may wait at a worker: where all have as many, a request is answered with 429.",
+        ),
+    ] = None,
     snapshot: Annotated[
         str | None,
         typer.Option(
@@ -179,7 +210,8 @@ def index(
             worker_networks=worker_networks or [],
             workers=worker or [], max_blocks=max_blocks,
             max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),
-            reuse_reports=reuse_reports, metrics=metrics, http=http, snapshot=snapshot,
+            reuse_reports=reuse_reports, metrics=metrics, http=http, ext_proc=ext_proc,
+            place_timeout_s=place_timeout, place_headers=place_headers, max_waiting=max_waiting, snapshot=snapshot,
             snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [],
             scrape=scrape, route_costs=route_cost or [], tokens=tokens, tls_cert=tls_cert, tls_key=tls_key,
             tls_client_ca=tls_client_ca, tenant_share=tenant_share, drain_s=drain,

@@ -18,6 +18,7 @@ from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index.follow.push import NotRegistered
 from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import Permissions, Right, TokenAuth, WrongToken
+from kvpool.index.serve.limiter import Limiter
 from kvpool.index.serve.request_stats import RequestStats
 
 REQUEST_S = 10.0  # for the request of a call to arrive: 33 MiB at 28 Mbit/s
@@ -169,12 +170,17 @@ class Calls:
             task.exception()  # AbortError, which the read of the call raises, too
 
     def stream(
-        self, name: str, right: Right | None, serve: Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+        self,
+        name: str,
+        right: Right | None,
+        serve: Callable[[grpc.aio.ServicerContext], Awaitable[None]],
+        limit: Limiter | None = None,
     ) -> Handler:
         """The handler of a call with streams: a caller without the right is refused before the first message.
 
-        ``right``: None: callers need no token, and have a limit of their own.
+        ``right``: None: callers need no token, and have a limit of their own. ``limit``: None: of all streams.
         """
+        limit = limit or self._open_streams
 
         async def served(_: Any, context: grpc.aio.ServicerContext) -> None:
             task = asyncio.current_task()
@@ -185,7 +191,7 @@ class Calls:
                     opened = self._open_watches.acquire(context.peer(), None)
                 else:
                     caller = self.caller(right, context)
-                    opened = self._open_streams.acquire(context.peer(), caller.tenants)
+                    opened = limit.acquire(context.peer(), caller.tenants)
                 with opened:
                     await serve(context)
             except grpc.aio.AbortError:  # a message of it was refused

@@ -21,6 +21,9 @@ from kvpool.index.client.messages import SERVICE
 from kvpool.index.serve.calls import Calls
 
 MAX_REQUEST_NBYTES = 1024
+# What proposal 004 of the Gateway API inference extension has probes and proxies ask an endpoint picker about.
+LIVENESS = "liveness"
+NAMES_OF_PICKER = ("readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 
 logger = logging.getLogger("kvpool.index")
 
@@ -88,8 +91,9 @@ class Health:
                 "after %g s some workers were not heard from; the index serves without", self._warm_up_s
             )
         status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE):
+        for name in ("", SERVICE, *NAMES_OF_PICKER):
             await self.servicer.set(name, status.SERVING if self.serves else status.NOT_SERVING)
+        await self.servicer.set(LIVENESS, status.SERVING)
 
     async def is_serving(self) -> bool:
         """Whether the servicer says so; no longer once it shuts down."""

@@ -19,6 +19,7 @@ MAX_CALLS_OF_TENANT = 256
 MAX_STREAMS = 512
 MAX_STREAMS_OF_HOST = 64
 MAX_STREAMS_OF_TENANT = 192
+MAX_PLACEMENTS = 4096  # from one host as from all: a proxy asks about each request of its clients
 MAX_WATCHES = 1024
 MAX_WATCHES_OF_HOST = 64
 
@@ -74,6 +75,14 @@ def of_streams() -> Limiter:
     return Limiter(
         "streams", "one for each process is enough",
         total=MAX_STREAMS, of_host=MAX_STREAMS_OF_HOST, of_tenant=MAX_STREAMS_OF_TENANT,
+    )  # fmt: skip
+
+
+def of_placements() -> Limiter:
+    """Of requests of which a proxy asks where they should go, until it has no more to ask."""
+    return Limiter(
+        "requests", "send it again later",
+        total=MAX_PLACEMENTS, of_host=MAX_PLACEMENTS, of_tenant=MAX_PLACEMENTS,
     )  # fmt: skip
 
 

@@ -15,8 +15,11 @@ from typing import Literal, NamedTuple
 
 from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import Lookup, TierRow
+from kvpool.index.place.placer import REASONS
 
 Result = Literal["answered", "wrong", "unknown", "failed"]
+# Of a placement: why the request went where it did, or why it did not.
+OUTCOMES = (*REASONS, "no-worker", "busy")
 RESULTS: tuple[Result, ...] = ("answered", "wrong", "unknown", "failed")
 SECONDS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -71,6 +74,8 @@ class Totals(NamedTuple):
     ratios: dict[str, Histogram]  # of these, by where: matched blocks over prompt blocks
     refused: dict[str, int]  # by the name of the status
     streams: int
+    placements: dict[str, int]  # requests of proxies, by why they went where they did
+    placement_seconds: Histogram
 
 
 class LookupTimer:
@@ -111,6 +116,8 @@ class RequestStats:
         self._ratios = {where: Histogram(RATIOS) for where in ("device", "local", "pool")}
         self._refused: Counter[str] = Counter()
         self._streams = 0
+        self._placements: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._placement_seconds = Histogram(SECONDS)
 
     def timed_lookup(self) -> LookupTimer:
         """A context that records the lookup in it when it ends."""
@@ -140,6 +147,12 @@ class RequestStats:
         with self._lock:
             self._streams += change
 
+    def record_placement(self, seconds: float, outcome: str) -> None:
+        """One request of a proxy was placed, or not. ``outcome``: one of ``OUTCOMES``."""
+        with self._lock:
+            self._placements[outcome] += 1
+            self._placement_seconds.add(seconds)
+
     def totals(self) -> Totals:
         """All of it at one moment."""
         with self._lock:
@@ -151,4 +164,6 @@ class RequestStats:
                 {where: histogram.copy() for where, histogram in self._ratios.items()},
                 dict(self._refused),
                 self._streams,
+                dict(self._placements),
+                self._placement_seconds.copy(),
             )

@@ -13,10 +13,8 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -28,10 +26,7 @@ from kvpool.discovery.admission import check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus
-from kvpool.index.chat import Chat
 from kvpool.index.client.messages import (
-    MAX_REPLY_NBYTES,
-    MAX_REQUEST_NBYTES,
     REPLIES,
     SERVICE,
     decode_worker,
@@ -40,13 +35,14 @@ from kvpool.index.client.tls import ServerTls
 from kvpool.index.follow.roster import Roster
 from kvpool.index.partition import merged
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import codec, worker_pages
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
+from kvpool.index.serve.grpc_server import open_server
 from kvpool.index.serve.health import Health
-from kvpool.index.serve.listening import is_loopback, open_listening
+from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
 from kvpool.index.serve.publish_streams import PublishStreams
 from kvpool.index.serve.reflection_calls import reflection_handlers
@@ -59,18 +55,6 @@ from kvpool.v1 import index_pb2 as pb
 INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
 LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
 THREADS = 4
-TEXT_THREADS = 2  # that make tokens of text: long ones must not hold up what else takes a thread
-# Of all calls, those among them that are being refused: what bounds the memory that calls take. Honest callers meet
-# the limits of ``limiter`` first.
-MAX_CALLS = 8192
-MAX_CONNECTIONS = 4096
-MAX_CALLS_OF_CONNECTION = 256  # a caller's gRPC keeps more of them waiting
-# How much of a request gRPC receives before a handler reads it. Its own choice grows with a connection's speed, to tens
-# of MiB for each call of a fast caller. A handler that reads gets requests of any size at full speed.
-LOOKAHEAD_NBYTES = 256 << 10
-HANDSHAKE_S = 10  # for a connection to become one of HTTP/2, TLS included
-KEEPALIVE_S = 60  # a connection that is silent is asked whether its other end lives
-KEEPALIVE_TIMEOUT_S = 20
 TICK_S = 0.25  # how late the end of a lease may be noticed
 STOP_TIMEOUT_S = 5.0
 MAX_CONNECTION_AGE_S = 1800.0  # gRPC adds or takes off up to a tenth
@@ -85,13 +69,14 @@ class IndexServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
 
     ``stats`` counts what is answered here; others may count in it, too. ``router``: of the same fleet; None: one that
-    knows of no load but what routers report. ``tokenizers``: by model, for prompts that come as text. ``is_warm``:
-    whether there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says "not serving",
-    and every call is answered all the same. ``take``: a snapshot of what is known, to be called in any thread.
+    knows of no load but what routers report. ``tokenizers``: for prompts that come as text; the caller closes them.
+    ``is_warm``: whether there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says
+    "not serving", and every call is answered all the same. ``take``: a snapshot of what is known, to be called in any
+    thread.
     ``auth``: who may do what; None: every caller may do everything. ``tls``: None: without. Files of either are
     looked at again while it serves. ``max_connection_age_s``: after so long a caller is told to connect anew, so that
     a new replica gets its part; calls go on meanwhile. ``max_connection_grace_s``: after so long more its streams are
-    ended, too. 0, of either: never.
+    ended, too. 0, of either: never. ``calls``, ``health``: for other doors of the same index.
     """
 
     def __init__(
@@ -100,7 +85,7 @@ class IndexServer:
         stats: RequestStats | None = None,
         *,
         router: Router | None = None,
-        tokenizers: Mapping[str, Tokenizer] | None = None,
+        tokenizers: Tokenizers | None = None,
         is_warm: Callable[[], bool] = lambda: True,
         warm_up_s: float = WARM_UP_S,
         take: Callable[[], Snapshot] | None = None,
@@ -112,66 +97,38 @@ class IndexServer:
         self._roster = roster
         self._stats = stats or RequestStats()
         self._router = router or Router(roster.fleet)
-        self._tokenizers = tokenizers or {}
+        self._tokenizers = tokenizers or Tokenizers()
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
-        self._calls = Calls(self._auth, self._stats)
+        self.calls = Calls(self._auth, self._stats)
         self._lookups = LookupCalls(
-            self._calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
+            self.calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
         )
-        self._publishing = PublishStreams(roster.receiver, self._calls)
+        self._publishing = PublishStreams(roster.receiver, self.calls)
         self._instance_id = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self._health = Health(is_warm, warm_up_s)
+        self.health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
-        self._snapshots = SnapshotStreams(take, self._health, self._calls, self._threads)
-        self._text_threads = ThreadPoolExecutor(TEXT_THREADS, "kvpool-text")
+        self._snapshots = SnapshotStreams(take, self.health, self.calls, self._threads)
 
     async def start(self, listen: str) -> int:
         """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
-        # gRPC prints lines of its own when it cannot listen, and says less.
-        open_listening(listen, "listen on").close()
-        # so_reuseport off: two indexes on one port would each get half of the calls
-        options = [
-            ("grpc.max_receive_message_length", MAX_REQUEST_NBYTES),
-            ("grpc.max_send_message_length", MAX_REPLY_NBYTES),
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-            ("grpc.max_concurrent_streams", MAX_CALLS_OF_CONNECTION),
-            ("grpc.http2.lookahead_bytes", LOOKAHEAD_NBYTES),
-            ("grpc.http2.bdp_probe", 0),
-            ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
-            ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
-            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
-        ]
-        for name, seconds in zip(("age", "age_grace"), self._ages_s, strict=True):
-            if seconds:
-                options.append((f"grpc.max_connection_{name}_ms", max(1, round(seconds * 1000))))
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
-        handlers = {SERVICE: self._handlers(), health.SERVICE_NAME: self._health.handlers(self._calls)}
+        handlers = {SERVICE: self._handlers(), health.SERVICE_NAME: self.health.handlers(self.calls)}
         if self._auth.is_open:
             handlers[reflection.SERVICE_NAME] = reflection_handlers(
-                self._calls, (*handlers, reflection.SERVICE_NAME)
+                self.calls, (*handlers, reflection.SERVICE_NAME)
             )
-        server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(name, calls) for name, calls in handlers.items()]
+        server, bound = open_server(
+            listen, handlers, self._tls, age_s=self._ages_s[0], grace_s=self._ages_s[1]
         )
-        try:
-            if self._tls is None:
-                bound = server.add_insecure_port(listen)
-            else:
-                bound = server.add_secure_port(listen, self._tls.credentials)
-        except RuntimeError as error:
-            await server.stop(None)
-            raise ConfigError(f"cannot listen on {listen}: {error}") from error
         self._warn(listen)
         self._server = server
-        await self._health.begin()
+        await self.health.begin()
         await server.start()
         self._ticker = asyncio.create_task(self._tick())
-        return int(bound)
+        return bound
 
     async def wait(self, ended: asyncio.Event) -> None:
         """Serve until ``ended``. An error that leases can no longer be judged by is raised."""
@@ -186,27 +143,26 @@ class IndexServer:
 
     async def drain(self, seconds: float, now: asyncio.Event) -> None:
         """Say "not serving", and answer for so long, or until ``now``: a load balancer sends callers elsewhere."""
-        await self._health.servicer.enter_graceful_shutdown()
+        await self.health.servicer.enter_graceful_shutdown()
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(now.wait(), seconds)
 
     async def stop(self) -> None:
         """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""
-        await self._health.servicer.enter_graceful_shutdown()
+        await self.health.servicer.enter_graceful_shutdown()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         if self._server is not None:
             stopped = asyncio.ensure_future(self._server.stop(STOP_TIMEOUT_S))
-            self._calls.end_streams()
+            self.calls.end_streams()
             await stopped
-        for threads in (self._threads, self._text_threads):
-            threads.shutdown()
+        self._threads.shutdown()
         self._publishing.close()
 
     async def is_serving(self) -> bool:
         """Whether its health says so."""
-        return await self._health.is_serving()
+        return await self.health.is_serving()
 
     def _warn(self, listen: str) -> None:
         """Say what others on the network could do."""
@@ -227,8 +183,8 @@ class IndexServer:
         while True:
             await asyncio.sleep(TICK_S)
             await self._in_thread(self._tend)
-            if not self._health.serves:
-                await self._health.update()
+            if not self.health.serves:
+                await self.health.update()
 
     def _tend(self) -> None:
         self._roster.expire()
@@ -262,7 +218,7 @@ class IndexServer:
         }
         handlers = {
             name: grpc.stream_unary_rpc_method_handler(
-                self._calls.unary(name, method),
+                self.calls.unary(name, method),
                 # their answers are packed already
                 response_serializer=None if name in ("Lookup", "Route") else REPLIES[name].SerializeToString,
             )
@@ -275,7 +231,7 @@ class IndexServer:
         )
         for name, right, stream, reply in streams:
             handlers[name] = grpc.stream_stream_rpc_method_handler(
-                self._calls.stream(name, right, stream), response_serializer=reply
+                self.calls.stream(name, right, stream), response_serializer=reply
             )
         return handlers
 
@@ -311,23 +267,15 @@ class IndexServer:
 
     async def _in_tokens(self, prompt: Prompt) -> Prompt:
         """The prompt with tokens in the place of text."""
-        model, text, chat = prompt.model, prompt.text, prompt.chat
-        if text is None and chat is None:
+        if prompt.text is None and prompt.chat is None:
             return prompt
-        self._roster.fleet.check_model(model, prompt.tenant)
-        tokenizer = self._tokenizers.get(model)
-        if tokenizer is None:
+        self._roster.fleet.check_model(prompt.model, prompt.tenant)
+        if prompt.model not in self._tokenizers:
             raise ConfigError(
-                f'this index has no tokenizer for "{model}": start it with --tokenizer {model}=FOLDER, '
-                "or send token_ids"
+                f'this index has no tokenizer for "{prompt.model}": start it with '
+                f"--tokenizer {prompt.model}=FOLDER, or send token_ids"
             )
-        work = (
-            partial(tokenizer.of_chat, chat)
-            if isinstance(chat, Chat)
-            else partial(tokenizer.of_text, text or "")
-        )
-        token_ids = await asyncio.get_running_loop().run_in_executor(self._text_threads, work)
-        return replace(prompt, token_ids=token_ids, text=None, chat=None)
+        return await self._tokenizers.in_tokens(prompt)
 
     async def _release(self, request: Any, _: Permissions) -> Any:
         tenant = check_tenant(_tenant(request.tenant))

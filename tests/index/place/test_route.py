@@ -17,6 +17,7 @@ from kvpool.index.client import codec
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.serve.codec import MAX_TEXT_NBYTES
 from kvpool.v1 import index_pb2 as pb
 from tests.index.fleets import Served, a_worker, say, serving
@@ -67,7 +68,7 @@ def an_index(tokenizer: Tokenizer) -> Iterator[Served]:
         fleet.add(a_worker(name, port=5000 + 2 * place), "flag")
         say(fleet, f"default/{name}", 0, 0, batch(stored(BlockHasher(16).hashes(tokens))))
     fleet.add(a_worker("x", model="other", port=6000), "flag")
-    with serving(fleet, router=Router(fleet), tokenizers={"m": tokenizer}) as running:
+    with serving(fleet, router=Router(fleet), tokenizers=Tokenizers({"m": tokenizer})) as running:
         yield running
 
 

@@ -1,0 +1,268 @@
+"""``Placer``: which workers should serve a request, best first, for a proxy that holds its path and body.
+
+    body -> InferenceRequest -> Renderer: tokens -> Router: ranks by cost -> Endpoints: IP:PORT
+
+A request is placed by its prompt where the tokens are known in time, else by load. What is wrong with a request is for
+the engine to say: only what no worker could take is refused here. One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvpool.discovery.worker import DEFAULT_TENANT
+from kvpool.errors import ConfigError, KVPoolError, UnknownModel
+from kvpool.index.fleet import Fleet
+from kvpool.index.place.endpoints import Endpoints, parse_url
+from kvpool.index.place.inference_request import InferenceRequest, Unreadable, read_request
+from kvpool.index.place.renderer import NoTokens, Renderer
+from kvpool.index.place.route import Pick, Route
+from kvpool.index.place.router import Router
+from kvpool.index.prompt import Prompt
+
+Reason = Literal["prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed"]
+REASONS: tuple[Reason, ...] = ("prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed")
+
+MAX_ENDPOINTS = 4  # the best, and where a proxy tries next
+MAX_PICKS = 16  # ranks of a worker share its endpoint
+PLACE_S = 0.15  # Envoy waits 0.2 s for a picker unless it is told otherwise
+RESERVE_S = 60.0  # for a reservation that nobody ends
+SHOWN_S = 2.0  # after which the metrics of a worker show what was placed there
+INLINE_NBYTES = 64 << 10  # of a body or of tokens, above which a thread does the work
+NOBODY = b"\0" * 8  # a prompt of one block that no worker holds
+
+
+class NoWorker(KVPoolError):
+    """No worker can take the request now."""
+
+
+class AllBusy(KVPoolError):
+    """Each worker has as many requests waiting as it may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """``endpoints``: ``IP:PORT``, the best first; empty: any will do. ``worker``, ``dp_rank``: of the first; the rank
+    is None where the worker has only one. ``matched_blocks``: of ``prompt_blocks``, those it need not compute.
+    ``detail``: more on the reason; may be empty. ``reservation``: for ``Placer.release``; empty: none.
+    """
+
+    tenant: str
+    reason: Reason
+    endpoints: tuple[str, ...] = ()
+    worker: str = ""
+    dp_rank: int | None = None
+    matched_blocks: int = 0
+    prompt_blocks: int = 0
+    detail: str = ""
+    reservation: str = ""
+    made_s: float = 0.0
+
+
+class Placer:
+    """Places requests on the workers of ``fleet``.
+
+    ``timeout_s``: for all of a placement. ``max_waiting``: requests that may wait at a worker before it takes no more;
+    None: any number.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        renderer: Renderer,
+        endpoints: Endpoints,
+        *,
+        timeout_s: float = PLACE_S,
+        max_waiting: int | None = None,
+    ) -> None:
+        self._fleet, self._router, self._renderer, self._endpoints = fleet, router, renderer, endpoints
+        self._timeout_s, self._max_waiting = timeout_s, max_waiting
+        self._threads = ThreadPoolExecutor(1, "kvpool-place")
+
+    def close(self) -> None:
+        """Blocking, for as long as one body is read."""
+        self._threads.shutdown(cancel_futures=True)
+
+    async def place(
+        self,
+        path: str,
+        body: bytes,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        subset: frozenset[str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Placement:
+        """Where to send a request. ``subset``: ``IP:PORT`` of those that may serve it; None: all. ``headers``: to send
+        to a worker that is asked for its tokens. Errors: ``NoWorker``, ``AllBusy``."""
+        ends_s = time.monotonic() + self._timeout_s
+        names = None
+        if subset is not None:
+            names = await self._endpoints.names_at(subset, tenant, self._timeout_s)
+            if not names:
+                raise NoWorker("no worker is known at any of the endpoints that may serve this request")
+        reason: Reason = "load"
+        detail = ""
+        prompt: Prompt | None = None
+        request = InferenceRequest(path, len(body))
+        try:
+            request = await self._read(path, body)
+            self._fleet.check_model(request.model, tenant)
+            prompt = await self._renderer.prompt(
+                request,
+                tenant,
+                body,
+                headers or {},
+                lambda: self._url_to_ask(request, tenant, names),
+                max(0.0, ends_s - time.monotonic()),
+            )
+        except Unreadable as error:
+            reason, detail = "unreadable", str(error)
+        except UnknownModel as error:
+            reason, detail = "unknown-model", str(error)
+        except NoTokens as error:
+            reason, detail = "no-tokens", str(error)
+        except ConfigError as error:  # a model's name that is none, a prompt that is none
+            reason, detail = "unreadable", str(error)
+        route = await self._rank(request, prompt, tenant, names)
+        return await self._placement(route, tenant, reason, detail, ends_s)
+
+    def release(self, placement: Placement) -> None:
+        """End its reservation now."""
+        if placement.reservation:
+            self._router.release(placement.tenant, placement.reservation)
+
+    def release_when_shown(self, placement: Placement) -> None:
+        """End its reservation once the worker's metrics show the request, if it has got there."""
+        if placement.reservation:
+            left_s = placement.made_s + SHOWN_S - time.monotonic()
+            asyncio.get_running_loop().call_later(max(0.0, left_s), self.release, placement)
+
+    async def _read(self, path: str, body: bytes) -> InferenceRequest:
+        if len(body) <= INLINE_NBYTES:
+            return read_request(path, body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, read_request, path, body)
+
+    async def _rank(
+        self, request: InferenceRequest, prompt: Prompt | None, tenant: str, names: list[str] | None
+    ) -> Route:
+        if prompt is None:
+            return self._by_load(request, tenant, names, RESERVE_S)
+
+        def rank() -> Route:
+            asked = prompt if names is None else replace(prompt, workers=names)
+            return self._router.rank(asked, limit=MAX_PICKS, reserve_s=RESERVE_S).route()
+
+        try:
+            if prompt.nbytes <= INLINE_NBYTES:
+                return rank()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, rank)
+        except (
+            KVPoolError
+        ):  # workers whose hashes cannot be made, a prompt with too many blocks or too much work
+            return self._by_load(request, tenant, names, RESERVE_S)
+
+    def _by_load(
+        self, request: InferenceRequest, tenant: str, names: list[str] | None, reserve_s: float | None
+    ) -> Route:
+        """Of the workers of its model; of all where nobody has that model."""
+        models = self._fleet.models(tenant)
+        if request.model in models:
+            models = [request.model]
+        if len(models) > 1:
+            reserve_s = None  # only the best of all would have to have one
+        routes = [
+            self._router.rank(
+                Prompt(model, hashes64=NOBODY, tenant=tenant, workers=names),
+                limit=MAX_PICKS,
+                reserve_s=reserve_s,
+                prompt_tokens=request.tokens_estimate,
+            ).route()
+            for model in models
+        ]
+        if len(routes) == 1:
+            return routes[0]
+        return Route(tuple(sorted((pick for route in routes for pick in route.picks), key=_cost)))
+
+    async def _url_to_ask(self, request: InferenceRequest, tenant: str, names: list[str] | None) -> str:
+        """Of the worker with the least to do. Errors: ``NoTokens``."""
+        for pick in self._by_load(request, tenant, names, None).picks:
+            try:
+                url = parse_url(pick.address)
+                at = await self._endpoints.resolve(pick.address, tenant, self._timeout_s)
+            except KVPoolError:
+                continue
+            if not url.is_tls:
+                return f"http://{at}"
+        raise NoTokens("no worker can be asked for its tokens")
+
+    async def _placement(
+        self, route: Route, tenant: str, reason: Reason, detail: str, ends_s: float
+    ) -> Placement:
+        try:
+            picks = self._fit(route.picks)
+            placed = await self._resolved(picks, tenant, ends_s)
+        except BaseException:
+            if route.reservation:
+                self._router.release(tenant, route.reservation)
+            raise
+        first = next(iter(placed.values()))
+        reservation = route.reservation
+        if reservation and first is not route.picks[0]:
+            self._router.release(tenant, reservation)
+            reservation = ""
+        matched = first.row.loadable_blocks
+        several = any(pick.worker == first.worker and pick is not first for pick in route.picks)
+        if reason == "load" and matched:
+            reason = "prefix"
+        return Placement(
+            tenant,
+            reason,
+            tuple(placed),
+            first.worker,
+            first.dp_rank if several or first.dp_rank else None,
+            matched,
+            first.row.prompt_blocks if reason in ("load", "prefix") else 0,
+            detail,
+            reservation,
+            time.monotonic(),
+        )
+
+    def _fit(self, picks: tuple[Pick, ...]) -> list[Pick]:
+        awake = [pick for pick in picks if not pick.asleep]
+        if not awake:
+            raise NoWorker("all workers sleep" if picks else "no worker has joined the index")
+        # Where none can be reached, the index may be the one that is cut off.
+        reachable = [pick for pick in awake if not pick.unreachable] or awake
+        if self._max_waiting is None:
+            return reachable
+        found = [pick for pick in reachable if pick.waiting < self._max_waiting]
+        if not found:
+            raise AllBusy(f"each worker has {self._max_waiting} or more requests waiting")
+        return found
+
+    async def _resolved(self, picks: list[Pick], tenant: str, ends_s: float) -> dict[str, Pick]:
+        """The best pick at each endpoint, in order. Errors: ``NoWorker``."""
+        placed: dict[str, Pick] = {}
+        why = ""
+        for pick in picks:
+            try:
+                at = await self._endpoints.resolve(pick.address, tenant, max(0.01, ends_s - time.monotonic()))
+            except KVPoolError as error:
+                why = why or str(error)
+                continue
+            placed.setdefault(at, pick)
+            if len(placed) == MAX_ENDPOINTS:
+                break
+        if not placed:
+            raise NoWorker(f"no worker can be addressed: {why}")
+        return placed
+
+
+def _cost(pick: Pick) -> tuple[bool, bool, int]:
+    return pick.unreachable, pick.asleep, pick.cost

@@ -1,0 +1,196 @@
+"""``Renderer``: the tokens of a request's prompt: by a tokenizer of ours where it is exact, else by a worker.
+
+vLLM says the tokens that it would make of a request, with templates that are code and of images, too, at the path of
+the request with ``/render`` behind it (``vllm/entrypoints/scale_out/render``). One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.index.place.inference_request import InferenceRequest
+from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.prompt import Prompt
+
+if TYPE_CHECKING:
+    from kvpool.key.hashing import Multimodal
+
+RENDER_S = 10.0  # for a worker to say the tokens; a request waits less
+MAX_RENDERED_NBYTES = 32 << 20
+MAX_KEPT_NBYTES = 64 << 20  # of tokens that are remembered
+ENTRY_NBYTES = 1024  # of memory beside them
+MAX_UNDER_WAY = 64
+WITHOUT_S = 30.0  # that a model's workers have no /render is remembered
+_NO_RENDER = (404, 405, 501)
+
+Ask = Callable[[], Awaitable[str]]
+
+
+class NoTokens(KVPoolError):
+    """The tokens of a prompt are not known, or not in time; says why."""
+
+
+class _Range(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    mm_placeholders: dict[str, list[_Range]] = msgspec.field(default_factory=dict)
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+    features: _Features | None = None
+    cache_salt: str | None = None
+
+
+_RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
+
+
+class Renderer:
+    """Remembers the tokens of prompts, also of those that nobody waited for any longer."""
+
+    def __init__(self, tokenizers: Tokenizers) -> None:
+        self._tokenizers = tokenizers
+        self._known: OrderedDict[tuple[str, bytes], Prompt] = OrderedDict()
+        self._known_nbytes = 0
+        self._under_way: dict[tuple[str, bytes], asyncio.Task[Prompt]] = {}
+        self._without: dict[tuple[str, str], float] = {}  # until when, by tenant and model
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Forget what is under way."""
+        for task in self._under_way.values():
+            task.cancel()
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def prompt(
+        self,
+        request: InferenceRequest,
+        tenant: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        ask: Ask,
+        timeout_s: float,
+    ) -> Prompt:
+        """The prompt of ``request``, in tokens. ``headers``: to send to a worker with it. ``ask``: the URL of a worker
+        that may be asked. Errors: ``NoTokens``."""
+        if request.token_ids is not None:
+            return Prompt(
+                request.model, request.token_ids, tenant=tenant, cache_salt=request.cache_salt or None
+            )
+        if not request.key:
+            raise NoTokens(f"requests to {request.path:.60} are placed by load")
+        key = (tenant, request.key)
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return known
+        task = self._under_way.get(key)
+        if task is None:
+            if len(self._under_way) >= MAX_UNDER_WAY:
+                raise NoTokens(f"the tokens of {MAX_UNDER_WAY} other prompts are being made")
+            task = asyncio.create_task(self._make(request, tenant, body, headers, ask))
+            self._under_way[key] = task
+            task.add_done_callback(lambda done: self._made(key, done))
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise NoTokens(f"its tokens were not made within {timeout_s:g} s")
+        return task.result()
+
+    def _made(self, key: tuple[str, bytes], task: asyncio.Task[Prompt]) -> None:
+        del self._under_way[key]
+        if task.cancelled() or task.exception() is not None:
+            return
+        self._known[key] = task.result()
+        self._known_nbytes += task.result().nbytes + ENTRY_NBYTES
+        while self._known_nbytes > MAX_KEPT_NBYTES:
+            self._known_nbytes -= self._known.popitem(last=False)[1].nbytes + ENTRY_NBYTES
+
+    async def _make(
+        self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], ask: Ask
+    ) -> Prompt:
+        why = ""
+        if request.model in self._tokenizers and not request.is_rendered_by_engine:
+            prompt = Prompt(
+                request.model,
+                text=request.text,
+                chat=request.chat,
+                tenant=tenant,
+                cache_salt=request.cache_salt or None,
+            )
+            try:
+                return await self._tokenizers.in_tokens(prompt)
+            except ConfigError as error:  # images, or a chat that the template refuses
+                why = f"{error}; "
+        model = (tenant, request.model)
+        if self._without.get(model, 0.0) > time.monotonic():
+            raise NoTokens(f"{why}the workers of {request.model} have no /render")
+        try:
+            return await self._ask(request, tenant, body, headers, await ask())
+        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
+            raise NoTokens(f"{why}no worker says its tokens: {str(error) or type(error).__name__}") from error
+
+    async def _ask(
+        self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], worker: str
+    ) -> Prompt:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(RENDER_S), auto_decompress=False, trust_env=False
+            )
+        url = f"{worker}{request.path}/render"
+        sent = {**headers, "content-type": "application/json"}
+        async with self._session.post(
+            url, data=io.BytesIO(body), headers=sent, allow_redirects=False
+        ) as reply:
+            if reply.status in _NO_RENDER:
+                self._without[tenant, request.model] = time.monotonic() + WITHOUT_S
+            if reply.status != 200:
+                raise NoTokens(f"{url} answers with HTTP status {reply.status}")
+            packed = await reply.content.read(MAX_RENDERED_NBYTES + 1)
+            while len(packed) <= MAX_RENDERED_NBYTES and (more := await reply.content.readany()):
+                packed += more
+        if len(packed) > MAX_RENDERED_NBYTES:
+            raise NoTokens(f"{url} answers with more than {MAX_RENDERED_NBYTES} bytes")
+        return _prompt(request, tenant, _RENDERED.decode(packed))
+
+
+def _prompt(request: InferenceRequest, tenant: str, rendered: Any) -> Prompt:
+    one = rendered
+    if isinstance(rendered, list):
+        if not rendered:
+            raise NoTokens("a worker has made no tokens of it")
+        one = rendered[0]
+    try:
+        tokens = array("I", one.token_ids)
+    except (OverflowError, TypeError) as error:
+        raise NoTokens(f"a worker has made tokens of it that are none: {error}") from error
+    salt = one.cache_salt or request.cache_salt
+    return Prompt(
+        request.model, tokens, tenant=tenant, cache_salt=salt or None, multimodal=_items(one.features)
+    )
+
+
+def _items(features: _Features | None) -> list[Multimodal]:
+    """In the order of their places, as the engine hashes them."""
+    if features is None:
+        return []
+    items = [
+        (name, place.offset, place.length)
+        for modality, names in features.mm_hashes.items()
+        for name, place in zip(names, features.mm_placeholders.get(modality, ()), strict=False)
+    ]
+    return sorted(items, key=lambda item: item[1])

@@ -1,0 +1,105 @@
+"""Envoy, as ``deploy/envoy.yaml`` configures it, on ports of loopback."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BINARY = ROOT / ".cache/envoy/envoy/_bin/envoy"
+CONFIG = ROOT / "deploy/envoy.yaml"
+_ENDPOINT = "        - endpoint: {{address: {{socket_address: {{address: {}, port_value: {}}}}}}}\n"
+
+
+class Envoy:
+    """A running one. ``url``: where it takes requests."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, admin: str, log: Path) -> None:
+        self.process, self.url, self._admin, self.log = process, url, admin, log
+
+    def counters(self, prefix: str) -> dict[str, int]:
+        """Of its statistics."""
+        with urllib.request.urlopen(f"{self._admin}/stats?format=json", timeout=10) as page:
+            stats = json.load(page)["stats"]
+        return {one["name"]: one["value"] for one in stats if one.get("name", "").startswith(prefix)}
+
+    def healthy(self, cluster: str) -> int:
+        return self.counters(f"cluster.{cluster}.membership_healthy")[f"cluster.{cluster}.membership_healthy"]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def configured(
+    workers: Sequence[str], pickers: Sequence[str], *, listen: int, admin: int, duplex: bool, more: str = ""
+) -> str:
+    """The shipped file with other endpoints and ports. ``duplex``: the body mode that the protocol asks for."""
+    text = CONFIG.read_text()
+    for cluster, targets in (("workers", workers), ("picker", pickers)):
+        endpoints = "".join(_ENDPOINT.format(*target.rsplit(":", 1)) for target in targets)
+        text, count = re.subn(
+            rf"(cluster_name: {cluster}\n      endpoints:\n      - lb_endpoints:\n)(        - endpoint: .*\n)+",
+            lambda found, endpoints=endpoints: found[1] + endpoints,  # type: ignore[misc]
+            text,
+        )
+        assert count == 1, cluster
+    for old, new in (
+        ("address: 127.0.0.1, port_value: 9901", f"address: 127.0.0.1, port_value: {admin}"),
+        ("address: 0.0.0.0, port_value: 8080", f"address: 127.0.0.1, port_value: {listen}"),
+        ("interval: 2s", "interval: 0.2s"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    if duplex:
+        text = text.replace(
+            "request_body_mode: BUFFERED",
+            "request_body_mode: FULL_DUPLEX_STREAMED\n                request_trailer_mode: SEND\n"
+            "                response_body_mode: FULL_DUPLEX_STREAMED\n                response_trailer_mode: SEND",
+        )
+    if more:
+        text = text.replace(
+            "{envoy_grpc: {cluster_name: picker}", "{envoy_grpc: {cluster_name: picker}" + more
+        )
+    return text
+
+
+@contextmanager
+def running(
+    folder: Path, workers: Sequence[str], pickers: Sequence[str], *, duplex: bool = False, more: str = ""
+) -> Iterator[Envoy]:
+    """Until the end of the block. ``workers``, ``pickers``: ``IP:PORT``. ``more``: of the picker's service."""
+    listen, admin = _free_port(), _free_port()
+    file = folder / f"envoy-{listen}.yaml"
+    file.write_text(configured(workers, pickers, listen=listen, admin=admin, duplex=duplex, more=more))
+    log = file.with_suffix(".log")
+    process = subprocess.Popen(
+        [
+            str(BINARY), "--config-path", str(file), "--log-path", str(log), "--concurrency", "1",
+            "--use-dynamic-base-id", "--log-level", "warning", "--drain-time-s", "1",
+        ],
+        stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        ends_s = time.monotonic() + 30
+        while True:
+            alive = process.poll() is None and time.monotonic() < ends_s
+            assert alive, log.read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{admin}/ready", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield Envoy(process, f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}", log)
+    finally:
+        process.kill()
+        process.wait(30)

@@ -1,0 +1,133 @@
+"""A worker as a front of a fleet meets it: OpenAI's API over HTTP, with answers that say who gave them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from kvpool.index import Worker
+from kvpool.index.place.metrics_page import Engine
+from tests.index.fleets import a_worker
+from tests.index.pages import page
+
+Render = Callable[[dict[str, Any]], list[int]]
+
+
+def render_bytes(body: dict[str, Any]) -> list[int]:
+    """A byte is a token."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        prompt = prompt[0]
+    if prompt is None:
+        prompt = "".join(f"{message['role']}: {message['content']}\n" for message in body["messages"])
+    return list(prompt.encode())
+
+
+class ScriptedWorker:
+    """``bodies``: of the requests that it served. ``hold``: answers wait for it. ``render``: None: there is none."""
+
+    def __init__(self, name: str, port: int = 0) -> None:
+        self.name, self.port = name, port
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.rendered = 0
+        self.engine = Engine()
+        self.render: Render | None = render_bytes
+        self.render_delay_s = 0.0
+        self.status = 200
+        self.hold = threading.Event()
+        self.hold.set()
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def at(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def worker(self, **fields: Any) -> Worker:
+        return a_worker(self.name, port=self.port, **{"address": f"http://{self.at}", **fields})
+
+    def start(self) -> None:
+        self._ready.clear()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(30)
+
+    def stop(self) -> None:
+        """Its connections end at once, as those of a process that is killed."""
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._done.set)
+            self._thread.join(30)
+            self._loop = None
+
+    async def _serve(self) -> None:
+        self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=32 << 20)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/{path:.*}/render", self._render)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        self._ready.set()
+        await self._done.wait()
+        await runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=page({0: self.engine}))
+
+    async def _render(self, request: web.Request) -> web.Response:
+        self.rendered += 1
+        await asyncio.sleep(self.render_delay_s)
+        if self.render is None:
+            return web.Response(status=404)
+        made = {"token_ids": self.render(await request.json())}
+        return web.json_response([made] if "chat" not in request.path else made)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        while not self.hold.is_set():
+            await asyncio.sleep(0.01)
+        said = {"worker": self.name, "sha256": hashlib.sha256(body).hexdigest(), "path": request.path}
+        try:
+            streams = bool(json.loads(body).get("stream"))
+        except (ValueError, AttributeError, RecursionError):
+            streams = False
+        if not streams:
+            return web.json_response(said, status=self.status)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for number in range(3):
+            await response.write(f"data: {json.dumps({**said, 'number': number})}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@contextmanager
+def scripted(*names: str) -> Iterator[list[ScriptedWorker]]:
+    """Workers of these names until the end of the block."""
+    workers = [ScriptedWorker(name) for name in names]
+    try:
+        for worker in workers:
+            worker.start()
+        yield workers
+    finally:
+        for worker in workers:
+            worker.hold.set()
+            worker.stop()

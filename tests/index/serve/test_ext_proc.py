@@ -1,0 +1,287 @@
+"""The endpoint picker behind a real Envoy, as ``deploy/envoy.yaml`` configures it, with scripted workers behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvpool import BlockHasher
+from kvpool.index.fleet import Fleet
+from kvpool.index.place.router import Router
+from tests import envoy
+from tests.conftest import eventually
+from tests.index.fleets import Served, say, serving
+from tests.index.openai_worker import ScriptedWorker, scripted
+from tests.index.wire import batch, stored
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+TEXT = "so long a prompt that it has several blocks of sixteen bytes, and a few more at its end"
+MODES = pytest.mark.parametrize("duplex", [False, True], ids=["buffered", "duplex"])
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def worker(self) -> str:
+        return str(json.loads(self.body)["worker"])
+
+
+def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> Reply:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {
+        "content-type": "application/json",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
+    return get(url + path, data, sent)
+
+
+def get(url: str, data: bytes | None = None, headers: dict[str, str] | None = None) -> Reply:
+    request = urllib.request.Request(url, data, headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return Reply(reply.status, {k.lower(): v for k, v in reply.headers.items()}, reply.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return Reply(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())
+
+
+class Cluster:
+    """Workers a, b and c behind Envoy and an index."""
+
+    def __init__(self, workers: list[ScriptedWorker], index: Served, front: envoy.Envoy) -> None:
+        self.workers = {worker.name: worker for worker in workers}
+        self.index, self.front, self.url = index, front, front.url
+        self._sequence = 0
+
+    def hold(self, name: str, text: str = TEXT) -> None:
+        """From now on a worker holds the blocks of a text."""
+        hashes = BlockHasher(16).hashes(list(text.encode()))
+        say(self.index.fleet, f"default/{name}", 0, self._sequence, batch(stored(hashes)))
+        self._sequence += 1
+
+
+@contextmanager
+def cluster(
+    folder: Path,
+    *,
+    duplex: bool = False,
+    place: dict[str, Any] | None = None,
+    more: str = "",
+    names: tuple[str, ...] = ("a", "b", "c"),
+    **options: Any,
+) -> Iterator[Cluster]:
+    with ExitStack() as parts:
+        workers = parts.enter_context(scripted(*names))
+        fleet = options.pop("fleet", None) or Fleet()
+        for worker in workers:
+            fleet.add(worker.worker(), "flag")
+            fleet.heard(f"default/{worker.name}", 0)
+        options.setdefault("router", Router(fleet))
+        index = parts.enter_context(serving(fleet, place={"timeout_s": 5, **(place or {})}, **options))
+        front = parts.enter_context(
+            envoy.running(folder, [w.at for w in workers], [index.ext_proc], duplex=duplex, more=more)
+        )
+        assert eventually(lambda: front.healthy("workers") == len(workers) and front.healthy("picker") == 1)
+        yield Cluster(workers, index, front)
+
+
+@MODES
+def test_a_request_goes_to_the_worker_that_holds_its_prompt(tmp_path: Path, duplex: bool) -> None:
+    with cluster(tmp_path, duplex=duplex) as there:
+        for name in ("b", "c"):
+            text = f"{name} {TEXT}"
+            there.hold(name, text)
+            reply = post(there.url, {"model": "m", "prompt": text})
+            assert (reply.status, reply.worker) == (200, name)
+            shown = {key: value for key, value in reply.headers.items() if key.startswith("x-kvpool")}
+            blocks = str(len(text) // 16)
+            assert shown == {
+                "x-kvpool-worker": name, "x-kvpool-reason": "prefix", "x-kvpool-matched-blocks": blocks,
+                "x-kvpool-prompt-blocks": blocks,
+            }  # fmt: skip
+            assert there.workers[name].headers[-1].get("x-kvpool-worker") == name, "the request says it, too"
+
+
+@MODES
+def test_chats_and_token_ids_find_their_worker(tmp_path: Path, duplex: bool) -> None:
+    with cluster(tmp_path, duplex=duplex) as there:
+        there.hold("c", f"user: {TEXT}\n")
+        there.hold("b", TEXT)
+        chat = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
+        assert post(there.url, chat, "/v1/chat/completions").worker == "c"
+        assert post(there.url, {"model": "m", "prompt": list(TEXT.encode())}).worker == "b"
+        assert post(there.url, {"model": "m", "prompt": [TEXT, "another"]}).worker == "b"
+
+
+@MODES
+@pytest.mark.parametrize("size", [0, 1, 63_488, 63_489, 1 << 20])
+def test_bodies_arrive_as_they_were_sent(tmp_path: Path, duplex: bool, size: int) -> None:
+    with cluster(tmp_path, duplex=duplex) as there:
+        body = json.dumps({"model": "m", "prompt": "x" * size}).encode() if size else b""
+        reply = post(there.url, body)
+        assert reply.status == 200
+        assert json.loads(reply.body)["sha256"] == hashlib.sha256(body).hexdigest()
+
+
+@MODES
+def test_streams_come_through(tmp_path: Path, duplex: bool) -> None:
+    with cluster(tmp_path, duplex=duplex) as there:
+        reply = post(there.url, {"model": "m", "prompt": TEXT, "stream": True})
+        assert reply.body.count(b"data: ") == 4
+        assert reply.headers["content-type"] == "text/event-stream"
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"{", "unreadable"),
+        (b"[1, 2]", "unreadable"),
+        (b"\xff\xfe", "unreadable"),
+        (b'{"model": "m", "prompt": 7}', "unreadable"),
+        (b'{"model": 7}', "unreadable"),
+        (b'{"model": "m", "prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "unreadable"),
+        (b'{"model": "other", "prompt": "x"}', "unknown-model"),
+        (b'{"prompt": "x"}', "unreadable"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_for_the_worker_to_say(
+    tmp_path: Path, duplex: bool, body: bytes, reason: str
+) -> None:
+    with cluster(tmp_path, duplex=duplex) as there:
+        reply = post(there.url, body)
+        assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, reason)
+        assert json.loads(reply.body)["sha256"] == hashlib.sha256(body).hexdigest()
+
+
+@MODES
+def test_requests_without_a_body_and_other_paths(tmp_path: Path, duplex: bool) -> None:
+    with cluster(tmp_path, duplex=duplex) as there:
+        assert get(f"{there.url}/v1/models").headers["x-kvpool-reason"] in ("unreadable", "load")
+        reply = post(there.url, {"model": "m", "input": "x"}, "/v1/embeddings")
+        assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "no-tokens")
+
+
+def test_who_sends_a_request_cannot_say_where_it_goes(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        there.hold("b")
+        forged = {
+            "x_gateway_destination_endpoint": there.workers["c"].at, "x_kvpool_worker": "c", "x_kvpool_tenant": "c",
+        }  # fmt: skip
+        reply = post(there.url, {"model": "m", "prompt": TEXT}, **forged)
+        assert (reply.worker, reply.headers["x-kvpool-worker"]) == ("b", "b")
+        seen = {name.lower(): value for name, value in there.workers["b"].headers[-1].items()}
+        assert seen["x-kvpool-worker"] == "b"
+        assert seen["x-gateway-destination-endpoint"].split(",")[0] == there.workers["b"].at
+        post(there.url, {"model": "x", "prompt": TEXT}, x_kvpool_matched_blocks="9")
+        for worker in there.workers.values():
+            assert all(sent.get("x-kvpool-matched-blocks") != "9" for sent in worker.headers)
+
+
+def test_the_next_best_worker_serves_where_the_best_cannot_be_reached(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        there.hold("b")
+        there.hold("c", TEXT[:32])
+        there.workers["b"].stop()
+        reply = post(there.url, {"model": "m", "prompt": TEXT})
+        assert (reply.status, reply.worker) == (200, "c")
+        assert reply.headers["x-kvpool-worker"] == "b", "where it was meant to go"
+
+
+def test_without_an_index_requests_are_served(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        there.index.stop()
+        assert {post(there.url, {"model": "m", "prompt": TEXT}).status for _ in range(20)} == {200}
+        assert "x-kvpool-reason" not in post(there.url, {"model": "m", "prompt": TEXT}).headers
+
+
+def test_all_workers_asleep_or_busy(tmp_path: Path) -> None:
+    fleet = Fleet()
+    router = Router(fleet)
+    with cluster(tmp_path, fleet=fleet, router=router, place={"max_waiting": 4}) as there:
+        from kvpool import Load
+
+        for name in there.workers:
+            router.loads.report(f"default/{name}", Load(name, waiting=4))
+        reply = post(there.url, {"model": "m", "prompt": TEXT})
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, error["code"], error["type"]) == (429, 429, "RateLimitError")
+        assert "4 or more requests waiting" in error["message"]
+        assert reply.headers["retry-after"] == "1"
+        router.loads.report("default/b", Load("b", waiting=3))
+        assert post(there.url, {"model": "m", "prompt": TEXT}).worker == "b"
+        for name in there.workers:
+            router.loads.scrape(f"default/{name}", Load(name), asleep=True)
+        reply = post(there.url, {"model": "m", "prompt": TEXT})
+        assert (reply.status, json.loads(reply.body)["error"]["message"]) == (503, "all workers sleep")
+        for name in there.workers:
+            fleet.remove(f"default/{name}")
+        assert post(there.url, {"model": "m", "prompt": TEXT}).status == 503
+
+
+def test_a_worker_that_says_no_tokens_in_time_costs_no_request(tmp_path: Path) -> None:
+    with cluster(tmp_path, place={"timeout_s": 0.2}) as there:
+        there.hold("b")
+        for worker in there.workers.values():
+            worker.render_delay_s = 1.0
+        assert post(there.url, {"model": "m", "prompt": TEXT}).headers["x-kvpool-reason"] == "no-tokens"
+        # They were made all the same, for the next one.
+        assert eventually(
+            lambda: post(there.url, {"model": "m", "prompt": TEXT}).headers["x-kvpool-reason"] == "prefix"
+        )
+        assert sum(worker.rendered for worker in there.workers.values()) == 1
+        for worker in there.workers.values():
+            worker.render, worker.render_delay_s = None, 0.0
+        for _ in range(5):
+            reply = post(there.url, {"model": "m", "prompt": f"another {TEXT}"})
+            assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "no-tokens")
+        assert sum(worker.rendered for worker in there.workers.values()) == 2, "one was enough to know"
+
+
+def test_what_is_under_way_counts_until_it_is_answered(tmp_path: Path) -> None:
+    with cluster(tmp_path) as there:
+        from concurrent.futures import ThreadPoolExecutor
+
+        for worker in there.workers.values():
+            worker.hold.clear()
+        with ThreadPoolExecutor(9) as callers:
+            asked = [
+                callers.submit(post, there.url, {"model": "m", "prompt": f"{number} {TEXT}"})
+                for number in range(9)
+            ]
+            assert eventually(
+                lambda: sorted(len(worker.bodies) for worker in there.workers.values()) == [3, 3, 3]
+            ), "none was given more, for each reserves its work"
+            for worker in there.workers.values():
+                worker.hold.set()
+            assert {one.result().status for one in asked} == {200}
+        router = there.index._options["router"]
+        assert eventually(lambda: len(router._reservations) == 0)
+
+
+def test_two_that_are_one_worker_have_one_endpoint_and_the_rank_is_told(tmp_path: Path) -> None:
+    fleet = Fleet()
+    with cluster(tmp_path, fleet=fleet, names=("a",)) as there:
+        worker = there.workers["a"]
+        fleet.remove("default/a")
+        fleet.add(worker.worker(ranks=2), "flag")
+        for rank in (0, 1):
+            fleet.heard("default/a", rank)
+        say(fleet, "default/a", 1, 0, batch(stored(BlockHasher(16).hashes(list(TEXT.encode())))))
+        reply = post(there.url, {"model": "m", "prompt": TEXT})
+        assert reply.headers["x-kvpool-reason"] == "prefix"
+        seen = {name.lower(): value for name, value in worker.headers[-1].items()}
+        assert seen["x-data-parallel-rank"] == "1"
+        assert seen["x-gateway-destination-endpoint"] == worker.at
