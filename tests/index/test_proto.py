@@ -39,12 +39,12 @@ KINDS = {
     FieldDescriptor.TYPE_INT32: "int32",
     FieldDescriptor.TYPE_FIXED64: "fixed64",
 }
-GENERATED = ("index_pb2.py", "index_pb2.pyi", "index_pb2_grpc.py")
+GENERATED = ("ext_proc_pb2.py", "ext_proc_pb2.pyi", "index_pb2.py", "index_pb2.pyi", "index_pb2_grpc.py")
 
 ROUND_TRIP = """
 import sys
 import google.protobuf, grpc
-from kvpool.v1 import index_pb2, index_pb2_grpc
+from kvpool.v1 import ext_proc_pb2, index_pb2, index_pb2_grpc
 sent = index_pb2.LookupRequest(
     scope=index_pb2.Scope(model="m", multimodal=[index_pb2.MultimodalItem(identifier="i", offset=3, length=4)]),
     block_hashes=bytes(range(16)), workers=["a"])

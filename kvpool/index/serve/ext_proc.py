@@ -18,7 +18,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
@@ -32,6 +31,7 @@ from kvpool.index.serve.grpc_server import open_server
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.limiter import of_placements
 from kvpool.index.serve.request_stats import RequestStats
+from kvpool.v1 import ext_proc_pb2 as pb
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 TENANT = "x-kvpool-tenant"  # in the metadata of Envoy's call: its operator says it, not who sends the request

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
-from envoy.config.core.v3 import base_pb2
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from kvpool.errors import KVPoolError
 from kvpool.index.place.placer import Placement
+from kvpool.v1 import ext_proc_pb2 as pb
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
@@ -32,9 +30,9 @@ MAX_BODY_NBYTES = 16 << 20
 PART_NBYTES = 62 << 10  # of a body that is handed back: Envoy takes no more in one message
 RETRY_AFTER_S = 1
 
-_MODE = processing_mode_pb2.ProcessingMode
+_MODE = pb.ProcessingMode
 _FULL_DUPLEX = _MODE.FULL_DUPLEX_STREAMED
-_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 class Picker(Protocol):
@@ -253,8 +251,8 @@ def _metadata(placement: Placement) -> Any:
 def _setting(headers: Iterable[tuple[str, str]]) -> Any:
     return pb.HeaderMutation(
         set_headers=[
-            base_pb2.HeaderValueOption(
-                header=base_pb2.HeaderValue(key=name, raw_value=value.encode()), append_action=_OVERWRITE
+            pb.HeaderValueOption(
+                header=pb.HeaderValue(key=name, raw_value=value.encode()), append_action=_OVERWRITE
             )
             for name, value in headers
         ]

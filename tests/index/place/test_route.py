@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ def an_index(tokenizer: Tokenizer) -> Iterator[Served]:
         fleet.add(a_worker(name, port=5000 + 2 * place), "flag")
         say(fleet, f"default/{name}", 0, 0, batch(stored(BlockHasher(16).hashes(tokens))))
     fleet.add(a_worker("x", model="other", port=6000), "flag")
-    with serving(fleet, router=Router(fleet), tokenizers=Tokenizers({"m": tokenizer})) as running:
+    tokenizers = Tokenizers({"m": tokenizer})
+    with closing(tokenizers), serving(fleet, router=Router(fleet), tokenizers=tokenizers) as running:
         yield running
 
 
