@@ -290,6 +290,7 @@ class RankLoad:
     """kvpool/_native/index/ranking.h: what was last said of how busy a rank is, and what was promised to it. Under the
     GIL."""
 
+    pool_cost: float | None  # of a token from the pool, as measured
     reserved_cost: int
     picked: int
     def __init__(self) -> None: ...
@@ -316,7 +317,7 @@ class RankLoad:
 class Ranking:
     """The rows of some answers, the cheapest for the prompt first (kvpool/_native/index/ranking.h)."""
 
-    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage.
+    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, measured.
     def __init__(
         self,
         parts: list[tuple[Answer, list[RankLoad | None]]],

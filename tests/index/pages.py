@@ -24,6 +24,12 @@ def page(engines: dict[int, Engine], model: str = "m") -> bytes:
             f'vllm:engine_sleep_state{{{labels},sleep_state="weights_offloaded"}} {float(engine.asleep)}',
             f'vllm:engine_sleep_state{{{labels},sleep_state="discard_all"}} 0.0',
         ]
+        if engine.gate is not None:
+            names = ("load_tokens", "load_seconds", "prefill_tokens", "prefill_seconds")
+            lines += [
+                f"kvpool_gate_{name}_total{{{labels}}} {value}"
+                for name, value in zip(names, engine.gate, strict=True)
+            ]
     return "\n".join([*lines, ""]).encode()
 
 

@@ -42,6 +42,7 @@ struct RankLoad {
   std::optional<double> reported_at_s, scraped_at_s;
   std::optional<double> failed_at_s;  // since the last page that was read
   bool asleep = false;                // as scraped
+  std::optional<double> pool_cost;    // of a token from the pool, as measured; nothing: not known
   std::uint64_t reserved_cost = 0;
   std::uint64_t picked = 0;  // when it was last the best, counted
 };
@@ -49,6 +50,7 @@ struct RankLoad {
 // Coefficients, in tokens of a prompt to compute.
 struct Costs {
   double local, pool, waiting, running, usage;
+  bool measured;  // what was measured of a rank takes the place of `pool`
 };
 
 std::uint64_t permille(const Load& load);  // of its KV cache in use

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvpool.errors import ConfigError
+from kvpool.index import bounded_json
 from kvpool.index.chat import Chat
 
 # Whose prompts an engine can say the tokens of, at the path with "/render" behind it (vLLM 0.32).
@@ -68,6 +69,7 @@ def read_request(path: str, body: bytes) -> InferenceRequest:
     if len(body) > MAX_READ_NBYTES:
         raise Unreadable(f"a body of {len(body)} bytes is not read, {MAX_READ_NBYTES} at most")
     try:
+        bounded_json.check(body)
         fields = _FIELDS.decode(body)
         model = _text(fields, "model") or ""
         if path not in RENDERED:

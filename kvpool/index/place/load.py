@@ -91,6 +91,12 @@ class LoadBoard:
                     self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage, asleep
                 )
 
+    def measure(self, worker_id: str, dp_rank: int, pool_cost: float) -> None:
+        """What a token from the pool costs this rank, in tokens to compute; kept for as long as the rank is."""
+        with self._lock:
+            if (rank := self._of(worker_id, dp_rank)) is not None:
+                rank.pool_cost = pool_cost
+
     def fail(self, worker_id: str, dp_rank: int) -> None:
         """Its metrics were asked for, and the worker did not answer."""
         with self._lock:

@@ -7,9 +7,10 @@ the number of the data-parallel rank. What is read was written by another proces
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from kvpool import metrics
 from kvpool.errors import KVPoolError
 
 RUNNING = "vllm:num_requests_running"
@@ -17,11 +18,17 @@ WAITING = "vllm:num_requests_waiting"
 USAGE = "vllm:kv_cache_usage_perc"
 SLEEP = "vllm:engine_sleep_state"
 
-MAX_SAMPLES = 8192  # six of each engine
+MAX_SAMPLES = 16384  # ten of each engine
 MAX_REQUESTS = (1 << 31) - 1
 
 # A page is long, histograms mostly; only lines that begin with one of these are parsed.
-_NAMES = (RUNNING, WAITING, USAGE, SLEEP)
+_GATE = tuple(
+    metric.name
+    for metric in (
+        metrics.GATE_LOAD_TOKENS, metrics.GATE_LOAD_SECONDS, metrics.GATE_PREFILL_TOKENS, metrics.GATE_PREFILL_SECONDS,
+    )
+)  # fmt: skip
+_NAMES = (RUNNING, WAITING, USAGE, SLEEP, *_GATE)
 _LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"\\]*(?:\\.[^"\\]*)*)"'
 _LABELS = re.compile(_LABEL)
 _REST = re.compile(rf"((?:{_LABEL},?)*)\}}[ \t]+(\S+)(?:[ \t]+\S+)?[ \t\r]*")  # behind the name and "{"
@@ -32,13 +39,24 @@ class BadPage(KVPoolError):
     """This is no metrics page of a vLLM server; says why, in one line."""
 
 
+class GateCounters(NamedTuple):
+    """What the connector's cost gate has timed since the engine began: tokens from the pool and tokens computed."""
+
+    load_tokens: float
+    load_s: float
+    prefill_tokens: float
+    prefill_s: float
+
+
 class Engine(NamedTuple):
-    """One engine. ``kv_usage``: from 0 to 1. ``asleep``: it does no work until it is woken."""
+    """One engine. ``kv_usage``: from 0 to 1. ``asleep``: it does no work until it is woken. ``gate``: None: it tells of
+    none."""
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
     asleep: bool = False
+    gate: GateCounters | None = None
 
 
 def read_page(page: bytes) -> dict[int, Engine]:
@@ -57,9 +75,15 @@ def read_page(page: bytes) -> dict[int, Engine]:
             waiting=_requests(values.get((WAITING, engine), 0.0)),
             kv_usage=min(values.get((USAGE, engine), 0.0), 1.0),
             asleep=values.get((SLEEP, engine), 1.0) == 0,
+            gate=_gate(values, engine),
         )
         for engine in sorted(engines)
     }
+
+
+def _gate(values: Mapping[tuple[str, int], float], engine: int) -> GateCounters | None:
+    found = [values.get((name, engine)) for name in _GATE]
+    return None if None in found else GateCounters(*(value or 0.0 for value in found))
 
 
 def _samples(page: bytes) -> Iterator[tuple[str, int, float]]:

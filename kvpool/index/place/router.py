@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool import _native
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MAX_RESERVE_S = 600.0
 MAX_PROMPT_TOKENS = (1 << 32) - 1
 MAX_COEFFICIENT = 1e6
+POOL = 0.2  # of a token from the pool, until it is measured
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ class Costs:
     """The coefficients of the formula above, in tokens of a prompt to compute.
 
     ``local``, ``pool``: for each token that is fetched from the worker's other tiers, or from the pool; 1 would say
-    that fetching is no faster than computing. ``waiting``: for each waiting request. ``running``: for each running
-    one. ``usage``: for a KV cache that is full. Errors: ``ConfigError``.
+    that fetching is no faster than computing. ``pool`` None: what was measured of each rank, and ``POOL`` where that is
+    not known. ``waiting``: for each waiting request. ``running``: for each running one. ``usage``: for a KV cache that
+    is full. Errors: ``ConfigError``.
     """
 
     local: float = 0.05
-    pool: float = 0.2
+    pool: float | None = None
     waiting: float = 1024.0
     running: float = 64.0
     usage: float = 1024.0
@@ -58,10 +60,17 @@ class Costs:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
+            if value is None and one.name == "pool":
+                continue
             if not 0 <= value <= MAX_COEFFICIENT:
                 raise ConfigError(
                     f"the coefficient {one.name} is a number from 0 to {MAX_COEFFICIENT:g}, not {value:g}"
                 )
+
+    def native(self) -> tuple[float, float, float, float, float, bool]:
+        """As ``_native.Ranking`` takes them."""
+        pool = POOL if self.pool is None else self.pool
+        return self.local, pool, self.waiting, self.running, self.usage, self.pool is None
 
 
 class Router:
@@ -140,7 +149,7 @@ class Router:
             self._reservations.expire()
             ranking = _native.Ranking(
                 [(answer.rows, self.loads.of(answer.members.keys)) for answer in answers],
-                astuple(self._costs),
+                self._costs.native(),
                 prompt_tokens,
                 self.loads.clock(),
                 KEEP_S,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import anyio
@@ -17,6 +19,7 @@ import httpx
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.load import Load, LoadBoard
 from kvpool.index.place.metrics_page import BadPage, read_page
+from kvpool.index.place.pool_cost import PoolCost
 from kvpool.index.resolver import Resolver
 
 INTERVAL_S = 1.0
@@ -90,10 +93,11 @@ class Scraper:
         """One worker's page, again and again. Said once when it cannot be read, and once when it can again."""
         await asyncio.sleep(random.random() * self._interval_s)  # so that not all come at once
         failures = 0
+        costs = {rank: PoolCost() for rank in ranks}
         while True:
             try:
                 async with self._turns:
-                    await self._take(worker_id, address, ranks)
+                    await self._take(worker_id, address, ranks, costs)
             except Exception as error:  # of many kinds: of addresses, names, sockets, TLS, HTTP and pages
                 failures += 1
                 if not isinstance(error, BadPage):
@@ -107,7 +111,9 @@ class Scraper:
                 failures = 0
             await asyncio.sleep(min(self._interval_s * 2 ** min(failures, 16), MAX_BACKOFF_S))
 
-    async def _take(self, worker_id: str, address: str, ranks: tuple[int, ...]) -> None:
+    async def _take(
+        self, worker_id: str, address: str, ranks: tuple[int, ...], costs: Mapping[int, PoolCost]
+    ) -> None:
         # Before the page is asked for: a batch that comes meanwhile may be of an engine that woke.
         since = [self._fleet.progress(worker_id, rank) for rank in ranks]
         # Before Python 3.12, asyncio.wait_for forgets a cancellation that meets the page.
@@ -123,6 +129,10 @@ class Scraper:
                 raise BadPage(f"it says nothing of engine {rank}")
             load = Load(name, rank, engine.running, engine.waiting, None, engine.kv_usage)
             self._loads.scrape(worker_id, load, asleep=engine.asleep)
+            if engine.gate is not None:
+                costs[rank].update(engine.gate, time.monotonic())
+                if (cost := costs[rank].value) is not None:
+                    self._loads.measure(worker_id, rank, cost)
             if engine.asleep and come is not None:
                 self._fleet.emptied(worker_id, rank, come)
 

@@ -6,14 +6,14 @@ Errors: ``ConfigError``, where no other is named.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
+from kvpool.index import bounded_json
 from kvpool.index.answer import IndexStatus, Lookup, PublisherStatus, WorkerStatus
 from kvpool.index.chat import Chat
-from kvpool.index.client.messages import encode_worker, first_line
+from kvpool.index.client.messages import encode_worker
 from kvpool.index.follow.push import Ack, Pushed
 from kvpool.index.place.load import Load
 from kvpool.index.prompt import TOKEN_NBYTES, Prompt, PromptFields
@@ -83,9 +83,9 @@ def _of_json(field: str, text: str, kind: type) -> Any:
     if not text:
         return None
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{field} is no JSON: {first_line(error)}") from error
+        value = bounded_json.decode(text)
+    except ConfigError as error:
+        raise ConfigError(f"{field} is no JSON: {error}") from error
     if type(value) is not kind:
         raise ConfigError(f"{field} is a JSON {'object' if kind is dict else 'list'}")
     return value

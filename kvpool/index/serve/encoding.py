@@ -2,20 +2,21 @@
 
 A value of msgpack is stepped over before it is built, so no count is believed before all that it counts is there, and
 a request never becomes more than its tokens and ``MAX_FIELDS`` values of ``MAX_VALUE_NBYTES``. JSON is built at once:
-whoever reads it bounds its bytes.
+its values are counted first, and the caller bounds its bytes.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 import msgpack
+import msgspec
 
 from kvpool.errors import ConfigError
+from kvpool.index import bounded_json
 
 MAX_FIELDS = 64
 MAX_NAME_NBYTES = 256
@@ -45,10 +46,9 @@ class Encoding(Enum):
         if self is Encoding.MSGPACK:
             return _unpacked(raw)
         try:
-            fields = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            said = str(error).splitlines()[0] if str(error) else "it is no text"
-            raise ConfigError(f"the request is not JSON: {said:.200}") from error
+            fields = bounded_json.decode(raw)
+        except ConfigError as error:
+            raise ConfigError(f"the request is not JSON that is read here: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError("the request is not a JSON object")
         return fields
@@ -58,7 +58,7 @@ class Encoding(Enum):
         if self is Encoding.MSGPACK:
             packed: bytes = msgpack.packb(value)
             return packed
-        return json.dumps(value, separators=(",", ":")).encode()
+        return msgspec.json.encode(value)
 
 
 def _unpacked(raw: bytes) -> dict[str, Any]:

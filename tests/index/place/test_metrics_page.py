@@ -74,7 +74,7 @@ RUNNING = metrics_page.RUNNING.encode()
         (page({0: Engine()}) * 2, "is there twice for engine 0"),
         (page({0: Engine()}) + page({0: Engine()}, model="other"), "is there twice"),
         (page({0: Engine()}).replace(RUNNING, b"x"), "there is no vllm:num_requests_running"),
-        (b"".join(page({number: Engine()}) for number in range(1400)), "more than 8192 lines"),
+        (b"".join(page({number: Engine()}) for number in range(2800)), "more than 16384 lines"),
     ],
 )
 def test_what_is_no_page(body: bytes, says: str) -> None:

@@ -1,0 +1,53 @@
+"""JSON of others is counted before it is built."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvpool import ConfigError
+from kvpool.index import bounded_json
+from kvpool.index.place.inference_request import Unreadable, read_request
+from kvpool.index.serve.encoding import Encoding
+
+
+def test_values() -> None:
+    value = {"a": [1, -2.5, None, True, "ü", {"b": []}], "c": 1 << 64}
+    assert bounded_json.decode(json.dumps(value)) == value
+    assert bounded_json.decode(b'"\xc3\xbc"') == "ü"
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"[" + b"1," * bounded_json.MAX_VALUES + b"1,1]", "more than"),
+        (b"[" + b"[]," * bounded_json.MAX_CONTAINERS + b"1]", "lists and objects"),
+        (b"[" * 100_000 + b"]" * 100_000, "recursion|nested|depth"),
+        (b"{", "truncated|ended"),
+        (b"\xff", "malformed|invalid"),
+        (b"NaN", "invalid|malformed"),
+        (b"", "truncated|ended"),
+    ],
+)
+def test_what_is_not_built(raw: bytes, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?i){says}"):
+        bounded_json.decode(raw)
+
+
+def test_halves_of_surrogate_pairs_are_no_text() -> None:
+    with pytest.raises(ConfigError):
+        bounded_json.decode('"\ud800"')
+
+
+def test_bodies_of_strangers_are_counted() -> None:
+    bomb = b'{"model": "m", "messages": [' + b"{}," * bounded_json.MAX_CONTAINERS + b"{}]}"
+    with pytest.raises(Unreadable, match="lists and objects"):
+        read_request("/v1/chat/completions", bomb)
+    with pytest.raises(ConfigError, match="lists and objects"):
+        Encoding.JSON.decode(bomb)
+
+
+def test_a_prompt_of_a_million_tokens_is_read() -> None:
+    body = json.dumps({"model": "m", "prompt": [7] * (1 << 19)}).encode()
+    assert len(read_request("/v1/completions", body).token_ids or ()) == 1 << 19
