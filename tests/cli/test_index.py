@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, open_store
-from kvpool.cli.index import parse_worker
 from kvpool.cli.index_connection import IndexConnection
+from kvpool.cli.index_options import parse_worker
 from kvpool.cli.lookup import read_numbers, run_lookup
 from kvpool.discovery.announcer import Announcer
 from kvpool.index import Publisher

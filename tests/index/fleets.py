@@ -20,6 +20,7 @@ from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
+from kvpool.index.serve.placements import Placements
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.key.hashing import seed_id
@@ -134,7 +135,10 @@ class Served:
         placer = Placer(self.fleet, router, renderer, endpoints, **options)
         parts.callback(placer.close)
         picker = ExtProcServer(
-            placer, server.calls, server.health, self._stats, tls=self._options.get("tls"), shows=shows
+            Placements(placer, server.health, self._stats, shows=shows),
+            server.calls,
+            server.health,
+            tls=self._options.get("tls"),
         )
         parts.push_async_callback(picker.stop)
         self.ext_proc = f"127.0.0.1:{await picker.start('127.0.0.1:0')}"
