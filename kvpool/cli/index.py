@@ -1,26 +1,29 @@
-"""``kvpool index``: the index as a process of its own."""
+"""``kvpool index`` and ``kvpool router``: the index as a process of its own, with other doors."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import signal
+import ssl
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.index_options import load_tokenizers, parse_costs, parse_worker
 from kvpool.config import hash_seed, redact
 from kvpool.discovery.networks import WorkerNetworks, hosts_of
-from kvpool.discovery.worker import Worker
+from kvpool.discovery.worker import DEFAULT_TENANT, Worker
 from kvpool.errors import ConfigError, IndexUnavailable, SnapshotRefused
 from kvpool.index.client.channel import check_target
-from kvpool.index.client.tls import ServerTls
+from kvpool.index.client.tls import ServerTls, trusting
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file
 from kvpool.index.follow.pool_follower import PoolFollower
@@ -36,10 +39,14 @@ from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.auth import TokenAuth
+from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.placements import Placements
+from kvpool.index.serve.proxy import Proxy
+from kvpool.index.serve.proxy_forwarding import RESPONSE_S
+from kvpool.index.serve.proxy_stats import ProxyStats
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
@@ -56,9 +63,17 @@ logger = logging.getLogger("kvpool.index")
 
 @dataclass(frozen=True, kw_only=True)
 class IndexSettings:
-    """What ``kvpool index`` is told, as its options say it."""
+    """What ``kvpool index`` and ``kvpool router`` are told, as their options say it.
 
-    listen: str
+    ``listen``: over gRPC; None: nowhere. ``proxy``: where requests are taken and sent on to workers; None: nowhere. One
+    of them is given.
+    """
+
+    listen: str | None
+    proxy: str | None = None
+    worker_ca: str | None = None
+    response_timeout_s: float = RESPONSE_S
+    finish_s: float = 0.0
     pool: str | None
     pool_keys_per_s: int
     tenants: Sequence[str] = ()
@@ -114,9 +129,22 @@ def run_index(settings: IndexSettings) -> None:
     loaded = load_tokenizers(settings.tokenizers)
     auth = TokenAuth(settings.tokens)
     tls = _tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    worker_tls = trusting("--worker-ca", settings.worker_ca) if settings.worker_ca is not None else None
     _log_lines()
     _allow_descriptors()
-    asyncio.run(_serve(settings, fleet, named, router, loaded, auth, tls))
+    _run(
+        _serve(settings, fleet, named, router, loaded, auth, tls, worker_tls), fast=settings.proxy is not None
+    )
+
+
+def _run(serving: Coroutine[Any, Any, None], *, fast: bool) -> None:
+    """``fast``: on uvloop, where it is installed."""
+    if fast:
+        with contextlib.suppress(ModuleNotFoundError):
+            import uvloop
+
+            return uvloop.run(serving)
+    return asyncio.run(serving)
 
 
 def _tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
@@ -137,9 +165,12 @@ async def _serve(
     by_model: Mapping[str, Tokenizer],
     auth: TokenAuth,
     tls: ServerTls | None,
+    worker_tls: ssl.SSLContext | None,
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
     ended, now = asyncio.Event(), asyncio.Event()
+    front = settings.proxy or settings.listen
+    assert front is not None
     complete = False  # all workers to follow are named
     pool: PoolFollower | None = None
 
@@ -150,7 +181,7 @@ async def _serve(
         return Snapshot(time.time(), "" if pool is None else pool.life, fleet.snapshot())
 
     # On a host by itself the workers are there, too.
-    networks = WorkerNetworks(settings.worker_networks, loopback=is_loopback(settings.listen))
+    networks = WorkerNetworks(settings.worker_networks, loopback=is_loopback(front))
     trusted = {host for worker in workers for host in hosts_of(worker)}
     file = None if settings.snapshot is None else Path(settings.snapshot)
     loop = asyncio.get_running_loop()
@@ -181,7 +212,8 @@ async def _serve(
         tokenizers = Tokenizers(by_model)
         parts.callback(tokenizers.close)
         stats = RequestStats()
-        exporter = Exporter(fleet, stats, pool)
+        proxy_stats = None if settings.proxy is None else ProxyStats()
+        exporter = Exporter(fleet, stats, pool, proxy_stats)
         parts.callback(exporter.close)
         server = IndexServer(
             roster,
@@ -209,9 +241,8 @@ async def _serve(
             http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls)
             parts.push_async_callback(http_server.stop)
             shown += f", HTTP on port {await http_server.start(settings.http)}"
-        if settings.ext_proc is not None:
-            from kvpool.index.serve.ext_proc import ExtProcServer
-
+        proxy: Proxy | None = None
+        if settings.ext_proc is not None or settings.proxy is not None:
             renderer = Renderer(tokenizers)
             parts.push_async_callback(renderer.close)
             placer = Placer(
@@ -224,9 +255,19 @@ async def _serve(
             )
             parts.callback(placer.close)
             placements = Placements(placer, server.health, stats, shows=settings.place_headers)
+        if settings.ext_proc is not None:
             picker = ExtProcServer(placements, server.calls, server.health, tls=tls)
             parts.push_async_callback(picker.stop)
             shown += f", ext_proc on port {await picker.start(settings.ext_proc)}"
+        if settings.proxy is not None and proxy_stats is not None:
+            proxy = Proxy(
+                placements, server.health, proxy_stats, tenant=(settings.tenants or [DEFAULT_TENANT])[0],
+                tls=tls, worker_tls=worker_tls, response_s=settings.response_timeout_s,
+            )  # fmt: skip
+            parts.push_async_callback(proxy.stop)
+            if port:
+                shown += f", gRPC on port {port}"
+            port = await proxy.start(settings.proxy)
         for worker in workers:
             roster.add(worker, "flag")
         if pool is not None:
@@ -235,13 +276,18 @@ async def _serve(
         if file is not None:
             parts.callback(SnapshotFile(file, take, every_s=settings.snapshot_every_s).close)
         named = f"{len(workers)} workers" if len(workers) != 1 else "1 worker"
-        host = settings.listen.rpartition(":")[0]
+        host = front.rpartition(":")[0]
+        what = "index" if proxy is None else "router"
         url = redact(settings.pool) if settings.pool else "none"
-        print(f"index listens on {host}:{port}, {named}, pool {url}{shown}", flush=True)
+        print(f"{what} listens on {host}:{port}, {named}, pool {url}{shown}", flush=True)
         await server.wait(ended)
+        if proxy is not None:
+            proxy.leave()
         if settings.drain_s and not now.is_set():
             logger.info("not serving any more; calls are answered for another %g s", settings.drain_s)
             await server.drain(settings.drain_s, now)
+        if proxy is not None and not now.is_set():
+            await proxy.finish(settings.finish_s, now)
 
 
 async def _calls_end() -> None:
