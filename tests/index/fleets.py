@@ -77,6 +77,7 @@ class Served:
         self.ext_proc = ""  # where it speaks ext_proc; empty: nowhere
         self.proxy = ""  # where it sends requests on; empty: nowhere
         self.proxy_stats = ProxyStats()
+        self.held_nbytes = lambda: 0  # of bodies of requests
         self._place = place  # options of Placer
         self._proxy_options = proxy  # of Proxy
         self.roster = Roster(fleet, feed)
@@ -141,6 +142,7 @@ class Served:
         placer = Placer(self.fleet, router, renderer, endpoints, **options)
         parts.callback(placer.close)
         placements = Placements(placer, server.health, self._stats, shows=shows)
+        self.held_nbytes = lambda: placements.held_nbytes
         if self._proxy_options is not None:
             proxy = Proxy(
                 placements,

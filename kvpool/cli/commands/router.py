@@ -26,10 +26,10 @@ from kvpool.cli.commands.fleet_options import (
     SnapshotEvery,
     SnapshotFile,
     TokenizerOption,
-   
     WarmUp,
     WorkerOption,
 )  # fmt: skip
+from kvpool.errors import ConfigError
 from kvpool.text import parse_nbytes
 
 
@@ -104,6 +104,8 @@ def router(
     """Serve OpenAI's API in front of a fleet: each request goes where its prompt costs least. Runs until SIGTERM."""
     from kvpool.cli.index import IndexSettings, run_index
 
+    if tokens is not None and grpc is None:
+        raise ConfigError("--tokens is for callers of --grpc: give it, too")
     run_index(
         IndexSettings(
             listen=grpc, proxy=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=[tenant],

@@ -129,7 +129,7 @@ class Proxy:
         assert self._session is not None
         if request.path == HEALTH and request.method in ("GET", "HEAD"):
             if await self._health.is_serving():
-                return web.json_response({"status": "ok"})
+                return web.json_response({"status": "ok"}, headers={"server": "kvpool"})
             return refused(Refusal(503, "this router does not serve for now"))
         self._stats.begin()
         self._under_way += 1

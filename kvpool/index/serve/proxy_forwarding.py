@@ -61,6 +61,7 @@ class Forwarding:
         self._body = b""
         self._held_nbytes = 0  # of the body
         self._placement: Placement | None = None  # whose reservation is still to be ended
+        self._has_begun = False  # the response's body
         self.is_broken = False
 
     async def run(self) -> web.StreamResponse:
@@ -93,15 +94,14 @@ class Forwarding:
         content = self._request.content
         if (self._request.content_length or 0) > MAX_BODY_NBYTES:
             raise Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes")
-        if content.is_eof():
-            self._body = content.read_nowait(-1)
-            self._hold(len(self._body))
-            return
-        if self._request.headers.get("expect", "").lower() == "100-continue":
+        if not content.is_eof() and self._request.headers.get("expect", "").lower() == "100-continue":
             await self._request.writer.write(_CONTINUE)
             self._request.writer.output_size = 0  # of the response nothing is sent
         try:
-            await asyncio.wait_for(self._read_parts(), BODY_S)
+            if content.is_eof():  # as most are
+                await self._read_parts()
+            else:
+                await asyncio.wait_for(self._read_parts(), BODY_S)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise Refusal(408, f"the request's body did not arrive within {BODY_S:g} s") from error
         except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
@@ -208,7 +208,7 @@ class Forwarding:
         response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
         await response.prepare(self._request)
         while part := await self._read_part(reply, target):
-            if self._placement is not None:
+            if not self._has_begun:
                 self._begun()
             await response.write(part)
         return response
@@ -225,6 +225,7 @@ class Forwarding:
 
     def _begun(self) -> None:
         """The first byte of a response's body is there, so the prompt is computed."""
+        self._has_begun = True
         self._stats.record_first_byte(time.perf_counter() - self._began_s)
         self._release()
         self._forget_body()
