@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import resource
 import signal
@@ -140,9 +139,11 @@ def run_index(settings: IndexSettings) -> None:
 def _run(serving: Coroutine[Any, Any, None], *, fast: bool) -> None:
     """``fast``: on uvloop, where it is installed."""
     if fast:
-        with contextlib.suppress(ModuleNotFoundError):
+        try:
             import uvloop
-
+        except ModuleNotFoundError:
+            pass
+        else:
             return uvloop.run(serving)
     return asyncio.run(serving)
 
