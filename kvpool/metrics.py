@@ -179,6 +179,23 @@ INDEX_PLACEMENTS = Metric(
 INDEX_PLACEMENT_SECONDS = Metric(
     "kvpool_index_placement_seconds", "Time in the index until a proxy was told where to send a request."
 )
+# Of ``kvpool router`` alone.
+ROUTER_REQUESTS = Metric("kvpool_router_requests", "Requests under way.")
+ROUTER_RESPONSES = Metric(
+    "kvpool_router_responses_total",
+    "Requests by what came of them: the class of the worker's status; refused by the router; broken off by the worker; "
+    "gone is the client.",
+    "outcome",
+)
+ROUTER_RETRIES = Metric(
+    "kvpool_router_retries_total",
+    "Times that a request was sent again, by why: the worker was unreachable, the connection was lost before a "
+    "response, or it answered with 503.",
+    "reason",
+)
+ROUTER_FIRST_BYTE_SECONDS = Metric(
+    "kvpool_router_first_byte_seconds", "Time until the first byte of a response's body."
+)
 
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}
 

@@ -11,6 +11,7 @@ import typer
 from kvpool.cli.commands.bench import bench
 from kvpool.cli.commands.index import index, lookup, token, top
 from kvpool.cli.commands.pool import demo, doctor, purge
+from kvpool.cli.commands.router import router
 from kvpool.cli.exits import run
 
 app = typer.Typer(
@@ -21,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, doctor, purge, index, token, lookup, top):
+for command in (demo, doctor, purge, index, router, token, lookup, top):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

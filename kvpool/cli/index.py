@@ -1,27 +1,28 @@
-"""``kvpool index``: the index as a process of its own."""
+"""``kvpool index`` and ``kvpool router``: the index as a process of its own, with other doors."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import resource
 import signal
+import ssl
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvpool.cli.index_connection import IndexConnection
+from kvpool.cli.index_options import load_tokenizers, parse_costs, parse_worker
 from kvpool.config import hash_seed, redact
-from kvpool.discovery.admission import check_worker
 from kvpool.discovery.networks import WorkerNetworks, hosts_of
-from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
+from kvpool.discovery.worker import DEFAULT_TENANT, Worker
 from kvpool.errors import ConfigError, IndexUnavailable, SnapshotRefused
 from kvpool.index.client.channel import check_target
-from kvpool.index.client.tls import ServerTls
+from kvpool.index.client.tls import ServerTls, trusting
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file
 from kvpool.index.follow.pool_follower import PoolFollower
@@ -31,22 +32,24 @@ from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.place.endpoints import Endpoints
 from kvpool.index.place.placer import PLACE_S, Placer
 from kvpool.index.place.renderer import Renderer
-from kvpool.index.place.router import Costs, Router
+from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.auth import TokenAuth
+from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.metrics import Exporter
+from kvpool.index.serve.placements import Placements
+from kvpool.index.serve.proxy import Proxy
+from kvpool.index.serve.proxy_forwarding import RESPONSE_S
+from kvpool.index.serve.proxy_stats import ProxyStats
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
-from kvpool.text import unknown
 
-_FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")
-_NUMBER = re.compile(r"[0-9]{1,9}")
 BOOTSTRAP_TIMEOUT_S = 30.0
 CALLS_END_S = 1.0
 TENANT_SHARE = 0.5  # of workers, ranks, models and reservations
@@ -59,9 +62,17 @@ logger = logging.getLogger("kvpool.index")
 
 @dataclass(frozen=True, kw_only=True)
 class IndexSettings:
-    """What ``kvpool index`` is told, as its options say it."""
+    """What ``kvpool index`` and ``kvpool router`` are told, as their options say it.
 
-    listen: str
+    ``listen``: over gRPC; None: nowhere. ``proxy``: where requests are taken and sent on to workers; None: nowhere. One
+    of them is given.
+    """
+
+    listen: str | None
+    proxy: str | None = None
+    worker_ca: str | None = None
+    response_timeout_s: float = RESPONSE_S
+    finish_s: float = 0.0
     pool: str | None
     pool_keys_per_s: int
     tenants: Sequence[str] = ()
@@ -117,9 +128,24 @@ def run_index(settings: IndexSettings) -> None:
     loaded = load_tokenizers(settings.tokenizers)
     auth = TokenAuth(settings.tokens)
     tls = _tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    worker_tls = trusting("--worker-ca", settings.worker_ca) if settings.worker_ca is not None else None
     _log_lines()
     _allow_descriptors()
-    asyncio.run(_serve(settings, fleet, named, router, loaded, auth, tls))
+    _run(
+        _serve(settings, fleet, named, router, loaded, auth, tls, worker_tls), fast=settings.proxy is not None
+    )
+
+
+def _run(serving: Coroutine[Any, Any, None], *, fast: bool) -> None:
+    """``fast``: on uvloop, where it is installed."""
+    if fast:
+        try:
+            import uvloop
+        except ModuleNotFoundError:
+            pass
+        else:
+            return uvloop.run(serving)
+    return asyncio.run(serving)
 
 
 def _tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
@@ -140,9 +166,12 @@ async def _serve(
     by_model: Mapping[str, Tokenizer],
     auth: TokenAuth,
     tls: ServerTls | None,
+    worker_tls: ssl.SSLContext | None,
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
     ended, now = asyncio.Event(), asyncio.Event()
+    front = settings.proxy or settings.listen
+    assert front is not None
     complete = False  # all workers to follow are named
     pool: PoolFollower | None = None
 
@@ -153,7 +182,7 @@ async def _serve(
         return Snapshot(time.time(), "" if pool is None else pool.life, fleet.snapshot())
 
     # On a host by itself the workers are there, too.
-    networks = WorkerNetworks(settings.worker_networks, loopback=is_loopback(settings.listen))
+    networks = WorkerNetworks(settings.worker_networks, loopback=is_loopback(front))
     trusted = {host for worker in workers for host in hosts_of(worker)}
     file = None if settings.snapshot is None else Path(settings.snapshot)
     loop = asyncio.get_running_loop()
@@ -184,7 +213,8 @@ async def _serve(
         tokenizers = Tokenizers(by_model)
         parts.callback(tokenizers.close)
         stats = RequestStats()
-        exporter = Exporter(fleet, stats, pool)
+        proxy_stats = None if settings.proxy is None else ProxyStats()
+        exporter = Exporter(fleet, stats, pool, proxy_stats)
         parts.callback(exporter.close)
         server = IndexServer(
             roster,
@@ -212,9 +242,8 @@ async def _serve(
             http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls)
             parts.push_async_callback(http_server.stop)
             shown += f", HTTP on port {await http_server.start(settings.http)}"
-        if settings.ext_proc is not None:
-            from kvpool.index.serve.ext_proc import ExtProcServer
-
+        proxy: Proxy | None = None
+        if settings.ext_proc is not None or settings.proxy is not None:
             renderer = Renderer(tokenizers)
             parts.push_async_callback(renderer.close)
             placer = Placer(
@@ -226,11 +255,20 @@ async def _serve(
                 max_waiting=settings.max_waiting,
             )
             parts.callback(placer.close)
-            picker = ExtProcServer(
-                placer, server.calls, server.health, stats, tls=tls, shows=settings.place_headers
-            )
+            placements = Placements(placer, server.health, stats, shows=settings.place_headers)
+        if settings.ext_proc is not None:
+            picker = ExtProcServer(placements, server.calls, server.health, tls=tls)
             parts.push_async_callback(picker.stop)
             shown += f", ext_proc on port {await picker.start(settings.ext_proc)}"
+        if settings.proxy is not None and proxy_stats is not None:
+            proxy = Proxy(
+                placements, server.health, proxy_stats, tenant=(settings.tenants or [DEFAULT_TENANT])[0],
+                tls=tls, worker_tls=worker_tls, response_s=settings.response_timeout_s,
+            )  # fmt: skip
+            parts.push_async_callback(proxy.stop)
+            if port:
+                shown += f", gRPC on port {port}"
+            port = await proxy.start(settings.proxy)
         for worker in workers:
             roster.add(worker, "flag")
         if pool is not None:
@@ -239,13 +277,18 @@ async def _serve(
         if file is not None:
             parts.callback(SnapshotFile(file, take, every_s=settings.snapshot_every_s).close)
         named = f"{len(workers)} workers" if len(workers) != 1 else "1 worker"
-        host = settings.listen.rpartition(":")[0]
+        host = front.rpartition(":")[0]
+        what = "index" if proxy is None else "router"
         url = redact(settings.pool) if settings.pool else "none"
-        print(f"index listens on {host}:{port}, {named}, pool {url}{shown}", flush=True)
+        print(f"{what} listens on {host}:{port}, {named}, pool {url}{shown}", flush=True)
         await server.wait(ended)
+        if proxy is not None:
+            proxy.leave()
         if settings.drain_s and not now.is_set():
             logger.info("not serving any more; calls are answered for another %g s", settings.drain_s)
             await server.drain(settings.drain_s, now)
+        if proxy is not None and not now.is_set():
+            await proxy.finish(settings.finish_s, now)
 
 
 async def _calls_end() -> None:
@@ -287,98 +330,6 @@ def _warm_up(
             age_s,
         )
         return
-
-
-def parse_worker(text: str, seed_id: str) -> Worker:
-    """The worker that a ``--worker`` names. Errors: ``ConfigError`` that begins with the option."""
-    try:
-        return check_worker(_worker(text, seed_id))
-    except ConfigError as error:
-        raise ConfigError(f'--worker "{text}": {error}') from error
-
-
-def _worker(text: str, seed_id: str) -> Worker:
-    name, separator, rest = text.partition("=")
-    events, *parts = rest.split(",")
-    if not separator or not name or "://" not in events:
-        raise ConfigError("write NAME=tcp://HOST:PORT,model=MODEL,block=TOKENS")
-    fields: dict[str, str] = {}
-    for part in parts:
-        field, separator, value = part.partition("=")
-        if field not in _FIELDS:
-            raise ConfigError(unknown("field", field, _FIELDS))
-        if not value or field in fields:
-            raise ConfigError(f"{field} is given twice" if value else f"{field} has no value")
-        fields[field] = value
-    if "model" not in fields:
-        raise ConfigError("model is missing: the name that requests are sent with")
-    if "block" not in fields:
-        raise ConfigError("block is missing: the tokens of a block, which are the engine's --block-size")
-    ranks = _whole("ranks", fields.get("ranks", "1"))
-    replay = fields.get("replay", "")
-    return Worker(
-        name=name,
-        model=fields["model"],
-        block_tokens=_whole("block", fields["block"]),
-        hash_seed_id=seed_id,
-        publishers=tuple(
-            Publisher(rank, _of_rank(events, rank), _of_rank(replay, rank))
-            for rank in range(min(ranks, 2048))
-        ),
-        tenant=fields.get("tenant", DEFAULT_TENANT),
-        hash_algorithm=fields.get("hash", DEFAULT_ALGORITHM),
-        address=fields.get("address", ""),
-    )
-
-
-def load_tokenizers(given: Sequence[str]) -> dict[str, Tokenizer]:
-    """By model. Blocking, for seconds. Errors: ``ConfigError`` that begins with the option."""
-    sources: dict[str, str] = {}
-    for text in given:
-        # The last "=": a model's name may hold one, a folder should not.
-        model, separator, source = text.rpartition("=")
-        if not separator or not model or not source or model in sources:
-            raise ConfigError(f'--tokenizer "{text}": write MODEL=FOLDER, once for each model')
-        sources[model] = source
-    try:
-        return {model: Tokenizer.load(model, source) for model, source in sources.items()}
-    except ConfigError as error:
-        raise ConfigError(f"--tokenizer: {error}") from error
-
-
-def parse_costs(given: Sequence[str]) -> Costs:
-    """Errors: ``ConfigError`` that begins with the option."""
-    known = [one.name for one in fields(Costs)]
-    values: dict[str, float] = {}
-    for text in given:
-        name, _, value = text.partition("=")
-        try:
-            if name not in known:
-                raise ConfigError(unknown("coefficient", name, known))
-            values[name] = float(value)
-        except ValueError as error:
-            why = error if isinstance(error, ConfigError) else "write NAME=NUMBER"
-            raise ConfigError(f'--route-cost "{text}": {why}') from error
-    try:
-        return Costs(**values)
-    except ConfigError as error:
-        raise ConfigError(f"--route-cost: {error}") from error
-
-
-def _of_rank(endpoint: str, rank: int) -> str:
-    """Where a rank publishes: vLLM adds the rank to the port (``offset_endpoint_port``)."""
-    if rank == 0 or not endpoint:
-        return endpoint
-    host, _, port = endpoint.rpartition(":")
-    if not endpoint.startswith("tcp://") or _NUMBER.fullmatch(port) is None:
-        raise ConfigError(f"{endpoint}: only tcp://HOST:PORT goes up by rank")
-    return f"{host}:{int(port) + rank}"
-
-
-def _whole(field: str, text: str) -> int:
-    if _NUMBER.fullmatch(text) is None:
-        raise ConfigError(f"{field} is a whole number, not {text!r:.40}")
-    return int(text)
 
 
 def _allow_descriptors() -> None:

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvpool.errors import KVPoolError
 
@@ -140,6 +141,7 @@ class Resolver:
             name.answer.set_exception(Unresolved(f"the name {name.host} does not resolve: {why}"))
 
 
+@lru_cache(4096)
 def _is_numeric(host: str) -> bool:
     try:
         ipaddress.ip_address(host)

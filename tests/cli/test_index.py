@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, open_store
-from kvpool.cli.index import parse_worker
 from kvpool.cli.index_connection import IndexConnection
+from kvpool.cli.index_options import parse_worker
 from kvpool.cli.lookup import read_numbers, run_lookup
 from kvpool.discovery.announcer import Announcer
 from kvpool.index import Publisher
@@ -46,10 +46,12 @@ TOKENS = list(range(100, 180))
 class Index:
     """A running ``kvpool index``."""
 
+    command = "index"
+
     def __init__(self, *arguments: str, **environment: str) -> None:
         command = [
             str(Path(sys.executable).parent / "kvpool"),
-            "index",
+            self.command,
             "--listen",
             "127.0.0.1:0",
             "--drain",
@@ -62,7 +64,7 @@ class Index:
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], 60)[0], "not ready in time"
         self.ready = self.process.stdout.readline().decode().strip()
-        found = re.match(r"index listens on (127\.0\.0\.1:[0-9]+), ", self.ready)
+        found = re.match(self.command + r" listens on (127\.0\.0\.1:[0-9]+), ", self.ready)
         assert found is not None, self.ready or self.stop()
         self.target = found[1]
 
@@ -76,8 +78,8 @@ class Index:
 
 
 @contextmanager
-def running(*arguments: str, **environment: str) -> Iterator[Index]:
-    index = Index(*arguments, **environment)
+def running(*arguments: str, kind: type[Index] = Index, **environment: str) -> Iterator[Index]:
+    index = kind(*arguments, **environment)
     try:
         yield index
     finally:

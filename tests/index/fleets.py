@@ -20,6 +20,9 @@ from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
+from kvpool.index.serve.placements import Placements
+from kvpool.index.serve.proxy import Proxy
+from kvpool.index.serve.proxy_stats import ProxyStats
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.key.hashing import seed_id
@@ -66,12 +69,17 @@ class Served:
         stats: RequestStats | None = None,
         http: bool = False,
         place: dict[str, Any] | None = None,
+        proxy: dict[str, Any] | None = None,
         target: str = "",
         **options: Any,
     ) -> None:
         self.fleet = fleet
         self.ext_proc = ""  # where it speaks ext_proc; empty: nowhere
+        self.proxy = ""  # where it sends requests on; empty: nowhere
+        self.proxy_stats = ProxyStats()
+        self.held_nbytes = lambda: 0  # of bodies of requests
         self._place = place  # options of Placer
+        self._proxy_options = proxy  # of Proxy
         self.roster = Roster(fleet, feed)
         self.target = target
         self.http = ""  # where it speaks HTTP; empty: nowhere
@@ -109,7 +117,7 @@ class Served:
         try:
             self.target = f"127.0.0.1:{await server.start(self.target or '127.0.0.1:0')}"
             if self._place is not None:
-                await self._start_ext_proc(server, parts)
+                await self._start_placing(server, parts)
             if self._with_http:
                 self.http = f"127.0.0.1:{await http.start('127.0.0.1:0')}"
             self._ready.set()
@@ -122,7 +130,7 @@ class Served:
             await http.stop()
             await server.stop()
 
-    async def _start_ext_proc(self, server: IndexServer, parts: AsyncExitStack) -> None:
+    async def _start_placing(self, server: IndexServer, parts: AsyncExitStack) -> None:
         options: dict[str, Any] = {"shows": True, **(self._place or {})}
         tokenizers = Tokenizers(options.pop("tokenizers", None))
         parts.callback(tokenizers.close)
@@ -133,9 +141,19 @@ class Served:
         shows = options.pop("shows")
         placer = Placer(self.fleet, router, renderer, endpoints, **options)
         parts.callback(placer.close)
-        picker = ExtProcServer(
-            placer, server.calls, server.health, self._stats, tls=self._options.get("tls"), shows=shows
-        )
+        placements = Placements(placer, server.health, self._stats, shows=shows)
+        self.held_nbytes = lambda: placements.held_nbytes
+        if self._proxy_options is not None:
+            proxy = Proxy(
+                placements,
+                server.health,
+                self.proxy_stats,
+                **{"tenant": "default", "tls": self._options.get("tls"), **self._proxy_options},
+            )
+            parts.push_async_callback(proxy.stop)
+            self.proxy = f"127.0.0.1:{await proxy.start('127.0.0.1:0')}"
+            return
+        picker = ExtProcServer(placements, server.calls, server.health, tls=self._options.get("tls"))
         parts.push_async_callback(picker.stop)
         self.ext_proc = f"127.0.0.1:{await picker.start('127.0.0.1:0')}"
 
@@ -148,14 +166,18 @@ def serving(
     stats: RequestStats | None = None,
     http: bool = False,
     place: dict[str, Any] | None = None,
+    proxy: dict[str, Any] | None = None,
     target: str = "",
     **options: Any,
 ) -> Iterator[Served]:
     """An index, on a free port unless one is given, until the end of the block; ``options``: of ``IndexServer``.
 
-    ``place``: options of a ``Placer``, for an endpoint picker beside it; None: there is none.
+    ``place``: options of a ``Placer``, for an endpoint picker beside it; None: there is none. ``proxy``: those of a
+    ``Proxy``, which is then there in the place of the picker.
     """
-    served = Served(fleet or Fleet(), feed, stats=stats, http=http, place=place, target=target, **options)
+    served = Served(
+        fleet or Fleet(), feed, stats=stats, http=http, place=place, proxy=proxy, target=target, **options
+    )
     try:
         served.start()
         yield served

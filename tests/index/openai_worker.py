@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,10 +32,13 @@ def render_bytes(body: dict[str, Any]) -> list[int]:
 
 
 class ScriptedWorker:
-    """``bodies``: of the requests that it served. ``hold``: answers wait for it. ``render``: None: there is none."""
+    """``bodies``: of the requests that it served. ``hold``: answers wait for it; ``hold_parts``: so do those of a
+    stream behind the first. ``given_up``: requests whose caller has gone. ``reply``: the body of an answer; None: what
+    it was asked. ``render``: None: there is none. ``tls``: to serve with.
+    """
 
-    def __init__(self, name: str, port: int = 0) -> None:
-        self.name, self.port = name, port
+    def __init__(self, name: str, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        self.name, self.port, self._tls = name, port, tls
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.rendered = 0
@@ -42,8 +46,13 @@ class ScriptedWorker:
         self.render: Render | None = render_bytes
         self.render_delay_s = 0.0
         self.status = 200
+        self.given_up = 0
+        self.reply: bytes | None = None
+        self.reply_headers: dict[str, str] = {}
         self.hold = threading.Event()
         self.hold.set()
+        self.hold_parts = threading.Event()
+        self.hold_parts.set()
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -51,6 +60,10 @@ class ScriptedWorker:
     @property
     def at(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    def seen(self) -> dict[str, str]:
+        """The headers of the last request that it served, in lower case."""
+        return {name.lower(): value for name, value in self.headers[-1].items()}
 
     def worker(self, **fields: Any) -> Worker:
         return a_worker(self.name, port=self.port, **{"address": f"http://{self.at}", **fields})
@@ -70,14 +83,14 @@ class ScriptedWorker:
 
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(client_max_size=32 << 20)
+        app = web.Application(client_max_size=32 << 20, handler_args={"auto_decompress": False})
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/{path:.*}/render", self._render)
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self._tls)
         await site.start()
         self.port = runner.addresses[0][1]
         self._ready.set()
@@ -99,24 +112,39 @@ class ScriptedWorker:
         return web.json_response([made] if "chat" not in request.path else made)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._answered(request)
+        except (asyncio.CancelledError, ConnectionError):
+            self.given_up += 1
+            raise
+
+    async def _answered(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
-        while not self.hold.is_set():
-            await asyncio.sleep(0.01)
+        await _set(self.hold)
         said = {"worker": self.name, "sha256": hashlib.sha256(body).hexdigest(), "path": request.path}
         try:
             streams = bool(json.loads(body).get("stream"))
         except (ValueError, AttributeError, RecursionError):
             streams = False
+        if self.reply is not None:
+            return web.Response(body=self.reply, status=self.status, headers=self.reply_headers)
         if not streams:
-            return web.json_response(said, status=self.status)
+            return web.json_response(said, status=self.status, headers=self.reply_headers)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for number in range(3):
+            if number:
+                await _set(self.hold_parts)
             await response.write(f"data: {json.dumps({**said, 'number': number})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+async def _set(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(0.01)
 
 
 @contextmanager
@@ -130,4 +158,5 @@ def scripted(*names: str) -> Iterator[list[ScriptedWorker]]:
     finally:
         for worker in workers:
             worker.hold.set()
+            worker.hold_parts.set()
             worker.stop()

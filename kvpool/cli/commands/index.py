@@ -6,6 +6,31 @@ from typing import Annotated
 
 import typer
 
+from kvpool.cli.commands.fleet_options import (
+    Bootstrap,
+    ClientCa,
+    Drain,
+    MaxBlocks,
+    MaxMemory,
+    MaxWaiting,
+    Metrics,
+    Networks,
+    PlaceHeaders,
+    PlaceTimeout,
+    Pool,
+    PoolKeys,
+    ReuseReports,
+    RouteCost,
+    Scrape,
+    ServerCert,
+    ServerKey,
+    SnapshotEvery,
+    SnapshotFile,
+    TokenizerOption,
+    Tokens,
+    WarmUp,
+    WorkerOption,
+)
 from kvpool.cli.commands.options import Json, TlsCa, TlsCert, TlsKey, TokenFile
 from kvpool.text import parse_nbytes
 
@@ -14,10 +39,7 @@ def index(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0: any that is free.")
     ] = "127.0.0.1:50051",
-    pool: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Follow the workers that announce themselves in this store."),
-    ] = None,
+    pool: Pool = None,
     tenant: Annotated[
         list[str] | None,
         typer.Option(
@@ -27,54 +49,13 @@ def index(
             "in the pool's list, which users that are confined to their tenant cannot enter.",
         ),
     ] = None,
-    pool_keys_per_s: Annotated[
-        int,
-        typer.Option(
-            metavar="KEYS",
-            min=1,
-            max=10_000_000,
-            help="Keys of the pool looked at in a second, to see what it lost.",
-        ),
-    ] = 20_000,
-    worker: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--worker",
-            metavar="NAME=tcp://HOST:PORT,model=M,block=N[,...]",
-            help="Follow a worker that does not, such as a stock vLLM. Also: replay=tcp://HOST:PORT, tenant=T, "
-            "hash=ALGORITHM, address=URL, ranks=N.",
-        ),
-    ] = None,
-    worker_networks: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--worker-networks",
-            metavar="CIDR",
-            help="Where workers are that no --worker names, such as 10.0.0.0/8, and ipc for Unix sockets; once for "
-            "each. Without: everywhere but on the index's host and link; on its host, too, when --listen is loopback.",
-        ),
-    ] = None,
-    max_blocks: Annotated[
-        int, typer.Option(min=1, max=1 << 32, help="Distinct blocks of each model; 17 to 30 bytes each.")
-    ] = 1 << 27,
-    reuse_reports: Annotated[
-        bool,
-        typer.Option(
-            help="Whether a request may run with vLLM's kv_cache_report_mode full; if none does, copies and sliding "
-            "windows are known exactly."
-        ),
-    ] = True,
-    max_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Of the index, such as 2GiB: three quarters for the tables of all models, where cold blocks make "
-            "room, one for what is on its way. Without it: no limit for tables, 1 GiB for the rest.",
-        ),
-    ] = None,
-    metrics: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Show Prometheus metrics there.")
-    ] = None,
+    pool_keys_per_s: PoolKeys = 20_000,
+    worker: WorkerOption = None,
+    worker_networks: Networks = None,
+    max_blocks: MaxBlocks = 1 << 27,
+    reuse_reports: ReuseReports = True,
+    max_memory: MaxMemory = None,
+    metrics: Metrics = None,
     http: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Answer Mooncake's RFC 1403 (/query, /query_by_hash) there."),
@@ -86,68 +67,16 @@ def index(
             help="Tell Envoy there where to send each request: an endpoint picker (ext_proc).",
         ),
     ] = None,
-    place_timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            min=0.001,
-            max=60,
-            help="Longest time to find out the tokens of a request; then it is placed by load. Less than the proxy's "
-            "own limit: Envoy's message_timeout is 0.2 s unless it is set.",
-        ),
-    ] = 0.15,
-    place_headers: Annotated[
-        bool,
-        typer.Option(
-            help="Whether requests and responses say in x-kvpool-... headers where they went, and why."
-        ),
-    ] = True,
-    max_waiting: Annotated[
-        int | None,
-        typer.Option(
-            metavar="REQUESTS",
-            min=1,
-            help="Requests that may wait at a worker: where all have as many, a request is answered with 429.",
-        ),
-    ] = None,
-    snapshot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Keep what is known in this file, and begin with it at the next start."
-        ),
-    ] = None,
-    snapshot_every: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=86400, help="How often the file is written.")
-    ] = 60.0,
-    bootstrap: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Begin with what the index there knows, if it answers."),
-    ] = None,
-    warm_up: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0, max=86400, help="Longest time until health says that the index serves."
-        ),
-    ] = 15.0,
-    tokenizer: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tokenizer",
-            metavar="MODEL=FOLDER",
-            help="Take prompts of this model as text and chats, too; also a name on the Hugging Face hub.",
-        ),
-    ] = None,
-    scrape: Annotated[
-        bool, typer.Option("--scrape/--no-scrape", help="Read the workers' own metrics, for Route.")
-    ] = True,
-    route_cost: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--route-cost",
-            metavar="NAME=NUMBER",
-            help="A coefficient of Route: local, pool, waiting, running or usage.",
-        ),
-    ] = None,
+    place_timeout: PlaceTimeout = 0.15,
+    place_headers: PlaceHeaders = True,
+    max_waiting: MaxWaiting = None,
+    snapshot: SnapshotFile = None,
+    snapshot_every: SnapshotEvery = 60.0,
+    bootstrap: Bootstrap = None,
+    warm_up: WarmUp = 15.0,
+    tokenizer: TokenizerOption = None,
+    scrape: Scrape = True,
+    route_cost: RouteCost = None,
     tenant_share: Annotated[
         float | None,
         typer.Option(
@@ -158,30 +87,11 @@ def index(
             "unless given 0.5 with --tokens, else 1.",
         ),
     ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Ask callers for a token of this file; kvpool token makes entries."
-        ),
-    ] = None,
-    tls_cert: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Serve TLS with this certificate and its chain, PEM.")
-    ] = None,
-    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Its private key, PEM.")] = None,
-    tls_client_ca: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Demand of callers a certificate of this authority, PEM."),
-    ] = None,
-    drain: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            max=3600,
-            help="After SIGTERM, how long calls are answered while health says that the index does not serve; a second "
-            "SIGTERM ends it.",
-        ),
-    ] = 5.0,
+    tokens: Tokens = None,
+    tls_cert: ServerCert = None,
+    tls_key: ServerKey = None,
+    tls_client_ca: ClientCa = None,
+    drain: Drain = 5.0,
     max_connection_age: Annotated[
         float,
         typer.Option(

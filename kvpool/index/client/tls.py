@@ -100,6 +100,13 @@ def channel_credentials(ca: str, cert: str = "", key: str = "") -> grpc.ChannelC
     return grpc.ssl_channel_credentials(authorities, private, chain)
 
 
+def trusting(option: str, ca: str) -> ssl.SSLContext:
+    """For a client that trusts these authorities alone. Errors: ``ConfigError`` that names the option and the file."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _authorities(context, option, ca)
+    return context
+
+
 def _authorities(context: ssl.SSLContext, option: str, path: str) -> bytes:
     pem = _pem(option, path)
     try:

@@ -79,5 +79,6 @@ class Endpoints:
             self._known.popitem(last=False)
 
 
+@lru_cache(4096)
 def _numeric(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ipaddress.ip_address(address).version == 6 else f"{address}:{port}"

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
@@ -45,19 +46,28 @@ class AllBusy(KVPoolError):
     """Each worker has as many requests waiting as it may have."""
 
 
+class Target(NamedTuple):
+    """A worker that can serve a request. ``endpoint``: ``IP:PORT``; ``address``: its URL. ``dp_rank``: None where the
+    worker has only one. ``matched_blocks``: of the prompt, those it need not compute.
+    """
+
+    endpoint: str
+    address: str
+    worker: str
+    dp_rank: int | None
+    matched_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``endpoints``: ``IP:PORT``, the best first; empty: any will do. ``worker``, ``dp_rank``: of the first; the rank
-    is None where the worker has only one. ``matched_blocks``: of ``prompt_blocks``, those it need not compute.
-    ``detail``: more on the reason; may be empty. ``reservation``: for ``Placer.release``; empty: none.
+    """``targets``: the best first, each with an endpoint of its own; empty: any worker will do. ``prompt_blocks``: 0
+    where they are not known. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for
+    ``Placer.release``; empty: none.
     """
 
     tenant: str
     reason: Reason
-    endpoints: tuple[str, ...] = ()
-    worker: str = ""
-    dp_rank: int | None = None
-    matched_blocks: int = 0
+    targets: tuple[Target, ...] = ()
     prompt_blocks: int = 0
     detail: str = ""
     reservation: str = ""
@@ -216,17 +226,22 @@ class Placer:
         if reservation and first is not route.picks[0]:
             self._router.release(tenant, reservation)
             reservation = ""
-        matched = first.row.loadable_blocks
-        several = any(pick.worker == first.worker and pick is not first for pick in route.picks)
-        if reason == "load" and matched:
+        if reason == "load" and first.row.loadable_blocks:
             reason = "prefix"
+        ranks = Counter(pick.worker for pick in route.picks)
         return Placement(
             tenant,
             reason,
-            tuple(placed),
-            first.worker,
-            first.dp_rank if several or first.dp_rank else None,
-            matched,
+            tuple(
+                Target(
+                    at,
+                    pick.address,
+                    pick.worker,
+                    pick.dp_rank if pick.dp_rank or ranks[pick.worker] > 1 else None,
+                    pick.row.loadable_blocks,
+                )
+                for at, pick in placed.items()
+            ),
             first.row.prompt_blocks if reason in ("load", "prefix") else 0,
             detail,
             reservation,

@@ -92,6 +92,7 @@ class Router:
         self._fleet = fleet
         self.loads = loads or LoadBoard(clock)
         self._costs = costs or Costs()
+        self._packed_costs = self._costs.native()
         self._lock = threading.Lock()
         self._reservations = Reservations(clock, self.loads.reserve, tenant_share)
         self._picks = 0  # choices that were made
@@ -149,7 +150,7 @@ class Router:
             self._reservations.expire()
             ranking = _native.Ranking(
                 [(answer.rows, self.loads.of(answer.members.keys)) for answer in answers],
-                self._costs.native(),
+                self._packed_costs,
                 prompt_tokens,
                 self.loads.clock(),
                 KEEP_S,

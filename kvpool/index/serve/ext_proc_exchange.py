@@ -6,69 +6,29 @@ that Envoy is configured with, and says in the first. One event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
-import msgspec
-
-from kvpool.errors import KVPoolError
 from kvpool.index.place.placer import Placement
+from kvpool.index.serve.placements import DESTINATION, OURS, RANK, Placements, Refusal
 from kvpool.v1 import ext_proc_pb2 as pb
 
-DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 LB, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
-WORKER, MATCHED, BLOCKS, REASON = (
-    "x-kvpool-worker", "x-kvpool-matched-blocks", "x-kvpool-prompt-blocks", "x-kvpool-reason",
-)  # fmt: skip
-RANK = "x-data-parallel-rank"  # vllm/entrypoints/serve/engine/serving.py
-# Not for a client to say.
-OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON)
 
-MAX_BODY_NBYTES = 16 << 20
 PART_NBYTES = 62 << 10  # of a body that is handed back: Envoy takes no more in one message
-RETRY_AFTER_S = 1
 
 _MODE = pb.ProcessingMode
 _FULL_DUPLEX = _MODE.FULL_DUPLEX_STREAMED
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
-class Picker(Protocol):
-    """What an exchange asks of the server."""
-
-    def hold(self, nbytes: int) -> bool:
-        """Take room for so much of a body; False: there is none."""
-
-    def let_go(self, nbytes: int) -> None:
-        """Of what was held."""
-
-    async def place(
-        self, headers: Mapping[str, str], body: bytes, tenant: str, subset: frozenset[str] | None
-    ) -> Placement | Refusal:
-        """Where a request goes, or what is answered in the place of a worker."""
-
-    def release(self, placement: Placement, *, now: bool) -> None:
-        """End its reservation: its worker has answered (``now``), or its metrics will show it."""
-
-    def shown(self, placement: Placement) -> list[tuple[str, str]]:
-        """The headers that say where a request went, and why."""
-
-
-class Refusal(KVPoolError):
-    """What is answered in the place of a worker: an HTTP status, and why."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
 class Exchange:
     """One request and its response: what has come of it, and what is answered to each message."""
 
-    def __init__(self, server: Picker, tenant: str) -> None:
-        self._server, self._tenant = server, tenant
+    def __init__(self, placements: Placements, tenant: str) -> None:
+        self._placements, self._tenant = placements, tenant
         self._headers: dict[str, str] = {}
         self._body = bytearray()
         self._subset: frozenset[str] | None = None
@@ -80,11 +40,17 @@ class Exchange:
         """Envoy asks no more about it."""
         self._forget_body()
         if self._placement is not None:
-            self._server.release(self._placement, now=False)
+            self._placements.release(self._placement, now=False)
             self._placement = None
 
     async def answer(self, message: Any) -> list[Any]:
         """The replies to one message."""
+        try:
+            return await self._answer(message)
+        except Refusal as refusal:
+            return [_refused(refusal)]
+
+    async def _answer(self, message: Any) -> list[Any]:
         if message.HasField("protocol_config"):
             self._mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -112,8 +78,6 @@ class Exchange:
             _MODE.BUFFERED, _MODE.BUFFERED_PARTIAL, _FULL_DUPLEX,
         ):  # fmt: skip
             placed = await self._place()
-            if isinstance(placed, Refusal):
-                return [_refused(placed)]
             return [
                 pb.ProcessingResponse(
                     request_headers=pb.HeadersResponse(response=self._to(placed)),
@@ -125,16 +89,11 @@ class Exchange:
         return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
 
     async def _on_body(self, body: Any) -> list[Any]:
-        if len(self._body) + len(body.body) > MAX_BODY_NBYTES:
-            return [_refused(Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes"))]
-        if not self._server.hold(len(body.body)):
-            return [_refused(Refusal(503, "too many requests are being read: send it again later"))]
+        self._placements.hold(len(self._body), len(body.body))
         self._body += body.body
         if self._mode == _FULL_DUPLEX:
             return await self._placed_streamed(end_of_stream=True) if body.end_of_stream else []
         placed = await self._place()
-        if isinstance(placed, Refusal):
-            return [_refused(placed)]
         return [
             pb.ProcessingResponse(
                 request_body=pb.BodyResponse(response=self._to(placed)), dynamic_metadata=_metadata(placed)
@@ -145,8 +104,6 @@ class Exchange:
         """The answer to the headers, and the body handed back."""
         body = bytes(self._body)
         placed = await self._place()
-        if isinstance(placed, Refusal):
-            return [_refused(placed)]
         replies = [
             pb.ProcessingResponse(
                 request_headers=pb.HeadersResponse(response=self._to(placed)),
@@ -161,15 +118,16 @@ class Exchange:
             replies.append(pb.ProcessingResponse(request_body=pb.BodyResponse(response=_streamed(part))))
         return replies
 
-    async def _place(self) -> Placement | Refusal:
+    async def _place(self) -> Placement:
         body = bytes(self._body)
         try:
-            placed = await self._server.place(self._headers, body, self._tenant, self._subset)
+            path = self._headers.get(":path", "/")
+            self._placement = await self._placements.place(
+                path, self._headers, body, self._tenant, self._subset
+            )
         finally:
             self._forget_body()
-        if isinstance(placed, Placement):
-            self._placement = placed
-        return placed
+        return self._placement
 
     def _on_response(self, message: Any) -> Any:
         placement = self._placement
@@ -184,19 +142,19 @@ class Exchange:
             ),
             "",
         )
-        elsewhere = bool(served) and served not in placement.endpoints[:1]
+        elsewhere = bool(served) and served not in (target.endpoint for target in placement.targets[:1])
         # The headers of a stream come before its prompt is computed.
         if elsewhere or not kind.startswith("text/event-stream"):
-            self._server.release(placement, now=True)
+            self._placements.release(placement, now=True)
             self._placement = None
-        mutation = _setting(self._server.shown(placement))
+        mutation = _setting(self._shown(placement))
         return pb.ProcessingResponse(
             response_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation))
         )
 
     def _on_response_body(self, body: Any) -> list[Any]:
         if body.end_of_stream and self._placement is not None:
-            self._server.release(self._placement, now=True)
+            self._placements.release(self._placement, now=True)
             self._placement = None
         if self._response_mode != _FULL_DUPLEX:
             return [pb.ProcessingResponse(response_body=pb.BodyResponse())]
@@ -205,18 +163,21 @@ class Exchange:
 
     def _to(self, placement: Placement) -> Any:
         """What makes a request go there."""
-        headers = self._server.shown(placement)
-        if placement.endpoints:
-            headers.append((DESTINATION, ",".join(placement.endpoints)))
-        if placement.dp_rank is not None:
-            headers.append((RANK, str(placement.dp_rank)))
+        headers = self._shown(placement)
+        if placement.targets:
+            headers.append((DESTINATION, _endpoints(placement)))
+            if (dp_rank := placement.targets[0].dp_rank) is not None:
+                headers.append((RANK, str(dp_rank)))
         said = {name for name, _ in headers}
         mutation = _setting(headers)
         mutation.remove_headers.extend(name for name in OURS if name in self._headers and name not in said)
         return pb.CommonResponse(header_mutation=mutation)
 
+    def _shown(self, placement: Placement) -> list[tuple[str, str]]:
+        return self._placements.shown(placement, placement.targets[0] if placement.targets else None)
+
     def _forget_body(self) -> None:
-        self._server.let_go(len(self._body))
+        self._placements.let_go(len(self._body))
         self._body = bytearray()
 
 
@@ -242,10 +203,14 @@ def _text(metadata: Any, namespace: str, name: str) -> str:
     return str(fields[name].string_value) if name in fields else ""
 
 
+def _endpoints(placement: Placement) -> str:
+    return ",".join(target.endpoint for target in placement.targets)
+
+
 def _metadata(placement: Placement) -> Any:
-    if not placement.endpoints:
+    if not placement.targets:  # Envoy chooses
         return None
-    return {LB: {DESTINATION: ",".join(placement.endpoints)}}
+    return {LB: {DESTINATION: _endpoints(placement)}}
 
 
 def _setting(headers: Iterable[tuple[str, str]]) -> Any:
@@ -265,14 +230,9 @@ def _streamed(part: Any) -> Any:
 
 def _refused(refusal: Refusal) -> Any:
     """What the client is answered, in the form of OpenAI's API."""
-    kind = {413: "BadRequestError", 429: "RateLimitError"}.get(refusal.status, "ServiceUnavailableError")
-    error = {"message": str(refusal), "type": kind, "param": None, "code": refusal.status}
-    headers = [("content-type", "application/json")]
-    if refusal.status != 413:
-        headers.append(("retry-after", str(RETRY_AFTER_S)))
     reply = pb.ProcessingResponse()
     reply.immediate_response.status.code = refusal.status
-    reply.immediate_response.headers.CopyFrom(_setting(headers))
-    reply.immediate_response.body = msgspec.json.encode({"error": error})
+    reply.immediate_response.headers.CopyFrom(_setting(refusal.headers.items()))
+    reply.immediate_response.body = refusal.body
     reply.immediate_response.details = "kvpool"
     return reply

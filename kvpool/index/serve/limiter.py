@@ -20,6 +20,8 @@ MAX_STREAMS = 512
 MAX_STREAMS_OF_HOST = 64
 MAX_STREAMS_OF_TENANT = 192
 MAX_PLACEMENTS = 4096  # from one host as from all: a proxy asks about each request of its clients
+MAX_REQUESTS = 4096  # that a router has under way
+MAX_REQUESTS_OF_HOST = 2048
 MAX_WATCHES = 1024
 MAX_WATCHES_OF_HOST = 64
 
@@ -83,6 +85,14 @@ def of_placements() -> Limiter:
     return Limiter(
         "requests", "send it again later",
         total=MAX_PLACEMENTS, of_host=MAX_PLACEMENTS, of_tenant=MAX_PLACEMENTS,
+    )  # fmt: skip
+
+
+def of_requests() -> Limiter:
+    """Of requests that a router forwards, each until its response has ended."""
+    return Limiter(
+        "requests", "send it again later",
+        total=MAX_REQUESTS, of_host=MAX_REQUESTS_OF_HOST, of_tenant=MAX_REQUESTS,
     )  # fmt: skip
 
 

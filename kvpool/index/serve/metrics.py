@@ -17,6 +17,7 @@ from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_follower import PoolFollower
+from kvpool.index.serve.proxy_stats import ProxyStats, ProxyTotals
 from kvpool.index.serve.request_stats import Histogram, RequestStats
 from kvpool.index.table import TIERS
 from kvpool.metrics import Metric
@@ -30,11 +31,17 @@ CLOSE_TIMEOUT_S = 5.0
 class Exporter(Collector):
     """Shows a fleet's totals, and what ``stats`` has counted, on a page of its own. Any thread may call anything.
 
-    ``pool``: None where there is none.
+    ``pool``, ``proxy``: None where there is none.
     """
 
-    def __init__(self, fleet: Fleet, stats: RequestStats, pool: PoolFollower | None = None) -> None:
-        self._fleet, self._stats, self._pool = fleet, stats, pool
+    def __init__(
+        self,
+        fleet: Fleet,
+        stats: RequestStats,
+        pool: PoolFollower | None = None,
+        proxy: ProxyStats | None = None,
+    ) -> None:
+        self._fleet, self._stats, self._pool, self._proxy = fleet, stats, pool, proxy
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._page: tuple[Any, Thread] | None = None
@@ -45,6 +52,8 @@ class Exporter(Collector):
         yield from self._of_stats()
         if self._pool is not None:
             yield from _families(metrics.POOL_RECONCILER, self._pool.totals()._asdict())
+        if self._proxy is not None:
+            yield from self._of_proxy(self._proxy.totals())
 
     def _of_fleet(self) -> Iterator[Family]:
         totals = self._fleet.totals()._asdict()
@@ -77,6 +86,13 @@ class Exporter(Collector):
         yield _histograms(metrics.INDEX_PLACEMENT_SECONDS, {"": totals.placement_seconds})
         yield _histograms(metrics.INDEX_LOOKUP_SECONDS, {"": totals.seconds})
         yield _histograms(metrics.INDEX_MATCHED_RATIO, totals.ratios)
+
+    def _of_proxy(self, totals: ProxyTotals) -> Iterator[Family]:
+        requests = metrics.ROUTER_REQUESTS
+        yield GaugeMetricFamily(requests.name, requests.help, value=totals.under_way)
+        yield _by_label(CounterMetricFamily, metrics.ROUTER_RESPONSES, totals.responses)
+        yield _by_label(CounterMetricFamily, metrics.ROUTER_RETRIES, totals.retries)
+        yield _histograms(metrics.ROUTER_FIRST_BYTE_SECONDS, {"": totals.first_byte_seconds})
 
     def serve(self, listen: str) -> int:
         """Show the page on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""

@@ -113,21 +113,28 @@ class IndexServer:
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
         self._snapshots = SnapshotStreams(take, self.health, self.calls, self._threads)
 
-    async def start(self, listen: str) -> int:
-        """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
+    async def start(self, listen: str | None) -> int:
+        """Listen on ``HOST:PORT``; port 0: any that is free; None: nowhere, the index has other doors. Returns the
+        port; 0: none. Errors: ``ConfigError``."""
+        bound = 0
+        if listen is not None:
+            bound = self._open(listen)
+        await self.health.begin()
+        if self._server is not None:
+            await self._server.start()
+        self._ticker = asyncio.create_task(self._tick())
+        return bound
+
+    def _open(self, listen: str) -> int:
         handlers = {SERVICE: self._handlers(), health.SERVICE_NAME: self.health.handlers(self.calls)}
         if self._auth.is_open:
             handlers[reflection.SERVICE_NAME] = reflection_handlers(
                 self.calls, (*handlers, reflection.SERVICE_NAME)
             )
-        server, bound = open_server(
+        self._server, bound = open_server(
             listen, handlers, self._tls, age_s=self._ages_s[0], grace_s=self._ages_s[1]
         )
         self._warn(listen)
-        self._server = server
-        await self.health.begin()
-        await server.start()
-        self._ticker = asyncio.create_task(self._tick())
         return bound
 
     async def wait(self, ended: asyncio.Event) -> None:

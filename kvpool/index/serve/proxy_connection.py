@@ -1,0 +1,167 @@
+"""``ProxyConnection``: one connection of a client of the proxy, with ends to its patience.
+
+aiohttp bounds neither how long a request may take to arrive, nor how many connections there are, nor how long a
+response waits for a client that does not read. One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections import Counter
+
+from aiohttp import HttpVersion11, web
+
+from kvpool.index.serve.placements import Refusal
+
+MAX_CONNECTIONS = 8192
+MAX_CONNECTIONS_OF_HOST = 4096  # a load balancer is one host
+MAX_LINE_NBYTES = 8190
+MAX_FIELD_NBYTES = 16 << 10  # of a header: keys of signed tokens are long
+HEAD_S = 10.0  # for a request's line and headers, and for a TLS handshake
+KEEP_ALIVE_S = 75
+WRITE_S = 60.0  # for a client to read what is sent to it
+
+logger = logging.getLogger("kvpool.index")
+
+
+class ConnectionCount:
+    """Of all connections, and by host."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.of_host: Counter[str] = Counter()
+
+    def add(self, host: str) -> bool:
+        """Whether there is room for it; it is counted in either case."""
+        self.total += 1
+        self.of_host[host] += 1
+        return self.total <= MAX_CONNECTIONS and self.of_host[host] <= MAX_CONNECTIONS_OF_HOST
+
+    def remove(self, host: str) -> None:
+        """One that was added."""
+        self.total -= 1
+        self.of_host[host] -= 1
+        if not self.of_host[host]:
+            del self.of_host[host]
+
+
+class ProxyConnection(web.RequestHandler):
+    """``begin`` and ``end``: around the handling of a request. ``_late``: the timer that ends the connection."""
+
+    __slots__ = ("_busy", "_count", "_host", "_late", "_unread")
+
+    def __init__(self, manager: web.Server, count: ConnectionCount, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            keepalive_timeout=KEEP_ALIVE_S,
+            auto_decompress=False,  # bodies pass as they are
+            max_line_size=MAX_LINE_NBYTES,
+            max_field_size=MAX_FIELD_NBYTES,
+        )
+        self._count, self._host = count, ""
+        self._busy = False
+        self._late: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """A request's headers have come."""
+        self._busy = True
+        self._cancel_late()
+
+    def end(self) -> None:
+        """It is answered; the next may come."""
+        self._busy = False
+
+    def abort(self) -> None:
+        """End the connection so that the client does not take what it got for a whole response."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def reset(self) -> None:
+        """``abort`` with a reset: in HTTP/1.0 a response without a length ends where its connection does."""
+        if self.transport is not None:
+            connected = self.transport.get_extra_info("socket")
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+
+    # ---- called by the event loop and aiohttp
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        peer = transport.get_extra_info("peername")
+        self._host = str(peer[0]) if peer else ""
+        if self._count.add(self._host):
+            self._end_late()
+        else:
+            self.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._busy and self._late is None:
+            self._end_late()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self._loop.call_later(WRITE_S, self.abort)
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        super().resume_writing()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._count.remove(self._host)
+        self._cancel_late()
+        if self._unread is not None:
+            self._unread.cancel()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP, and faults of ours, in the form of OpenAI's API."""
+        if status >= 500 and not isinstance(exc, ConnectionError):  # as where the client has gone
+            logger.error("a request of %.200s failed", request.path, exc_info=exc)
+        if request.writer.output_size > 0:  # it is too late to say so
+            raise ConnectionError("the response had begun")
+        text = "the router failed to answer; its log says why"
+        if status < 500:
+            text = f"the request cannot be read: {' '.join((message or 'it is no HTTP').split()):.300}"
+        response = refused(Refusal(status, text))
+        response.force_close()
+        return response
+
+    # ----
+
+    def _end_late(self) -> None:
+        self._late = self._loop.call_later(HEAD_S, self.abort)
+
+    def _cancel_late(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def refused(refusal: Refusal) -> web.Response:
+    """It as a response."""
+    return web.Response(
+        body=refusal.body, status=refusal.status, headers={**refusal.headers, "server": "kvpool"}
+    )
+
+
+def break_off(request: web.BaseRequest) -> None:
+    """End a response that cannot be completed so that its client sees that."""
+    connection = request.protocol
+    assert isinstance(connection, ProxyConnection)
+    if request.version >= HttpVersion11:
+        connection.abort()
+    else:
+        connection.reset()

@@ -1,0 +1,248 @@
+"""``Forwarding``: one request on its way to a worker, and the response on its way back. One event loop.
+
+The ``Host`` that a worker is sent is its own authority, not the client's: a TLS server, or an ingress in front of a
+worker, chooses by it, and vLLM does not read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import time
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from kvpool.index.place.endpoints import parse_url
+from kvpool.index.place.placer import Placement, Target
+from kvpool.index.serve.placements import MAX_BODY_NBYTES, OURS, RANK, Placements, Refusal
+from kvpool.index.serve.proxy_connection import break_off
+from kvpool.index.serve.proxy_stats import ProxyStats, Retry
+
+BODY_S = 30.0  # for a body to arrive: 16 MiB at 4.5 Mbit/s
+RESPONSE_S = 600.0  # longest silence of a worker: a prompt may wait for long
+WHOLE_NBYTES = 64 << 10  # a response of a length up to this is sent as one
+LARGE_NBYTES = 1 << 20  # above it aiohttp warns of bytes in one piece
+
+# Of one connection, not of what is sent over it (RFC 9110, 7.6.1).
+_OF_CONNECTION = frozenset(
+    (
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+        "transfer-encoding", "upgrade",
+    )
+)  # fmt: skip
+_NOT_FORWARDED = _OF_CONNECTION | {"content-length", "expect", "host", RANK, *OURS}
+_NOT_RETURNED = _OF_CONNECTION | {*OURS}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+# No worker has begun to answer.
+_UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
+
+logger = logging.getLogger("kvpool.index")
+
+
+class Forwarding:
+    """``run`` it once. ``is_broken``: the worker has broken off its response, and the client's connection has ended."""
+
+    def __init__(
+        self,
+        request: web.BaseRequest,
+        session: aiohttp.ClientSession,
+        placements: Placements,
+        stats: ProxyStats,
+        tenant: str,
+    ) -> None:
+        self._request, self._session, self._placements = request, session, placements
+        self._stats, self._tenant = stats, tenant
+        self._began_s = time.perf_counter()
+        self._body = b""
+        self._held_nbytes = 0  # of the body
+        self._placement: Placement | None = None  # whose reservation is still to be ended
+        self._has_begun = False  # the response's body
+        self.is_broken = False
+
+    async def run(self) -> web.StreamResponse:
+        """The response; its last bytes are still to be sent. Errors: ``Refusal``."""
+        url = self._request.rel_url
+        if not url.raw_path.startswith("/") or self._request.method == "CONNECT":
+            raise Refusal(400, "a request names a path, such as /v1/chat/completions")
+        try:
+            await self._read()
+            placement = self._placement = await self._placements.place(
+                url.raw_path, self._request.headers, self._body, self._tenant
+            )
+            if not placement.targets:
+                if placement.reason == "failed":
+                    raise Refusal(500, "the router failed to place the request; its log says why")
+                raise Refusal(503, placement.detail)
+            reply, target = await self._send(placement)
+            try:
+                return await self._relay(reply, placement, target)
+            finally:
+                reply.release()
+        finally:
+            self._release()
+            self._forget_body()
+
+    # ---- the request
+
+    async def _read(self) -> None:
+        """The body. Errors: ``Refusal``."""
+        content = self._request.content
+        if (self._request.content_length or 0) > MAX_BODY_NBYTES:
+            raise Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes")
+        if not content.is_eof() and self._request.headers.get("expect", "").lower() == "100-continue":
+            await self._request.writer.write(_CONTINUE)
+            self._request.writer.output_size = 0  # of the response nothing is sent
+        try:
+            if content.is_eof():  # as most are
+                await self._read_parts()
+            else:
+                await asyncio.wait_for(self._read_parts(), BODY_S)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise Refusal(408, f"the request's body did not arrive within {BODY_S:g} s") from error
+        except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
+            raise Refusal(400, f"the request's body cannot be read: {error!s:.200}") from error
+
+    async def _read_parts(self) -> None:
+        parts: list[bytes] = []
+        while part := await self._request.content.readany():
+            self._hold(len(part))
+            parts.append(part)
+        self._body = b"".join(parts)
+
+    def _hold(self, nbytes: int) -> None:
+        self._placements.hold(self._held_nbytes, nbytes)
+        self._held_nbytes += nbytes
+
+    def _forget_body(self) -> None:
+        self._placements.let_go(self._held_nbytes)
+        self._body, self._held_nbytes = b"", 0
+
+    # ---- to a worker
+
+    async def _send(self, placement: Placement) -> tuple[aiohttp.ClientResponse, Target]:
+        """The first response that comes, and of whom. Errors: ``Refusal``."""
+        targets = placement.targets
+        attempts = [(target, bool(targets[number:])) for number, target in enumerate(targets, 1)]
+        if len(targets) == 1:  # its connection may have been an idle one that it closed at that moment
+            attempts = [(targets[0], False)] * 2
+        headers = _without(self._request.headers, _NOT_FORWARDED)
+        why = ""
+        for number, (target, has_next) in enumerate(attempts, 1):
+            retry: Retry
+            try:
+                reply = await self._ask(placement, target, headers)
+            except _UNREACHABLE as error:
+                retry, why = "unreachable", _line(error)
+            except _LOST as error:
+                retry, why = "lost", _line(error)
+            except aiohttp.ServerTimeoutError as error:
+                raise Refusal(504, f"worker {target.worker} has not answered in time") from error
+            except (aiohttp.ClientError, ValueError) as error:
+                raise Refusal(
+                    502, f"the answer of worker {target.worker} is no HTTP: {_line(error)}"
+                ) from error
+            else:
+                if reply.status != 503 or not has_next:
+                    return reply, target
+                reply.release()
+                retry, why = "503", "it answers with 503"
+            self._release()
+            if number < len(attempts):
+                self._stats.record_retry(retry)
+        raise Refusal(503, f"worker {target.worker} cannot be reached: {why}")
+
+    async def _ask(
+        self, placement: Placement, target: Target, headers: CIMultiDict[str]
+    ) -> aiohttp.ClientResponse:
+        at = parse_url(target.address)
+        host = f"[{at.host}]" if ":" in at.host else at.host
+        sent = headers.copy()
+        sent["host"] = f"{host}:{at.port}"
+        if target.dp_rank is not None:
+            sent[RANK] = str(target.dp_rank)
+        sent.extend(self._placements.shown(placement, target))
+        url = self._request.rel_url
+        data: bytes | io.BytesIO | None = self._body
+        if not self._body and "content-length" not in self._request.headers:
+            data = None
+        elif len(self._body) > LARGE_NBYTES:
+            data = io.BytesIO(self._body)
+        return await self._session.request(
+            self._request.method,
+            URL.build(
+                scheme="https" if at.is_tls else "http",
+                authority=target.endpoint,
+                path=url.raw_path,
+                query_string=url.raw_query_string,
+                encoded=True,
+            ),
+            data=data,
+            headers=sent,
+            allow_redirects=False,
+            server_hostname=at.host if at.is_tls else None,
+        )
+
+    # ---- to the client
+
+    async def _relay(
+        self, reply: aiohttp.ClientResponse, placement: Placement, target: Target
+    ) -> web.StreamResponse:
+        headers = _without(reply.headers, _NOT_RETURNED)
+        headers.extend(self._placements.shown(placement, target))
+        headers.setdefault("server", "kvpool")
+        has_body = self._request.method != "HEAD" and reply.status not in (204, 304)
+        if has_body and reply.content_length is not None and reply.content_length <= WHOLE_NBYTES:
+            try:
+                body = await reply.read()
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                text = f"worker {target.worker} did not complete its response: {_line(error)}"
+                raise Refusal(502, text) from error
+            self._begun()
+            headers.pop("content-length", None)
+            return web.Response(body=body, status=reply.status, reason=reply.reason, headers=headers)
+        response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
+        await response.prepare(self._request)
+        while part := await self._read_part(reply, target):
+            if not self._has_begun:
+                self._begun()
+            await response.write(part)
+        return response
+
+    async def _read_part(self, reply: aiohttp.ClientResponse, target: Target) -> bytes:
+        """What has come of the response; empty at its end, and where the worker breaks off."""
+        try:
+            return await reply.content.readany()
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            logger.info("worker %s has broken off a response: %s", target.worker, _line(error))
+            self.is_broken = True
+            break_off(self._request)
+            return b""
+
+    def _begun(self) -> None:
+        """The first byte of a response's body is there, so the prompt is computed."""
+        self._has_begun = True
+        self._stats.record_first_byte(time.perf_counter() - self._began_s)
+        self._release()
+        self._forget_body()
+
+    def _release(self) -> None:
+        if self._placement is not None:
+            self._placements.release(self._placement, now=True)
+            self._placement = None
+
+
+def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:
+    """Those that are not of ``names``, nor named as of the connection."""
+    if "connection" in headers:
+        named = ",".join(headers.getall("connection")).split(",")
+        names = names | {name.strip().lower() for name in named}
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in names)
+
+
+def _line(error: BaseException) -> str:
+    return f"{str(error) or type(error).__name__:.200}"

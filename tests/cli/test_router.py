@@ -1,0 +1,148 @@
+"""``kvpool router`` as a user meets it: a real process in front of scripted workers."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import BlockHasher, IndexClient
+from tests.cli.test_app import refused
+from tests.cli.test_index import Index, running
+from tests.conftest import eventually
+from tests.index.openai_worker import ScriptedWorker, scripted
+from tests.index.publisher import Misbehaving, misbehaving
+from tests.index.serve.test_ext_proc import TEXT, get, post
+from tests.index.wire import batch, stored
+from tests.store.certificates import Authority
+
+TOKENS = list(TEXT.encode())
+ASKED = {"model": "m", "prompt": TOKENS}
+
+
+class RouterProcess(Index):
+    """A running ``kvpool router``."""
+
+    command = "router"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.target}"
+
+    def port(self, name: str) -> int:
+        """Of a further door."""
+        found = re.search(rf", {name} on port ([0-9]+)", self.ready)
+        assert found is not None, self.ready
+        return int(found[1])
+
+
+@contextmanager
+def routing(*options: str) -> Iterator[tuple[RouterProcess, dict[str, ScriptedWorker], dict[str, Any]]]:
+    """A router before the workers a and b, and what publishes their events."""
+    with ExitStack() as parts:
+        workers = {worker.name: worker for worker in parts.enter_context(scripted("a", "b"))}
+        publishers: dict[str, Misbehaving] = {}
+        flags = []
+        for name, worker in workers.items():
+            publishers[name] = parts.enter_context(misbehaving())
+            at = publishers[name].publisher
+            flags += [
+                "--worker",
+                f"{name}={at.events},model=m,block=16,replay={at.replay},address=http://{worker.at}",
+            ]
+        router = parts.enter_context(running(*flags, *options, kind=RouterProcess))
+        assert isinstance(router, RouterProcess)
+        assert eventually(lambda: get(f"{router.url}/health").status == 200)
+        yield router, workers, publishers
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_from_a_publisher_to_a_worker() -> None:
+    with routing("--metrics", "127.0.0.1:0", "--grpc", "127.0.0.1:0") as (router, workers, publishers):
+        publishers["b"].publish(batch(stored(BlockHasher(16).hashes(TOKENS))))
+        with IndexClient(f"127.0.0.1:{router.port('gRPC')}", 30) as client:
+            # over the same loop, uvloop's, as the requests
+            assert eventually(lambda: 5 in client.lookup("m", token_ids=TOKENS).device_blocks)
+        reply = post(router.url, ASKED)
+        assert (reply.worker, reply.headers["x-kvpool-reason"], reply.headers["x-kvpool-worker"]) == (
+            "b",
+            "prefix",
+            "b",
+        )
+        assert post(router.url, {**ASKED, "stream": True}).body.count(b"data: ") == 4
+        workers["b"].stop()
+        assert post(router.url, ASKED).worker == "a"
+        with urllib.request.urlopen(f"http://127.0.0.1:{router.port('metrics')}/metrics", timeout=30) as page:
+            figures = dict(
+                line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#"
+            )
+        assert figures['kvpool_router_responses_total{outcome="2xx"}'] == "3.0"
+        assert float(figures['kvpool_index_placements_total{outcome="prefix"}']) >= 2
+        assert "uvloop" in Path(f"/proc/{router.process.pid}/maps").read_text()
+        code, lines = router.stop()
+        assert (code, [line for line in lines if "Traceback" in line]) == (0, [])
+
+
+def test_what_is_under_way_ends_before_the_router() -> None:
+    with routing("--finish", "60") as (router, workers, _), ThreadPoolExecutor(1) as caller:
+        for worker in workers.values():
+            worker.hold_parts.clear()
+        asked = caller.submit(post, router.url, {**ASKED, "stream": True})
+        assert eventually(lambda: sum(len(worker.bodies) for worker in workers.values()) == 1)
+        router.process.send_signal(signal.SIGTERM)
+
+        def is_closed() -> bool:
+            try:
+                get(f"{router.url}/health")
+            except OSError:
+                return True
+            return False
+
+        assert eventually(is_closed), "no more are taken"
+        assert router.process.poll() is None
+        for worker in workers.values():
+            worker.hold_parts.set()
+        assert asked.result().body.count(b"data: ") == 4
+        router.process.communicate(timeout=30)
+        assert router.process.returncode == 0
+
+
+def test_a_router_that_drains_says_so_and_answers() -> None:
+    with routing("--drain", "600") as (router, _, _):
+        router.process.send_signal(signal.SIGTERM)
+        assert eventually(lambda: get(f"{router.url}/health").status == 503)
+        reply = post(router.url, ASKED)
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert router.stop()[0] == 0, "a second signal ends it"
+
+
+def test_tls(tmp_path: Path) -> None:
+    pair = Authority(tmp_path).issue("server", names=("127.0.0.1",))
+    with running("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), kind=RouterProcess) as router:
+        context = ssl.create_default_context(cafile=tmp_path / "authority.pem")
+        request = urllib.request.Request(f"https://{router.target}/v1/models")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=30, context=context)
+        with caught.value as answered:
+            assert json.load(answered)["error"]["message"] == "no worker has joined the index"
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with running(kind=RouterProcess) as router:
+        line = refused("router", "--listen", router.target)
+        assert line.startswith(f"kvpool: cannot listen on {router.target}: Address already in use")
+    (tmp_path / "no.pem").write_text("no certificate")
+    line = refused("router", "--listen", "127.0.0.1:0", "--worker-ca", str(tmp_path / "no.pem"))
+    assert line == f"kvpool: --worker-ca {tmp_path}/no.pem: holds no certificate in PEM"
+    line = refused("router", "--tokens", str(tmp_path / "tokens.toml"))
+    assert line == "kvpool: --tokens is for callers of --grpc: give it, too"

@@ -1,0 +1,716 @@
+"""The router's proxy on real sockets, with scripted workers behind: where requests go, and what their clients see.
+
+Over 400 lines because all are of one door, and share what starts it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.client
+import json
+import os
+import re
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import BlockHasher, Load
+from kvpool.index.client.tls import ServerTls, trusting
+from kvpool.index.fleet import Fleet
+from kvpool.index.place.router import Router
+from kvpool.index.serve import limiter, placements, proxy_connection, proxy_forwarding
+from kvpool.index.serve.metrics import Exporter
+from kvpool.index.serve.request_stats import RequestStats
+from tests.conftest import eventually
+from tests.index.fleets import Served, say, serving
+from tests.index.openai_worker import ScriptedWorker, scripted
+from tests.index.serve.test_ext_proc import TEXT, get, post
+from tests.index.wire import batch, stored
+from tests.store.certificates import Authority
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+ASKED = {"model": "m", "prompt": list(TEXT.encode())}  # no worker has to be asked for its tokens
+
+
+class Cluster:
+    """Workers behind a proxy."""
+
+    def __init__(self, workers: list[ScriptedWorker], index: Served, router: Router) -> None:
+        self.workers = {worker.name: worker for worker in workers}
+        self.index, self.router, self.url = index, router, f"http://{index.proxy}"
+        self.port = int(index.proxy.rpartition(":")[2])
+        self._sequence = 0
+
+    def hold(self, name: str, text: str = TEXT) -> None:
+        """From now on a worker holds the blocks of a text."""
+        hashes = BlockHasher(16).hashes(list(text.encode()))
+        say(self.index.fleet, f"default/{name}", 0, self._sequence, batch(stored(hashes)))
+        self._sequence += 1
+
+    def outcomes(self) -> dict[str, int]:
+        return {name: count for name, count in self.index.proxy_stats.totals().responses.items() if count}
+
+    def retries(self) -> dict[str, int]:
+        return {name: count for name, count in self.index.proxy_stats.totals().retries.items() if count}
+
+    def ends(self) -> bool:
+        """Whether nothing is under way or held any longer."""
+        under_way = self.index.proxy_stats.totals().under_way
+        return under_way == 0 and len(self.router._reservations) == 0 and self.index.held_nbytes() == 0
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def raw(self, sent: bytes) -> bytes:
+        """All that comes back until the proxy ends the connection."""
+        with self.connect() as client:
+            client.sendall(sent)
+            return all_of(client)
+
+
+def all_of(client: socket.socket) -> bytes:
+    received = b""
+    while part := client.recv(65536):
+        received += part
+    return received
+
+
+@contextmanager
+def cluster(
+    *names: str,
+    place: dict[str, Any] | None = None,
+    proxy: dict[str, Any] | None = None,
+    workers: list[ScriptedWorker] | None = None,
+    **options: Any,
+) -> Iterator[Cluster]:
+    with ExitStack() as parts:
+        started = (
+            workers if workers is not None else parts.enter_context(scripted(*(names or ("a", "b", "c"))))
+        )
+        fleet = Fleet()
+        for worker in started:
+            fleet.add(worker.worker(), "flag")
+            fleet.heard(f"default/{worker.name}", 0)
+        router = Router(fleet)
+        index = parts.enter_context(
+            serving(
+                fleet, place={"timeout_s": 5, **(place or {})}, proxy=proxy or {}, router=router, **options
+            )
+        )
+        yield Cluster(started, index, router)
+
+
+class BadWorker:
+    """One that misbehaves: ``talk`` has each of its connections."""
+
+    def __init__(self, name: str, talk: Callable[[socket.socket], object]) -> None:
+        self.name, self._talk = name, talk
+        self.connections = 0
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def worker(self) -> Any:
+        return ScriptedWorker(self.name, self.port).worker()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            self.connections += 1
+            self._open.append(client)
+            thread = threading.Thread(target=self._serve, args=(client,))
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, suppress(OSError):
+            self._talk(client)
+
+    def stop(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for client in self._open:
+            with suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(30)
+
+
+def request_of(client: socket.socket) -> bytes:
+    """The bytes of one request; empty: the connection has ended."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        part = client.recv(65536)
+        if not part:
+            return b""
+        received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    found = re.search(rb"(?i)content-length: (\d+)", head)
+    while found and len(body) < int(found[1]):
+        body += client.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+def of_request(body: bytes, *headers: str, path: str = "/v1/completions") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def test_a_request_goes_to_the_worker_that_holds_its_prompt() -> None:
+    with cluster() as there:
+        there.hold("b")
+        there.hold("c", f"user: {TEXT}\n")
+        reply = post(there.url, {"model": "m", "prompt": TEXT})
+        blocks = str(len(TEXT) // 16)
+        assert (reply.status, reply.worker) == (200, "b")
+        assert {key: value for key, value in reply.headers.items() if key.startswith("x-kvpool")} == {
+            "x-kvpool-worker": "b", "x-kvpool-reason": "prefix", "x-kvpool-matched-blocks": blocks,
+            "x-kvpool-prompt-blocks": blocks,
+        }  # fmt: skip
+        seen = there.workers["b"].seen()
+        assert seen["x-kvpool-worker"] == "b", "the request says it, too"
+        assert seen["host"] == there.workers["b"].at, "the worker's own authority"
+        chat = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
+        assert post(there.url, chat, "/v1/chat/completions").worker == "c"
+        assert post(there.url, ASKED, "/v1/completions?x=%2F").worker == "b"
+        assert json.loads(post(there.url, ASKED, "/v1/a%2Fb").body)["path"] == "/v1/a/b"
+        assert there.ends()
+
+
+def test_decision_headers_can_be_left_out() -> None:
+    with cluster("a", place={"shows": False}) as there:
+        reply = post(there.url, ASKED)
+        headers = {*reply.headers, *there.workers["a"].seen()}
+        assert not [name for name in headers if name.startswith("x-kvpool")]
+
+
+def test_parts_of_a_stream_come_as_the_worker_sends_them() -> None:
+    with cluster("a") as there:
+        there.workers["a"].hold_parts.clear()
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        client.request("POST", "/v1/completions", json.dumps({**ASKED, "stream": True}))
+        reply = client.getresponse()
+        assert reply.headers["content-type"] == "text/event-stream"
+        assert json.loads(reply.readline()[6:])["number"] == 0, "the worker has sent no more"
+        assert len(there.router._reservations) == 0, "the prompt is computed"
+        there.workers["a"].hold_parts.set()
+        assert reply.read().count(b"data: ") == 3
+        client.close()
+        assert eventually(there.ends)
+        assert there.outcomes() == {"2xx": 1}
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before", "amid"])
+def test_a_client_that_goes_away_ends_its_request_at_the_worker(begun: bool) -> None:
+    with cluster("a") as there:
+        worker = there.workers["a"]
+        (worker.hold_parts if begun else worker.hold).clear()
+        with there.connect() as client:
+            client.sendall(of_request(json.dumps({**ASKED, "stream": True}).encode()))
+            if begun:
+                assert b"data:" in client.recv(65536)
+            assert eventually(lambda: len(worker.bodies) == 1)
+            assert worker.given_up == 0
+        assert eventually(lambda: worker.given_up == 1)
+        assert eventually(there.ends)
+        assert there.outcomes() == {"gone": 1}
+
+
+def test_the_next_best_worker_serves_where_the_best_is_away() -> None:
+    with cluster() as there:
+        there.hold("b")
+        there.hold("c", TEXT[:32])
+        there.workers["b"].stop()
+        reply = post(there.url, ASKED)
+        assert (reply.status, reply.worker, reply.headers["x-kvpool-worker"]) == (200, "c", "c")
+        assert reply.headers["x-kvpool-matched-blocks"] == "2", "of the worker that has served it"
+        assert there.retries() == {"unreachable": 1}
+        assert there.ends()
+
+
+def test_the_next_best_worker_serves_where_the_best_shuts_down() -> None:
+    with cluster() as there:
+        there.hold("b")
+        there.hold("c", TEXT[:32])
+        there.workers["b"].status = 503
+        assert post(there.url, ASKED).worker == "c"
+        assert there.retries() == {"503": 1}
+        for worker in there.workers.values():
+            worker.status = 503
+        reply = post(there.url, ASKED)
+        assert (reply.status, "worker" in json.loads(reply.body)) == (503, True), "what the last one has said"
+        assert len(there.workers["b"].bodies) == 2
+        for status in (400, 404, 429, 500):
+            there.workers["b"].status = status
+            assert (post(there.url, ASKED).status, len(there.workers["c"].bodies)) == (status, 2)
+        assert there.ends()
+
+
+@contextmanager
+def beside(bad: BadWorker, *good: str) -> Iterator[Cluster]:
+    """A cluster of these and of a worker that misbehaves, which holds the prompt."""
+    try:
+        with cluster(*good) as there:
+            there.index.fleet.add(bad.worker(), "flag")
+            there.index.fleet.heard(f"default/{bad.name}", 0)
+            there.hold(bad.name)
+            yield there
+    finally:
+        bad.stop()
+
+
+def test_a_connection_that_ends_before_a_response_costs_no_request() -> None:
+    bad = BadWorker("bad", request_of)
+    with beside(bad, "a") as there:
+        assert post(there.url, ASKED).worker == "a"
+        assert bad.connections == 1
+        assert there.retries() == {"lost": 1}
+        assert there.ends()
+
+
+def test_a_connection_that_its_worker_has_closed_meanwhile_costs_no_request() -> None:
+    def once(client: socket.socket) -> None:
+        if request_of(client):
+            client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            request_of(client)  # and no answer
+
+    bad = BadWorker("bad", once)
+    with beside(bad, "a") as there:
+        there.index.fleet.remove("default/a")
+        for number in (1, 2, 3):
+            assert post(there.url, ASKED).status == 200
+            assert bad.connections == number
+        assert there.retries() == {"lost": 2}
+
+
+BEGUN = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n6\r\ndata: \r\n"
+)
+
+
+def test_a_response_that_has_begun_is_not_asked_for_again() -> None:
+    def half(client: socket.socket) -> None:
+        if request_of(client):
+            client.sendall(BEGUN)
+            time.sleep(0.1)
+
+    bad = BadWorker("bad", half)
+    with beside(bad, "a") as there:
+        for sent in (b"HTTP/1.1", b"HTTP/1.0"):
+            client = there.connect()
+            with client:
+                client.sendall(of_request(json.dumps(ASKED).encode()).replace(b"HTTP/1.1", sent, 1))
+                received = client.recv(65536)
+                while b"data: " not in received:
+                    received += client.recv(65536)
+                if sent == b"HTTP/1.1":
+                    assert not (received + all_of(client)).endswith(b"0\r\n\r\n"), "no end of it is told"
+                else:
+                    with pytest.raises(ConnectionResetError):
+                        all_of(client)
+        assert there.workers["a"].bodies == []
+        assert eventually(there.ends)
+        assert there.outcomes() == {"broken": 2}
+
+
+def test_a_worker_that_accepts_no_connection() -> None:
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for client in (first, second):  # the kernel drops what comes behind these
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        with cluster("a") as there:
+            there.index.fleet.add(ScriptedWorker("full", full.getsockname()[1]).worker(), "flag")
+            there.index.fleet.heard("default/full", 0)
+            there.hold("full")
+            assert post(there.url, ASKED).worker == "a"
+            assert there.retries() == {"unreachable": 1}
+            assert there.ends()
+
+
+def test_responses_without_a_body() -> None:
+    with cluster("a") as there:
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        client.request("HEAD", "/v1/models")
+        with client.getresponse() as reply:
+            assert (reply.status, reply.read()) == (200, b"")
+            assert int(reply.headers["content-length"]) > 0
+        there.workers["a"].status, there.workers["a"].reply = 204, b""
+        client.request("DELETE", "/v1/responses/1")
+        with client.getresponse() as reply:
+            assert (reply.status, reply.read(), "content-length" in reply.headers) == (204, b"", False)
+        client.close()
+        assert there.ends()
+
+
+def test_a_short_response_that_is_broken_off_is_an_error() -> None:
+    def half(client: socket.socket) -> None:
+        if request_of(client):
+            client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}")
+
+    with beside(BadWorker("bad", half), "a") as there:
+        reply = post(there.url, ASKED)
+        assert (reply.status, there.workers["a"].bodies) == (502, [])
+        assert "worker bad did not complete its response" in json.loads(reply.body)["error"]["message"]
+
+
+def test_a_worker_that_speaks_no_http() -> None:
+    with beside(BadWorker("bad", lambda client: client.sendall(b"no HTTP" * 9)), "a") as there:
+        reply = post(there.url, ASKED)
+        assert (reply.status, there.ends()) == (502, True)
+
+
+def test_a_worker_that_says_nothing_for_too_long() -> None:
+    with cluster("a", proxy={"response_s": 0.2}) as there:
+        there.workers["a"].hold.clear()
+        assert post(there.url, ASKED).status == 504
+        assert eventually(lambda: there.workers["a"].given_up == 1)
+        assert there.ends()
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 1 << 20, (1 << 20) + 1])
+def test_bodies_pass_as_they_are(size: int) -> None:
+    with cluster("a") as there:
+        body = os.urandom(size)
+        for headers in ({}, {"content_encoding": "gzip"}):
+            there.workers["a"].reply = None
+            reply = post(there.url, body, **headers)
+            assert json.loads(reply.body)["sha256"] == hashlib.sha256(body).hexdigest()
+        there.workers["a"].reply, there.workers["a"].reply_headers = (
+            gzip.compress(body),
+            {"content-encoding": "gzip"},
+        )
+        reply = post(there.url, body)
+        assert gzip.decompress(reply.body) == body
+        assert there.ends()
+
+
+def test_a_body_in_chunks_arrives_whole() -> None:
+    with cluster("a") as there:
+        body = json.dumps({"model": "m", "prompt": "x" * 200_000}).encode()
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        for expect in ({}, {"expect": "100-continue"}):
+            parts = (body[at : at + 5000] for at in range(0, len(body), 5000))
+            client.request("POST", "/v1/completions", parts, expect, encode_chunked=True)
+            assert json.loads(client.getresponse().read())["sha256"] == hashlib.sha256(body).hexdigest()
+        client.close()
+        assert "expect" not in there.workers["a"].seen()
+
+
+def test_a_client_may_wait_until_its_body_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster("a") as there, there.connect() as client:
+        head = of_request(b"{}", "expect: 100-continue").removesuffix(b"{}")
+        client.sendall(head)
+        assert client.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.sendall(b"{}")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placements, "MAX_BODY_NBYTES", 1000)
+    monkeypatch.setattr(proxy_forwarding, "MAX_BODY_NBYTES", 1000)
+    with cluster("a") as there:
+        assert post(there.url, b"x" * 1000).status == 200
+        reply = post(there.url, b"x" * 1001)
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, error["type"], error["code"]) == (413, "BadRequestError", 413)
+        assert error["message"] == "a request has at most 1000 bytes"
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        client.request(
+            "POST", "/", iter([b"x" * 900] * 2), {"transfer-encoding": "chunked"}, encode_chunked=True
+        )
+        assert client.getresponse().status == 413
+        client.close()
+        monkeypatch.setattr(placements, "MAX_HELD_NBYTES", 999)
+        assert post(there.url, b"x" * 1000).status == 503
+        assert there.ends()
+
+
+def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_connection, "HEAD_S", 0.2)
+    monkeypatch.setattr(proxy_forwarding, "BODY_S", 0.2)
+    with cluster("a") as there:
+        assert there.raw(b"") == b"", "nothing at all"
+        assert there.raw(b"POST /v1/completions HTTP/1.1\r\nhost:") == b"", "half a head"
+        with there.connect() as client:  # half of a second head
+            client.sendall(of_request(b"{}"))
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
+            client.sendall(b"POST /v1")
+            assert all_of(client) == b""
+        with there.connect() as client:
+            client.sendall(of_request(b"{}{}").removesuffix(b"{}"))
+            assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
+        assert eventually(there.ends)
+        with there.connect() as client:  # one that is idle after a request may stay
+            client.sendall(of_request(b"{}"))
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
+            time.sleep(0.5)
+            client.sendall(of_request(b"{}"))
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_connection, "WRITE_S", 0.2)
+    with cluster("a") as there:
+        there.workers["a"].reply = bytes(64 << 20)
+        with there.connect() as client:
+            client.sendall(of_request(b"{}"))
+            assert eventually(lambda: there.outcomes() == {"gone": 1})
+        assert eventually(there.ends)
+
+
+def test_forged_headers_and_those_of_a_connection_are_not_passed_on() -> None:
+    with cluster("a", "b") as there:
+        there.hold("b")
+        there.workers["b"].reply_headers = {
+            "x-gateway-destination-endpoint": "9.9.9.9:9", "x-kvpool-reason": "forged", "keep-alive": "timeout=9",
+            "x-hop": "1", "connection": "x-hop", "x-own": "1",
+        }  # fmt: skip
+        forged = {
+            "x-kvpool-worker": "a", "x-kvpool-matched-blocks": "9", "x-gateway-destination-endpoint": "9.9.9.9:9",
+            "x-data-parallel-rank": "7", "te": "trailers", "proxy-authorization": "secret", "x-mine": "1",
+            "authorization": "Bearer key", "x-hop": "1", "connection": "close, X-Hop", "upgrade": "websocket",
+        }  # fmt: skip
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        client.request("POST", "/v1/completions", json.dumps(ASKED), forged)
+        with client.getresponse() as reply:
+            assert (reply.status, reply.headers["x-kvpool-reason"], reply.headers["x-own"]) == (
+                200,
+                "prefix",
+                "1",
+            )
+            assert not {"x-gateway-destination-endpoint", "keep-alive", "x-hop"} & {
+                *map(str.lower, reply.headers)
+            }
+        client.close()
+        seen = there.workers["b"].seen()
+        passed = {
+            "x-kvpool-worker": "b",
+            "x-kvpool-matched-blocks": "5",
+            "x-mine": "1",
+            "authorization": "Bearer key",
+        }
+        assert {name: seen[name] for name in forged if name in seen} == passed
+
+
+def test_a_cookie_is_its_clients_own() -> None:
+    with cluster("a") as there:
+        there.workers["a"].reply_headers = {"set-cookie": "session=1"}
+        assert post(there.url, ASKED).headers["set-cookie"] == "session=1"
+        post(there.url, ASKED)
+        assert "cookie" not in there.workers["a"].seen()
+
+
+def test_the_rank_is_told() -> None:
+    with cluster("a") as there:
+        fleet, worker = there.index.fleet, there.workers["a"]
+        fleet.remove("default/a")
+        fleet.add(worker.worker(ranks=2), "flag")
+        for rank in (0, 1):
+            fleet.heard("default/a", rank)
+        say(fleet, "default/a", 1, 0, batch(stored(BlockHasher(16).hashes(list(TEXT.encode())))))
+        assert post(there.url, ASKED).headers["x-kvpool-reason"] == "prefix"
+        assert worker.seen()["x-data-parallel-rank"] == "1"
+
+
+def test_all_workers_busy_asleep_or_away() -> None:
+    with cluster("a", "b", place={"max_waiting": 4}) as there:
+        for name in there.workers:
+            there.router.loads.report(f"default/{name}", Load(name, waiting=4))
+        reply = post(there.url, ASKED)
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, error["code"], error["type"]) == (429, 429, "RateLimitError")
+        assert reply.headers["retry-after"] == "1"
+        for name in there.workers:
+            there.router.loads.scrape(f"default/{name}", Load(name), asleep=True)
+        reply = post(there.url, ASKED)
+        assert (reply.status, json.loads(reply.body)["error"]["message"]) == (503, "all workers sleep")
+        for worker in there.workers.values():
+            there.router.loads.scrape(f"default/{worker.name}", Load(worker.name), asleep=False)
+            worker.stop()
+        reply = post(there.url, ASKED)
+        assert reply.status == 503
+        assert re.search("worker [ab] cannot be reached", json.loads(reply.body)["error"]["message"])
+        for name in there.workers:
+            there.index.fleet.remove(f"default/{name}")
+        reply = post(there.url, ASKED)
+        assert (reply.status, json.loads(reply.body)["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert there.ends()
+        assert there.outcomes() == {"refused": 4}
+
+
+@pytest.mark.parametrize(
+    "body", [b"no json", b"", b"[]", b'{"model": "unknown", "prompt": "x"}', b'{"prompt": 3}']
+)
+def test_what_is_wrong_with_a_request_is_for_a_worker_to_say(body: bytes) -> None:
+    with cluster("a") as there:
+        there.workers["a"].status = 400
+        assert post(there.url, body).status == 400
+        assert there.workers["a"].bodies == [body]
+        assert get(f"{there.url}/v1/models").status == 400
+        assert there.ends()
+
+
+def test_health_waits_until_the_fleet_is_known() -> None:
+    warm = threading.Event()
+    with cluster("a", is_warm=warm.is_set) as there:
+        reply = get(f"{there.url}/health")
+        assert (reply.status, json.loads(reply.body)["error"]["code"]) == (503, 503)
+        assert post(there.url, ASKED).status == 200, "what is known serves"
+        there.index.fleet.remove("default/a")
+        assert post(there.url, ASKED).status == 503
+        warm.set()
+        assert eventually(lambda: get(f"{there.url}/health").status == 200)
+
+
+def test_tls_on_both_sides(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("server", names=("127.0.0.1", "localhost"))
+
+    def tls() -> ServerTls:
+        return ServerTls(str(pair.cert), str(pair.key))
+
+    worker = ScriptedWorker("a", tls=tls().context)
+    worker.start()
+    try:
+        for worker_tls, status in ((trusting("--worker-ca", str(authority.ca)), 200), (None, 503)):
+            with cluster(workers=[worker], proxy={"worker_tls": worker_tls}, tls=tls()) as there:
+                there.index.fleet.add(worker.worker(address=f"https://localhost:{worker.port}"), "flag")
+                there.index.fleet.heard("default/a", 0)
+                client = http.client.HTTPSConnection(
+                    "localhost",
+                    there.port,
+                    timeout=30,
+                    context=ssl.create_default_context(cafile=authority.ca),
+                )
+                client.request("POST", "/v1/completions", json.dumps(ASKED))
+                with client.getresponse() as reply:
+                    assert reply.status == status
+                client.close()
+        assert worker.seen()["host"] == f"localhost:{worker.port}"
+    finally:
+        worker.stop()
+
+
+def test_metrics() -> None:
+    with cluster("a", "b") as there:
+        there.workers["a"].stop()
+        there.hold("a")
+        assert post(there.url, ASKED).worker == "b"
+        there.index.fleet.remove("default/a")
+        there.index.fleet.remove("default/b")
+        assert post(there.url, ASKED).status == 503
+        exporter = Exporter(there.index.fleet, RequestStats(), proxy=there.index.proxy_stats)
+        port = exporter.serve("127.0.0.1:0")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
+                figures = dict(
+                    line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#"
+                )
+        finally:
+            exporter.close()
+        assert figures["kvpool_router_requests"] == "0.0"
+        assert figures['kvpool_router_responses_total{outcome="2xx"}'] == "1.0"
+        assert figures['kvpool_router_responses_total{outcome="refused"}'] == "1.0"
+        assert figures['kvpool_router_retries_total{reason="unreachable"}'] == "1.0"
+        assert figures["kvpool_router_first_byte_seconds_count"] == "1.0"
+
+
+def test_what_is_no_request_is_refused_in_the_same_form() -> None:
+    smuggled = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
+    with cluster("a") as there:
+        for sent in (
+            b"what?\r\n\r\n",
+            of_request(smuggled, "transfer-encoding: chunked"),
+            of_request(b"", "transfer-encoding : chunked"),
+            of_request(b"x", "content-length: 2"),
+            of_request(b"", "transfer-encoding: chunked, identity"),
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: +3\r\n\r\nabc",
+            b"POST / HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * (17 << 10) + b"\r\n\r\n",
+        ):
+            received = there.raw(sent)
+            head, _, body = received.partition(b"\r\n\r\n")
+            assert re.match(rb"HTTP/1.[01] 400 ", head), received
+            assert received.count(b"HTTP/1.") == 1
+            assert json.loads(body)["error"]["message"].startswith("the request cannot be read: ")
+        for line in (b"CONNECT 127.0.0.1:1 HTTP/1.1", b"OPTIONS * HTTP/1.1"):
+            with there.connect() as client:
+                client.sendall(line + b"\r\nhost: x\r\n\r\n")
+                assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
+        assert there.workers["a"].bodies == []
+        absolute = b"GET http://9.9.9.9:9/v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        assert b'"path": "/v1/models"' in there.raw(absolute), "where it goes is not for the client to say"
+
+
+def test_one_host_has_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limiter, "MAX_REQUESTS_OF_HOST", 2)
+    with cluster("a") as there, ThreadPoolExecutor(2) as callers:
+        there.workers["a"].hold.clear()
+        asked = [callers.submit(post, there.url, ASKED) for _ in range(2)]
+        assert eventually(lambda: len(there.workers["a"].bodies) == 2)
+        reply = post(there.url, ASKED)
+        assert (reply.status, json.loads(reply.body)["error"]["type"]) == (429, "RateLimitError")
+        assert get(f"{there.url}/health").status == 200
+        there.workers["a"].hold.set()
+        assert {one.result().status for one in asked} == {200}
+        assert post(there.url, ASKED).status == 200
+
+
+def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_connection, "MAX_CONNECTIONS_OF_HOST", 2)
+    with cluster("a") as there:
+        with there.connect(), there.connect(), there.connect() as third, suppress(ConnectionError):
+            third.sendall(of_request(b"{}"))
+            assert third.recv(65536) == b""
+        assert eventually(lambda: get(f"{there.url}/health").status == 200)
+
+
+def test_a_streamed_chat_with_openais_package() -> None:
+    openai = pytest.importorskip("openai")
+
+    def talk(client: socket.socket) -> None:
+        while request_of(client):
+            client.sendall(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            )
+            for word in ("Hel", "lo", None):
+                said = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+                choice = {
+                    "index": 0,
+                    "delta": {"content": word} if word else {},
+                    "finish_reason": word and None,
+                }
+                part = b"data: " + json.dumps({**said, "choices": [choice]}).encode() + b"\n\n"
+                client.sendall(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            client.sendall(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    with beside(BadWorker("bad", talk)) as there:
+        for name in there.workers:
+            there.index.fleet.remove(f"default/{name}")
+        with openai.OpenAI(base_url=f"{there.url}/v1", api_key="k", max_retries=0) as client:
+            messages = [{"role": "user", "content": "Say hello."}]
+            stream = client.chat.completions.create(model="m", messages=messages, stream=True)
+            assert "".join(part.choices[0].delta.content or "" for part in stream) == "Hello"
+        there.index.fleet.remove("default/bad")
+        with (
+            openai.OpenAI(base_url=f"{there.url}/v1", api_key="k", max_retries=0) as client,
+            pytest.raises(openai.InternalServerError, match="no worker has joined the index"),
+        ):
+            client.chat.completions.create(model="m", messages=messages)
