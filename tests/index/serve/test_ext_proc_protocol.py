@@ -19,7 +19,7 @@ from kvpool import BlockHasher
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
 from kvpool.index.resolver import Resolver, Unresolved
-from kvpool.index.serve import ext_proc, ext_proc_exchange, limiter
+from kvpool.index.serve import ext_proc, ext_proc_exchange, limiter, placements
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.v1 import ext_proc_pb2 as pb
 from tests.conftest import eventually
@@ -266,8 +266,8 @@ def test_without_the_body_a_request_is_placed_by_load(mode: int) -> None:
 
 
 def test_bodies_have_a_limit_each_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ext_proc_exchange, "MAX_BODY_NBYTES", 100_000)
-    monkeypatch.setattr(ext_proc, "MAX_WAITING_NBYTES", 150_000)
+    monkeypatch.setattr(placements, "MAX_BODY_NBYTES", 100_000)
+    monkeypatch.setattr(placements, "MAX_HELD_NBYTES", 150_000)
     with picking("a") as index, calling(index) as channel:
         call = Call(channel)
         call.say(headers(DUPLEX), body(bytes(60_000), end=False), body(bytes(60_000), end=False))
