@@ -190,7 +190,7 @@ def test_a_request_goes_to_the_worker_that_holds_its_prompt() -> None:
         assert post(there.url, chat, "/v1/chat/completions").worker == "c"
         assert post(there.url, ASKED, "/v1/completions?x=%2F").worker == "b"
         assert json.loads(post(there.url, ASKED, "/v1/a%2Fb").body)["path"] == "/v1/a/b"
-        assert there.ends()
+        assert eventually(there.ends)
 
 
 def test_decision_headers_can_be_left_out() -> None:
@@ -244,7 +244,7 @@ def test_the_next_best_worker_serves_where_the_best_is_away() -> None:
         assert (reply.status, reply.worker, reply.headers["x-kvpool-worker"]) == (200, "c", "c")
         assert reply.headers["x-kvpool-matched-blocks"] == "2", "of the worker that has served it"
         assert there.retries() == {"unreachable": 1}
-        assert there.ends()
+        assert eventually(there.ends)
 
 
 def test_the_next_best_worker_serves_where_the_best_shuts_down() -> None:
@@ -262,7 +262,7 @@ def test_the_next_best_worker_serves_where_the_best_shuts_down() -> None:
         for status in (400, 404, 429, 500):
             there.workers["b"].status = status
             assert (post(there.url, ASKED).status, len(there.workers["c"].bodies)) == (status, 2)
-        assert there.ends()
+        assert eventually(there.ends)
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def test_a_connection_that_ends_before_a_response_costs_no_request() -> None:
         assert post(there.url, ASKED).worker == "a"
         assert bad.connections == 1
         assert there.retries() == {"lost": 1}
-        assert there.ends()
+        assert eventually(there.ends)
 
 
 def test_a_connection_that_its_worker_has_closed_meanwhile_costs_no_request() -> None:
@@ -345,7 +345,7 @@ def test_a_worker_that_accepts_no_connection() -> None:
             there.hold("full")
             assert post(there.url, ASKED).worker == "a"
             assert there.retries() == {"unreachable": 1}
-            assert there.ends()
+            assert eventually(there.ends)
 
 
 def test_responses_without_a_body() -> None:
@@ -360,7 +360,7 @@ def test_responses_without_a_body() -> None:
         with client.getresponse() as reply:
             assert (reply.status, reply.read(), "content-length" in reply.headers) == (204, b"", False)
         client.close()
-        assert there.ends()
+        assert eventually(there.ends)
 
 
 def test_a_short_response_that_is_broken_off_is_an_error() -> None:
@@ -385,7 +385,7 @@ def test_a_worker_that_says_nothing_for_too_long() -> None:
         there.workers["a"].hold.clear()
         assert post(there.url, ASKED).status == 504
         assert eventually(lambda: there.workers["a"].given_up == 1)
-        assert there.ends()
+        assert eventually(there.ends)
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 1 << 20, (1 << 20) + 1])
@@ -402,7 +402,7 @@ def test_bodies_pass_as_they_are(size: int) -> None:
         )
         reply = post(there.url, body)
         assert gzip.decompress(reply.body) == body
-        assert there.ends()
+        assert eventually(there.ends)
 
 
 def test_a_body_in_chunks_arrives_whole() -> None:
@@ -443,7 +443,7 @@ def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         client.close()
         monkeypatch.setattr(placements, "MAX_HELD_NBYTES", 999)
         assert post(there.url, b"x" * 1000).status == 503
-        assert there.ends()
+        assert eventually(there.ends)
 
 
 def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,7 +555,7 @@ def test_all_workers_busy_asleep_or_away() -> None:
             there.index.fleet.remove(f"default/{name}")
         reply = post(there.url, ASKED)
         assert (reply.status, json.loads(reply.body)["error"]["type"]) == (503, "ServiceUnavailableError")
-        assert there.ends()
+        assert eventually(there.ends)
         assert there.outcomes() == {"refused": 4}
 
 
@@ -568,7 +568,7 @@ def test_what_is_wrong_with_a_request_is_for_a_worker_to_say(body: bytes) -> Non
         assert post(there.url, body).status == 400
         assert there.workers["a"].bodies == [body]
         assert get(f"{there.url}/v1/models").status == 400
-        assert there.ends()
+        assert eventually(there.ends)
 
 
 def test_health_waits_until_the_fleet_is_known() -> None:
