@@ -24,7 +24,7 @@ from benchmarks.route_traffic import BLOCK_TOKENS, Traffic, Turn
 
 WORKERS = 8
 TOKEN_S = 1e-4  # to compute a token of a prompt: 10,000 a second
-TALKERS = 24  # callers of the conversations
+TALKERS = 48  # callers of the conversations
 SETTLE_S = 1.0  # for KV events to arrive, and for a front to see who is there
 AWAY_S = 2.0  # of the worker that is restarted
 SPARE = 1.3  # blocks that the fleet's caches hold, for each block of all conversations

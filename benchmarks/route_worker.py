@@ -30,8 +30,8 @@ from benchmarks.publisher import Publishers
 from benchmarks.route_traffic import BLOCK_TOKENS, MODEL, TOKENIZER_FILE, Plan, Prompt, number_of
 
 FLUSH_S = 0.01  # between two batches of KV events: vLLM sends one with each step of its engine
-CHUNKS = 4  # of a streamed answer
-CHUNK_S = 0.005
+CHUNKS = 16  # of a streamed answer
+CHUNK_S = 0.025
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,19 @@ class Worker:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(settings.tokenizer) / TOKENIZER_FILE))
         self._thread = ThreadPoolExecutor(1)
 
-    def prefill(self, prompt: Prompt) -> tuple[int, float]:
-        """Take a prompt: its cached tokens, and in how many seconds its first token comes."""
+    def prefill(self, prompt: Prompt) -> tuple[int, float, float]:
+        """Take a prompt: its cached tokens, the seconds until it is begun, and those until its first token then."""
         cached = self.cache.take(prompt)
         if self.cache.events and not self._flush_due:
             self._flush_due = True
             asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
         if not self.settings.token_s:
-            return cached, 0.0
+            return cached, 0.0, 0.0
         now_s = time.monotonic()
         work_s = (prompt.tokens - cached) * self.settings.token_s
-        self._free_at_s = max(self._free_at_s, now_s) + work_s
-        return cached, self._free_at_s - now_s
+        begins_s = max(self._free_at_s, now_s)
+        self._free_at_s = begins_s + work_s
+        return cached, begins_s - now_s, work_s
 
     def _flush(self) -> None:
         self._flush_due = False
@@ -213,29 +214,30 @@ class Connection(asyncio.Protocol):
         except (ValueError, IndexError) as error:
             self._answer(json.dumps({"error": {"message": str(error)}}).encode(), status=b"400 Bad Request")
             return
-        cached, delay_s = worker.prefill(prompt)
+        cached, queued_s, work_s = worker.prefill(prompt)
         usage = (
             b'{"prompt_tokens":%d,"completion_tokens":16,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
         ) % (prompt.tokens, prompt.tokens + 16, cached)
         if b'"stream":true' in body[:400] or b'"stream":true' in body[-400:]:
-            self._task = asyncio.ensure_future(self._stream(number, usage, delay_s))
+            self._task = asyncio.ensure_future(self._stream(number, usage, queued_s, work_s))
         else:
             self._answer(
                 self._chunk(number, b"chat.completion", b"message", b'"content":"text"', b'"stop"', usage)
             )
 
-    async def _stream(self, number: int, usage: bytes, delay_s: float) -> None:
+    async def _stream(self, number: int, usage: bytes, queued_s: float, work_s: float) -> None:
         worker = self._worker
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         worker.waiting += 1
         try:
-            self._transport.write(
-                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-            )
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(queued_s)
         finally:
             worker.waiting -= 1
         worker.running += 1
         try:
+            await asyncio.sleep(work_s)
             for at in range(CHUNKS):
                 if at:
                     await asyncio.sleep(CHUNK_S)
