@@ -160,7 +160,9 @@ def test_a_worker_that_does_not_come_up_is_one_clear_error(tmp_path: Path) -> No
 def test_bench_route_measures_a_front_beside_none() -> None:
     """Envoy with the index, and round robin."""
     arguments = ["--replicas", "1", "--conversations", "16", "--rounds", "1", "--seconds", "0.3"]
-    ended = benchmark("route", *arguments, "--only", "Envoy + kvpool, duplex", "--only", "round robin", "--json")
+    ended = benchmark(
+        "route", *arguments, "--only", "Envoy + kvpool, duplex", "--only", "round robin", "--json"
+    )
     report = json.loads(ended.stdout)
     assert report["workers"] == 8
     rows = {row["front"]: row for row in report["rows"]}
