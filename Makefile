@@ -36,6 +36,8 @@ SERVERS := .cache/servers
 PEERS := .cache/peers
 LMCACHE_VERSION := 0.5.6
 DYNAMO_VERSION := 1.6.1
+VLLM_ROUTER_VERSION := 0.1.17
+SMG_VERSION := 1.13.0
 OTHER_VLLM := .cache/vllm
 OLDER_VLLM_VERSIONS := 0.30.0 0.31.0
 NEWER_VLLM_VERSIONS := 0.33.0
@@ -58,7 +60,7 @@ PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer s
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-peers sanitize fuzz fuzz-build soak test-compose compose-down proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers sanitize fuzz fuzz-build soak test-compose compose-down proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -72,7 +74,9 @@ help:
 	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
-	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py and Dynamo, for python -m benchmarks store|index|e2e --peers"
+	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
+	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
+	@echo "               store|index|e2e|route --peers"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
@@ -100,7 +104,7 @@ test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TO
 	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
 
-test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp
+test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp
 	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak" --durations=5 $(or $(PYTEST),tests/benchmarks)
 
 # In a process of their own: SGLang changes transformers when it is imported.
@@ -125,7 +129,10 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare
 	$(BIN)/python -m benchmarks index
 	$(BIN)/python -m benchmarks fleet
 
-bench-peers: $(PEERS)/lmcache/.stamp $(PEERS)/lmcache-engine/.stamp $(PEERS)/glide/.stamp $(PEERS)/redis/.stamp $(PEERS)/dynamo/.stamp
+bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(PEERS)/vllm-router/.stamp $(PEERS)/smg/.stamp
+	$(BIN)/python -m benchmarks route --peers
+
+bench-peers: $(patsubst %,$(PEERS)/%/.stamp,lmcache lmcache-engine glide redis dynamo vllm-router smg)
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STAMPS)
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
@@ -269,6 +276,14 @@ $(PEERS)/redis/.stamp: | $(VENV)/.stamp-venv
 # Of Dynamo, what routes: a quarter of a gigabyte, and no engine.
 $(PEERS)/dynamo/.stamp: | $(VENV)/.stamp-venv
 	$(call peer_environment,dynamo,ai-dynamo-runtime==$(DYNAMO_VERSION))
+	@touch $@
+
+$(PEERS)/vllm-router/.stamp: | $(VENV)/.stamp-venv
+	$(call peer_environment,vllm-router,vllm-router==$(VLLM_ROUTER_VERSION))
+	@touch $@
+
+$(PEERS)/smg/.stamp: | $(VENV)/.stamp-venv
+	$(call peer_environment,smg,smg==$(SMG_VERSION))
 	@touch $@
 
 # $(1): a peer; $(2): what it needs.

@@ -124,6 +124,42 @@ def fleet(
     )  # fmt: skip
 
 
+@app.command("route")
+def route(
+    replicas: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, max=16, help="Replicas of a front, for conversations; give it again for another number."
+        ),
+    ] = None,
+    conversations: Annotated[int, typer.Option(min=8, max=10_000, help="Of six turns.")] = 96,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="The median counts.")] = 3,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=600, help="Longest measurement of speed, of one caller and of many.")
+    ] = 4.0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only fronts whose names begin so; give it again for more."),
+    ] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="vllm-router and smg, too.")] = False,
+    peers_folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
+    ] = PEERS_FOLDER,
+    as_json: Json = False,
+) -> None:
+    """What stands in front of a fleet: Envoy with kvpool's index, others' routers, round robin.
+
+    Scripted workers, each a process, behind each in turn: hits of conversations, added latency, requests a second and
+    CPU at 2 KB and 220 KB, and a worker that is restarted.
+    """
+    from benchmarks.route import run_route
+
+    run_route(
+        replicas=replicas or [1, 2, 4, 8], conversations=conversations, rounds=rounds, seconds=seconds,
+        only=only or [], peers=Path(peers_folder) if peers else None, as_json=as_json,
+    )  # fmt: skip
+
+
 @app.command("e2e")
 def e2e(
     pool: Annotated[

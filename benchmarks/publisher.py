@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 
 import zmq
@@ -26,9 +27,11 @@ LOOK_S = 0.1
 
 
 class Publishers:
-    """``count`` publishers on free ports of this host. Use it with ``with``; one thread calls it."""
+    """``count`` publishers on this host. Use it with ``with``; one thread calls it.
 
-    def __init__(self, count: int) -> None:
+    ``ports``: of each, of events and of replays; without them any that are free."""
+
+    def __init__(self, count: int, ports: Sequence[tuple[int, int]] | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._kept: list[deque[tuple[bytes, bytes]]] = [deque(maxlen=KEPT) for _ in range(count)]
@@ -38,8 +41,8 @@ class Publishers:
         self._events = [self._socket(zmq.XPUB) for _ in range(count)]
         self._routers = [self._socket(zmq.ROUTER) for _ in range(count)]
         self.endpoints = [
-            Publisher(0, _bound(events), _bound(router))
-            for events, router in zip(self._events, self._routers, strict=True)
+            Publisher(0, _bound(events, at[0]), _bound(router, at[1]))
+            for events, router, at in zip(self._events, self._routers, ports or [(0, 0)] * count, strict=True)
         ]
         self._replays = threading.Thread(target=self._answer, name="kvpool-bench-replays", daemon=True)
         self._replays.start()
@@ -106,6 +109,6 @@ class Publishers:
                 router.send_multipart((who, empty, b"", END.to_bytes(8, "big"), b""))
 
 
-def _bound(one: zmq.Socket[bytes]) -> str:
-    one.bind("tcp://127.0.0.1:*")
+def _bound(one: zmq.Socket[bytes], port: int) -> str:
+    one.bind(f"tcp://127.0.0.1:{port or '*'}")
     return one.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]

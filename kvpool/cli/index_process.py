@@ -54,6 +54,10 @@ class IndexProcess:
     ) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def stop(self) -> None:
         """Ask it to end, and after a while make it."""
         if self._process.poll() is None:

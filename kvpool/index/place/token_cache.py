@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 PIECE_CHARS = 4096  # at least, of a piece that does not end at a special token
+SPECIAL_CHARS = 256  # at least, of one that does: to look a piece up takes as long as 10 of its characters
 MAX_PIECE_CHARS = 4 * PIECE_CHARS  # of one that is remembered
 MAX_NBYTES = 128 << 20
 ENTRY_NBYTES = 256  # of memory beside text and tokens
@@ -48,12 +49,12 @@ class TokenCache:
         # Tokens that take the spaces beside them, or only stand as a word, depend on what stands around.
         plain = not any(one.lstrip or one.rstrip or one.single_word for one in added)
         spaced = any(_BETWEEN_WORDS.search(one.content) for one in added)
-        self._piece_chars = PIECE_CHARS
+        self._piece_chars, self._special_chars = PIECE_CHARS, SPECIAL_CHARS
         self.cuts = plain and not spaced and self._is_exact([one.content for one in added][:8])
 
     def tokens(self, text: str) -> array[int]:
         """Of ``text``, as ``encode`` makes them."""
-        if not self.cuts or len(text) <= self._piece_chars:
+        if not self.cuts or len(text) <= self._special_chars:
             return array("I", self._encode(text))
         made = array("I")
         for piece in self._pieces(text):
@@ -61,8 +62,7 @@ class TokenCache:
         return made
 
     def _pieces(self, text: str) -> Iterator[str]:
-        begins = [0, *(found.start() for found in self._special.finditer(text))] if self._special else [0]
-        for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):
+        for begin, end in self._between_special(text):
             while end - begin > self._piece_chars:
                 cut = _BETWEEN_WORDS.search(text, begin + self._piece_chars, end)
                 if cut is None:
@@ -71,6 +71,14 @@ class TokenCache:
                 begin = cut.start()
             if end > begin:
                 yield text[begin:end]
+
+    def _between_special(self, text: str) -> Iterator[tuple[int, int]]:
+        begin = 0
+        for found in self._special.finditer(text) if self._special else ():
+            if found.start() - begin >= self._special_chars:
+                yield begin, found.start()
+                begin = found.start()
+        yield begin, len(text)
 
     def _of_piece(self, piece: str) -> array[int]:
         with self._lock:
@@ -91,14 +99,14 @@ class TokenCache:
     def _is_exact(self, special: list[str]) -> bool:
         """Whether the tokens of texts that are cut, wherever that is allowed, are those of the whole."""
         mixed = "".join(probe + one for probe, one in zip(_PROBES * 2, [*special, *[""] * 8], strict=False))
-        self._piece_chars = 1
+        self._piece_chars = self._special_chars = 1
         try:
             for probe in (*_PROBES, mixed, mixed * 3):
                 parts = [token for piece in self._pieces(probe) for token in self._encode(piece)]
                 if parts != self._encode(probe):
                     return False
         finally:
-            self._piece_chars = PIECE_CHARS
+            self._piece_chars, self._special_chars = PIECE_CHARS, SPECIAL_CHARS
         return True
 
 

@@ -39,7 +39,7 @@ class Tokenizer:
         self._takes_parts: dict[str, bool] = {}  # by template; two threads would write the same
         # The first call sets what further ones only read.
         self._before, self._behind = _ends(self._plain("a", special=True), self._plain("a"))
-        self._cache = TokenCache(self._plain, tokenizer.added_tokens_decoder.values())
+        self._cache = TokenCache(self._plain_fast, tokenizer.added_tokens_decoder.values())
 
     @classmethod
     def load(cls, model: str, source: str) -> Tokenizer:
@@ -79,6 +79,11 @@ class Tokenizer:
 
     def _plain(self, text: str, *, special: bool = False) -> list[int]:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return tokens
+
+    def _plain_fast(self, text: str) -> list[int]:
+        # What _plain ends in, with the settings that it has made: a call saves 20 us, and a hop to a pool of threads.
+        tokens: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 
     def _encode(self, text: str) -> array[int]:

@@ -91,7 +91,7 @@ class Cached:
         self.encoded: list[str] = []
         self._made = made
         self.cache = TokenCache(self.whole, made.get_added_tokens_decoder().values())
-        self.cache._piece_chars = 8  # and texts of any length are cut
+        self.cache._piece_chars = self.cache._special_chars = 8  # and texts of any length are cut
         self.encoded.clear()
 
     def whole(self, text: str) -> list[int]:

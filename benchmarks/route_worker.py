@@ -1,0 +1,302 @@
+"""A scripted vLLM worker of ``python -m benchmarks route``: ``python -m benchmarks.route_worker``, with its settings as
+JSON on stdin.
+
+It answers OpenAI's API and publishes KV events as vLLM does, from a prefix cache of its own that holds the blocks which
+were used last. A prompt takes ``token_s`` for each token that is not cached, one prompt after the other; that is all
+that is simulated. How many tokens were cached is in the usage of an answer, as vLLM says it with
+--enable-prompt-tokens-details, and the worker's name is its ``system_fingerprint``. ``/render`` really tokenizes.
+
+One event loop; ``Publishers`` answers replays in a thread, another one tokenizes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import struct
+import sys
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httptools
+import uvloop
+
+from benchmarks.publisher import Publishers
+from benchmarks.route_traffic import BLOCK_TOKENS, MODEL, TOKENIZER_FILE, Plan, Prompt, number_of
+
+FLUSH_S = 0.01  # between two batches of KV events: vLLM sends one with each step of its engine
+CHUNKS = 16  # of a streamed answer
+CHUNK_S = 0.025
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``plan``, ``tokenizer``: files. ``ports``: of HTTP, of KV events and of their replay. ``blocks``: that the cache
+    holds."""
+
+    name: str
+    ports: tuple[int, int, int]
+    plan: str
+    tokenizer: str
+    blocks: int
+    token_s: float
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class PrefixCache:
+    """The segments that were used last; of one prompt the last ones go first, so a prefix is always whole."""
+
+    def __init__(self, plan: Plan, blocks: int) -> None:
+        self._plan, self._blocks = plan, blocks
+        self._held: OrderedDict[int, None] = OrderedDict()  # the next one to go first
+        self.blocks = 0
+        self.events: list[bytes] = []  # that are to be published
+
+    def take(self, prompt: Prompt) -> int:
+        """A prompt was computed here, and its answer. Returns the tokens that were cached."""
+        held, segments = self._held, self._plan.segments
+        cached = 0
+        missing: list[int] = []
+        for number in prompt.segments:
+            if number in held and not missing:
+                cached += segments[number].blocks
+            else:
+                missing.append(number)
+        for number in missing:
+            if number not in held:
+                self.blocks += segments[number].blocks
+                self.events.append(segments[number].stored)
+        for number in reversed(prompt.segments):
+            held[number] = None
+            held.move_to_end(number)
+        while self.blocks > self._blocks:
+            number, _ = held.popitem(last=False)
+            self.blocks -= segments[number].blocks
+            self.events.append(segments[number].removed)
+        return min(cached, prompt.blocks) * BLOCK_TOKENS
+
+
+class Worker:
+    def __init__(self, settings: Settings, publishers: Publishers) -> None:
+        import tokenizers
+
+        self.settings = settings
+        self.plan = Plan.unpack(Path(settings.plan).read_bytes())
+        self.cache = PrefixCache(self.plan, settings.blocks)
+        self.running = self.waiting = 0
+        self._publishers = publishers
+        self._free_at_s = 0.0
+        self._flush_due = False
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(settings.tokenizer) / TOKENIZER_FILE))
+        self._thread = ThreadPoolExecutor(1)
+
+    def prefill(self, prompt: Prompt) -> tuple[int, float, float]:
+        """Take a prompt: its cached tokens, the seconds until it is begun, and those until its first token then."""
+        cached = self.cache.take(prompt)
+        if self.cache.events and not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
+        if not self.settings.token_s:
+            return cached, 0.0, 0.0
+        now_s = time.monotonic()
+        work_s = (prompt.tokens - cached) * self.settings.token_s
+        begins_s = max(self._free_at_s, now_s)
+        self._free_at_s = begins_s + work_s
+        return cached, begins_s - now_s, work_s
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        events, self.cache.events = self.cache.events, []
+        head = b"\x93\xcb" + struct.pack(">d", time.time()) + b"\xdd" + struct.pack(">I", len(events))
+        self._publishers.publish(0, head + b"".join(events) + b"\x00")
+
+    def metrics(self) -> bytes:
+        labels = f'engine="0",model_name="{MODEL}"'
+        gauges = {
+            "num_requests_running": self.running, "num_requests_waiting": self.waiting,
+            "kv_cache_usage_perc": self.cache.blocks / self.settings.blocks,
+        }  # fmt: skip
+        return "".join(f"vllm:{name}{{{labels}}} {float(value)}\n" for name, value in gauges.items()).encode()
+
+    async def render(self, body: bytes) -> list[int]:
+        """The tokens of a chat."""
+
+        def tokens() -> list[int]:
+            text = "".join(
+                f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n"
+                for one in json.loads(body)["messages"]
+            )
+            ids: list[int] = self._tokenizer.encode(
+                text + "<|im_start|>assistant\n", add_special_tokens=False
+            ).ids
+            return ids
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tokens)
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP connection. Requests on it come one after the other."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._transport: Any = None
+        self._body: list[bytes] = []
+        self._url = b""
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, _: Exception | None) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._transport.close()
+
+    def on_message_begin(self) -> None:
+        self._body = []
+
+    def on_url(self, url: bytes) -> None:
+        self._url = url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"expect" and value.lower() == b"100-continue":
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, part: bytes) -> None:
+        self._body.append(part)
+
+    def on_message_complete(self) -> None:
+        path = self._url.partition(b"?")[0]
+        worker = self._worker
+        body = b"".join(self._body)
+        self._body = []
+        if path == b"/v1/chat/completions":
+            self._complete(body)
+        elif path in (b"/health", b"/ping"):
+            self._answer(b"")
+        elif path == b"/metrics":
+            self._answer(worker.metrics(), b"text/plain")
+        elif path == b"/v1/models":
+            model = {
+                "id": MODEL,
+                "object": "model",
+                "owned_by": "vllm",
+                "root": MODEL,
+                "max_model_len": 1 << 20,
+            }
+            self._answer(json.dumps({"object": "list", "data": [model]}).encode())
+        elif path == b"/version":
+            self._answer(b'{"version":"0.32.0"}')
+        elif path in (b"/v1/chat/completions/render", b"/tokenize"):
+            self._task = asyncio.ensure_future(self._render(body, path == b"/tokenize"))
+        else:
+            print(f"{worker.settings.name}: {self._url!r}", file=sys.stderr)
+            self._answer(b'{"error":{"message":"not found","code":404}}', status=b"404 Not Found")
+
+    def _complete(self, body: bytes) -> None:
+        worker = self._worker
+        try:
+            number = number_of(body)
+            prompt = worker.plan.prompts[number]
+        except (ValueError, IndexError) as error:
+            self._answer(json.dumps({"error": {"message": str(error)}}).encode(), status=b"400 Bad Request")
+            return
+        cached, queued_s, work_s = worker.prefill(prompt)
+        usage = (
+            b'{"prompt_tokens":%d,"completion_tokens":16,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+        ) % (prompt.tokens, prompt.tokens + 16, cached)
+        if b'"stream":true' in body[:400] or b'"stream":true' in body[-400:]:
+            self._task = asyncio.ensure_future(self._stream(number, usage, queued_s, work_s))
+        else:
+            self._answer(
+                self._chunk(number, b"chat.completion", b"message", b'"content":"text"', b'"stop"', usage)
+            )
+
+    async def _stream(self, number: int, usage: bytes, queued_s: float, work_s: float) -> None:
+        worker = self._worker
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        worker.waiting += 1
+        try:
+            await asyncio.sleep(queued_s)
+        finally:
+            worker.waiting -= 1
+        worker.running += 1
+        try:
+            await asyncio.sleep(work_s)
+            for at in range(CHUNKS):
+                if at:
+                    await asyncio.sleep(CHUNK_S)
+                last = at + 1 == CHUNKS
+                self._write_chunk(
+                    self._chunk(
+                        number, b"chat.completion.chunk", b"delta", b'"content":"text"', b'"stop"' if last else b"null",
+                        usage if last else b"null",
+                    )
+                )  # fmt: skip
+            self._write_chunk(b"[DONE]")
+            self._transport.write(b"0\r\n\r\n")
+        finally:
+            worker.running -= 1
+
+    async def _render(self, body: bytes, tokenizes: bool) -> None:
+        ids = await self._worker.render(body)
+        name = "tokens" if tokenizes else "token_ids"
+        self._answer(json.dumps({name: ids, "count": len(ids)}, separators=(",", ":")).encode())
+
+    def _chunk(
+        self, number: int, kind: bytes, holder: bytes, said: bytes, ends: bytes, usage: bytes
+    ) -> bytes:
+        return (
+            b'{"id":"c-%d","object":"%s","created":1,"model":"%s","system_fingerprint":"%s","choices":[{"index":0,'
+            b'"%s":{"role":"assistant",%s},"finish_reason":%s}],"usage":%s}'
+        ) % (number, kind, MODEL.encode(), self._worker.settings.name.encode(), holder, said, ends, usage)
+
+    def _write_chunk(self, said: bytes) -> None:
+        line = b"data: " + said + b"\n\n"
+        self._transport.write(b"%x\r\n%s\r\n" % (len(line), line))
+
+    def _answer(self, body: bytes, kind: bytes = b"application/json", status: bytes = b"200 OK") -> None:
+        self._transport.write(
+            b"HTTP/1.1 %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n%s"
+            % (status, kind, len(body), body)
+        )
+
+
+async def _serve(settings: Settings, publishers: Publishers) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    worker = Worker(settings, publishers)
+    server = await loop.create_server(
+        lambda: Connection(worker), "127.0.0.1", settings.ports[0], reuse_address=True, backlog=1024
+    )
+    print("ready", flush=True)
+    await ended.wait()
+    server.close()
+
+
+def main() -> None:
+    told = json.loads(sys.stdin.read())
+    settings = Settings(**{**told, "ports": tuple(told["ports"])})
+    with Publishers(1, ports=[settings.ports[1:]]) as publishers:
+        uvloop.install()
+        asyncio.run(_serve(settings, publishers))
+
+
+if __name__ == "__main__":
+    main()
