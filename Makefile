@@ -131,7 +131,7 @@ soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STA
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
-test-compose: $(VENV)/.stamp-core
+test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp
 	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker test
 
 compose-down:
