@@ -1,17 +1,20 @@
 """Ask every service of the cluster once; ends with 0 when each has answered, with 1 and one line when one has not.
 
-python ready.py --pool URL --index HOST:PORT... --front URL WORKER_URL...
+python ready.py --index HOST:PORT... --front URL WORKER_URL...     KVPOOL_POOL: the pool's URL
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import ssl
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import kvpool
 
@@ -21,17 +24,19 @@ FOLLOWED_S = 30.0
 
 def main() -> None:
     asked = argparse.ArgumentParser()
-    asked.add_argument("--pool", required=True)
     asked.add_argument("--index", action="append", required=True)
     asked.add_argument("--front", required=True)
+    asked.add_argument("--tls-ca", help="of the indexes and the front; without: no TLS")
+    asked.add_argument("--token-file", help="for the indexes")
     asked.add_argument("workers", nargs="+")
     given = asked.parse_args()
     try:
-        _ask_pool(given.pool)
+        token = Path(given.token_file).read_text().strip() if given.token_file else None
+        _ask_pool(os.environ["KVPOOL_POOL"])
         models = [_ask_worker(worker) for worker in given.workers]
         for index in given.index:
-            _ask_index(index, given.workers)
-        _ask_front(given.front, models[0])
+            _ask_index(index, given.workers, token, given.tls_ca)
+        _ask_front(given.front, models[0], given.tls_ca)
     except (kvpool.KVPoolError, OSError, ValueError) as failure:
         sys.exit(f"not ready: {failure}")
     print("ready", flush=True)
@@ -54,9 +59,9 @@ def _ask_worker(url: str) -> str:
     return models[0]
 
 
-def _ask_index(target: str, workers: list[str]) -> None:
+def _ask_index(target: str, workers: list[str], token: str | None, tls_ca: str | None) -> None:
     """Wait until the index follows every worker: it reads their announcements about once a second."""
-    with kvpool.IndexClient(target, timeout_s=TIMEOUT_S) as index:
+    with kvpool.IndexClient(target, timeout_s=TIMEOUT_S, token=token, tls_ca=tls_ca) as index:
 
         def missing() -> str:
             followed = {
@@ -71,8 +76,9 @@ def _ask_index(target: str, workers: list[str]) -> None:
     print(f"the index at {target} follows {', '.join(workers)}", flush=True)
 
 
-def _ask_front(url: str, model: str) -> None:
+def _ask_front(url: str, model: str, tls_ca: str | None) -> None:
     """Wait until a request is served and was placed: Envoy sees by its health checks who can be asked."""
+    tls = None if tls_ca is None else ssl.create_default_context(cafile=tls_ca)
     body = json.dumps({"model": model, "prompt": "ready", "max_tokens": 1}).encode()
 
     def missing() -> str:
@@ -80,7 +86,7 @@ def _ask_front(url: str, model: str) -> None:
             f"{url}/v1/completions", body, {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=tls) as reply:  # noqa: S310
                 placed = reply.headers.get("x-kvpool-worker")
         except urllib.error.HTTPError as failure:
             with failure:

@@ -16,7 +16,12 @@ def index(
     ] = "127.0.0.1:50051",
     pool: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Follow the workers that announce themselves in this store."),
+        typer.Option(
+            metavar="URL",
+            envvar="KVPOOL_POOL",
+            help="Follow the workers that announce themselves in this store. Name one with a password in the variable: "
+            "every user of the host can read a process's arguments.",
+        ),
     ] = None,
     tenant: Annotated[
         list[str] | None,

@@ -219,7 +219,9 @@ def test_without_an_index_a_dead_worker_costs_no_request(tmp_path: Path) -> None
 def test_a_connection_that_a_worker_closes_when_idle_is_not_used_again(tmp_path: Path) -> None:
     with cluster(tmp_path, names=("a",)) as there:
         assert post(there.url, {"model": "m", "prompt": TEXT}).status == 200
-        assert there.front.counters("cluster.workers.upstream_cx_active")["cluster.workers.upstream_cx_active"]
+        assert there.front.counters("cluster.workers.upstream_cx_active")[
+            "cluster.workers.upstream_cx_active"
+        ]
 
         def idle_timeouts() -> int:
             name = "cluster.workers.upstream_cx_idle_timeout"
