@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import ssl
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -22,21 +24,34 @@ logger = logging.getLogger("kvpool.index")
 class ServerTls:
     """What an index listens with. ``client_ca``: callers need a certificate of one of these authorities; empty: none.
 
-    ``credentials``: for gRPC. ``context``: for other servers. What ``reload`` has read holds for connections that are
-    made from then on. It shares ``_fresh`` with gRPC's own threads, and ``_current`` with those of other servers; each
+    ``context``: for servers of other kinds than gRPC's. What ``reload`` has read holds for connections that are made
+    from then on. It shares ``_make`` with gRPC's own threads, and ``_current`` with those of other servers; each
     is replaced whole. Errors: ``ConfigError`` that names the file.
     """
 
     def __init__(self, cert: str, key: str, client_ca: str = "") -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._seen = self._state()
-        self._fresh: grpc.ServerCertificateConfiguration | None = None
-        first, self._current = self._read()
-        self.credentials = grpc.dynamic_ssl_server_credentials(
-            first, self._take_fresh, require_client_authentication=bool(client_ca)
-        )
+        self._make, self._current = self._read()
         _, self.context = self._read()
         self.context.sni_callback = self._choose  # OpenSSL calls it at each handshake, a name or not
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For one server of gRPC."""
+        used = self._make
+
+        def fresh() -> grpc.ServerCertificateConfiguration | None:
+            """gRPC asks at each handshake; None: nothing has changed."""
+            nonlocal used
+            make = self._make
+            if make is used:
+                return None
+            used = make
+            return make()
+
+        return grpc.dynamic_ssl_server_credentials(
+            used(), fresh, require_client_authentication=bool(self._client_ca)
+        )
 
     def reload(self) -> None:
         """Use the files from now on if they have changed. What cannot be used changes nothing, and is logged once.
@@ -47,16 +62,11 @@ class ServerTls:
             return
         self._seen = seen
         try:
-            self._fresh, self._current = self._read()
+            self._make, self._current = self._read()
         except ConfigError as error:
             logger.warning("the certificate stays as it was: %s", error)
         else:
             logger.info("the certificate was read again")
-
-    def _take_fresh(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC asks at each handshake; None: nothing has changed."""
-        fresh, self._fresh = self._fresh, None
-        return fresh
 
     def _choose(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
         connection.context = self._current
@@ -64,7 +74,7 @@ class ServerTls:
     def _state(self) -> list[object]:
         return [file_state(path) for path in (self._cert, self._key, self._client_ca) if path]
 
-    def _read(self) -> tuple[grpc.ServerCertificateConfiguration, ssl.SSLContext]:
+    def _read(self) -> tuple[Callable[[], grpc.ServerCertificateConfiguration], ssl.SSLContext]:
         chain, private = _pem("--tls-cert", self._cert), _pem("--tls-key", self._key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         _judge_chain(context, f"--tls-cert {self._cert} and --tls-key {self._key}", self._cert, self._key)
@@ -72,7 +82,8 @@ class ServerTls:
         if self._client_ca:
             authorities = _authorities(context, "--tls-client-ca", self._client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
-        return grpc.ssl_server_certificate_configuration([(private, chain)], authorities), context
+        # gRPC takes what such a configuration holds: each server wants one of its own.
+        return partial(grpc.ssl_server_certificate_configuration, [(private, chain)], authorities), context
 
 
 def channel_credentials(ca: str, cert: str = "", key: str = "") -> grpc.ChannelCredentials:

@@ -8,11 +8,13 @@ writes out with code of their own (Mistral's tokenizer, gpt-oss, DeepSeek V3.2 a
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool.errors import ConfigError
 from kvpool.index.chat import Chat, text_parts
+from kvpool.index.place.token_cache import TokenCache
 from kvpool.text import missing_extra
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")
@@ -35,7 +37,9 @@ class Tokenizer:
         self._model = model
         self._tokenizer = tokenizer
         self._takes_parts: dict[str, bool] = {}  # by template; two threads would write the same
-        self.of_text("")  # the first call sets what further ones only read
+        # The first call sets what further ones only read.
+        self._before, self._behind = _ends(self._plain("a", special=True), self._plain("a"))
+        self._cache = TokenCache(self._plain, tokenizer.added_tokens_decoder.values())
 
     @classmethod
     def load(cls, model: str, source: str) -> Tokenizer:
@@ -55,11 +59,12 @@ class Tokenizer:
             raise ConfigError(f"the tokenizer in {source} is not a fast one: send token ids for {model}")
         return cls(model, tokenizer)
 
-    def of_text(self, text: str) -> list[int]:
+    def of_text(self, text: str) -> array[int]:
         """As for the ``prompt`` of ``/v1/completions``: with the special tokens that the tokenizer adds."""
-        return self._encode(text, special=True)
+        tokens = self._encode(text)
+        return self._before + tokens + self._behind
 
-    def of_chat(self, chat: Chat) -> list[int]:
+    def of_chat(self, chat: Chat) -> array[int]:
         """As for the ``messages`` of ``/v1/chat/completions``. Errors: ``ConfigError``, also the template's own."""
         if reserved := sorted(_RESERVED & chat.template_options.keys()):
             raise ConfigError(f"the template options of a chat cannot hold {', '.join(reserved)}")
@@ -70,14 +75,17 @@ class Tokenizer:
             conversation = _without_developer(conversation)
         options = {name: value for name, value in chat.template_options.items() if value is not None}
         text = self._render(template, conversation, tools, chat.add_generation_prompt, options)
-        return self._encode(text, special=False)
+        return self._encode(text)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def _plain(self, text: str, *, special: bool = False) -> list[int]:
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return tokens
+
+    def _encode(self, text: str) -> array[int]:
         try:
-            tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+            return self._cache.tokens(text)
         except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, which is no text in Rust
             raise ConfigError("the prompt is not Unicode text") from error
-        return tokens
 
     def _template(self, tools: list[dict[str, Any]] | None) -> str:
         try:
@@ -120,6 +128,14 @@ class Tokenizer:
                 takes = _PROBE in text and str(parts[0]) not in text and json.dumps(parts[0]) not in text
             self._takes_parts[template] = takes
         return takes
+
+
+def _ends(whole: list[int], body: list[int]) -> tuple[array[int], array[int]]:
+    """The tokens that a tokenizer adds before and behind a text. Errors: ``ConfigError`` where it does more."""
+    for at in range(len(whole) - len(body) + 1):
+        if whole[at : at + len(body)] == body:
+            return array("I", whole[:at]), array("I", whole[at + len(body) :])
+    raise ConfigError("the tokenizer changes a text where it adds special tokens: send token ids")
 
 
 def _message(message: Any, in_parts: bool) -> dict[str, Any]:

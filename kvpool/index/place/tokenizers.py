@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,7 +35,7 @@ class Tokenizers:
             else partial(tokenizer.of_text, prompt.text or "")
         )
         token_ids = await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        return replace(prompt, token_ids=array("I", token_ids), text=None, chat=None)
+        return replace(prompt, token_ids=token_ids, text=None, chat=None)
 
     def close(self) -> None:
         """Blocking, for as long as the longest text takes."""

@@ -66,6 +66,6 @@ def open_server(
     try:
         if tls is None:
             return server, int(server.add_insecure_port(listen))
-        return server, int(server.add_secure_port(listen, tls.credentials))
+        return server, int(server.add_secure_port(listen, tls.credentials()))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {listen}: {error}") from error

@@ -1,0 +1,468 @@
+"""The endpoint picker's side of the protocol, message by message: what an Envoy does not do on request.
+
+Over 400 lines because all are of one call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from kvpool import BlockHasher
+from kvpool.index.fleet import Fleet
+from kvpool.index.place.router import Router
+from kvpool.index.resolver import Resolver, Unresolved
+from kvpool.index.serve import ext_proc, ext_proc_exchange, limiter
+from kvpool.index.serve.auth import TokenAuth
+from kvpool.v1 import ext_proc_pb2 as pb
+from tests.conftest import eventually
+from tests.index.fleets import Served, a_worker, say, serving
+from tests.index.tokens import write_tokens
+from tests.index.wire import batch, stored
+from tests.store.certificates import Authority
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+TOKENS = list(range(1, 65))
+BODY = json.dumps({"model": "m", "prompt": TOKENS}).encode()
+DUPLEX = pb.ProcessingMode.FULL_DUPLEX_STREAMED
+PROCESS = f"/{ext_proc.SERVICE}/Process"
+
+
+def headers(
+    mode: int = pb.ProcessingMode.BUFFERED, *, end: bool = False, **more: Any
+) -> pb.ProcessingRequest:
+    listed = [(":path", "/v1/completions"), (":method", "POST"), *more.pop("sent", ())]
+    return pb.ProcessingRequest(
+        request_headers=pb.HttpHeaders(
+            headers=pb.HeaderMap(
+                headers=[pb.HeaderValue(key=name, raw_value=value.encode()) for name, value in listed]
+            ),
+            end_of_stream=end,
+        ),
+        protocol_config=pb.ProtocolConfiguration(
+            request_body_mode=mode, response_body_mode=more.pop("back", 0)
+        ),
+        **more,
+    )
+
+
+def body(data: bytes = BODY, *, end: bool = True) -> pb.ProcessingRequest:
+    return pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=end))
+
+
+def response(kind: str = "application/json", served: str = "") -> pb.ProcessingRequest:
+    told = pb.ProcessingRequest(
+        response_headers=pb.HttpHeaders(
+            headers=pb.HeaderMap(headers=[pb.HeaderValue(key="content-type", raw_value=kind.encode())])
+        )
+    )
+    if served:
+        told.metadata_context.filter_metadata["envoy.lb"].update({ext_proc_exchange.SERVED: served})
+    return told
+
+
+class Call:
+    """One request of a proxy."""
+
+    def __init__(self, channel: grpc.Channel, metadata: Any = ()) -> None:
+        self._said: SimpleQueue[pb.ProcessingRequest | None] = SimpleQueue()
+        self._replies = channel.stream_stream(
+            PROCESS, pb.ProcessingRequest.SerializeToString, pb.ProcessingResponse.FromString
+        )(self._requests(), timeout=30, metadata=metadata)
+
+    def _requests(self) -> Iterator[pb.ProcessingRequest]:
+        while True:
+            try:
+                said = self._said.get(timeout=0.02)
+            except Empty:
+                if not self._replies.is_active():
+                    return
+                continue
+            if said is None:
+                return
+            yield said
+
+    def say(self, *requests: pb.ProcessingRequest) -> None:
+        for request in requests:
+            self._said.put(request)
+
+    def ask(self, *requests: pb.ProcessingRequest) -> pb.ProcessingResponse:
+        self.say(*requests)
+        return next(self._replies)
+
+    def end(self) -> list[pb.ProcessingResponse]:
+        self._said.put(None)
+        return list(self._replies)
+
+    def place(self, *requests: pb.ProcessingRequest) -> list[str]:
+        """Where a buffered request goes."""
+        assert self.ask(*(requests[:1] or [headers()])).WhichOneof("response") == "request_headers"
+        return destinations(self.ask(*(requests[1:] or [body()])))
+
+
+def destinations(reply: pb.ProcessingResponse) -> list[str]:
+    told: str = reply.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"]
+    return told.split(",")
+
+
+def set_headers(mutation: pb.HeaderMutation) -> dict[str, str]:
+    return {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}
+
+
+@contextmanager
+def picking(
+    *names: str, fleet: Fleet | None = None, place: dict[str, Any] | None = None, **more: Any
+) -> Iterator[Served]:
+    """Workers at 127.0.0.1, from port 9001 on; the first one holds TOKENS."""
+    fleet = fleet or Fleet()
+    for place_, name in enumerate(names):
+        fleet.add(a_worker(name, port=5557 + 2 * place_, address=f"http://127.0.0.1:{9001 + place_}"), "flag")
+        fleet.heard(f"default/{name}", 0)
+    if names:
+        say(fleet, f"default/{names[0]}", 0, 0, batch(stored(BlockHasher(16).hashes(TOKENS))))
+    more.setdefault("router", Router(fleet))
+    with serving(fleet, place={"timeout_s": 5, **(place or {})}, **more) as running:
+        yield running
+
+
+@contextmanager
+def calling(index: Served) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(index.ext_proc) as channel:
+        yield channel
+
+
+def reserved(index: Served) -> int:
+    return len(index._options["router"]._reservations)
+
+
+def test_an_ordered_list_and_decision_headers() -> None:
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.say(headers(), body())
+        _, reply = next(call._replies), next(call._replies)
+        assert destinations(reply) == ["127.0.0.1:9001", "127.0.0.1:9002"]
+        assert set_headers(reply.request_body.response.header_mutation) == {
+            "x-kvpool-worker": "a", "x-kvpool-reason": "prefix", "x-kvpool-matched-blocks": "4",
+            "x-kvpool-prompt-blocks": "4", "x-gateway-destination-endpoint": "127.0.0.1:9001,127.0.0.1:9002",
+        }  # fmt: skip
+        assert "x-gateway-destination-endpoint" not in set_headers(
+            call.ask(response()).response_headers.response.header_mutation
+        )
+
+
+def test_decision_headers_can_be_left_out() -> None:
+    with picking("a", place={"shows": False}) as index, calling(index) as channel:
+        call = Call(channel)
+        call.say(headers(), body())
+        _, reply = next(call._replies), next(call._replies)
+        assert set_headers(reply.request_body.response.header_mutation) == {
+            "x-gateway-destination-endpoint": "127.0.0.1:9001"
+        }
+        assert not call.ask(response()).response_headers.response.header_mutation.set_headers
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_only_endpoints_of_a_subset_are_picked(listed: bool) -> None:
+    with picking("a", "b", "c") as index, calling(index) as channel:
+
+        def within(*endpoints: str) -> pb.ProcessingRequest:
+            asked = headers()
+            hint = asked.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+            hint.update({ext_proc_exchange.SUBSET: list(endpoints) if listed else ", ".join(endpoints)})
+            return asked
+
+        assert Call(channel).place(within("127.0.0.1:9002", "127.0.0.1:9003"), body())[0] in (
+            "127.0.0.1:9002", "127.0.0.1:9003",
+        )  # fmt: skip
+        assert Call(channel).place(within("127.0.0.1:9003", "127.0.0.1:1"), body()) == ["127.0.0.1:9003"]
+        call = Call(channel)
+        call.ask(within("127.0.0.1:1"))
+        refused = call.ask(body()).immediate_response
+        assert refused.status.code == 503
+        assert "at any of the endpoints" in json.loads(refused.body)["error"]["message"]
+
+
+def test_a_reservation_ends_with_the_response() -> None:
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.place()
+        assert reserved(index) == 1
+        call.ask(response())
+        assert reserved(index) == 0
+
+
+def test_a_reservation_of_a_stream_ends_when_the_metrics_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.index.place.placer.SHOWN_S", 0.5)
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.place()
+        call.ask(response("text/event-stream; charset=utf-8"))
+        assert reserved(index) == 1, "its prompt may not be computed yet"
+        call.end()
+        assert reserved(index) == 1
+        assert eventually(lambda: reserved(index) == 0)
+
+
+def test_a_reservation_ends_where_another_endpoint_has_served() -> None:
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.place()
+        call.ask(response("text/event-stream", served="127.0.0.1:9002"))
+        assert reserved(index) == 0
+
+
+def test_a_call_that_is_broken_off_leaves_no_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.index.place.placer.SHOWN_S", 0.5)
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.place()
+        call._replies.cancel()
+        assert eventually(lambda: reserved(index) == 0)
+        call = Call(channel)
+        call.ask(headers())
+        call._replies.cancel()
+        assert eventually(lambda: reserved(index) == 0)
+
+
+def test_streamed_bodies_are_handed_back_with_trailers() -> None:
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.say(
+            headers(DUPLEX, back=DUPLEX), body(BODY[:10], end=False), body(BODY[10:], end=False),
+            pb.ProcessingRequest(request_trailers=pb.HttpTrailers()),
+        )  # fmt: skip
+        replies = [next(call._replies) for _ in range(3)]
+        assert [reply.WhichOneof("response") for reply in replies] == [
+            "request_headers", "request_body", "request_trailers",
+        ]  # fmt: skip
+        assert destinations(replies[0])[0] == "127.0.0.1:9001"
+        part = replies[1].request_body.response.body_mutation.streamed_response
+        assert (part.body, part.end_of_stream) == (BODY, False), "the trailers end it"
+        call.ask(response())
+        for data, end in ((b"one", False), (b"", True)):
+            reply = call.ask(pb.ProcessingRequest(response_body=pb.HttpBody(body=data, end_of_stream=end)))
+            part = reply.response_body.response.body_mutation.streamed_response
+            assert (part.body, part.end_of_stream) == (data, end)
+        reply = call.ask(pb.ProcessingRequest(response_trailers=pb.HttpTrailers()))
+        assert reply.WhichOneof("response") == "response_trailers"
+        assert call.end() == []
+
+
+@pytest.mark.parametrize("mode", [pb.ProcessingMode.NONE, pb.ProcessingMode.STREAMED])
+def test_without_the_body_a_request_is_placed_by_load(mode: int) -> None:
+    with picking("a", "b") as index, calling(index) as channel:
+        reply = Call(channel).ask(headers(mode))
+        assert set(destinations(reply)) == {"127.0.0.1:9001", "127.0.0.1:9002"}
+        said = set_headers(reply.request_headers.response.header_mutation)
+        assert said["x-kvpool-reason"] != "prefix"
+
+
+def test_bodies_have_a_limit_each_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ext_proc_exchange, "MAX_BODY_NBYTES", 100_000)
+    monkeypatch.setattr(ext_proc, "MAX_WAITING_NBYTES", 150_000)
+    with picking("a") as index, calling(index) as channel:
+        call = Call(channel)
+        call.say(headers(DUPLEX), body(bytes(60_000), end=False), body(bytes(60_000), end=False))
+        refused = next(call._replies).immediate_response
+        assert refused.status.code == 413
+        assert "retry-after" not in set_headers(refused.headers)
+        call.end()
+        holding = [Call(channel) for _ in range(3)]
+        for one in holding:
+            one.say(headers(DUPLEX), body(bytes(50_000), end=False))
+        call = Call(channel)
+
+        def full() -> bool:
+            call = Call(channel)
+            call.say(headers(DUPLEX), body(b"x" * 1000, end=True))
+            return next(call._replies).immediate_response.status.code == 503
+
+        assert eventually(full)
+        for one in holding:
+            one._replies.cancel()
+        assert eventually(lambda: not full()), "what was held is let go"
+
+
+def test_who_may_ask_and_about_whom(tmp_path: Any) -> None:
+    tokens = write_tokens(
+        tmp_path / "tokens.toml",
+        proxy=(["read"], ["default"]), all=(["read"], ["*"]), worker=(["publish"], ["*"]),
+    )  # fmt: skip
+    fleet = Fleet()
+    fleet.add(a_worker("w", tenant="t", address="http://127.0.0.1:9100"), "flag")
+    fleet.heard("t/w", 0)
+    auth = TokenAuth(str(tmp_path / "tokens.toml"))
+    with picking("a", fleet=fleet, auth=auth) as index, calling(index) as channel:
+
+        def place(token: str, tenant: str = "") -> list[str]:
+            metadata = [("authorization", f"Bearer {token}")] * bool(token)
+            return Call(channel, metadata + [("x-kvpool-tenant", tenant)] * bool(tenant)).place()
+
+        assert place(tokens["proxy"]) == ["127.0.0.1:9001"]
+        assert place(tokens["all"], "t") == ["127.0.0.1:9100"]
+        for token, tenant, code in (
+            ("", "", grpc.StatusCode.UNAUTHENTICATED),
+            ("wrong", "", grpc.StatusCode.UNAUTHENTICATED),
+            (tokens["worker"], "", grpc.StatusCode.PERMISSION_DENIED),
+            (tokens["proxy"], "t", grpc.StatusCode.PERMISSION_DENIED),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                place(token, tenant)
+            assert refused.value.code() == code
+
+
+def test_over_tls(tmp_path: Any) -> None:
+    from kvpool.index.client.tls import ServerTls
+
+    authority = Authority(tmp_path)
+    certificate = authority.issue("index", names=("127.0.0.1",))
+    with picking("a", tls=ServerTls(str(certificate.cert), str(certificate.key), "")) as index:
+        trusted = grpc.ssl_channel_credentials(authority.ca.read_bytes())
+        with grpc.secure_channel(index.ext_proc, trusted) as channel:
+            assert Call(channel).place() == ["127.0.0.1:9001"]
+        with calling(index) as channel, pytest.raises(grpc.RpcError):
+            Call(channel).place()
+
+
+def test_what_is_no_message_ends_the_call() -> None:
+    with picking("a") as index, calling(index) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            next(channel.stream_stream(PROCESS)(iter([b"\xff\xff\xff"]), timeout=10))
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert Call(channel).place() == ["127.0.0.1:9001"]
+
+
+def test_health_by_the_names_that_probes_use() -> None:
+    warm: list[bool] = []
+    with picking("a", is_warm=lambda: bool(warm)) as index, calling(index) as channel:
+
+        def says(name: str) -> int:
+            asked = health_pb2.HealthCheckRequest(service=name)
+            check = channel.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                health_pb2.HealthCheckRequest.SerializeToString,
+                health_pb2.HealthCheckResponse.FromString,
+            )
+            return int(check(asked, timeout=10).status)
+
+        serving_, not_serving = (
+            health_pb2.HealthCheckResponse.SERVING,
+            health_pb2.HealthCheckResponse.NOT_SERVING,
+        )
+        assert says("liveness") == serving_
+        assert {says("readiness"), says(ext_proc.SERVICE)} == {not_serving}
+        warm.append(True)
+        assert eventually(lambda: {says("readiness"), says(ext_proc.SERVICE)} == {serving_})
+
+
+def test_an_index_that_knows_no_worker_yet_lets_the_proxy_choose() -> None:
+    warm: list[bool] = []
+    with picking(is_warm=lambda: bool(warm)) as index, calling(index) as channel:
+        call = Call(channel)
+        call.ask(headers(sent=[("x-gateway-destination-endpoint", "10.0.0.1:1")]))
+        reply = call.ask(body())
+        assert "envoy.lb" not in reply.dynamic_metadata
+        removed = reply.request_body.response.header_mutation.remove_headers
+        assert list(removed) == ["x-gateway-destination-endpoint"], "not where the client wants it"
+        warm.append(True)
+
+        def refused() -> bool:
+            call = Call(channel)
+            call.ask(headers())
+            return call.ask(body()).immediate_response.status.code == 503
+
+        assert eventually(refused)
+
+
+def test_more_requests_than_may_be_under_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limiter, "MAX_PLACEMENTS", 3)
+    with picking("a") as index, calling(index) as channel:
+        held = [Call(channel) for _ in range(3)]
+        for one in held:
+            one.ask(headers())
+        with pytest.raises(grpc.RpcError) as refused:
+            Call(channel).place()
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        held[0].end()
+        assert eventually(lambda: placed(channel))
+
+
+def placed(channel: grpc.Channel) -> bool:
+    try:
+        return Call(channel).place() == ["127.0.0.1:9001"]
+    except grpc.RpcError:
+        return False
+
+
+class Names(Resolver):
+    """Knows names, until it does not."""
+
+    def __init__(self, **known: str) -> None:
+        super().__init__()
+        self.known, self.hangs = known, False
+
+    def resolve(self, host: str, owner: str = "") -> Any:
+        from concurrent.futures import Future
+
+        found: Any = Future()
+        if self.hangs:
+            return found
+        if host in self.known:
+            found.set_result((self.known[host],))
+        else:
+            found.set_exception(Unresolved(f"the name {host} does not resolve"))
+        return found
+
+
+def test_names_are_numbers_in_answers_and_one_that_fails_is_left_out() -> None:
+    names = Names(one="10.0.0.1", two="fd00::2")
+    fleet = Fleet()
+    for place, name in enumerate(("one", "two", "three")):
+        fleet.add(a_worker(name, port=6000 + 2 * place, address=f"http://{name}:8000"), "flag")
+        fleet.heard(f"default/{name}", 0)
+    with (
+        picking(fleet=fleet, place={"resolver": names, "timeout_s": 0.3}) as index,
+        calling(index) as channel,
+    ):
+        assert sorted(Call(channel).place()) == ["10.0.0.1:8000", "[fd00::2]:8000"]
+        names.hangs = True
+        assert sorted(Call(channel).place()) == ["10.0.0.1:8000", "[fd00::2]:8000"], "what was known last"
+        names.hangs, names.known = False, {}
+        assert sorted(Call(channel).place()) == ["10.0.0.1:8000", "[fd00::2]:8000"]
+
+
+def test_where_no_name_resolves_the_reason_is_said() -> None:
+    fleet = Fleet()
+    fleet.add(a_worker("one", address="http://nowhere:8000"), "flag")
+    with picking(fleet=fleet, place={"resolver": Names()}) as index, calling(index) as channel:
+        call = Call(channel)
+        call.ask(headers())
+        refused = call.ask(body()).immediate_response
+        assert refused.status.code == 503
+        assert json.loads(refused.body)["error"]["message"] == (
+            "no worker can be addressed: the name nowhere does not resolve"
+        )
+
+
+def test_metrics_count_placements_by_outcome() -> None:
+    from kvpool.index.serve.request_stats import OUTCOMES, RequestStats
+
+    stats = RequestStats()
+    with picking("a", stats=stats) as index, calling(index) as channel:
+        Call(channel).place()
+        Call(channel).place(headers(), body(b"{"))
+        told = stats.totals()
+        assert set(told.placements) == set(OUTCOMES)
+        assert {name: count for name, count in told.placements.items() if count} == {
+            "prefix": 1,
+            "unreadable": 1,
+        }
+        assert sum(told.placement_seconds.counts) == 2
