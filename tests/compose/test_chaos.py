@@ -81,12 +81,12 @@ def front(cluster: Cluster) -> Iterator[Front]:
 
 def test_a_prefix_goes_to_its_holder_and_away_from_it_under_load(cluster: Cluster, front: Front) -> None:
     text = words("affinity", FULL)
-    first = front.ask(text + " w10")
+    first = front.ask(text + " w3")
     assert (first.error, first.cached_tokens) == ("", 0)
     holder = first.worker
 
     def again() -> Answer:
-        return front.ask(f"{text} w11")
+        return front.ask(f"{text} w4")
 
     assert eventually(lambda: again().reason == "prefix", within_s=20), again()
     repeated = [again() for _ in range(6)]
@@ -95,7 +95,9 @@ def test_a_prefix_goes_to_its_holder_and_away_from_it_under_load(cluster: Cluste
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(BURST) as callers:
-        burst = list(callers.map(lambda number: front.ask(f"{text} w{number + 100}", 48), range(BURST)))
+        burst = list(
+            callers.map(lambda number: front.ask(f"{text} {words(str(number), 8)}", 48), range(BURST))
+        )
     assert {one.error for one in burst} == {""}
     assert len({one.worker for one in burst}) == 2, "all went to the holder, however much it had to do"
     assert all(one.cached_tokens == FULL for one in burst), "the other one loads the blocks from the pool"
@@ -140,7 +142,7 @@ def test_an_index_dies(cluster: Cluster, rows: list[Row]) -> None:
 def test_a_worker_dies_and_its_prompts_are_loaded_by_the_other(
     cluster: Cluster, rows: list[Row], front: Front
 ) -> None:
-    text = words("of a worker that dies", FULL) + " w10"
+    text = words("of a worker that dies", FULL) + " w3"
     computed = front.ask(text, 16)
     assert not computed.error
     with counted(cluster, rows, f"{computed.worker} killed", may_lose_under_way=True) as dead:

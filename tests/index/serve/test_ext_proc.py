@@ -230,6 +230,12 @@ def test_a_connection_that_a_worker_closes_when_idle_is_not_used_again(tmp_path:
         assert eventually(lambda: idle_timeouts() == 1, within_s=15), "before the 5 s of vLLM's server"
 
 
+def test_callers_do_not_reach_what_is_between_engines(tmp_path: Path) -> None:
+    with cluster(tmp_path, names=("a",)) as there:
+        assert post(there.url, {"request_ids": ["x"]}, "/inference/v1/abort_requests").status == 404
+        assert there.workers["a"].bodies == []
+
+
 def test_all_workers_asleep_or_busy(tmp_path: Path) -> None:
     fleet = Fleet()
     router = Router(fleet)
