@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+import kvpool
 from tests.compose.cluster import MODEL, Cluster
 from tests.compose.traffic import (
     BLOCK_TOKENS,
@@ -33,6 +34,7 @@ WATCH_S = 8.0  # before and after, for figures to compare
 AWAY_S = 240.0  # for a part to be back, on a machine that is busy with what else runs
 MAY_LOSE = 0.1  # of the hit ratio, for what the part that died held is computed once more
 BURST = 24
+REST_S = 2.0  # for the indexes to see in the metrics of the workers that they have nothing to do
 FULL = SHARED_BLOCKS * BLOCK_TOKENS
 
 
@@ -83,14 +85,22 @@ def test_a_prefix_goes_to_its_holder_and_away_from_it_under_load(cluster: Cluste
     text = words("affinity", FULL)
     first = front.ask(text + " w3")
     assert (first.error, first.cached_tokens) == ("", 0)
-    holder = first.worker
 
-    def again() -> Answer:
-        return front.ask(f"{text} w4")
+    def is_known(index: kvpool.IndexClient) -> bool:
+        tokens = [int(word[1:]) for word in text.split()]
+        rows = {row.worker: row.device_blocks for row in index.lookup(MODEL, token_ids=tokens)}
+        return rows.get(first.worker) == SHARED_BLOCKS
 
-    assert eventually(lambda: again().reason == "prefix", within_s=20), again()
-    repeated = [again() for _ in range(6)]
-    assert {(one.worker, one.reason, one.cached_tokens) for one in repeated} == {(holder, "prefix", FULL)}
+    for replica in ("index-1", "index-2"):
+        with kvpool.IndexClient(cluster.address(replica, 50051), timeout_s=10) as index:
+            assert eventually(lambda index=index: is_known(index), within_s=20), replica
+    repeated = []
+    for _ in range(6):
+        time.sleep(REST_S)
+        repeated.append(front.ask(f"{text} w4"))
+    assert {(one.worker, one.reason, one.cached_tokens) for one in repeated} == {
+        (first.worker, "prefix", FULL)
+    }
 
     from concurrent.futures import ThreadPoolExecutor
 
