@@ -19,7 +19,6 @@ from tests.compose.traffic import (
     BLOCK_TOKENS,
     CALLERS,
     SHARED_BLOCKS,
-    Answer,
     Front,
     Traffic,
     hit_ratio,
