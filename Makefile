@@ -56,11 +56,11 @@ SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client
+PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers sanitize fuzz fuzz-build soak test-compose compose-down proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers sanitize fuzz fuzz-build soak test-compose compose-down compose-env proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -73,6 +73,7 @@ help:
 	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, faults on clients in Python that make test tries on ours"
 	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
+	@echo "make compose-env  certificates, passwords and tokens for docker-compose.secure.yml, in deploy/secrets"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
 	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
@@ -138,11 +139,15 @@ soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STA
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
-test-compose: $(VENV)/.stamp-core
+test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp
 	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker test
 
 compose-down:
 	scripts/docker-engine --running .cache/docker scripts/test-compose $(BIN)/python .cache/docker down
+
+# Certificates, passwords and tokens for docker-compose.secure.yml.
+compose-env: $(VENV)/.stamp-core
+	@$(BIN)/python scripts/compose-env
 
 # What was found stays in .cache/fuzz and is where the next run goes on.
 FUZZED := record events resp_lane lookup_request

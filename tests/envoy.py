@@ -41,10 +41,18 @@ def _free_port() -> int:
 
 
 def configured(
-    workers: Sequence[str], pickers: Sequence[str], *, listen: int, admin: int, duplex: bool, more: str = ""
+    workers: Sequence[str],
+    pickers: Sequence[str],
+    *,
+    listen: int,
+    admin: int,
+    duplex: bool,
+    more: str = "",
+    text: str = "",
 ) -> str:
-    """The shipped file with other endpoints and ports. ``duplex``: the body mode that the protocol asks for."""
-    text = CONFIG.read_text()
+    """The shipped file, or ``text``, with other endpoints and ports. ``duplex``: the body mode that the protocol asks
+    for."""
+    text = text or CONFIG.read_text()
     for cluster, targets in (("workers", workers), ("picker", pickers)):
         endpoints = "".join(_ENDPOINT.format(*target.rsplit(":", 1)) for target in targets)
         text, count = re.subn(
@@ -75,12 +83,21 @@ def configured(
 
 @contextmanager
 def running(
-    folder: Path, workers: Sequence[str], pickers: Sequence[str], *, duplex: bool = False, more: str = ""
+    folder: Path,
+    workers: Sequence[str],
+    pickers: Sequence[str],
+    *,
+    duplex: bool = False,
+    more: str = "",
+    text: str = "",
 ) -> Iterator[Envoy]:
-    """Until the end of the block. ``workers``, ``pickers``: ``IP:PORT``. ``more``: of the picker's service."""
+    """Until the end of the block. ``workers``, ``pickers``: ``IP:PORT``. ``more``: of the picker's service. ``text``:
+    of the configuration; else the shipped one."""
     listen, admin = _free_port(), _free_port()
     file = folder / f"envoy-{listen}.yaml"
-    file.write_text(configured(workers, pickers, listen=listen, admin=admin, duplex=duplex, more=more))
+    file.write_text(
+        configured(workers, pickers, listen=listen, admin=admin, duplex=duplex, more=more, text=text)
+    )
     log = file.with_suffix(".log")
     process = subprocess.Popen(
         [

@@ -11,6 +11,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import eventually
+
 ROOT = Path(__file__).parents[2]
 UP_TIMEOUT_S = 420.0
 DOWN_TIMEOUT_S = 120.0
@@ -42,10 +44,57 @@ class Cluster:
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "10", timeout_s=DOWN_TIMEOUT_S)
 
     def kill(self, service: str) -> None:
-        """End its processes at once, without a word to anybody."""
-        (container,) = self.compose("ps", "--quiet", service).split()
+        """End its processes at once, without a word to anybody; it stays down."""
+        container = self._container(service)
         self.docker("kill", container)
         assert self.docker("inspect", "--format", "{{.State.Running}}", container).strip() == "false"
+
+    def crash(self, service: str) -> None:
+        """End its processes at once, from within: Docker starts it again, as after a crash."""
+        container = self._container(service)
+        started = self._started(container)
+        # All but the container's init, which ends with its child; the shell may be gone with it.
+        subprocess.run(
+            ["docker", "exec", container, "sh", "-c", "kill -9 -1"],
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=False,
+        )  # fmt: skip
+        assert eventually(lambda: self._started(container) != started, within_s=COMMAND_TIMEOUT_S), (
+            f"{service} was not started again"
+        )
+
+    def restart(self, service: str) -> None:
+        self.compose("restart", "--timeout", "20", service, timeout_s=COMMAND_TIMEOUT_S)
+
+    def signal(self, service: str, name: str) -> None:
+        self.docker("kill", f"--signal={name}", self._container(service))
+
+    def is_healthy(self, service: str) -> bool:
+        form = "{{.State.Running}} {{.State.Health.Status}}"
+        return self.docker("inspect", "--format", form, self._container(service)).strip() == "true healthy"
+
+    def serves_all_slots(self, shards: tuple[str, ...]) -> bool:
+        """Whether each of these shards sees all slots of the pool served."""
+        try:
+            seen = [
+                self.docker("exec", self._container(shard), "valkey-cli", "cluster", "info")
+                for shard in shards
+            ]
+        except AssertionError:  # its container is about to start
+            return False
+        return all("cluster_state:ok" in info and "cluster_slots_ok:16384" in info for info in seen)
+
+    def service_of(self, worker: str) -> str:
+        """By the name under which the index knows a worker: HOST:PORT of its events."""
+        return worker.rpartition(":")[0]
+
+    @property
+    def front_url(self) -> str:
+        return f"http://{self.address('front', 8080)}"
+
+    @property
+    def front_config(self) -> Path:
+        """Of Envoy, as its container sees it."""
+        return Path(os.environ["FRONT_CONFIG"])
 
     def address(self, service: str, port: int) -> str:
         """HOST:PORT under which this machine reaches a service's port."""
@@ -102,6 +151,13 @@ class Cluster:
         label = f"label=com.docker.compose.project={self.project}"
         kinds = (["ps", "--all"], ["network", "ls"], ["volume", "ls"])
         return [line for kind in kinds for line in self.docker(*kind, "--quiet", "--filter", label).split()]
+
+    def _container(self, service: str) -> str:
+        (container,) = self.compose("ps", "--quiet", service).split()
+        return container
+
+    def _started(self, container: str) -> str:
+        return self.docker("inspect", "--format", "{{.State.StartedAt}}", container).strip()
 
     def _wait_ready(self) -> None:
         container = self.compose("ps", "--all", "--quiet", "ready").strip()

@@ -1,11 +1,15 @@
-"""Two workers in containers share blocks through Valkey, and the index knows what each holds.
+"""Two workers in containers share blocks through a Valkey Cluster, and both indexes know what each holds.
 
 The order counts: the last two tests kill a worker and take the cluster down.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import urllib.request
+from typing import Any
 
 import pytest
 
@@ -38,12 +42,12 @@ def test_the_second_worker_loads_what_the_first_computed(cluster: Cluster) -> No
     computed = cluster.complete("worker-1", PROMPT, GENERATED_TOKENS)
     assert computed["usage"]["prompt_tokens"] == len(PROMPT)
     assert not (computed["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
-    assert cluster.metric("worker-2", HITS) == 0
+    before = {worker: cluster.metric(worker, HITS) for worker in ("worker-1", "worker-2")}
 
     loaded = cluster.complete("worker-2", PROMPT, GENERATED_TOKENS)
     assert loaded["usage"]["prompt_tokens_details"]["cached_tokens"] == FULL_BLOCKS * BLOCK_TOKENS
-    assert cluster.metric("worker-2", HITS) == FULL_BLOCKS * BLOCK_TOKENS
-    assert cluster.metric("worker-1", HITS) == 0
+    assert cluster.metric("worker-2", HITS) == before["worker-2"] + FULL_BLOCKS * BLOCK_TOKENS
+    assert cluster.metric("worker-1", HITS) == before["worker-1"]
 
     (first,), (second,) = computed["choices"], loaded["choices"]
     assert len(second["token_ids"]) == GENERATED_TOKENS
@@ -61,9 +65,10 @@ def test_another_prompt_is_no_hit(cluster: Cluster) -> None:
     assert cluster.metric("worker-2", HITS) == before
 
 
-def test_the_index_knows_what_each_worker_holds(cluster: Cluster) -> None:
-    other = [PROMPT[0] + 2, *PROMPT[1:]]
-    with kvpool.IndexClient(cluster.address("index", 50051), timeout_s=ASK_TIMEOUT_S) as index:
+@pytest.mark.parametrize("replica", [1, 2])
+def test_each_index_knows_what_each_worker_holds(cluster: Cluster, replica: int) -> None:
+    other = [PROMPT[0] + 1 + replica, *PROMPT[1:]]
+    with kvpool.IndexClient(cluster.address(f"index-{replica}", 50051), timeout_s=ASK_TIMEOUT_S) as index:
 
         def held(prompt: list[int]) -> dict[str, tuple[int, int, int]]:
             rows = index.lookup(MODEL, token_ids=prompt)
@@ -94,8 +99,38 @@ def test_no_service_is_root_or_reachable_from_elsewhere(cluster: Cluster) -> Non
         assert '"::"' not in ports
 
 
+def test_only_the_front_is_published_unless_it_is_asked_for(cluster: Cluster) -> None:
+    shown = cluster.compose("--file", "docker-compose.yml", "config")
+    assert shown.count("ports:") == 2, "of the front, and of prometheus, which has a profile"
+    containers = cluster.compose("ps", "--quiet", "valkey-1", "valkey-2", "valkey-3").split()
+    assert len(containers) == 3
+    for container in containers:
+        assert cluster.docker("port", container) == ""
+
+
+def test_what_prometheus_reads_is_there(cluster: Cluster) -> None:
+    at = f"http://{cluster.address('prometheus', 9090)}/api/v1"
+
+    def get(path: str) -> Any:
+        with urllib.request.urlopen(f"{at}/{path}", timeout=ASK_TIMEOUT_S) as reply:
+            return json.load(reply)["data"]
+
+    def up() -> dict[str, str]:
+        return {
+            one["scrapePool"] + one["labels"]["instance"]: one["health"]
+            for one in get("targets")["activeTargets"]
+        }
+
+    wanted = {"indexindex-1:9090", "indexindex-2:9090", "workerworker-1:8000", "workerworker-2:8000"}
+    assert eventually(lambda: up() == dict.fromkeys(wanted, "up"), within_s=SEEN_S), up()
+    (group,) = get("rules")["groups"]
+    assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
+    used = {name for rule in group["rules"] for name in re.findall(r"kvpool_\w+", rule["query"])}
+    assert used <= set(get("label/__name__/values")), "an alert on a metric that no service has"
+
+
 def test_a_killed_worker_is_forgotten_when_its_lease_ends(cluster: Cluster) -> None:
-    with kvpool.IndexClient(cluster.address("index", 50051), timeout_s=ASK_TIMEOUT_S) as index:
+    with kvpool.IndexClient(cluster.address("index-1", 50051), timeout_s=ASK_TIMEOUT_S) as index:
 
         def followed() -> list[str]:
             return sorted(status.worker.address for status in index.workers())

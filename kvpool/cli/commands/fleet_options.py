@@ -8,7 +8,12 @@ import typer
 
 Pool = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Follow the workers that announce themselves in this store."),
+    typer.Option(
+        metavar="URL",
+        envvar="KVPOOL_POOL",
+        help="Follow the workers that announce themselves in this store. Name one with a password in the variable: "
+        "every user of the host can read a process's arguments.",
+    ),
 ]
 PoolKeys = Annotated[
     int,

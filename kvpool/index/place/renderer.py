@@ -31,7 +31,7 @@ MAX_KEPT_NBYTES = 64 << 20  # of tokens that are remembered
 ENTRY_NBYTES = 1024  # of memory beside them
 MAX_UNDER_WAY = 64
 WITHOUT_S = 30.0  # that a model's workers have no /render is remembered
-_NO_RENDER = (404, 405, 501)
+_NO_RENDER = (403, 404, 405, 501)  # 403: vLLM without --enable-scale-out
 
 Ask = Callable[[], Awaitable[str]]
 

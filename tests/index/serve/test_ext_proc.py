@@ -207,6 +207,35 @@ def test_without_an_index_requests_are_served(tmp_path: Path) -> None:
         assert "x-kvpool-reason" not in post(there.url, {"model": "m", "prompt": TEXT}).headers
 
 
+def test_without_an_index_a_dead_worker_costs_no_request(tmp_path: Path) -> None:
+    with cluster(tmp_path, names=("a", "b")) as there:
+        there.index.stop()
+        there.workers["b"].stop()
+        # Faster than health checks find it: each retry goes to a worker that was not tried.
+        statuses = [post(there.url, {"model": "m", "prompt": TEXT}).status for _ in range(30)]
+        assert set(statuses) == {200}, statuses
+
+
+def test_a_connection_that_a_worker_closes_when_idle_is_not_used_again(tmp_path: Path) -> None:
+    with cluster(tmp_path, names=("a",)) as there:
+        assert post(there.url, {"model": "m", "prompt": TEXT}).status == 200
+        assert there.front.counters("cluster.workers.upstream_cx_active")[
+            "cluster.workers.upstream_cx_active"
+        ]
+
+        def idle_timeouts() -> int:
+            name = "cluster.workers.upstream_cx_idle_timeout"
+            return there.front.counters(name)[name]
+
+        assert eventually(lambda: idle_timeouts() == 1, within_s=15), "before the 5 s of vLLM's server"
+
+
+def test_callers_do_not_reach_what_is_between_engines(tmp_path: Path) -> None:
+    with cluster(tmp_path, names=("a",)) as there:
+        assert post(there.url, {"request_ids": ["x"]}, "/inference/v1/abort_requests").status == 404
+        assert there.workers["a"].bodies == []
+
+
 def test_all_workers_asleep_or_busy(tmp_path: Path) -> None:
     fleet = Fleet()
     router = Router(fleet)

@@ -1,0 +1,212 @@
+"""Parts of the cluster die and come back, one at a time, while callers go on asking its front.
+
+Counted for each: requests that failed beyond those that were under way on what died (none may), how much longer the
+others took meanwhile, and what share of the prompts was not computed before and after. The table is printed at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+
+import kvpool
+from tests.compose.cluster import MODEL, Cluster
+from tests.compose.traffic import (
+    BLOCK_TOKENS,
+    CALLERS,
+    SHARED_BLOCKS,
+    Front,
+    Traffic,
+    hit_ratio,
+    latencies_s,
+    words,
+)
+from tests.conftest import eventually
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+
+WATCH_S = 8.0  # before and after, for figures to compare
+AWAY_S = 240.0  # for a part to be back, on a machine that is busy with what else runs
+MAY_LOSE = 0.1  # of the hit ratio, for what the part that died held is computed once more
+BURST = 24
+REST_S = 2.0  # for the indexes to see in the metrics of the workers that they have nothing to do
+FULL = SHARED_BLOCKS * BLOCK_TOKENS
+
+
+class Row(NamedTuple):
+    what: str
+    requests: int
+    under_way: int
+    failed: int
+    away_s: float
+    before: tuple[float, float]
+    away: tuple[float, float]
+    hits_before: float
+    hits_after: float
+
+
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
+    found: list[Row] = []
+    yield found
+    form = "{:<34} {:>8} {:>9} {:>7} {:>7} {:>13} {:>13} {:>11}"
+    lines = [
+        form.format("what", "requests", "under way", "failed", "away", "before, ms", "away, ms", "hits, %"),
+        form.format("", "", "lost", "beyond", "s", "p50 / max", "p50 / max", "then / now"),
+    ]
+    for row in found:
+        before, away = (f"{one[0] * 1000:.0f} / {one[1] * 1000:.0f}" for one in (row.before, row.away))
+        hits = f"{row.hits_before * 100:.0f} / {row.hits_after * 100:.0f}"
+        lines.append(
+            form.format(
+                row.what, row.requests, row.under_way, row.failed, f"{row.away_s:.1f}", before, away, hits
+            )
+        )
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        reporter.ensure_newline()
+        for line in lines:
+            reporter.write_line(line)
+
+
+@pytest.fixture
+def front(cluster: Cluster) -> Iterator[Front]:
+    client = Front(cluster.front_url, MODEL)
+    yield client
+    client.close()
+
+
+def test_a_prefix_goes_to_its_holder_and_away_from_it_under_load(cluster: Cluster, front: Front) -> None:
+    text = words("affinity", FULL)
+    first = front.ask(text + " w3")
+    assert (first.error, first.cached_tokens) == ("", 0)
+
+    def is_known(index: kvpool.IndexClient) -> bool:
+        tokens = [int(word[1:]) for word in text.split()]
+        rows = {row.worker: row.device_blocks for row in index.lookup(MODEL, token_ids=tokens)}
+        return rows.get(first.worker) == SHARED_BLOCKS
+
+    for replica in ("index-1", "index-2"):
+        with kvpool.IndexClient(cluster.address(replica, 50051), timeout_s=10) as index:
+            assert eventually(lambda index=index: is_known(index), within_s=20), replica
+    repeated = []
+    for _ in range(6):
+        time.sleep(REST_S)
+        repeated.append(front.ask(f"{text} w4"))
+    assert {(one.worker, one.reason, one.cached_tokens) for one in repeated} == {
+        (first.worker, "prefix", FULL)
+    }
+
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(BURST) as callers:
+        burst = list(
+            callers.map(lambda number: front.ask(f"{text} {words(str(number), 8)}", 48), range(BURST))
+        )
+    assert {one.error for one in burst} == {""}
+    assert len({one.worker for one in burst}) == 2, "all went to the holder, however much it had to do"
+    assert all(one.cached_tokens == FULL for one in burst), "the other one loads the blocks from the pool"
+
+
+@contextmanager
+def counted(
+    cluster: Cluster, rows: list[Row], what: str, *, may_lose_under_way: bool, retries: int = 0
+) -> Iterator[Callable[[], None]]:
+    """Callers ask around the block; it calls what it is given when the part is certainly dead."""
+    dead_s: list[float] = []
+    with Traffic.running(cluster.front_url, MODEL, retries=retries) as traffic:
+        time.sleep(2 * WATCH_S)  # the first half computes what is shared
+        from_s = time.monotonic()
+        yield lambda: dead_s.append(time.monotonic())
+        back_s = time.monotonic()
+        time.sleep(WATCH_S)
+        end_s = time.monotonic()
+    killed_s = dead_s[0] if dead_s else from_s
+    answers = traffic.answers(from_s - WATCH_S)
+    failed = [one for one in answers if one.error and (one.began_s >= killed_s or not may_lose_under_way)]
+    lost = [one for one in answers if one.error and one not in failed]
+    before, after = traffic.answers(from_s - WATCH_S, from_s), traffic.answers(back_s, end_s)
+    row = Row(
+        what, len(answers), len(lost), len(failed), back_s - from_s,
+        latencies_s(before), latencies_s(traffic.answers(from_s, back_s)), hit_ratio(before), hit_ratio(after),
+    )  # fmt: skip
+    rows.append(row)
+    assert not failed, f"{row}\n" + "\n".join(f"{one.began_s - from_s:+.2f} s: {one}" for one in failed[:20])
+    assert len(lost) <= CALLERS
+    assert row.hits_after >= row.hits_before - MAY_LOSE, row
+    assert traffic.answers(from_s, back_s), "requests went on meanwhile"
+
+
+def test_an_index_dies(cluster: Cluster, rows: list[Row]) -> None:
+    with counted(cluster, rows, "index-1 killed", may_lose_under_way=False) as dead:
+        cluster.crash("index-1")
+        dead()
+        assert eventually(lambda: cluster.is_healthy("index-1"), within_s=AWAY_S)
+
+
+def test_a_worker_dies_and_its_prompts_are_loaded_by_the_other(
+    cluster: Cluster, rows: list[Row], front: Front
+) -> None:
+    text = words("of a worker that dies", FULL) + " w3"
+    computed = front.ask(text, 16)
+    assert not computed.error
+    with counted(cluster, rows, f"{computed.worker} killed", may_lose_under_way=True) as dead:
+        cluster.crash(cluster.service_of(computed.worker))
+        dead()
+        loaded = front.ask(text, 16)
+        assert loaded.error == ""
+        assert (loaded.cached_tokens, loaded.token_ids) == (FULL, computed.token_ids)
+        assert eventually(lambda: cluster.is_healthy(cluster.service_of(computed.worker)), within_s=AWAY_S)
+
+
+def test_a_shard_dies(cluster: Cluster, rows: list[Row]) -> None:
+    with counted(cluster, rows, "valkey-1 killed", may_lose_under_way=False) as dead:
+        cluster.crash("valkey-1")
+        dead()
+        assert eventually(lambda: cluster.serves_all_slots(("valkey-1", "valkey-2")), within_s=AWAY_S)
+
+
+def test_envoy_reads_its_configuration_anew(cluster: Cluster, rows: list[Row]) -> None:
+    file = cluster.front_config
+    shipped = file.read_text()
+
+    def change(text: str) -> None:
+        file.write_text(text)  # in its place: a new file would not be seen in the container
+        cluster.signal("front", "HUP")
+
+    try:
+        with counted(cluster, rows, "front: new configuration", may_lose_under_way=False):
+            for number in range(2):
+                change(f"{shipped}# {number}\n")
+                time.sleep(WATCH_S / 2)
+                assert eventually(lambda: cluster.is_healthy("front"), within_s=AWAY_S)
+            change("this is no configuration")
+            assert eventually(lambda: "goes on with the one before" in cluster.compose("logs", "front"))
+    finally:
+        file.write_text(shipped)
+
+
+def test_envoy_dies(cluster: Cluster, rows: list[Row]) -> None:
+    """There is one: callers find it gone for a second, and OpenAI's client tries again by itself."""
+    with counted(cluster, rows, "front killed, callers retry", may_lose_under_way=True, retries=6) as dead:
+        cluster.crash("front")
+        dead()
+        assert eventually(lambda: cluster.is_healthy("front"), within_s=AWAY_S)
+
+
+def test_all_parts_are_restarted_one_after_the_other(cluster: Cluster, rows: list[Row]) -> None:
+    with counted(cluster, rows, "all restarted in turn", may_lose_under_way=False):
+        for service in ("valkey-1", "valkey-2", "valkey-3"):
+            cluster.restart(service)
+            assert eventually(
+                lambda: cluster.serves_all_slots(("valkey-1", "valkey-2", "valkey-3")), within_s=AWAY_S
+            ), service
+        for service in ("index-1", "index-2", "worker-1", "worker-2"):
+            cluster.restart(service)
+            assert eventually(lambda service=service: cluster.is_healthy(service), within_s=AWAY_S), service
+        cluster.signal("front", "HUP")
+        assert eventually(lambda: cluster.is_healthy("front"), within_s=AWAY_S)

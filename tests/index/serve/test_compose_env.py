@@ -1,0 +1,102 @@
+"""What ``scripts/compose-env`` makes, with a real Envoy and an index that asks for TLS and tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import kvpool
+from kvpool.errors import IndexUnavailable
+from kvpool.index.client.tls import ServerTls
+from kvpool.index.fleet import Fleet
+from kvpool.index.place.router import Router
+from kvpool.index.serve.auth import TokenAuth
+from tests import envoy
+from tests.conftest import eventually
+from tests.index.fleets import serving
+from tests.index.openai_worker import scripted
+
+pytestmark = pytest.mark.usefixtures("grpc_started")
+
+SCRIPT = envoy.ROOT / "scripts" / "compose-env"
+
+
+def make(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_only_one_user_reads_what_is_made_and_nothing_secret_is_printed(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    run = make(folder)
+    assert run.returncode == 0, run.stderr
+    files = list(folder.iterdir())
+    assert len(files) == 13
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) in (0o700, 0o711)
+    secret = re.findall(r"[A-Za-z0-9_-]{40,}", "".join(file.read_text() for file in files))
+    assert len(secret) > 5
+    assert not any(one in run.stdout + run.stderr for one in secret)
+    before = {file.name: file.read_bytes() for file in files}
+    again = make(folder)
+    assert again.returncode == 1
+    assert "is there already" in again.stderr
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["made"]
+
+
+def test_the_front_speaks_tls_and_shows_the_index_a_token(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    assert make(folder).returncode == 0
+    text = (folder / "envoy.yaml").read_text().replace("/run/secrets", str(folder))
+    ca = str(folder / "ca.pem")
+    tls = ServerTls(str(folder / "index.pem"), str(folder / "index.key"), "")
+    fleet = Fleet()
+    with (
+        scripted("a") as workers,
+        serving(
+            fleet,
+            place={"timeout_s": 5},
+            router=Router(fleet),
+            tls=tls,
+            auth=TokenAuth(str(folder / "tokens.toml")),
+        ) as index,
+    ):
+        fleet.add(workers[0].worker(), "flag")
+        fleet.heard("default/a", 0)
+        admin = (folder / "admin.token").read_text().strip()
+        with kvpool.IndexClient(index.target, timeout_s=5, tls_ca=ca, token=admin) as client:
+            assert [one.worker.name for one in client.workers()] == ["a"]
+        with (
+            kvpool.IndexClient(index.target, timeout_s=5, tls_ca=ca) as client,
+            pytest.raises(IndexUnavailable),
+        ):
+            client.workers()
+
+        def reason(configuration: str) -> str | None:
+            with envoy.running(tmp_path, [workers[0].at], [index.ext_proc], text=configuration) as front:
+                assert eventually(lambda: front.healthy("workers") == 1 and front.healthy("picker") == 1)
+                with pytest.raises((urllib.error.HTTPError, OSError)):
+                    urllib.request.urlopen(f"{front.url}/v1/models", timeout=10)
+                request = urllib.request.Request(
+                    front.url.replace("http:", "https:") + "/v1/completions",
+                    json.dumps({"model": "m", "prompt": "x"}).encode(),
+                    {"content-type": "application/json"},
+                )
+                context = ssl.create_default_context(cafile=ca)
+                with urllib.request.urlopen(request, timeout=30, context=context) as reply:
+                    shown: str | None = reply.headers["x-kvpool-reason"]
+                return shown
+
+        assert reason(text) == "load"
+        assert reason(re.sub(r"Bearer [^\"]+", "Bearer wrong", text)) is None, "served, and not placed"
