@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -69,11 +70,14 @@ class Cluster:
         self.docker("kill", f"--signal={name}", self._container(service))
 
     def is_healthy(self, service: str) -> bool:
+        """Asked once a second at most: Compose takes half of that of a processor."""
+        time.sleep(1.0)
         form = "{{.State.Running}} {{.State.Health.Status}}"
         return self.docker("inspect", "--format", form, self._container(service)).strip() == "true healthy"
 
     def serves_all_slots(self, shards: tuple[str, ...]) -> bool:
-        """Whether each of these shards sees all slots of the pool served."""
+        """Whether each of these shards sees all slots of the pool served. Asked once a second at most."""
+        time.sleep(1.0)
         try:
             seen = [
                 self.docker("exec", self._container(shard), "valkey-cli", "cluster", "info")

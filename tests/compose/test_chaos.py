@@ -2,6 +2,7 @@
 
 Counted for each: requests that failed beyond those that were under way on what died (none may), how much longer the
 others took meanwhile, and what share of the prompts was not computed before and after. The table is printed at the end.
+``SOAK_S=300 make test-compose`` runs all of them; without it the two that take a minute run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.compose.traffic import (
     latencies_s,
     words,
 )
-from tests.conftest import eventually
+from tests.conftest import LONG_SOAK, eventually
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
@@ -148,6 +149,7 @@ def test_an_index_dies(cluster: Cluster, rows: list[Row]) -> None:
         assert eventually(lambda: cluster.is_healthy("index-1"), within_s=AWAY_S)
 
 
+@LONG_SOAK
 def test_a_worker_dies_and_its_prompts_are_loaded_by_the_other(
     cluster: Cluster, rows: list[Row], front: Front
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_worker_dies_and_its_prompts_are_loaded_by_the_other(
         assert eventually(lambda: cluster.is_healthy(cluster.service_of(computed.worker)), within_s=AWAY_S)
 
 
+@LONG_SOAK
 def test_a_shard_dies(cluster: Cluster, rows: list[Row]) -> None:
     with counted(cluster, rows, "valkey-1 killed", may_lose_under_way=False) as dead:
         cluster.crash("valkey-1")
@@ -170,6 +173,7 @@ def test_a_shard_dies(cluster: Cluster, rows: list[Row]) -> None:
         assert eventually(lambda: cluster.serves_all_slots(("valkey-1", "valkey-2")), within_s=AWAY_S)
 
 
+@LONG_SOAK
 def test_envoy_reads_its_configuration_anew(cluster: Cluster, rows: list[Row]) -> None:
     file = cluster.front_config
     shipped = file.read_text()
@@ -190,6 +194,7 @@ def test_envoy_reads_its_configuration_anew(cluster: Cluster, rows: list[Row]) -
         file.write_text(shipped)
 
 
+@LONG_SOAK
 def test_envoy_dies(cluster: Cluster, rows: list[Row]) -> None:
     """There is one: callers find it gone for a second, and OpenAI's client tries again by itself."""
     with counted(cluster, rows, "front killed, callers retry", may_lose_under_way=True, retries=6) as dead:
@@ -198,6 +203,7 @@ def test_envoy_dies(cluster: Cluster, rows: list[Row]) -> None:
         assert eventually(lambda: cluster.is_healthy("front"), within_s=AWAY_S)
 
 
+@LONG_SOAK
 def test_all_parts_are_restarted_one_after_the_other(cluster: Cluster, rows: list[Row]) -> None:
     with counted(cluster, rows, "all restarted in turn", may_lose_under_way=False):
         for service in ("valkey-1", "valkey-2", "valkey-3"):

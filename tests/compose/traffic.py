@@ -16,9 +16,9 @@ BLOCK_TOKENS = 128
 SHARED_BLOCKS = 6
 TAIL_TOKENS = 24
 CONVERSATIONS = 8
-CALLERS = 3
+CALLERS = 2
 GENERATED_TOKENS = 4
-PAUSE_S = 0.1
+PAUSE_S = 0.7  # two workers on two cores restart in the time that callers leave
 ASK_TIMEOUT_S = 60.0
 
 
