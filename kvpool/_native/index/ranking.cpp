@@ -96,7 +96,8 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
   const double local = answer.local[row] - answer.device[row];
   const double pool = answer.loadable[row] - answer.local[row];
   const RankLoad* const load = parts_[part].loads[row];
-  const double pool_cost = load != nullptr && costs.measured ? load->pool_cost.value_or(costs.pool) : costs.pool;
+  const double pool_cost =
+      load != nullptr && costs.measured ? load->pool_cost.value_or(costs.pool) : costs.pool;
   pick.fetch = rounded((costs.local * local + pool_cost * pool) * static_cast<double>(size));
 
   const auto known = load == nullptr ? std::nullopt : load->known(options.now_s, options.keep_s);
