@@ -1,4 +1,4 @@
-"""``kvpool index`` and ``kvpool router``: the index as a process of its own, with other doors."""
+"""``kvpool index`` and ``kvpool router``: the index as a process, with or without a proxy."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class ServerTls:
         if self._client_ca:
             authorities = _authorities(context, "--tls-client-ca", self._client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
-        # gRPC takes what such a configuration holds: each server wants one of its own.
+        # gRPC consumes a configuration: each server needs one of its own.
         return partial(grpc.ssl_server_certificate_configuration, [(private, chain)], authorities), context
 
 

@@ -20,7 +20,7 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, parse_url
-from kvpool.index.place.inference_request import InferenceRequest, Unreadable, read_request
+from kvpool.index.place.inference_request import InferenceRequest, read_request
 from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.place.route import Pick, Route
 from kvpool.index.place.router import Router
@@ -32,7 +32,7 @@ REASONS: tuple[Reason, ...] = ("prefix", "load", "no-tokens", "unknown-model", "
 MAX_ENDPOINTS = 4  # the best, and where a proxy tries next
 MAX_PICKS = 16  # ranks of a worker share its endpoint
 PLACE_S = 0.15  # Envoy waits 0.2 s for a picker unless it is told otherwise
-RESERVE_S = 60.0  # for a reservation that nobody ends
+RESERVE_S = 60.0  # for a reservation that is not released
 SHOWN_S = 2.0  # after which the metrics of a worker show what was placed there
 INLINE_NBYTES = 64 << 10  # of a body or of tokens, above which a thread does the work
 NOBODY = b"\0" * 8  # a prompt of one block that no worker holds
@@ -131,13 +131,11 @@ class Placer:
                 lambda: self._url_to_ask(request, tenant, names),
                 max(0.0, ends_s - time.monotonic()),
             )
-        except Unreadable as error:
-            reason, detail = "unreadable", str(error)
         except UnknownModel as error:
             reason, detail = "unknown-model", str(error)
         except NoTokens as error:
             reason, detail = "no-tokens", str(error)
-        except ConfigError as error:  # a model's name that is none, a prompt that is none
+        except ConfigError as error:  # a body, a model's name or a prompt that is none
             reason, detail = "unreadable", str(error)
         route = await self._rank(request, prompt, tenant, names)
         return await self._placement(route, tenant, reason, detail, ends_s)
@@ -172,9 +170,7 @@ class Placer:
             if prompt.nbytes <= INLINE_NBYTES:
                 return rank()
             return await asyncio.get_running_loop().run_in_executor(self._threads, rank)
-        except (
-            KVPoolError
-        ):  # workers whose hashes cannot be made, a prompt with too many blocks or too much work
+        except KVPoolError:  # hashes that cannot be made, too many blocks, too much work
             return self._by_load(request, tenant, names, RESERVE_S)
 
     def _by_load(

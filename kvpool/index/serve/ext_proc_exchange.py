@@ -77,13 +77,7 @@ class Exchange:
         if message.request_headers.end_of_stream or self._mode not in (
             _MODE.BUFFERED, _MODE.BUFFERED_PARTIAL, _FULL_DUPLEX,
         ):  # fmt: skip
-            placed = await self._place()
-            return [
-                pb.ProcessingResponse(
-                    request_headers=pb.HeadersResponse(response=self._to(placed)),
-                    dynamic_metadata=_metadata(placed),
-                )
-            ]
+            return [self._to_headers(await self._place(b""))]
         if self._mode == _FULL_DUPLEX:  # the answer waits for the body
             return []
         return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
@@ -93,7 +87,7 @@ class Exchange:
         self._body += body.body
         if self._mode == _FULL_DUPLEX:
             return await self._placed_streamed(end_of_stream=True) if body.end_of_stream else []
-        placed = await self._place()
+        placed = await self._place(bytes(self._body))
         return [
             pb.ProcessingResponse(
                 request_body=pb.BodyResponse(response=self._to(placed)), dynamic_metadata=_metadata(placed)
@@ -103,13 +97,7 @@ class Exchange:
     async def _placed_streamed(self, *, end_of_stream: bool) -> list[Any]:
         """The answer to the headers, and the body handed back."""
         body = bytes(self._body)
-        placed = await self._place()
-        replies = [
-            pb.ProcessingResponse(
-                request_headers=pb.HeadersResponse(response=self._to(placed)),
-                dynamic_metadata=_metadata(placed),
-            )
-        ]
+        replies = [self._to_headers(await self._place(body))]
         for at in range(0, max(len(body), 1), PART_NBYTES):
             part = pb.StreamedBodyResponse(
                 body=body[at : at + PART_NBYTES],
@@ -118,8 +106,13 @@ class Exchange:
             replies.append(pb.ProcessingResponse(request_body=pb.BodyResponse(response=_streamed(part))))
         return replies
 
-    async def _place(self) -> Placement:
-        body = bytes(self._body)
+    def _to_headers(self, placement: Placement) -> Any:
+        return pb.ProcessingResponse(
+            request_headers=pb.HeadersResponse(response=self._to(placement)),
+            dynamic_metadata=_metadata(placement),
+        )
+
+    async def _place(self, body: bytes) -> Placement:
         try:
             path = self._headers.get(":path", "/")
             self._placement = await self._placements.place(
