@@ -2,7 +2,7 @@
 
 Counted for each: requests that failed beyond those that were under way on what died (none may), how much longer the
 others took meanwhile, and what share of the prompts was not computed before and after. The table is printed at the end.
-``SOAK_S=300 make test-compose`` runs all of them; without it the two that take a minute run.
+``SOAK_S=300 make test-compose`` runs all of them; without it no worker is restarted, which takes minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.conftest import LONG_SOAK, eventually
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
-WATCH_S = 8.0  # before and after, for figures to compare
+WATCH_S = 6.0  # before and after, for figures to compare
 AWAY_S = 240.0  # for a part to be back, on a machine that is busy with what else runs
 MAY_LOSE = 0.1  # of the hit ratio, for what the part that died held is computed once more
 BURST = 24
@@ -109,7 +109,9 @@ def test_a_prefix_goes_to_its_holder_and_away_from_it_under_load(cluster: Cluste
             callers.map(lambda number: front.ask(f"{text} {words(str(number), 8)}", 48), range(BURST))
         )
     assert {one.error for one in burst} == {""}
-    assert len({one.worker for one in burst}) == 2, "all went to the holder, however much it had to do"
+    # Of a request that the index did not place in time, no worker is told.
+    served = {one.worker for one in burst} - {""}
+    assert len(served) == 2, "all went to the holder, however much it had to do"
     assert all(one.cached_tokens == FULL for one in burst), "the other one loads the blocks from the pool"
 
 
@@ -165,7 +167,6 @@ def test_a_worker_dies_and_its_prompts_are_loaded_by_the_other(
         assert eventually(lambda: cluster.is_healthy(cluster.service_of(computed.worker)), within_s=AWAY_S)
 
 
-@LONG_SOAK
 def test_a_shard_dies(cluster: Cluster, rows: list[Row]) -> None:
     with counted(cluster, rows, "valkey-1 killed", may_lose_under_way=False) as dead:
         cluster.crash("valkey-1")
@@ -173,7 +174,6 @@ def test_a_shard_dies(cluster: Cluster, rows: list[Row]) -> None:
         assert eventually(lambda: cluster.serves_all_slots(("valkey-1", "valkey-2")), within_s=AWAY_S)
 
 
-@LONG_SOAK
 def test_envoy_reads_its_configuration_anew(cluster: Cluster, rows: list[Row]) -> None:
     file = cluster.front_config
     shipped = file.read_text()
@@ -194,7 +194,6 @@ def test_envoy_reads_its_configuration_anew(cluster: Cluster, rows: list[Row]) -
         file.write_text(shipped)
 
 
-@LONG_SOAK
 def test_envoy_dies(cluster: Cluster, rows: list[Row]) -> None:
     """There is one: callers find it gone for a second, and OpenAI's client tries again by itself."""
     with counted(cluster, rows, "front killed, callers retry", may_lose_under_way=True, retries=6) as dead:
