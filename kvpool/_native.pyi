@@ -317,7 +317,8 @@ class RankLoad:
 class Ranking:
     """The rows of some answers, the cheapest for the prompt first (kvpool/_native/index/ranking.h)."""
 
-    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, measured.
+    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, speed,
+    # measured.
     def __init__(
         self,
         parts: list[tuple[Answer, list[RankLoad | None]]],

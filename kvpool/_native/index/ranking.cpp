@@ -34,6 +34,8 @@ enum Field : unsigned {
   kUnreachable,
 };
 
+constexpr double kFreeUsage = 0.8;  // of a KV cache, up to which it costs nothing
+
 // Half to even, as Python rounds. Never negative here, and below 2^63 by the limits of what it is made of.
 std::uint64_t rounded(double value) { return static_cast<std::uint64_t>(std::nearbyint(value)); }
 
@@ -52,10 +54,13 @@ std::optional<RankLoad::Known> RankLoad::known(double now_s, double keep_s) cons
 
 std::uint64_t permille(const Load& load) { return rounded(load.kv_usage * 1000); }
 
-double queue_cost(const Load& load, const Costs& costs) {
-  const double queued = load.queued_tokens ? static_cast<double>(*load.queued_tokens)
-                                           : costs.waiting * static_cast<double>(load.waiting);
-  return queued + costs.running * static_cast<double>(load.running) + costs.usage * load.kv_usage;
+double queue_cost(const Load& load, const Costs& costs, double age_s) {
+  const double told = load.queued_tokens ? static_cast<double>(*load.queued_tokens)
+                                         : costs.waiting * static_cast<double>(load.waiting);
+  const double queued = std::max(0.0, told - age_s * costs.speed);
+  // Of a KV cache that is half full a request takes blocks as of an empty one.
+  const double tight = std::max(0.0, load.kv_usage - kFreeUsage) / (1 - kFreeUsage);
+  return queued + costs.running * static_cast<double>(load.running) + costs.usage * tight;
 }
 
 Ranking::Ranking(std::vector<Part> parts, const Options& options) : parts_(std::move(parts)) {
@@ -65,7 +70,7 @@ Ranking::Ranking(std::vector<Part> parts, const Options& options) : parts_(std::
     for (std::uint32_t row = 0; row < parts_[part].rows->size(); ++row) {
       picks_.push_back(score(part, row, options));
       if (!picks_.back().load) continue;
-      sum += queue_cost(*picks_.back().load, options.costs);
+      sum += queue_cost(*picks_.back().load, options.costs, picks_.back().load_age_ms / 1000.0);
       ++known;
     }
   }
@@ -110,7 +115,7 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
     pick.source = known->source;
     pick.asleep = known->asleep;
     pick.load_age_ms = static_cast<std::uint32_t>(rounded(known->age_s * 1000));
-    pick.queue += rounded(queue_cost(*known->load, costs));
+    pick.queue += rounded(queue_cost(*known->load, costs, known->age_s));
   } else if (is_stale) {
     const bool failed =
         load != nullptr && load->failed_at_s && options.now_s - *load->failed_at_s <= options.keep_failed_s;

@@ -47,15 +47,16 @@ struct RankLoad {
   std::uint64_t picked = 0;  // when it was last the best, counted
 };
 
-// Coefficients, in tokens of a prompt to compute.
+// Coefficients, in tokens of a prompt to compute. `speed`: tokens of prompts that a rank computes in a second, by which
+// a queue is shorter than it was told.
 struct Costs {
-  double local, pool, waiting, running, usage;
+  double local, pool, waiting, running, usage, speed;
   bool measured;  // what was measured of a rank takes the place of `pool`
 };
 
 std::uint64_t permille(const Load& load);  // of its KV cache in use
 // What is there before a request, without reservations.
-double queue_cost(const Load& load, const Costs& costs);
+double queue_cost(const Load& load, const Costs& costs, double age_s);
 
 class Ranking {
  public:

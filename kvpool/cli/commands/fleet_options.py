@@ -118,7 +118,7 @@ RouteCost = Annotated[
     typer.Option(
         "--route-cost",
         metavar="NAME=NUMBER",
-        help="A coefficient of Route: local, pool, waiting, running or usage.",
+        help="A coefficient of Route: local, pool, waiting, running, usage or speed.",
     ),
 ]
 Tokens = Annotated[

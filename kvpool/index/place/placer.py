@@ -232,7 +232,7 @@ class Placer:
     def _route(self, prompt: Prompt, names: list[str] | None) -> Route | None:
         asked = prompt if names is None else replace(prompt, workers=names)
         try:
-            return self._router.rank(asked, limit=MAX_PICKS, reserve_s=RESERVE_S).route()
+            return self._router.rank(asked, limit=MAX_PICKS, reserve_s=RESERVE_S, until_computed=True).route()
         except KVPoolError:  # hashes that cannot be made, too many blocks, too much work
             return None
 
@@ -251,6 +251,7 @@ class Placer:
                 limit=MAX_PICKS,
                 reserve_s=reserve_s,
                 prompt_tokens=request.tokens_estimate,
+                until_computed=True,
             ).route()
             for model in models
         ]

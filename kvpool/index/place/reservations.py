@@ -30,13 +30,20 @@ class Reservations:
         self._held: dict[str, tuple[str, _Key, int]] = {}  # tenant, rank, cost
         self._ends: list[tuple[float, str]] = []  # a heap; may name what was released
         self._costs: Counter[_Key] = Counter()
+        self._done_s: dict[_Key, float] = {}  # when a rank should have done what it was given
 
     def __len__(self) -> int:
         self.expire()
         return len(self._held)
 
-    def add(self, tenant: str, worker_id: str, dp_rank: int, cost: int, keep_s: float) -> str:
-        """Hold ``cost`` against a rank for ``keep_s`` seconds. Returns its name; "" when there are too many."""
+    def add(
+        self, tenant: str, worker_id: str, dp_rank: int, cost: int, keep_s: float, each_s: float | None = None
+    ) -> str:
+        """Hold ``cost`` against a rank for ``keep_s`` seconds. Returns its name; "" when there are too many.
+
+        ``each_s``: seconds in which the rank does one unit of cost; it is held no longer than until this work should be
+        done, behind what the rank was given before.
+        """
         self.expire()
         if len(self._held) >= MAX_RESERVATIONS or self._of[tenant] >= MAX_RESERVATIONS * self._tenant_share:
             return ""
@@ -45,7 +52,12 @@ class Reservations:
         self._of[tenant] += 1
         self._costs[worker_id, dp_rank] += cost
         self._changed(worker_id, dp_rank, self._costs[worker_id, dp_rank])
-        heapq.heappush(self._ends, (self._clock() + keep_s, name))
+        ends_s = self._clock() + keep_s
+        if each_s is not None:
+            key = (worker_id, dp_rank)
+            self._done_s[key] = max(self._clock(), self._done_s.get(key, 0.0)) + cost * each_s
+            ends_s = min(ends_s, self._done_s[key])
+        heapq.heappush(self._ends, (ends_s, name))
         if len(self._ends) > 2 * MAX_RESERVATIONS:
             self._ends = [end for end in self._ends if end[1] in self._held]
             heapq.heapify(self._ends)
@@ -76,3 +88,4 @@ class Reservations:
         self._changed(*key, self._costs[key])
         if not self._costs[key]:
             del self._costs[key]
+            self._done_s.pop(key, None)

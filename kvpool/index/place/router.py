@@ -4,8 +4,9 @@
     prefill = tokens of the prompt that it has to compute: those behind its loadable blocks
     fetch   = local * tokens that the worker holds behind its device blocks
             + pool * tokens that the pool holds behind those
-    queue   = prompt tokens that wait (not known: waiting * waiting requests) + running * running requests
-            + usage * share of the KV cache in use + what is reserved
+    queue   = prompt tokens that wait (not known: waiting * waiting requests), less speed * seconds since that was told
+            + running * running requests
+            + usage * (share of the KV cache in use - 0.8, not below 0) / 0.2 + what is reserved
 
 Ranks are scored and sorted natively (``kvpool/_native/index/ranking.h``).
 
@@ -48,7 +49,8 @@ class Costs:
     ``local``, ``pool``: for each token that is fetched from the worker's other tiers, or from the pool; 1 would say
     that fetching is no faster than computing. ``pool`` None: what was measured of each rank, and ``POOL`` where that is
     not known. ``waiting``: for each waiting request. ``running``: for each running one. ``usage``: for a KV cache that
-    is full. Errors: ``ConfigError``.
+    is full; up to four fifths it costs nothing. ``speed``: tokens of prompts that a worker computes in a second, by
+    which queues and reservations end. Errors: ``ConfigError``.
     """
 
     local: float = 0.05
@@ -56,6 +58,7 @@ class Costs:
     waiting: float = 1024.0
     running: float = 64.0
     usage: float = 1024.0
+    speed: float = 8000.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -67,10 +70,10 @@ class Costs:
                     f"the coefficient {one.name} is a number from 0 to {MAX_COEFFICIENT:g}, not {value:g}"
                 )
 
-    def native(self) -> tuple[float, float, float, float, float, bool]:
+    def native(self) -> tuple[float, float, float, float, float, float, bool]:
         """As ``_native.Ranking`` takes them."""
         pool = POOL if self.pool is None else self.pool
-        return self.local, pool, self.waiting, self.running, self.usage, self.pool is None
+        return self.local, pool, self.waiting, self.running, self.usage, self.speed, self.pool is None
 
 
 class Router:
@@ -132,8 +135,10 @@ class Router:
         limit: int | None = None,
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
+        until_computed: bool = False,
     ) -> Ranking:
-        """``route``, not yet unpacked."""
+        """``route``, not yet unpacked. ``until_computed``: where the load of the first pick is known, the reservation
+        ends when the prompt should be computed, if that is before ``reserve_s``."""
         if limit is not None and limit < 1:
             raise ConfigError(f"limit is the number of picks, 1 or more, not {limit}")
         if reserve_s is not None and not 0 < reserve_s <= MAX_RESERVE_S:
@@ -157,7 +162,9 @@ class Router:
                 KEEP_FAILED_S,
                 limit,
             )
-            return Ranking(ranking, self._take(answers, ranking, reserve_s) if len(ranking) else "")
+            if not len(ranking):
+                return Ranking(ranking, "")
+            return Ranking(ranking, self._take(answers, ranking, reserve_s, until_computed))
 
     def release(self, tenant: str, reservation: str) -> bool:
         """End a reservation before its time; False if it has ended, or is not of this tenant."""
@@ -171,15 +178,24 @@ class Router:
                 for key in told.keys() & set(answer.members.keys):
                     self.loads.report(key[0], told[key])
 
-    def _take(self, answers: Sequence[Answer], ranking: _native.Ranking, reserve_s: float | None) -> str:
+    def _take(
+        self,
+        answers: Sequence[Answer],
+        ranking: _native.Ranking,
+        reserve_s: float | None,
+        until_computed: bool,
+    ) -> str:
         part, row, cost = ranking.best()
         key = answers[part].members.keys[row]
         self._picks += 1
         self.loads.pick(*key, self._picks)
         if reserve_s is None:
             return ""
+        # What runs there shows in the load, where that is known.
+        ends = until_computed and self._costs.speed and self.loads.get(*key) is not None
+        each_s = 1 / self._costs.speed if ends else None
         return self._reservations.add(
-            key[0].partition("/")[0], *key, cost + round(self._costs.running), reserve_s
+            key[0].partition("/")[0], *key, cost + round(self._costs.running), reserve_s, each_s
         )
 
 

@@ -23,7 +23,7 @@ from kvpool.v1 import index_pb2 as pb
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, packed64, stored
 
-COSTS = Costs(local=0.25, pool=0.5, waiting=1000, running=100, usage=200)
+COSTS = Costs(local=0.25, pool=0.5, waiting=1000, running=100, usage=200, speed=100)
 NAMESPACE = "0123456789abcdef" * 2
 
 
@@ -90,8 +90,9 @@ def test_of_a_prompt_without_a_full_block_all_is_computed() -> None:
         ({"waiting": 2, "running": 1}, 40, 2140),
         ({"waiting": 2, "queued_tokens": 50}, 0, 50),  # known: how many wait says no more
         ({"waiting": 2, "queued_tokens": 0}, 0, 0),
-        ({"kv_usage": 0.75}, 0, 150),
-        ({"kv_usage": 0.0125}, 0, 2),  # half to even
+        ({"kv_usage": 0.8}, 0, 0),
+        ({"kv_usage": 0.9}, 0, 100),
+        ({"kv_usage": 1}, 0, 200),
     ],
 )
 def test_what_is_there_before(told: dict[str, Any] | None, reserved: int, queue: int) -> None:
@@ -113,19 +114,19 @@ def test_a_pick_says_what_it_is_made_of() -> None:
     say(fleet, "default/w", 0, 1, batch(stored(TEN[:1])))
     router = Router(fleet, costs=COSTS, clock=clock)
     router._reservations.add("default", "default/w", 0, 7, 60)
-    router.loads.scrape("default/w", Load("w", 0, 3, 2, 50, 0.5), asleep=True)
-    clock.now_s += 0.25
+    router.loads.scrape("default/w", Load("w", 0, 3, 2, 50, 0.9), asleep=True)
+    clock.now_s += 0.25  # in which 25 of the 50 tokens that waited are computed
     assert router.route("m", hashes64=packed64(TEN)).picks == (
         Pick(
             row=Row("w", 0, "http://w:8000", 16, 10, 1, 1, 0, 1, 250, False, 1),
-            trust="exact", cost=144 + 50 + 300 + 100 + 7, prefill_cost=144, fetch_cost=0,
-            queue_cost=457, running=3, waiting=2, queued_tokens=50, kv_usage_permille=500, reserved_cost=7,
+            trust="exact", cost=144 + 25 + 300 + 100 + 7, prefill_cost=144, fetch_cost=0,
+            queue_cost=432, running=3, waiting=2, queued_tokens=50, kv_usage_permille=900, reserved_cost=7,
             load_source="scraped", load_age_ms=250, asleep=True, unreachable=False,
         ),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("coefficient", ["local", "pool", "waiting", "running", "usage"])
+@pytest.mark.parametrize("coefficient", ["local", "pool", "waiting", "running", "usage", "speed"])
 def test_coefficients_are_judged(coefficient: str) -> None:
     for value in (-0.1, float("nan"), float("inf"), 1e7):
         with pytest.raises(ConfigError, match=f"the coefficient {coefficient} is a number from 0"):
@@ -249,6 +250,37 @@ def test_a_reservation_is_seen_by_others_until_it_ends() -> None:
     assert (cost_of("a"), cost_of("b")) == (0, 150)
     clock.now_s += 60
     assert (cost_of("a"), cost_of("b")) == (0, 0)
+
+
+def test_a_reservation_ends_when_its_prompt_should_be_computed() -> None:
+    clock = Clock()
+    router = Router(a_fleet("a", "b"), costs=COSTS, clock=clock)
+    router.loads.scrape("default/a", Load("a"), asleep=False)
+
+    def reserved(tokens: int = 0, name: str = "a") -> int:
+        """What is, and from now on besides: a prompt of so many tokens, at 100 a second, and 100 for that it runs."""
+        prompt = Prompt("m", token_ids=list(range(tokens or 1)), workers=[name])
+        (pick,) = router.rank(prompt, reserve_s=3.0 if tokens else None, until_computed=True).route().picks
+        return pick.reserved_cost
+
+    assert (reserved(50), reserved(20)) == (0, 150)
+    clock.now_s += 1.49
+    assert reserved() == 150 + 120
+    clock.now_s += 0.02
+    assert reserved() == 120, "computed behind the first"
+    clock.now_s += 1.2
+    assert reserved() == 0
+    assert reserved(1) == 0
+    clock.now_s += 1.02
+    assert reserved() == 0, "a rank that had nothing to do begins at once"
+    assert (reserved(250), reserved(1)) == (0, 350)
+    clock.now_s += 3.01
+    assert reserved() == 0, "no longer than was asked for"
+    assert (router._reservations._done_s, len(router._reservations._ends)) == ({}, 0)
+    # Of b no load is known, so nothing else will show it.
+    reserved(50, "b")
+    clock.now_s += 2.9
+    assert reserved(name="b") == 150
 
 
 def test_there_are_so_many_reservations_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,8 +415,10 @@ def test_any_ranking_is_by_cost_and_its_terms_add_up(seed: int) -> None:
 
 def queue(pick: Pick) -> float:
     """What is there before, of what a pick says; its usage to a thousandth."""
-    queued = pick.queued_tokens or (COSTS.waiting * pick.waiting)
-    return queued + COSTS.running * pick.running + COSTS.usage * pick.kv_usage_permille / 1000
+    told = pick.queued_tokens or (COSTS.waiting * pick.waiting)
+    queued = max(0.0, told - COSTS.speed * pick.load_age_ms / 1000)
+    tight = max(0.0, pick.kv_usage_permille / 1000 - 0.8) / 0.2
+    return queued + COSTS.running * pick.running + COSTS.usage * tight
 
 
 def test_workers_that_hash_in_different_ways_are_ranked_together() -> None:
