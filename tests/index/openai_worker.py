@@ -86,6 +86,8 @@ class ScriptedWorker:
         app = web.Application(client_max_size=32 << 20, handler_args={"auto_decompress": False})
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/{path:.*}/render", self._render)
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
@@ -102,6 +104,13 @@ class ScriptedWorker:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=page({0: self.engine}))
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m", "object": "model", "root": "m"}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        tokens = render_bytes(await request.json())
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 1 << 20})
 
     async def _render(self, request: web.Request) -> web.Response:
         self.rendered += 1
