@@ -118,3 +118,25 @@ def test_vllms_router_follows_the_events_of_kvpools_workers(tmp_path: Path) -> N
             assert eventually(credited, within_s=30), (name, medium)
         served = ask(url, TEXT, **PARAMS)
         assert last_body(workers["ab".index(served)]).items() >= PARAMS.items()
+
+
+def test_vllms_router_sends_a_prompt_to_one_group_and_the_request_to_the_other(tmp_path: Path) -> None:
+    with scripted("p1", "p2", "d1", "d2") as workers:
+        ends = ("10.0.0.1", "10.0.0.2", "10.0.1.1", "10.0.1.2")
+        places = {f"{end}:8000": worker.at for end, worker in zip(ends, workers, strict=True)}
+        with routed(tmp_path, recipe("routing.md", "## Prefill and decode apart", "sh"), places) as url:
+            for worker in workers:
+                worker.bodies.clear()
+            for number in range(4):
+                assert ask(url, f"{number} {TEXT}", max_tokens=5, **PARAMS) in ("d1", "d2")
+        prefilled, decoded = (
+            [json.loads(body) for worker in group for body in worker.bodies]
+            for group in (workers[:2], workers[2:])
+        )
+        assert [(body["max_tokens"], "kvpool" in body["kv_transfer_params"]) for body in prefilled] == [
+            (1, False)
+        ] * 4
+        assert [(body["max_tokens"], body["kv_transfer_params"]) for body in decoded] == [
+            (5, PARAMS["kv_transfer_params"])
+        ] * 4
+        assert sorted(body["prompt"] for body in prefilled) == sorted(body["prompt"] for body in decoded)
