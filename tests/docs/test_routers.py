@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from kvpool import BlockHasher
 from kvpool.cli.engine_process import free_ports
 from kvpool.index.fleet import Fleet
 from tests import envoy
+from tests.cli.test_index import running
 from tests.conftest import eventually
 from tests.docs.recipes import put_in, recipe, started
 from tests.index.fleets import say, serving
 from tests.index.openai_worker import ScriptedWorker, scripted
+from tests.index.publisher import misbehaving
 from tests.index.serve.test_ext_proc import TEXT, get, post
 from tests.index.wire import batch, stored
 from tests.store.servers import find
@@ -181,3 +184,46 @@ def test_nginx_before_routers_places_by_prefix(tmp_path: Path, workers: list[Scr
                     assert (reply.worker, reply.headers["x-kvpool-reason"]) == (holder, "prefix")
             assert get(f"{url}/health").status == 200
         assert all(router.proxy_stats.totals().responses["2xx"] for router in (one, other))
+
+
+@pytest.mark.parametrize("duplex", [False, True], ids=["buffered", "duplex"])
+def test_llm_ds_envoy_takes_the_index_as_its_picker(
+    tmp_path: Path, workers: list[ScriptedWorker], duplex: bool
+) -> None:
+    heading = "## llm-d's router"
+    words = shlex.split(recipe(PAGE, heading, "sh"))
+    place = [word for at, word in enumerate(words) if "--place" in word or "--place" in words[at - 1]]
+    assert place == ["--place-timeout", "1", "--place-endpoints", "1"]
+    with ExitStack() as parts:
+        flags = ["--ext-proc", "127.0.0.1:0", *place]
+        publishers = [parts.enter_context(misbehaving()) for _ in workers]
+        for worker, one in zip(workers, publishers, strict=True):
+            at = one.publisher
+            flags.append(
+                f"--worker={worker.name}={at.events},model=m,block=16,replay={at.replay},address=http://{worker.at}"
+            )
+        index = parts.enter_context(running(*flags))
+        found = re.search(r"ext_proc on port ([0-9]+)", index.ready)
+        assert found is not None
+        listen, admin = free_ports(2)
+        picker = [f"127.0.0.1:{found[1]}"]
+        config = yaml.safe_load(
+            envoy.configured([workers[0].at], picker, listen=listen, admin=admin, duplex=duplex)
+        )
+        clusters = config["static_resources"]["clusters"]
+        clusters[:] = [yaml.safe_load(recipe(PAGE, heading, "yaml")), *clusters[1:]]
+        front = parts.enter_context(
+            envoy.started(tmp_path, yaml.safe_dump(config), listen=listen, admin=admin)
+        )
+        assert eventually(lambda: front.healthy("picker") == 1)
+        for number, holder in enumerate("abab"):
+            text = f"{number} {TEXT}"
+            blocks = BlockHasher(16).hashes(list(text.encode()))
+            publishers["ab".index(holder)].publish(batch(stored(blocks)))
+
+            def placed(text: str = text) -> tuple[str, str]:
+                reply = post(front.url, {"model": "m", "prompt": list(text.encode())})
+                assert reply.status == 200
+                return reply.worker, reply.headers["x-kvpool-reason"]
+
+            assert eventually(lambda holder=holder, placed=placed: placed() == (holder, "prefix"))  # type: ignore[misc]

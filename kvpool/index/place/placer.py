@@ -78,7 +78,7 @@ class Placer:
     """Places requests on the workers of ``fleet``.
 
     ``timeout_s``: for all of a placement. ``max_waiting``: requests that may wait at a worker before it takes no more;
-    None: any number.
+    None: any number. ``max_endpoints``: that a placement names, 1 to ``MAX_ENDPOINTS``.
     """
 
     def __init__(
@@ -90,9 +90,10 @@ class Placer:
         *,
         timeout_s: float = PLACE_S,
         max_waiting: int | None = None,
+        max_endpoints: int = MAX_ENDPOINTS,
     ) -> None:
         self._fleet, self._router, self._renderer, self._endpoints = fleet, router, renderer, endpoints
-        self._timeout_s, self._max_waiting = timeout_s, max_waiting
+        self._timeout_s, self._max_waiting, self._max_endpoints = timeout_s, max_waiting, max_endpoints
         self._threads = ThreadPoolExecutor(1, "kvpool-place")
 
     def close(self) -> None:
@@ -268,7 +269,7 @@ class Placer:
                 why = why or str(error)
                 continue
             placed.setdefault(at, pick)
-            if len(placed) == MAX_ENDPOINTS:
+            if len(placed) == self._max_endpoints:
                 break
         if not placed:
             raise NoWorker(f"no worker can be addressed: {why}")
