@@ -91,6 +91,7 @@ class Worker:
         self.plan = Plan.unpack(Path(settings.plan).read_bytes())
         self.cache = PrefixCache(self.plan, settings.blocks)
         self.running = self.waiting = 0
+        self.used_blocks = 0  # by what runs: to vLLM a cached block that no request uses is free
         self._publishers = publishers
         self._free_at_s = 0.0
         self._flush_due = False
@@ -121,7 +122,7 @@ class Worker:
         labels = f'engine="0",model_name="{MODEL}"'
         gauges = {
             "num_requests_running": self.running, "num_requests_waiting": self.waiting,
-            "kv_cache_usage_perc": self.cache.blocks / self.settings.blocks,
+            "kv_cache_usage_perc": min(1.0, self.used_blocks / self.settings.blocks),
         }  # fmt: skip
         return "".join(f"vllm:{name}{{{labels}}} {float(value)}\n" for name, value in gauges.items()).encode()
 
@@ -219,13 +220,13 @@ class Connection(asyncio.Protocol):
             b'{"prompt_tokens":%d,"completion_tokens":16,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
         ) % (prompt.tokens, prompt.tokens + 16, cached)
         if b'"stream":true' in body[:400] or b'"stream":true' in body[-400:]:
-            self._task = asyncio.ensure_future(self._stream(number, usage, queued_s, work_s))
+            self._task = asyncio.ensure_future(self._stream(number, prompt.blocks, usage, queued_s, work_s))
         else:
             self._answer(
                 self._chunk(number, b"chat.completion", b"message", b'"content":"text"', b'"stop"', usage)
             )
 
-    async def _stream(self, number: int, usage: bytes, queued_s: float, work_s: float) -> None:
+    async def _stream(self, number: int, blocks: int, usage: bytes, queued_s: float, work_s: float) -> None:
         worker = self._worker
         self._transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -236,6 +237,7 @@ class Connection(asyncio.Protocol):
         finally:
             worker.waiting -= 1
         worker.running += 1
+        worker.used_blocks += blocks
         try:
             await asyncio.sleep(work_s)
             for at in range(CHUNKS):
@@ -252,6 +254,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(b"0\r\n\r\n")
         finally:
             worker.running -= 1
+            worker.used_blocks -= blocks
 
     async def _render(self, body: bytes, tokenizes: bool) -> None:
         ids = await self._worker.render(body)

@@ -245,11 +245,12 @@ async def _serve(
             shown += f", HTTP on port {await http_server.start(settings.http)}"
         proxy: Proxy | None = None
         if settings.ext_proc is not None or settings.proxy is not None:
-            renderer = Renderer(tokenizers)
+            renderer = Renderer()
             parts.push_async_callback(renderer.close)
             placer = Placer(
                 fleet,
                 router,
+                tokenizers,
                 renderer,
                 Endpoints(fleet, resolver),
                 timeout_s=settings.place_timeout_s,

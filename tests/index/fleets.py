@@ -134,12 +134,12 @@ class Served:
         options: dict[str, Any] = {"shows": True, **(self._place or {})}
         tokenizers = Tokenizers(options.pop("tokenizers", None))
         parts.callback(tokenizers.close)
-        renderer = Renderer(tokenizers)
+        renderer = Renderer()
         parts.push_async_callback(renderer.close)
         router = self._options.get("router") or Router(self.fleet)
         endpoints = Endpoints(self.fleet, options.pop("resolver", None) or Resolver())
         shows = options.pop("shows")
-        placer = Placer(self.fleet, router, renderer, endpoints, **options)
+        placer = Placer(self.fleet, router, tokenizers, renderer, endpoints, **options)
         parts.callback(placer.close)
         placements = Placements(placer, server.health, self._stats, shows=shows)
         self.held_nbytes = lambda: placements.held_nbytes

@@ -46,8 +46,8 @@ class Unreadable(ConfigError):
 
 class InferenceRequest(NamedTuple):
     """``model``: as the request names it; empty: it names none. ``token_ids``, ``text`` or ``chat``: its prompt, the
-    first one of several; none of them: it is not one that is read here. ``key``: the same for two requests with the
-    same tokens. ``is_rendered_by_engine``: only an engine knows its tokens. ``nbytes``: of its body.
+    first one of several; none of them: it is not one that is read here. ``is_rendered_by_engine``: only an engine knows
+    its tokens. ``nbytes``: of its body.
     """
 
     path: str
@@ -58,7 +58,6 @@ class InferenceRequest(NamedTuple):
     chat: Chat | None = None
     cache_salt: str | None = None
     is_rendered_by_engine: bool = False
-    key: bytes = b""
 
     @property
     def tokens_estimate(self) -> int:
@@ -84,7 +83,6 @@ def read_request(path: str, body: bytes) -> InferenceRequest:
             cache_salt=_text(fields, "cache_salt"),
             is_rendered_by_engine=path not in (COMPLETIONS, CHAT)
             or bool(_RENDERED_BY_ENGINE & fields.keys()),
-            key=_key(path, fields),
         )
         return _with_prompt(request, fields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
@@ -116,7 +114,9 @@ def _text(fields: dict[str, msgspec.Raw], name: str) -> str | None:
     return None if raw is None else msgspec.json.decode(raw, type=str | None)
 
 
-def _key(path: str, fields: dict[str, msgspec.Raw]) -> bytes:
+def prompt_key(path: str, body: bytes) -> bytes:
+    """The same for two requests with the same tokens; ``body`` is one that ``read_request`` has read."""
+    fields = _FIELDS.decode(body)
     digest = hashlib.blake2b(path.encode(), digest_size=16)
     for name in sorted(fields.keys() - _NOT_OF_PROMPT):
         digest.update(b"\0" + name.encode() + b"\0")

@@ -1,6 +1,6 @@
 """``Placer``: which workers should serve a request, best first, for a proxy that holds its path and body.
 
-    body -> InferenceRequest -> Renderer: tokens -> Router: ranks by cost -> Endpoints: IP:PORT
+    body -> InferenceRequest -> Tokenizers, or Renderer: tokens -> Router: ranks by cost -> Endpoints: IP:PORT
 
 A request is placed by its prompt where the tokens are known in time, else by load. What is wrong with a request is for
 the engine to say: only what no worker could take is refused here. One event loop.
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 from kvpool.discovery.worker import DEFAULT_TENANT
@@ -24,6 +25,7 @@ from kvpool.index.place.inference_request import InferenceRequest, read_request
 from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.place.route import Pick, Route
 from kvpool.index.place.router import Router
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
 
 Reason = Literal["prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed"]
@@ -34,7 +36,10 @@ MAX_PICKS = 16  # ranks of a worker share its endpoint
 PLACE_S = 0.15  # Envoy waits 0.2 s for a picker unless it is told otherwise
 RESERVE_S = 60.0  # for a reservation that is not released
 SHOWN_S = 2.0  # after which the metrics of a worker show what was placed there
-INLINE_NBYTES = 64 << 10  # of a body or of tokens, above which a thread does the work
+INLINE_NBYTES = 8 << 10  # of a body, above which a thread does the work; its text takes 2 ms at most
+INLINE_TOKENS_NBYTES = 64 << 10
+THREADS = 2
+MAX_UNDER_WAY = 64  # bodies that threads read
 NOBODY = b"\0" * 8  # a prompt of one block that no worker holds
 
 
@@ -74,17 +79,30 @@ class Placement:
     made_s: float = 0.0
 
 
+class _Found(NamedTuple):
+    """What a body says. ``why``: why its prompt is not known, with ``reason``. ``route``: where the prompt is known and
+    could be ranked. ``asks``: a worker may know its tokens."""
+
+    request: InferenceRequest
+    reason: Reason = "load"
+    why: str = ""
+    route: Route | None = None
+    asks: bool = False
+
+
 class Placer:
     """Places requests on the workers of ``fleet``.
 
-    ``timeout_s``: for all of a placement. ``max_waiting``: requests that may wait at a worker before it takes no more;
-    None: any number. ``max_endpoints``: that a placement names, 1 to ``MAX_ENDPOINTS``.
+    ``tokenizers``: for models whose tokens are made here; for others a worker is asked. ``timeout_s``: for all of a
+    placement. ``max_waiting``: requests that may wait at a worker before it takes no more; None: any number.
+    ``max_endpoints``: that a placement names, 1 to ``MAX_ENDPOINTS``.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         router: Router,
+        tokenizers: Tokenizers,
         renderer: Renderer,
         endpoints: Endpoints,
         *,
@@ -92,12 +110,14 @@ class Placer:
         max_waiting: int | None = None,
         max_endpoints: int = MAX_ENDPOINTS,
     ) -> None:
-        self._fleet, self._router, self._renderer, self._endpoints = fleet, router, renderer, endpoints
+        self._fleet, self._router, self._endpoints = fleet, router, endpoints
+        self._tokenizers, self._renderer = tokenizers, renderer
         self._timeout_s, self._max_waiting, self._max_endpoints = timeout_s, max_waiting, max_endpoints
-        self._threads = ThreadPoolExecutor(1, "kvpool-place")
+        self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
+        self._under_way = 0
 
     def close(self) -> None:
-        """Blocking, for as long as one body is read."""
+        """Blocking, for as long as the bodies that are read take."""
         self._threads.shutdown(cancel_futures=True)
 
     async def place(
@@ -117,28 +137,24 @@ class Placer:
             names = await self._endpoints.names_at(subset, tenant, self._timeout_s)
             if not names:
                 raise NoWorker("no worker is known at any of the endpoints that may serve this request")
-        reason: Reason = "load"
-        detail = ""
-        prompt: Prompt | None = None
-        request = InferenceRequest(path, len(body))
-        try:
-            request = await self._read(path, body)
-            self._fleet.check_model(request.model, tenant)
-            prompt = await self._renderer.prompt(
-                request,
-                tenant,
-                body,
-                headers or {},
-                lambda: self._url_to_ask(request, tenant, names),
-                max(0.0, ends_s - time.monotonic()),
-            )
-        except UnknownModel as error:
-            reason, detail = "unknown-model", str(error)
-        except NoTokens as error:
-            reason, detail = "no-tokens", str(error)
-        except ConfigError as error:  # a body, a model's name or a prompt that is none
-            reason, detail = "unreadable", str(error)
-        route = await self._rank(request, prompt, tenant, names)
+        found = await self._find(path, body, tenant, names, ends_s)
+        reason, detail, route = found.reason, found.why, found.route
+        if found.asks:
+            try:
+                prompt = await self._renderer.prompt(
+                    found.request,
+                    tenant,
+                    body,
+                    headers or {},
+                    lambda: self._url_to_ask(found.request, tenant, names),
+                    max(0.0, ends_s - time.monotonic()),
+                )
+                reason, detail = "load", ""
+                route = await self._route_in_time(prompt, names)
+            except NoTokens as error:
+                detail = f"{detail}; {error}" if detail else str(error)
+        if route is None:
+            route = self._by_load(found.request, tenant, names, RESERVE_S)
         return await self._placement(route, tenant, reason, detail, ends_s)
 
     def release(self, placement: Placement) -> None:
@@ -152,27 +168,75 @@ class Placer:
             left_s = placement.made_s + SHOWN_S - time.monotonic()
             asyncio.get_running_loop().call_later(max(0.0, left_s), self.release, placement)
 
-    async def _read(self, path: str, body: bytes) -> InferenceRequest:
+    async def _find(
+        self, path: str, body: bytes, tenant: str, names: list[str] | None, ends_s: float
+    ) -> _Found:
         if len(body) <= INLINE_NBYTES:
-            return read_request(path, body)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, read_request, path, body)
+            return self._found(path, body, tenant, names)
+        request = InferenceRequest(path, len(body))
+        if self._under_way >= MAX_UNDER_WAY:
+            return _Found(request, "no-tokens", f"{MAX_UNDER_WAY} other bodies are being read")
+        self._under_way += 1
+        work = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._found, path, body, tenant, names
+        )
+        work.add_done_callback(self._has_read)
+        await asyncio.wait({work}, timeout=max(0.0, ends_s - time.monotonic()))
+        if work.done():
+            return work.result()
+        work.add_done_callback(partial(self._release_late, tenant))
+        return _Found(request, "no-tokens", f"its tokens were not made within {self._timeout_s:g} s")
 
-    async def _rank(
-        self, request: InferenceRequest, prompt: Prompt | None, tenant: str, names: list[str] | None
-    ) -> Route:
-        if prompt is None:
-            return self._by_load(request, tenant, names, RESERVE_S)
+    def _has_read(self, _: asyncio.Future[_Found]) -> None:
+        self._under_way -= 1
 
-        def rank() -> Route:
-            asked = prompt if names is None else replace(prompt, workers=names)
-            return self._router.rank(asked, limit=MAX_PICKS, reserve_s=RESERVE_S).route()
+    def _release_late(self, tenant: str, work: asyncio.Future[_Found]) -> None:
+        route = None if work.cancelled() or work.exception() else work.result().route
+        if route is not None and route.reservation:
+            self._router.release(tenant, route.reservation)
 
+    def _found(self, path: str, body: bytes, tenant: str, names: list[str] | None) -> _Found:
+        """Any thread; takes as long as the body is."""
+        request = InferenceRequest(path, len(body))
         try:
-            if prompt.nbytes <= INLINE_NBYTES:
-                return rank()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, rank)
+            request = read_request(path, body)
+            self._fleet.check_model(request.model, tenant)
+        except UnknownModel as error:
+            return _Found(request, "unknown-model", str(error))
+        except ConfigError as error:  # a body, or a model's name, that is none
+            return _Found(request, "unreadable", str(error))
+        try:
+            prompt = self._prompt(request, tenant)
+        except ConfigError as error:  # images, or a chat that the template refuses
+            return _Found(request, "no-tokens", str(error), asks=True)
+        if prompt is None:
+            return _Found(request, "no-tokens", asks=True)
+        return _Found(request, route=self._route(prompt, names))
+
+    def _prompt(self, request: InferenceRequest, tenant: str) -> Prompt | None:
+        """In tokens; None: they are not made here. Errors: ``ConfigError``: they cannot be."""
+        salt = request.cache_salt or None
+        if request.token_ids is not None:
+            return Prompt(request.model, request.token_ids, tenant=tenant, cache_salt=salt)
+        if request.is_rendered_by_engine or request.model not in self._tokenizers:
+            return None
+        if request.text is None and request.chat is None:
+            return None
+        return self._tokenizers.tokens(
+            Prompt(request.model, text=request.text, chat=request.chat, tenant=tenant, cache_salt=salt)
+        )
+
+    async def _route_in_time(self, prompt: Prompt, names: list[str] | None) -> Route | None:
+        if prompt.nbytes <= INLINE_TOKENS_NBYTES:
+            return self._route(prompt, names)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._route, prompt, names)
+
+    def _route(self, prompt: Prompt, names: list[str] | None) -> Route | None:
+        asked = prompt if names is None else replace(prompt, workers=names)
+        try:
+            return self._router.rank(asked, limit=MAX_PICKS, reserve_s=RESERVE_S).route()
         except KVPoolError:  # hashes that cannot be made, too many blocks, too much work
-            return self._by_load(request, tenant, names, RESERVE_S)
+            return None
 
     def _by_load(
         self, request: InferenceRequest, tenant: str, names: list[str] | None, reserve_s: float | None

@@ -1,4 +1,4 @@
-"""``Renderer``: the tokens of a request's prompt: by a tokenizer of ours where it is exact, else by a worker.
+"""``Renderer``: the tokens of a request's prompt, as a worker makes them.
 
 vLLM says the tokens that it would make of a request, with templates that are code and of images, too, at the path of
 the request with ``/render`` behind it (``vllm/entrypoints/scale_out/render``). One event loop.
@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
-from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.place.inference_request import InferenceRequest
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.errors import KVPoolError
+from kvpool.index.place.inference_request import RENDERED, InferenceRequest, prompt_key
 from kvpool.index.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -60,10 +59,9 @@ _RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
 
 
 class Renderer:
-    """Remembers the tokens of prompts, also of those that nobody waited for any longer."""
+    """Remembers the tokens of prompts, also of those that came too late for their request."""
 
-    def __init__(self, tokenizers: Tokenizers) -> None:
-        self._tokenizers = tokenizers
+    def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, bytes], Prompt] = OrderedDict()
         self._known_nbytes = 0
         self._under_way: dict[tuple[str, bytes], asyncio.Task[Prompt]] = {}
@@ -89,13 +87,9 @@ class Renderer:
     ) -> Prompt:
         """The prompt of ``request``, in tokens. ``headers``: to send to a worker with it. ``ask``: the URL of a worker
         that may be asked. Errors: ``NoTokens``."""
-        if request.token_ids is not None:
-            return Prompt(
-                request.model, request.token_ids, tenant=tenant, cache_salt=request.cache_salt or None
-            )
-        if not request.key:
+        if request.path not in RENDERED:
             raise NoTokens(f"requests to {request.path:.60} are placed by load")
-        key = (tenant, request.key)
+        key = (tenant, prompt_key(request.path, body))
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return known
@@ -123,26 +117,13 @@ class Renderer:
     async def _make(
         self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], ask: Ask
     ) -> Prompt:
-        why = ""
-        if request.model in self._tokenizers and not request.is_rendered_by_engine:
-            prompt = Prompt(
-                request.model,
-                text=request.text,
-                chat=request.chat,
-                tenant=tenant,
-                cache_salt=request.cache_salt or None,
-            )
-            try:
-                return await self._tokenizers.in_tokens(prompt)
-            except ConfigError as error:  # images, or a chat that the template refuses
-                why = f"{error}; "
         model = (tenant, request.model)
         if self._without.get(model, 0.0) > time.monotonic():
-            raise NoTokens(f"{why}the workers of {request.model} have no /render")
+            raise NoTokens(f"the workers of {request.model} have no /render")
         try:
             return await self._ask(request, tenant, body, headers, await ask())
         except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
-            raise NoTokens(f"{why}no worker says its tokens: {str(error) or type(error).__name__}") from error
+            raise NoTokens(f"no worker says its tokens: {str(error) or type(error).__name__}") from error
 
     async def _ask(
         self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], worker: str

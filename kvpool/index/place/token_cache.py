@@ -3,7 +3,8 @@
 Prompts grow: the next turn of a conversation repeats all of the last one. Making tokens takes 0.3 us a byte, a lookup a
 hundredth of that. A text is cut where the tokenizer cuts it whatever stands around: at special tokens, and behind
 ``PIECE_CHARS`` between words. Whether a tokenizer does is tried out when it is loaded; where it does not, its texts are
-not cut.
+not cut. Runs of ``RUN_CHARS`` and more between special tokens are remembered whole, too: a chat of 220,000 characters
+is 27 lookups of runs, and those of the pieces behind the last.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 
 PIECE_CHARS = 4096  # at least, of a piece that does not end at a special token
 SPECIAL_CHARS = 256  # at least, of one that does: to look a piece up takes as long as 10 of its characters
-MAX_PIECE_CHARS = 4 * PIECE_CHARS  # of one that is remembered
+RUN_CHARS = 2 * PIECE_CHARS
+MAX_PIECE_CHARS = 4 * PIECE_CHARS  # of a piece or run that is remembered
 MAX_NBYTES = 128 << 20
 ENTRY_NBYTES = 256  # of memory beside text and tokens
 
@@ -49,7 +51,7 @@ class TokenCache:
         # Tokens that take the spaces beside them, or only stand as a word, depend on what stands around.
         plain = not any(one.lstrip or one.rstrip or one.single_word for one in added)
         spaced = any(_BETWEEN_WORDS.search(one.content) for one in added)
-        self._piece_chars, self._special_chars = PIECE_CHARS, SPECIAL_CHARS
+        self._piece_chars, self._special_chars, self._run_chars = PIECE_CHARS, SPECIAL_CHARS, RUN_CHARS
         self.cuts = plain and not spaced and self._is_exact([one.content for one in added][:8])
 
     def tokens(self, text: str) -> array[int]:
@@ -57,8 +59,27 @@ class TokenCache:
         if not self.cuts or len(text) <= self._special_chars:
             return array("I", self._encode(text))
         made = array("I")
+        begin = 0
+        for end in self._run_ends(text):
+            run = text[begin:end]
+            if (known := self._find(run)) is None:
+                self._keep(run, known := self._by_piece(run))
+            made += known
+            begin = end
+        return made + self._by_piece(text[begin:])
+
+    def _run_ends(self, text: str) -> Iterator[int]:
+        begin = 0
+        for found in self._special.finditer(text) if self._special else ():
+            if found.start() - begin >= self._run_chars:
+                yield (begin := found.start())
+
+    def _by_piece(self, text: str) -> array[int]:
+        made = array("I")
         for piece in self._pieces(text):
-            made += self._of_piece(piece)
+            if (known := self._find(piece)) is None:
+                self._keep(piece, known := array("I", self._encode(piece)))
+            made += known
         return made
 
     def _pieces(self, text: str) -> Iterator[str]:
@@ -80,21 +101,22 @@ class TokenCache:
                 begin = found.start()
         yield begin, len(text)
 
-    def _of_piece(self, piece: str) -> array[int]:
+    def _find(self, text: str) -> array[int] | None:
         with self._lock:
-            known = self._known.get(piece)
+            known = self._known.get(text)
             if known is not None:
-                self._known.move_to_end(piece)
-                return known
-        made = array("I", self._encode(piece))
-        if len(piece) <= MAX_PIECE_CHARS:
-            with self._lock:
-                if piece not in self._known:
-                    self._known[piece] = made
-                    self._nbytes += _nbytes(piece, made)
-                while self._nbytes > MAX_NBYTES:
-                    self._nbytes -= _nbytes(*self._known.popitem(last=False))
-        return made
+                self._known.move_to_end(text)
+            return known
+
+    def _keep(self, text: str, made: array[int]) -> None:
+        if len(text) > MAX_PIECE_CHARS:
+            return
+        with self._lock:
+            if text not in self._known:
+                self._known[text] = made
+                self._nbytes += _nbytes(text, made)
+            while self._nbytes > MAX_NBYTES:
+                self._nbytes -= _nbytes(*self._known.popitem(last=False))
 
     def _is_exact(self, special: list[str]) -> bool:
         """Whether the tokens of texts that are cut, wherever that is allowed, are those of the whole."""

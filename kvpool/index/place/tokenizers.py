@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 from kvpool.index.chat import Chat
 from kvpool.index.place.tokenizer import Tokenizer
@@ -25,17 +24,19 @@ class Tokenizers:
     def __contains__(self, model: str) -> bool:
         return model in self._by_model
 
-    async def in_tokens(self, prompt: Prompt) -> Prompt:
-        """The prompt with tokens in the place of its text or chat. Its model is one of these. Errors: ``ConfigError``
-        for what has no tokens."""
+    def tokens(self, prompt: Prompt) -> Prompt:
+        """The prompt with tokens in the place of its text or chat. Its model is one of these. Any thread; takes as long
+        as its text is. Errors: ``ConfigError`` for what has no tokens."""
         tokenizer = self._by_model[prompt.model]
-        work = (
-            partial(tokenizer.of_chat, prompt.chat)
-            if isinstance(prompt.chat, Chat)
-            else partial(tokenizer.of_text, prompt.text or "")
-        )
-        token_ids = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if isinstance(prompt.chat, Chat):
+            token_ids = tokenizer.of_chat(prompt.chat)
+        else:
+            token_ids = tokenizer.of_text(prompt.text or "")
         return replace(prompt, token_ids=token_ids, text=None, chat=None)
+
+    async def in_tokens(self, prompt: Prompt) -> Prompt:
+        """``tokens``, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.tokens, prompt)
 
     def close(self) -> None:
         """Blocking, for as long as the longest text takes."""

@@ -18,7 +18,7 @@ from typing import Any
 from kvpool.errors import KVPoolError
 from kvpool.key.key import KEY_PREFIX, is_key
 from kvpool.store.notices import Invalidations
-from kvpool.store.server.connection import connect
+from kvpool.store.server.connection import connect, within
 from kvpool.store.server.topology import Primaries
 from kvpool.store.url import StoreURL
 
@@ -179,7 +179,10 @@ class _Tracking:
 
     def read(self, inbox: _Inbox) -> None:
         """Wait for a message, for at most ``POLL_S``, and put it into ``inbox``."""
-        if self._connection.can_read(timeout=POLL_S):
+        with within(POLL_S):  # else, behind the end of the last step, it would not wait at all
+            self._connection.extend()
+            comes = self._connection.can_read(timeout=POLL_S)
+        if comes:
             self._connection.extend()
             message: Any = self._connection.read_response()
             self._received_s, self._pinged = time.monotonic(), False

@@ -92,6 +92,7 @@ class Cached:
         self._made = made
         self.cache = TokenCache(self.whole, made.get_added_tokens_decoder().values())
         self.cache._piece_chars = self.cache._special_chars = 8  # and texts of any length are cut
+        self.cache._run_chars = 16
         self.encoded.clear()
 
     def whole(self, text: str) -> list[int]:
