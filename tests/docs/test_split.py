@@ -1,11 +1,13 @@
-"""The recipe of ``docs/routing.md`` for engines that split the work, run by a real Envoy with an index and scripted
-workers."""
+"""The recipes of ``docs/routing.md`` for engines that split the work, run by a real Envoy with an index, and by
+``kvpool router``, with scripted workers."""
 
 from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,18 @@ import openai
 import pytest
 import yaml
 
-from kvpool import BlockHasher
+from kvpool import BlockHasher, open_store
 from kvpool.cli.engine_process import free_ports
+from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
 from tests import envoy
 from tests.conftest import eventually
-from tests.docs.recipes import put_in, recipe
+from tests.discovery.workers import announced
+from tests.docs.recipes import put_in, recipe, started
 from tests.index.fleets import Served, say, serving
 from tests.index.openai_worker import ScriptedWorker, scripted
-from tests.index.serve.test_ext_proc import TEXT
+from tests.index.publisher import misbehaving
+from tests.index.serve.test_ext_proc import TEXT, post
 from tests.index.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -151,6 +156,41 @@ def test_without_an_index_each_group_gets_its_requests(split: Split) -> None:
         split.chat()
     bodies = split.served()
     assert len(bodies["p1"] + bodies["p2"]) == len(bodies["d1"] + bodies["d2"]) == 6
+
+
+def test_two_routers_serve_a_group_each(tmp_path: Path) -> None:
+    pool = f"file://{tmp_path / 'pool'}"
+    with ExitStack() as parts:
+        workers = [ScriptedWorker(name, host=f"127.0.{group}.1") for group, name in enumerate(("p", "d"), 1)]
+        store = parts.enter_context(open_store(pool))
+        for one in workers:
+            one.start()
+            parts.callback(one.stop)
+            host = one.at.partition(":")[0]
+            told = parts.enter_context(misbehaving(host=host))
+            publisher = Publisher(0, *(f"tcp://{host}:{port}" for port in told.ports))
+            parts.enter_context(
+                announced(
+                    store, one.worker(publishers=(publisher,), incarnation="one", namespace="ab" * 16), 10
+                )
+            )
+        for line, one in zip(recipe(PAGE, HEADING, "sh", 1).splitlines(), workers, strict=True):
+            (port,) = free_ports(1)
+            listen = "0.0.0.0:8081" if one.name == "p" else "0.0.0.0:8080"
+            network = "10.0.0.0/24" if one.name == "p" else "10.0.1.0/24"
+            host = one.at.partition(":")[0]
+            places = {listen: f"0.0.0.0:{port}", "valkey://valkey:6379": pool, network: f"{host}/24"}
+            command = [
+                str(Path(sys.executable).parent / line.split()[0]),
+                *put_in(line, places).split()[1:],
+                "--drain=0",
+            ]
+            url = f"http://127.0.0.1:{port}"
+            parts.enter_context(started(command, tmp_path / f"{one.name}.log", f"{url}/health"))
+            assert eventually(lambda url=url: post(url, {"model": "m", "prompt": TEXT}).status == 200)  # type: ignore[misc]
+            assert {post(url, {"model": "m", "prompt": f"{number}"}).worker for number in range(6)} == {
+                one.name
+            }
 
 
 def _without_length() -> dict[str, Any]:

@@ -37,8 +37,10 @@ class ScriptedWorker:
     it was asked. ``render``: None: there is none. ``tls``: to serve with.
     """
 
-    def __init__(self, name: str, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
-        self.name, self.port, self._tls = name, port, tls
+    def __init__(
+        self, name: str, port: int = 0, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+    ) -> None:
+        self.name, self.port, self._tls, self._host = name, port, tls, host
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.rendered = 0
@@ -59,7 +61,7 @@ class ScriptedWorker:
 
     @property
     def at(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self._host}:{self.port}"
 
     def seen(self) -> dict[str, str]:
         """The headers of the last request that it served, in lower case."""
@@ -92,7 +94,7 @@ class ScriptedWorker:
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self._tls)
+        site = web.TCPSite(runner, self._host, self.port, reuse_address=True, ssl_context=self._tls)
         await site.start()
         self.port = runner.addresses[0][1]
         self._ready.set()
