@@ -88,7 +88,6 @@ class ScriptedWorker:
         app = web.Application(client_max_size=32 << 20, handler_args={"auto_decompress": False})
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/{path:.*}/render", self._render)
         app.router.add_route("*", "/{path:.*}", self._answer)
@@ -106,9 +105,6 @@ class ScriptedWorker:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=page({0: self.engine}))
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "m", "object": "model", "root": "m"}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         tokens = render_bytes(await request.json())
@@ -134,7 +130,11 @@ class ScriptedWorker:
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
         await _set(self.hold)
-        said = {"worker": self.name, "sha256": hashlib.sha256(body).hexdigest(), "path": request.path}
+        said: dict[str, Any] = {
+            "worker": self.name, "sha256": hashlib.sha256(body).hexdigest(), "path": request.path,
+        }  # fmt: skip
+        if request.path == "/v1/models":
+            said |= {"object": "list", "data": [{"id": "m", "object": "model", "root": "m"}]}
         try:
             streams = bool(json.loads(body).get("stream"))
         except (ValueError, AttributeError, RecursionError):
