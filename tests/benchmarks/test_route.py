@@ -54,7 +54,7 @@ def test_a_prompt_has_the_tokens_and_hashes_that_an_engine_would_make(tmp_path: 
         assert hashes[: prompt.blocks] == wanted
         assert [token for event in said for token in event["token_ids"]][
             : prompt.blocks * BLOCK_TOKENS
-        ] == tokens[: prompt.blocks * BLOCK_TOKENS]
+        ] == list(tokens[: prompt.blocks * BLOCK_TOKENS])
         parents = [event["parent_block_hash"] for event in said]
         assert parents == [None, *(event["block_hashes"][-1] for event in said[:-1])]
     assert 9_000 <= len(long[0].body(stream=False)) < 12_000

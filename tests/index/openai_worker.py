@@ -37,8 +37,10 @@ class ScriptedWorker:
     it was asked. ``render``: None: there is none. ``tls``: to serve with.
     """
 
-    def __init__(self, name: str, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
-        self.name, self.port, self._tls = name, port, tls
+    def __init__(
+        self, name: str, port: int = 0, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+    ) -> None:
+        self.name, self.port, self._tls, self._host = name, port, tls, host
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.rendered = 0
@@ -59,7 +61,7 @@ class ScriptedWorker:
 
     @property
     def at(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self._host}:{self.port}"
 
     def seen(self) -> dict[str, str]:
         """The headers of the last request that it served, in lower case."""
@@ -86,11 +88,12 @@ class ScriptedWorker:
         app = web.Application(client_max_size=32 << 20, handler_args={"auto_decompress": False})
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/{path:.*}/render", self._render)
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self._tls)
+        site = web.TCPSite(runner, self._host, self.port, reuse_address=True, ssl_context=self._tls)
         await site.start()
         self.port = runner.addresses[0][1]
         self._ready.set()
@@ -102,6 +105,10 @@ class ScriptedWorker:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=page({0: self.engine}))
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        tokens = render_bytes(await request.json())
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 1 << 20})
 
     async def _render(self, request: web.Request) -> web.Response:
         self.rendered += 1
@@ -123,7 +130,11 @@ class ScriptedWorker:
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
         await _set(self.hold)
-        said = {"worker": self.name, "sha256": hashlib.sha256(body).hexdigest(), "path": request.path}
+        said: dict[str, Any] = {
+            "worker": self.name, "sha256": hashlib.sha256(body).hexdigest(), "path": request.path,
+        }  # fmt: skip
+        if request.path == "/v1/models":
+            said |= {"object": "list", "data": [{"id": "m", "object": "model", "root": "m"}]}
         try:
             streams = bool(json.loads(body).get("stream"))
         except (ValueError, AttributeError, RecursionError):

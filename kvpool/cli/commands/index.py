@@ -69,6 +69,16 @@ def index(
     ] = None,
     place_timeout: PlaceTimeout = 0.15,
     place_headers: PlaceHeaders = True,
+    place_endpoints: Annotated[
+        int,
+        typer.Option(
+            metavar="COUNT",
+            min=1,
+            max=4,
+            help="Workers named for a request, best first, for the proxy to try in turn; 1 for a proxy that takes no "
+            "list, such as an Envoy cluster of type ORIGINAL_DST.",
+        ),
+    ] = 4,
     max_waiting: MaxWaiting = None,
     snapshot: SnapshotFile = None,
     snapshot_every: SnapshotEvery = 60.0,
@@ -121,10 +131,11 @@ def index(
             workers=worker or [], max_blocks=max_blocks,
             max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),
             reuse_reports=reuse_reports, metrics=metrics, http=http, ext_proc=ext_proc,
-            place_timeout_s=place_timeout, place_headers=place_headers, max_waiting=max_waiting, snapshot=snapshot,
-            snapshot_every_s=snapshot_every, bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [],
-            scrape=scrape, route_costs=route_cost or [], tokens=tokens, tls_cert=tls_cert, tls_key=tls_key,
-            tls_client_ca=tls_client_ca, tenant_share=tenant_share, drain_s=drain,
+            place_timeout_s=place_timeout, place_headers=place_headers, max_endpoints=place_endpoints,
+            max_waiting=max_waiting, snapshot=snapshot, snapshot_every_s=snapshot_every, bootstrap=bootstrap,
+            warm_up_s=warm_up, tokenizers=tokenizer or [], scrape=scrape, route_costs=route_cost or [],
+            tokens=tokens, tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca,
+            tenant_share=tenant_share, drain_s=drain,
             max_connection_age_s=max_connection_age, max_connection_grace_s=max_connection_grace,
         )
     )  # fmt: skip

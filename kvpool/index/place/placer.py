@@ -95,6 +95,7 @@ class Placer:
 
     ``tokenizers``: for models whose tokens are made here; for others a worker is asked. ``timeout_s``: for all of a
     placement. ``max_waiting``: requests that may wait at a worker before it takes no more; None: any number.
+    ``max_endpoints``: that a placement names, 1 to ``MAX_ENDPOINTS``.
     """
 
     def __init__(
@@ -107,10 +108,11 @@ class Placer:
         *,
         timeout_s: float = PLACE_S,
         max_waiting: int | None = None,
+        max_endpoints: int = MAX_ENDPOINTS,
     ) -> None:
         self._fleet, self._router, self._endpoints = fleet, router, endpoints
         self._tokenizers, self._renderer = tokenizers, renderer
-        self._timeout_s, self._max_waiting = timeout_s, max_waiting
+        self._timeout_s, self._max_waiting, self._max_endpoints = timeout_s, max_waiting, max_endpoints
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
         self._under_way = 0
 
@@ -332,7 +334,7 @@ class Placer:
                 why = why or str(error)
                 continue
             placed.setdefault(at, pick)
-            if len(placed) == MAX_ENDPOINTS:
+            if len(placed) == self._max_endpoints:
                 break
         if not placed:
             raise NoWorker(f"no worker can be addressed: {why}")
