@@ -140,6 +140,10 @@ class Placer:
         route = await self._rank(request, prompt, tenant, names)
         return await self._placement(route, tenant, reason, detail, ends_s)
 
+    def models(self, tenant: str) -> list[str]:
+        """Those that requests can name; not adapters, which only workers know."""
+        return sorted({one.model for one in self._fleet.followed() if one.tenant == tenant and one.address})
+
     def release(self, placement: Placement) -> None:
         """End its reservation now."""
         if placement.reservation:

@@ -10,6 +10,7 @@ import asyncio
 import io
 import logging
 import time
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -44,8 +45,17 @@ _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 logger = logging.getLogger("kvpool.index")
 
 
+class Answer(NamedTuple):
+    """Of a worker."""
+
+    status: int
+    kind: str
+    body: bytes
+
+
 class Forwarding:
-    """``run`` it once. ``is_broken``: the worker has broken off its response, and the client's connection has ended."""
+    """``run`` or ``fetch`` it once. ``is_broken``: the worker has broken off its response, and the client's connection
+    has ended."""
 
     def __init__(
         self,
@@ -71,13 +81,7 @@ class Forwarding:
             raise Refusal(400, "a request names a path, such as /v1/chat/completions")
         try:
             await self._read()
-            placement = self._placement = await self._placements.place(
-                url.raw_path, self._request.headers, self._body, self._tenant
-            )
-            if not placement.targets:
-                if placement.reason == "failed":
-                    raise Refusal(500, "the router failed to place the request; its log says why")
-                raise Refusal(503, placement.detail)
+            placement = await self._place(self._body)
             reply, target = await self._send(placement)
             try:
                 return await self._relay(reply, placement, target)
@@ -87,7 +91,36 @@ class Forwarding:
             self._release()
             self._forget_body()
 
+    async def fetch(self, like: bytes, most_nbytes: int) -> Answer:
+        """The whole answer to a request without a body, placed as one with the body ``like``; empty where it has more
+        than ``most_nbytes``. Errors: ``Refusal``."""
+        try:
+            reply, target = await self._send(await self._place(like), _NOT_FORWARDED | {"accept-encoding"})
+            try:
+                body = await reply.content.read(most_nbytes + 1)
+                while len(body) <= most_nbytes and (more := await reply.content.readany()):
+                    body += more
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                raise Refusal(502, _incomplete(target, error)) from error
+            finally:
+                reply.release()
+        finally:
+            self._release()
+        return Answer(reply.status, reply.content_type, body if len(body) <= most_nbytes else b"")
+
     # ---- the request
+
+    async def _place(self, body: bytes) -> Placement:
+        """One with targets. Errors: ``Refusal``."""
+        path = self._request.rel_url.raw_path
+        placement = self._placement = await self._placements.place(
+            path, self._request.headers, body, self._tenant
+        )
+        if not placement.targets:
+            if placement.reason == "failed":
+                raise Refusal(500, "the router failed to place the request; its log says why")
+            raise Refusal(503, placement.detail)
+        return placement
 
     async def _read(self) -> None:
         """The body. Errors: ``Refusal``."""
@@ -124,13 +157,15 @@ class Forwarding:
 
     # ---- to a worker
 
-    async def _send(self, placement: Placement) -> tuple[aiohttp.ClientResponse, Target]:
+    async def _send(
+        self, placement: Placement, not_forwarded: frozenset[str] = _NOT_FORWARDED
+    ) -> tuple[aiohttp.ClientResponse, Target]:
         """The first response that comes, and of whom. Errors: ``Refusal``."""
         targets = placement.targets
         attempts = [(target, bool(targets[number:])) for number, target in enumerate(targets, 1)]
         if len(targets) == 1:  # its connection may have been an idle one that it closed at that moment
             attempts = [(targets[0], False)] * 2
-        headers = _without(self._request.headers, _NOT_FORWARDED)
+        headers = _without(self._request.headers, not_forwarded)
         why = ""
         for number, (target, has_next) in enumerate(attempts, 1):
             retry: Retry
@@ -200,8 +235,7 @@ class Forwarding:
             try:
                 body = await reply.read()
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-                text = f"worker {target.worker} did not complete its response: {_line(error)}"
-                raise Refusal(502, text) from error
+                raise Refusal(502, _incomplete(target, error)) from error
             self._begun()
             headers.pop("content-length", None)
             return web.Response(body=body, status=reply.status, reason=reply.reason, headers=headers)
@@ -242,6 +276,10 @@ def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDi
         named = ",".join(headers.getall("connection")).split(",")
         names = names | {name.strip().lower() for name in named}
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in names)
+
+
+def _incomplete(target: Target, error: BaseException) -> str:
+    return f"worker {target.worker} did not complete its response: {_line(error)}"
 
 
 def _line(error: BaseException) -> str:
