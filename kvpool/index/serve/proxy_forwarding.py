@@ -28,6 +28,7 @@ RESPONSE_S = 600.0  # longest silence of a worker: a prompt may wait for long
 WHOLE_NBYTES = 64 << 10  # a response of a length up to this is sent as one
 LARGE_NBYTES = 1 << 20  # above it aiohttp warns of bytes in one piece
 
+FORWARDED_FOR, FORWARDED_PROTO = "x-forwarded-for", "x-forwarded-proto"
 # Of one connection, not of what is sent over it (RFC 9110, 7.6.1).
 _OF_CONNECTION = frozenset(
     (
@@ -165,7 +166,7 @@ class Forwarding:
         attempts = [(target, bool(targets[number:])) for number, target in enumerate(targets, 1)]
         if len(targets) == 1:  # its connection may have been an idle one that it closed at that moment
             attempts = [(targets[0], False)] * 2
-        headers = _without(self._request.headers, not_forwarded)
+        headers = self._forwarded(not_forwarded)
         why = ""
         for number, (target, has_next) in enumerate(attempts, 1):
             retry: Retry
@@ -190,6 +191,14 @@ class Forwarding:
             if number < len(attempts):
                 self._stats.record_retry(retry)
         raise Refusal(503, f"worker {target.worker} cannot be reached: {why}")
+
+    def _forwarded(self, not_forwarded: frozenset[str]) -> CIMultiDict[str]:
+        """The request's headers, and where it came from, as proxies say it: only the last address is ours to know."""
+        headers = _without(self._request.headers, not_forwarded)
+        came_by = [*headers.popall(FORWARDED_FOR, ()), self._request.remote or "unknown"]
+        headers[FORWARDED_FOR] = ", ".join(came_by)
+        headers[FORWARDED_PROTO] = self._request.scheme
+        return headers
 
     async def _ask(
         self, placement: Placement, target: Target, headers: CIMultiDict[str]
