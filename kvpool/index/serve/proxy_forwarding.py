@@ -183,6 +183,9 @@ class Forwarding:
                     502, f"the answer of worker {target.worker} is no HTTP: {_line(error)}"
                 ) from error
             else:
+                if not 200 <= reply.status <= 599:  # such as 101, for a request that asks for no upgrade
+                    reply.close()
+                    raise Refusal(502, f"worker {target.worker} answers with HTTP status {reply.status}")
                 if reply.status != 503 or not has_next:
                     return reply, target
                 reply.release()
@@ -292,4 +295,6 @@ def _incomplete(target: Target, error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return f"{str(error) or type(error).__name__:.200}"
+    # Of a response that is no HTTP the text alone has URLs, and more than a line.
+    text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    return f"{' '.join(text.split()) or type(error).__name__:.200}"

@@ -122,18 +122,15 @@ def test_a_worker_that_accepts_no_connection_leaves_time_for_another_one() -> No
 
 
 def test_another_worker_is_asked_where_one_fails_but_no_third() -> None:
-    def fails(body: dict[str, Any]) -> list[int]:
-        raise RuntimeError("scripted")
-
     with scripted("a", "b", "c") as workers:
-        workers[2].render = fails
+        workers[2].render_status = 500
 
         async def run() -> None:
             async with placing(workers) as there:
                 assert [await there.reason() for _ in range(3)] == ["load"] * 3
                 assert rendered(workers) == [0, 3, 3]
                 for worker in workers:
-                    worker.render = fails
+                    worker.render_status = 500
                 assert await there.reason() == "no-tokens"
                 assert rendered(workers) == [0, 4, 4]
 
