@@ -39,6 +39,8 @@ class Url(NamedTuple):
 @lru_cache(MAX_NAMES)
 def parse_url(address: str) -> Url:
     """Errors: ``ConfigError`` for an address at which no request can be served."""
+    if not address:
+        raise ConfigError("its address is not known: say where it serves requests, address=http://HOST:PORT")
     try:
         parts = urlsplit(address)
         port = parts.port
