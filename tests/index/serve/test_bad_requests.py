@@ -8,15 +8,17 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
 from tests import envoy
 from tests.conftest import eventually
 from tests.index.fleets import serving
-from tests.index.openai_worker import scripted
+from tests.index.openai_worker import ScriptedWorker, scripted
 from tests.index.serve import test_ext_proc, test_proxy
 from tests.index.serve.test_ext_proc import TEXT, get, post
 from tests.index.serve.test_proxy import ASKED, BadWorker, all_of, beside
@@ -240,6 +242,49 @@ def test_what_envoy_itself_answers_has_the_form_of_openais_api(tmp_path: Path) -
             assert reply.status == 503
             assert in_form(reply.body, 503).startswith("Envoy answers: ")
             assert workers[0].bodies == []
+
+
+def test_envoy_has_so_many_clients(tmp_path: Path) -> None:
+    text = envoy.CONFIG.read_text()
+    assert text.count("connections: 8192") == 1
+    text = text.replace("connections: 8192", "connections: 2")
+    with (
+        scripted("a") as workers,
+        envoy.running(tmp_path, [workers[0].at], ["127.0.0.1:1"], text=text) as front,
+    ):
+        assert eventually(lambda: front.healthy("workers") == 1)
+        at = ("127.0.0.1", int(front.url.rpartition(":")[2]))
+        with socket.create_connection(at, timeout=30) as one, socket.create_connection(at, timeout=30) as two:
+            for client in (one, two):
+                client.sendall(sent("GET /v1/models HTTP/1.1").replace(b"connection: close\r\n", b""))
+                assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+            with socket.create_connection(at, timeout=30) as third, suppress(ConnectionError):
+                assert third.recv(1) == b""
+        assert eventually(lambda: is_served(front.url)), "once others have gone"
+        assert front.healthy("workers") == 1, "its administration is not counted"
+
+
+def is_served(url: str) -> bool:
+    try:
+        return get(f"{url}/v1/models").status == 200
+    except OSError:
+        return False
+
+
+def test_a_workers_name_forges_no_header(front: Front) -> None:
+    fleet, worker = front.index.fleet, front.workers["a"]
+    for name in NAMES:
+        fleet.remove(f"default/{name}")
+    for name in ("a\r\nx-forged: 1", "a\nb", "a\0", "a\x85"):
+        with pytest.raises(ConfigError, match="cannot be printed"):
+            fleet.add(ScriptedWorker(name, worker.port).worker(), "flag")
+    for name in ("b\u00f6d", 'a b, c; d="e"', "a%0d%0ax-forged: 1"):
+        fleet.add(ScriptedWorker(name, worker.port).worker(), "flag")
+        fleet.heard(f"default/{name}", 0)
+        reply = post(front.url, ASKED)
+        assert (reply.status, "x-forged" in reply.headers) == (200, False)
+        assert reply.headers["x-kvpool-worker"].encode("latin-1").decode() == name
+        fleet.remove(f"default/{name}")
 
 
 @pytest.mark.parametrize(
