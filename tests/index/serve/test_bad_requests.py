@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -236,12 +237,17 @@ def test_what_envoy_itself_answers_has_the_form_of_openais_api(tmp_path: Path) -
             )
             assert status in (0, 413), "0: it does not wait for all of it"
             assert status == 0 or in_form(body, 413)
+            assert workers[0].bodies == []
+            workers[0].hold.clear()
+            timer = threading.Timer(2.0, workers[0].hold.set)
+            timer.start()
+            assert post(front.url, ASKED).status == 200, "a worker may take longer than a body"
+            timer.join()
             index.stop()
             workers[0].stop()
             reply = get(f"{front.url}/v1/models")
             assert reply.status == 503
             assert in_form(reply.body, 503).startswith("Envoy answers: ")
-            assert workers[0].bodies == []
 
 
 def test_envoy_has_so_many_clients(tmp_path: Path) -> None:
