@@ -29,7 +29,7 @@ from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.follow.subscriber import Subscriber
-from kvpool.index.place.endpoints import Endpoints
+from kvpool.index.place.endpoints import Endpoints, parse_url
 from kvpool.index.place.placer import MAX_ENDPOINTS, PLACE_S, Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
@@ -125,6 +125,8 @@ def run_index(settings: IndexSettings) -> None:
     named = [parse_worker(text, fleet.seed_id) for text in settings.workers]
     if len({worker.id for worker in named}) != len(named):
         raise ConfigError("--worker: two workers of one tenant have the same name")
+    if settings.proxy is not None or settings.ext_proc is not None:
+        _check_addresses(named)
     router = Router(fleet, costs=parse_costs(settings.route_costs), tenant_share=tenant_share)
     loaded = load_tokenizers(settings.tokenizers)
     auth = TokenAuth(settings.tokens)
@@ -147,6 +149,14 @@ def _run(serving: Coroutine[Any, Any, None], *, fast: bool) -> None:
         else:
             return uvloop.run(serving)
     return asyncio.run(serving)
+
+
+def _check_addresses(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        try:
+            parse_url(worker.address)
+        except ConfigError as error:
+            raise ConfigError(f"--worker {worker.name}: {error}") from error
 
 
 def _tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:

@@ -144,5 +144,12 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "no.pem").write_text("no certificate")
     line = refused("router", "--listen", "127.0.0.1:0", "--worker-ca", str(tmp_path / "no.pem"))
     assert line == f"kvpool: --worker-ca {tmp_path}/no.pem: holds no certificate in PEM"
+    worker = "a=tcp://127.0.0.1:1,model=m,block=16"
+    line = refused("router", "--worker", worker)
+    assert line == (
+        "kvpool: --worker a: its address is not known: say where it serves requests, address=http://HOST:PORT"
+    )
+    line = refused("index", "--ext-proc", "127.0.0.1:0", "--worker", f"{worker},address=127.0.0.1:8000")
+    assert line.startswith("kvpool: --worker a: 127.0.0.1:8000: ")
     line = refused("router", "--tokens", str(tmp_path / "tokens.toml"))
     assert line == "kvpool: --tokens is for callers of --grpc: give it, too"

@@ -46,6 +46,7 @@ class ScriptedWorker:
         self.rendered = 0
         self.engine = Engine()
         self.render: Render | None = render_bytes
+        self.render_status = 200
         self.render_delay_s = 0.0
         self.status = 200
         self.given_up = 0
@@ -113,8 +114,8 @@ class ScriptedWorker:
     async def _render(self, request: web.Request) -> web.Response:
         self.rendered += 1
         await asyncio.sleep(self.render_delay_s)
-        if self.render is None:
-            return web.Response(status=404)
+        if self.render is None or self.render_status != 200:
+            return web.Response(status=404 if self.render is None else self.render_status)
         made = {"token_ids": self.render(await request.json())}
         return web.json_response([made] if "chat" not in request.path else made)
 

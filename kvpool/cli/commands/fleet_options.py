@@ -11,8 +11,8 @@ Pool = Annotated[
     typer.Option(
         metavar="URL",
         envvar="KVPOOL_POOL",
-        help="Follow the workers that announce themselves in this store. Name one with a password in the variable: "
-        "every user of the host can read a process's arguments.",
+        help="The pool whose workers are followed, such as valkey://HOST:6379. A URL with a password belongs in the "
+        "variable: every user of the host can read a process's arguments. Without it: only the workers of --worker.",
     ),
 ]
 PoolKeys = Annotated[
@@ -21,7 +21,7 @@ PoolKeys = Annotated[
         metavar="KEYS",
         min=1,
         max=10_000_000,
-        help="Keys of the pool looked at in a second, to see what it lost.",
+        help="Keys of the pool that are checked in a second, to see what it has lost.",
     ),
 ]
 WorkerOption = Annotated[
@@ -29,8 +29,9 @@ WorkerOption = Annotated[
     typer.Option(
         "--worker",
         metavar="NAME=tcp://HOST:PORT,model=M,block=N[,...]",
-        help="Follow a worker that does not, such as a stock vLLM. Also: replay=tcp://HOST:PORT, tenant=T, "
-        "hash=ALGORITHM, address=URL, ranks=N.",
+        help="A worker that does not announce itself in the pool, such as a stock vLLM; once for each. tcp://: its KV "
+        "events; block: tokens of a block. Also: address=http://HOST:PORT, where it serves requests (to send some "
+        "there), replay=tcp://HOST:PORT, tenant=T, hash=ALGORITHM, ranks=N (data-parallel ones).",
     ),
 ]
 Networks = Annotated[
@@ -38,68 +39,91 @@ Networks = Annotated[
     typer.Option(
         "--worker-networks",
         metavar="CIDR",
-        help="Where workers are that no --worker names, such as 10.0.0.0/8, and ipc for Unix sockets; once for "
-        "each. Without: everywhere but on the index's host and link; on its host, too, when --listen is loopback.",
+        help="Where workers that announce themselves may be, such as 10.0.0.0/8, and ipc for Unix sockets; once for "
+        "each. Without it: everywhere but on this host and its link; on this host, too, when --listen is loopback.",
     ),
 ]
 MaxBlocks = Annotated[
-    int, typer.Option(min=1, max=1 << 32, help="Distinct blocks of each model; 17 to 30 bytes each.")
+    int,
+    typer.Option(
+        metavar="BLOCKS",
+        min=1,
+        max=1 << 32,
+        help="Most distinct blocks that are known of each model; each takes 17 to 30 bytes.",
+    ),
 ]
 ReuseReports = Annotated[
     bool,
     typer.Option(
-        help="Whether a request may run with vLLM's kv_cache_report_mode full; if none does, copies and sliding "
-        "windows are known exactly."
+        help="Whether a request may run with vLLM's kv_cache_report_mode full. If none does, say no: copies and "
+        "sliding windows are known exactly then."
     ),
 ]
 MaxMemory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Of the index, such as 2GiB: three quarters for the tables of all models, where cold blocks make "
-        "room, one for what is on its way. Without it: no limit for tables, 1 GiB for the rest.",
+        help="Most memory, such as 2GiB: three quarters for what is known of all models, where blocks that are seldom "
+        "asked for make room, one quarter for events on their way. Without it: no limit for the one, 1 GiB for the "
+        "other.",
     ),
 ]
-Metrics = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Show Prometheus metrics there.")]
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", help="Where to show Prometheus metrics, at /metrics. Without it: nowhere."
+    ),
+]
 PlaceTimeout = Annotated[
     float,
     typer.Option(
         metavar="SECONDS",
         min=0.001,
         max=60,
-        help="Longest time to find out the tokens of a request; then it is placed by load. Less than the proxy's "
-        "own limit: Envoy's message_timeout is 0.2 s unless it is set.",
+        help="Longest time to find out the tokens of a request's prompt; then it is placed by load alone. With Envoy: "
+        "less than its message_timeout, which is 0.2 s unless it is set.",
     ),
 ]
 PlaceHeaders = Annotated[
     bool,
-    typer.Option(help="Whether requests and responses say in x-kvpool-... headers where they went, and why."),
+    typer.Option(
+        help="Whether requests and responses get x-kvpool-... headers that say which worker was chosen, and why."
+    ),
 ]
 MaxWaiting = Annotated[
     int | None,
     typer.Option(
         metavar="REQUESTS",
         min=1,
-        help="Requests that may wait at a worker: where all have as many, a request is answered with 429.",
+        help="A worker with so many requests waiting gets no more; where all have as many, the answer is 429. "
+        "Without it: no limit.",
     ),
 ]
 SnapshotFile = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", help="Keep what is known in this file, and begin with it at the next start."
+        metavar="FILE",
+        help="Keep what is known in this file, and begin with it at the next start. Without it: begin with nothing.",
     ),
 ]
 SnapshotEvery = Annotated[
-    float, typer.Option(metavar="SECONDS", min=0.1, max=86400, help="How often the file is written.")
+    float, typer.Option(metavar="SECONDS", min=0.1, max=86400, help="How often --snapshot is written.")
 ]
 Bootstrap = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Begin with what the index there knows, if it answers."),
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Begin with what the index there knows (its --listen, or a router's --grpc); if it does not answer, with "
+        "--snapshot.",
+    ),
 ]
 WarmUp = Annotated[
     float,
     typer.Option(
-        metavar="SECONDS", min=0, max=86400, help="Longest time until health says that the index serves."
+        metavar="SECONDS",
+        min=0,
+        max=86400,
+        help="Longest time after the start for which health says no, until all workers and the pool were heard.",
     ),
 ]
 TokenizerOption = Annotated[
@@ -107,31 +131,42 @@ TokenizerOption = Annotated[
     typer.Option(
         "--tokenizer",
         metavar="MODEL=FOLDER",
-        help="Take prompts of this model as text and chats, too; also a name on the Hugging Face hub.",
+        help="Make the tokens of this model's texts and chats here, with the tokenizer of the folder, or of that name "
+        "on the Hugging Face hub; once for each model. Without it: requests are placed by what a worker's /render "
+        "says, and lookups need tokens.",
     ),
 ]
 Scrape = Annotated[
-    bool, typer.Option("--scrape/--no-scrape", help="Read the workers' own metrics, for Route.")
+    bool,
+    typer.Option("--scrape/--no-scrape", help="Whether to read the workers' metrics, to know their load."),
 ]
 RouteCost = Annotated[
     list[str] | None,
     typer.Option(
         "--route-cost",
         metavar="NAME=NUMBER",
-        help="A coefficient of Route: local, pool, waiting, running, usage or speed.",
+        help="A coefficient by which workers are ranked, in prompt tokens to compute; once for each: local (0.05 if "
+        "not given), pool (as measured), waiting (1024), running (64), usage (1024); and speed, tokens of prompts that a "
+        "worker computes in a second (8000). docs/index.md has the formula.",
     ),
 ]
 Tokens = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Ask callers for a token of this file; kvpool token makes entries."),
+    typer.Option(
+        metavar="FILE",
+        help="Callers need a token of this file; kvpool token makes entries. Without it: who reaches a port may ask.",
+    ),
 ]
 ServerCert = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Serve TLS with this certificate and its chain, PEM.")
+    str | None,
+    typer.Option(
+        metavar="FILE", help="Serve TLS with this certificate and its chain, PEM; goes with --tls-key."
+    ),
 ]
-ServerKey = Annotated[str | None, typer.Option(metavar="FILE", help="Its private key, PEM.")]
+ServerKey = Annotated[str | None, typer.Option(metavar="FILE", help="The private key of --tls-cert, PEM.")]
 ClientCa = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Demand of callers a certificate of this authority, PEM."),
+    typer.Option(metavar="FILE", help="Callers need a certificate of this authority, PEM."),
 ]
 Drain = Annotated[
     float,
@@ -139,7 +174,7 @@ Drain = Annotated[
         metavar="SECONDS",
         min=0,
         max=3600,
-        help="After SIGTERM, how long calls are answered while health says that the index does not serve; a second "
-        "SIGTERM ends it.",
+        help="After SIGTERM, how long requests are still answered while health says no, so that callers go elsewhere; "
+        "a second SIGTERM ends it.",
     ),
 ]

@@ -37,7 +37,7 @@ from kvpool.text import parse_nbytes
 
 def index(
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to serve; port 0: any that is free.")
+        str, typer.Option(metavar="HOST:PORT", help="Where to serve gRPC; port 0: any that is free.")
     ] = "127.0.0.1:50051",
     pool: Pool = None,
     tenant: Annotated[
@@ -45,8 +45,9 @@ def index(
         typer.Option(
             "--tenant",
             metavar="TENANT",
-            help="Follow only this tenant's workers in the pool; once for each tenant. Without: those of all tenants "
-            "in the pool's list, which users that are confined to their tenant cannot enter.",
+            help="Follow only this tenant's workers in the pool; once for each tenant. Without it: those of all "
+            "tenants in the pool's list of tenants. A pool user that is confined to its tenant cannot enter it there: "
+            "name it.",
         ),
     ] = None,
     pool_keys_per_s: PoolKeys = 20_000,
@@ -58,13 +59,17 @@ def index(
     metrics: Metrics = None,
     http: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Answer Mooncake's RFC 1403 (/query, /query_by_hash) there."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where to answer lookups over HTTP, too (Mooncake's RFC 1403: /query, /query_by_hash).",
+        ),
     ] = None,
     ext_proc: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Tell Envoy there where to send each request: an endpoint picker (ext_proc).",
+            help="Where to be Envoy's endpoint picker (ext_proc): it asks there where to send each request. With TLS "
+            "and tokens as --listen; deploy/envoy.yaml is for it.",
         ),
     ] = None,
     place_timeout: PlaceTimeout = 0.15,
@@ -93,8 +98,8 @@ def index(
             metavar="SHARE",
             min=0.001,
             max=1,
-            help="Part of all workers, ranks, models and reservations that one tenant may have, 0.001 to 1; "
-            "unless given 0.5 with --tokens, else 1.",
+            help="Part of all workers, ranks, models and reservations that one tenant may have. Without it: 0.5 with "
+            "--tokens, else 1.",
         ),
     ] = None,
     tokens: Tokens = None,
@@ -108,7 +113,7 @@ def index(
             metavar="SECONDS",
             min=0,
             max=86400,
-            help="After so long callers over gRPC connect anew, which a new replica gets its part of; 0: never.",
+            help="Age at which connections over gRPC are ended, so that callers spread over new replicas; 0: never.",
         ),
     ] = 1800.0,
     max_connection_grace: Annotated[
@@ -117,7 +122,7 @@ def index(
             metavar="SECONDS",
             min=0,
             max=86400,
-            help="After so long more the streams of such a connection are ended, too; 0: never.",
+            help="How long streams of such a connection may still go on; 0: for as long as they like.",
         ),
     ] = 0.0,
 ) -> None:

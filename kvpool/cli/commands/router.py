@@ -35,11 +35,12 @@ from kvpool.text import parse_nbytes
 
 def router(
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to take requests; port 0: any that is free.")
+        str,
+        typer.Option(metavar="HOST:PORT", help="Where to take requests over HTTP; port 0: any that is free."),
     ] = "127.0.0.1:8080",
     pool: Pool = None,
     tenant: Annotated[
-        str, typer.Option(metavar="TENANT", help="Whose workers serve the requests; others are not followed.")
+        str, typer.Option(metavar="TENANT", help="Whose workers serve the requests; no others are followed.")
     ] = "default",
     pool_keys_per_s: PoolKeys = 20_000,
     worker: WorkerOption = None,
@@ -48,7 +49,7 @@ def router(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="The authority of the certificates of workers at https, PEM; without: those of the system.",
+            help="The authority that certificates of workers at https:// are of, PEM. Without it: those of the system.",
         ),
     ] = None,
     max_blocks: MaxBlocks = 1 << 27,
@@ -59,14 +60,16 @@ def router(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Answer there as kvpool index does, for kvpool top and lookup, and the --bootstrap of another router.",
+            help="Where to answer over gRPC as kvpool index does: for kvpool top and lookup, and the --bootstrap of "
+            "another router. Without it: nowhere.",
         ),
     ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Ask callers of --grpc for a token of this file. Requests need none: their keys are the workers' own.",
+            help="Callers of --grpc need a token of this file; kvpool token makes entries. Requests need none: workers "
+            "check the keys of their callers.",
         ),
     ] = None,
     place_timeout: PlaceTimeout = 1.0,
@@ -78,7 +81,7 @@ def router(
             metavar="SECONDS",
             min=0.1,
             max=86400,
-            help="Longest time for which a worker may send nothing of a response; then the request fails with 504.",
+            help="Longest silence of a worker; then the answer is 504, or a response that has begun is broken off.",
         ),
     ] = 600.0,
     snapshot: SnapshotFile = None,
@@ -97,7 +100,7 @@ def router(
             metavar="SECONDS",
             min=0,
             max=86400,
-            help="After --drain, how long requests under way may take to end while no more are taken.",
+            help="After --drain, how long requests under way may take to end; no new ones are taken then.",
         ),
     ] = 60.0,
 ) -> None:

@@ -8,29 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import time
 from collections import OrderedDict
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from kvpool.errors import ConfigError
+from kvpool.discovery.worker import Worker
+from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.fleet import Fleet
 from kvpool.index.resolver import Addresses, Resolver, Unresolved
 
 MAX_NAMES = 16384  # whose addresses are remembered
+MAX_TENANTS = 64  # whose endpoints are
+PLACES_S = 1.0  # for so long: names are looked up every 5 s at most
 
 
 class Url(NamedTuple):
-    """Of a worker: ``is_tls``, ``host`` (a name or a numeric address), ``port``."""
+    """Of a worker: ``is_tls``, ``host`` (a name or a numeric address), ``port``. ``endpoint``: ``IP:PORT``; empty: the
+    host is a name.
+    """
 
     is_tls: bool
     host: str
     port: int
+    endpoint: str
 
 
-@lru_cache(4096)
+@lru_cache(MAX_NAMES)
 def parse_url(address: str) -> Url:
     """Errors: ``ConfigError`` for an address at which no request can be served."""
+    if not address:
+        raise ConfigError("its address is not known: say where it serves requests, address=http://HOST:PORT")
     try:
         parts = urlsplit(address)
         port = parts.port
@@ -38,7 +48,26 @@ def parse_url(address: str) -> Url:
         raise ConfigError(f"{address:.200}: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{address:.200}: requests are served at http://HOST:PORT")
-    return Url(parts.scheme == "https", parts.hostname, port or (443 if parts.scheme == "https" else 80))
+    port = port or (443 if parts.scheme == "https" else 80)
+    try:
+        endpoint = _numeric(parts.hostname, port)
+    except ValueError:
+        endpoint = ""
+    return Url(parts.scheme == "https", parts.hostname, port, endpoint)
+
+
+class _Places(NamedTuple):
+    """Of a tenant's workers. ``workers``: all there were. ``names``: by endpoint. ``unknown``: addresses whose names
+    are looked up for the first time."""
+
+    workers: list[Worker]
+    made_s: float
+    names: dict[str, list[str]]
+    unknown: list[str]
+
+
+class _Pending(Unresolved):
+    """It is being looked up."""
 
 
 class Endpoints:
@@ -47,30 +76,69 @@ class Endpoints:
     def __init__(self, fleet: Fleet, resolver: Resolver) -> None:
         self._fleet, self._resolver = fleet, resolver
         self._known: OrderedDict[tuple[str, str], Addresses] = OrderedDict()  # by tenant and host
+        self._places: dict[str, _Places] = {}  # by tenant
 
     async def resolve(self, address: str, tenant: str, timeout_s: float) -> str:
         """``IP:PORT`` of a worker's address. Errors: ``ConfigError``; ``Unresolved``, also after ``timeout_s``."""
         url = parse_url(address)
+        if url.endpoint:
+            return url.endpoint
         found = self._resolver.resolve(url.host, tenant)
-        known = self._known.get((tenant, url.host))
-        if not found.done() and known is None:
+        if not found.done() and (tenant, url.host) not in self._known:
             await asyncio.wait({asyncio.wrap_future(found)}, timeout=timeout_s)
-        if found.done() and found.exception() is None:
-            known = found.result()
-            self._remember((tenant, url.host), known)
-        if known is None:
-            if found.done():
-                raise found.exception() or AssertionError
-            raise Unresolved(f"the name {url.host} is not resolved within {timeout_s:g} s")
-        return _numeric(known[0], url.port)
+        return self._endpoint(url, tenant, found, timeout_s)
 
     async def names_at(self, wanted: frozenset[str], tenant: str, timeout_s: float) -> list[str]:
-        """The workers of a tenant that serve at one of these ``IP:PORT``."""
-        workers = [worker for worker in self._fleet.followed() if worker.tenant == tenant and worker.address]
-        found = await asyncio.gather(
-            *(self.resolve(worker.address, tenant, timeout_s) for worker in workers), return_exceptions=True
-        )
-        return [worker.name for worker, at in zip(workers, found, strict=True) if at in wanted]
+        """The workers of a tenant that serve at one of these ``IP:PORT``. Waits for names that were never resolved only
+        where none is found without them."""
+        places = self._places_of(tenant)
+        if places.unknown and not places.names.keys() & wanted:
+            await asyncio.gather(
+                *(self.resolve(address, tenant, timeout_s) for address in places.unknown),
+                return_exceptions=True,
+            )
+            self._places.pop(tenant, None)
+            places = self._places_of(tenant)
+        return [name for at in wanted for name in places.names.get(at, ())]
+
+    def _places_of(self, tenant: str) -> _Places:
+        workers = self._fleet.followed()
+        known = self._places.get(tenant)
+        if known and time.monotonic() < known.made_s + PLACES_S and known.workers == workers:
+            return known
+        places = _Places(workers, time.monotonic(), {}, [])
+        for worker in workers:
+            if worker.tenant != tenant or not worker.address:
+                continue
+            try:
+                url = parse_url(worker.address)
+                at = url.endpoint or self._endpoint(
+                    url, tenant, self._resolver.resolve(url.host, tenant), 0.0
+                )
+            except _Pending:
+                places.unknown.append(worker.address)
+            except KVPoolError:
+                continue
+            else:
+                places.names.setdefault(at, []).append(worker.name)
+        self._places.pop(tenant, None)
+        self._places[tenant] = places
+        if len(self._places) > MAX_TENANTS:
+            del self._places[next(iter(self._places))]
+        return places
+
+    def _endpoint(self, url: Url, tenant: str, found: Future[Addresses], waited_s: float) -> str:
+        """As it is known now. Errors: ``Unresolved``; ``_Pending``: not yet."""
+        known = self._known.get((tenant, url.host))
+        if found.done():
+            if (error := found.exception()) is None:
+                known = found.result()
+                self._remember((tenant, url.host), known)
+            elif known is None:
+                raise error
+        if known is None:
+            raise _Pending(f"the name {url.host} is not resolved within {waited_s:g} s")
+        return _numeric(known[0], url.port)
 
     def _remember(self, key: tuple[str, str], addresses: Addresses) -> None:
         self._known[key] = addresses
@@ -79,6 +147,6 @@ class Endpoints:
             self._known.popitem(last=False)
 
 
-@lru_cache(4096)
+@lru_cache(MAX_NAMES)
 def _numeric(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ipaddress.ip_address(address).version == 6 else f"{address}:{port}"

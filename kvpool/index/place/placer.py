@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,7 +146,7 @@ class Placer:
                     tenant,
                     body,
                     headers or {},
-                    lambda: self._url_to_ask(found.request, tenant, names),
+                    lambda without: self._url_to_ask(found.request, tenant, names, without),
                     max(0.0, ends_s - time.monotonic()),
                 )
                 reason, detail = "load", ""
@@ -156,6 +156,10 @@ class Placer:
         if route is None:
             route = self._by_load(found.request, tenant, names, RESERVE_S)
         return await self._placement(route, tenant, reason, detail, ends_s)
+
+    def models(self, tenant: str) -> list[str]:
+        """Those that requests can name; not adapters, which only workers know."""
+        return sorted({one.model for one in self._fleet.followed() if one.tenant == tenant and one.address})
 
     def release(self, placement: Placement) -> None:
         """End its reservation now."""
@@ -261,16 +265,20 @@ class Placer:
             return routes[0]
         return Route(tuple(sorted((pick for route in routes for pick in route.picks), key=_cost)))
 
-    async def _url_to_ask(self, request: InferenceRequest, tenant: str, names: list[str] | None) -> str:
-        """Of the worker with the least to do. Errors: ``NoTokens``."""
+    async def _url_to_ask(
+        self, request: InferenceRequest, tenant: str, names: list[str] | None, without: Collection[str]
+    ) -> str:
+        """Of the worker with the least to do, none of ``without``. Errors: ``NoTokens``."""
         for pick in self._by_load(request, tenant, names, None).picks:
+            if pick.unreachable:
+                continue
             try:
                 url = parse_url(pick.address)
                 at = await self._endpoints.resolve(pick.address, tenant, self._timeout_s)
             except KVPoolError:
                 continue
-            if not url.is_tls:
-                return f"http://{at}"
+            if not url.is_tls and (found := f"http://{at}") not in without:
+                return found
         raise NoTokens("no worker can be asked for its tokens")
 
     async def _placement(

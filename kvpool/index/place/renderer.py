@@ -11,7 +11,7 @@ import io
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -25,18 +25,28 @@ if TYPE_CHECKING:
     from kvpool.key.hashing import Multimodal
 
 RENDER_S = 10.0  # for a worker to say the tokens; a request waits less
+CONNECT_S = (
+    0.25  # for it to accept a connection: time is left for another one, where a request may wait for a second
+)
+KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that is idle
 MAX_RENDERED_NBYTES = 32 << 20
 MAX_KEPT_NBYTES = 64 << 20  # of tokens that are remembered
 ENTRY_NBYTES = 1024  # of memory beside them
 MAX_UNDER_WAY = 64
 WITHOUT_S = 30.0  # that a model's workers have no /render is remembered
+AWAY_S = 5.0  # that a worker that could not be reached is not asked again
+MAX_AWAY = 1024
 _NO_RENDER = (403, 404, 405, 501)  # 403: vLLM without --enable-scale-out
 
-Ask = Callable[[], Awaitable[str]]
+Ask = Callable[[Collection[str]], Awaitable[str]]
 
 
 class NoTokens(KVPoolError):
     """The tokens of a prompt are not known, or not in time; says why."""
+
+
+class _Unanswered(NoTokens):
+    """A worker has not answered; another one may."""
 
 
 class _Range(msgspec.Struct):
@@ -66,6 +76,7 @@ class Renderer:
         self._known_nbytes = 0
         self._under_way: dict[tuple[str, bytes], asyncio.Task[Prompt]] = {}
         self._without: dict[tuple[str, str], float] = {}  # until when, by tenant and model
+        self._away: dict[str, float] = {}  # until when, by URL of a worker; the oldest first
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -86,7 +97,7 @@ class Renderer:
         timeout_s: float,
     ) -> Prompt:
         """The prompt of ``request``, in tokens. ``headers``: to send to a worker with it. ``ask``: the URL of a worker
-        that may be asked. Errors: ``NoTokens``."""
+        that may be asked, none of those it is given. Errors: ``NoTokens``."""
         if request.path not in RENDERED:
             raise NoTokens(f"requests to {request.path:.60} are placed by load")
         key = (tenant, prompt_key(request.path, body))
@@ -121,16 +132,37 @@ class Renderer:
         if self._without.get(model, 0.0) > time.monotonic():
             raise NoTokens(f"the workers of {request.model} have no /render")
         try:
-            return await self._ask(request, tenant, body, headers, await ask())
+            return await self._ask_two(request, tenant, body, headers, ask)
         except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
             raise NoTokens(f"no worker says its tokens: {str(error) or type(error).__name__}") from error
+
+    async def _ask_two(
+        self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], ask: Ask
+    ) -> Prompt:
+        """One worker, and another one where that does not answer."""
+        now_s = time.monotonic()
+        without = {worker for worker, until_s in self._away.items() if now_s < until_s}
+        for has_next in (True, False):
+            worker = await ask(without)
+            try:
+                return await self._ask(request, tenant, body, headers, worker)
+            except (aiohttp.ClientConnectionError, _Unanswered) as error:
+                if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+                    self._set_aside(worker)
+                if not has_next:
+                    raise
+                without.add(worker)
+        raise AssertionError
 
     async def _ask(
         self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], worker: str
     ) -> Prompt:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(RENDER_S), auto_decompress=False, trust_env=False
+                connector=aiohttp.TCPConnector(limit=MAX_UNDER_WAY, keepalive_timeout=KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(RENDER_S, sock_connect=CONNECT_S),
+                auto_decompress=False,
+                trust_env=False,
             )
         url = f"{worker}{request.path}/render"
         sent = {**headers, "content-type": "application/json"}
@@ -139,6 +171,8 @@ class Renderer:
         ) as reply:
             if reply.status in _NO_RENDER:
                 self._without[tenant, request.model] = time.monotonic() + WITHOUT_S
+            elif reply.status >= 500:
+                raise _Unanswered(f"{url} answers with HTTP status {reply.status}")
             if reply.status != 200:
                 raise NoTokens(f"{url} answers with HTTP status {reply.status}")
             packed = await reply.content.read(MAX_RENDERED_NBYTES + 1)
@@ -147,6 +181,13 @@ class Renderer:
         if len(packed) > MAX_RENDERED_NBYTES:
             raise NoTokens(f"{url} answers with more than {MAX_RENDERED_NBYTES} bytes")
         return _prompt(request, tenant, _RENDERED.decode(packed))
+
+    def _set_aside(self, worker: str) -> None:
+        """Ask it no more for ``AWAY_S``."""
+        self._away.pop(worker, None)
+        self._away[worker] = time.monotonic() + AWAY_S
+        if len(self._away) > MAX_AWAY:
+            del self._away[next(iter(self._away))]
 
 
 def _prompt(request: InferenceRequest, tenant: str, rendered: Any) -> Prompt:

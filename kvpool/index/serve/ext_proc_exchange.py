@@ -113,6 +113,9 @@ class Exchange:
         )
 
     async def _place(self, body: bytes) -> Placement:
+        if self._placement is not None:  # of a caller that asks twice in one call
+            self._placements.release(self._placement, now=True)
+            self._placement = None
         try:
             path = self._headers.get(":path", "/")
             self._placement = await self._placements.place(

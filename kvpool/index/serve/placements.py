@@ -115,6 +115,10 @@ class Placements:
             if outcome:  # not of a request that was given up
                 self._stats.record_placement(time.perf_counter() - began_s, outcome)
 
+    def models(self, tenant: str) -> list[str]:
+        """``Placer.models``."""
+        return self._placer.models(tenant)
+
     def release(self, placement: Placement, *, now: bool) -> None:
         """End its reservation: its worker has answered (``now``), or its metrics will show it."""
         if now:

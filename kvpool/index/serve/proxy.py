@@ -20,9 +20,10 @@ from kvpool.index.serve.listening import open_listening
 from kvpool.index.serve.placements import Placements, Refusal
 from kvpool.index.serve.proxy_connection import HEAD_S, ConnectionCount, ProxyConnection, refused
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding
+from kvpool.index.serve.proxy_models import model_list
 from kvpool.index.serve.proxy_stats import ProxyStats
 
-HEALTH = "/health"
+HEALTH, MODELS = "/health", "/v1/models"
 BACKLOG = 1024
 CONNECT_S = 1.0  # for a worker to accept a connection; then the next one is tried
 WORKER_KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that is idle
@@ -137,8 +138,21 @@ class Proxy:
         outcome = "gone"
         try:
             with self._limiter.acquire(f"{request.remote}:0", None):
-                forwarding = Forwarding(request, self._session, self._placements, self._stats, self._tenant)
-                response = await forwarding.run()
+
+                def forward() -> Forwarding:
+                    assert self._session is not None
+                    return Forwarding(request, self._session, self._placements, self._stats, self._tenant)
+
+                forwarding = forward()
+                response: web.StreamResponse
+                if (
+                    request.path == MODELS
+                    and request.method == "GET"
+                    and len(models := self._placements.models(self._tenant)) > 1
+                ):
+                    response = await model_list(models, forward)
+                else:
+                    response = await forwarding.run()
             outcome = "broken" if forwarding.is_broken else f"{response.status // 100}xx"
             return response
         except Refusal as refusal:

@@ -10,6 +10,7 @@ import asyncio
 import io
 import logging
 import time
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -27,6 +28,7 @@ RESPONSE_S = 600.0  # longest silence of a worker: a prompt may wait for long
 WHOLE_NBYTES = 64 << 10  # a response of a length up to this is sent as one
 LARGE_NBYTES = 1 << 20  # above it aiohttp warns of bytes in one piece
 
+FORWARDED_FOR, FORWARDED_PROTO = "x-forwarded-for", "x-forwarded-proto"
 # Of one connection, not of what is sent over it (RFC 9110, 7.6.1).
 _OF_CONNECTION = frozenset(
     (
@@ -44,8 +46,17 @@ _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 logger = logging.getLogger("kvpool.index")
 
 
+class Answer(NamedTuple):
+    """Of a worker."""
+
+    status: int
+    kind: str
+    body: bytes
+
+
 class Forwarding:
-    """``run`` it once. ``is_broken``: the worker has broken off its response, and the client's connection has ended."""
+    """``run`` or ``fetch`` it once. ``is_broken``: the worker has broken off its response, and the client's connection
+    has ended."""
 
     def __init__(
         self,
@@ -71,13 +82,7 @@ class Forwarding:
             raise Refusal(400, "a request names a path, such as /v1/chat/completions")
         try:
             await self._read()
-            placement = self._placement = await self._placements.place(
-                url.raw_path, self._request.headers, self._body, self._tenant
-            )
-            if not placement.targets:
-                if placement.reason == "failed":
-                    raise Refusal(500, "the router failed to place the request; its log says why")
-                raise Refusal(503, placement.detail)
+            placement = await self._place(self._body)
             reply, target = await self._send(placement)
             try:
                 return await self._relay(reply, placement, target)
@@ -87,7 +92,36 @@ class Forwarding:
             self._release()
             self._forget_body()
 
+    async def fetch(self, like: bytes, most_nbytes: int) -> Answer:
+        """The whole answer to a request without a body, placed as one with the body ``like``; empty where it has more
+        than ``most_nbytes``. Errors: ``Refusal``."""
+        try:
+            reply, target = await self._send(await self._place(like), _NOT_FORWARDED | {"accept-encoding"})
+            try:
+                body = await reply.content.read(most_nbytes + 1)
+                while len(body) <= most_nbytes and (more := await reply.content.readany()):
+                    body += more
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                raise Refusal(502, _incomplete(target, error)) from error
+            finally:
+                reply.release()
+        finally:
+            self._release()
+        return Answer(reply.status, reply.content_type, body if len(body) <= most_nbytes else b"")
+
     # ---- the request
+
+    async def _place(self, body: bytes) -> Placement:
+        """One with targets. Errors: ``Refusal``."""
+        path = self._request.rel_url.raw_path
+        placement = self._placement = await self._placements.place(
+            path, self._request.headers, body, self._tenant
+        )
+        if not placement.targets:
+            if placement.reason == "failed":
+                raise Refusal(500, "the router failed to place the request; its log says why")
+            raise Refusal(503, placement.detail)
+        return placement
 
     async def _read(self) -> None:
         """The body. Errors: ``Refusal``."""
@@ -124,13 +158,15 @@ class Forwarding:
 
     # ---- to a worker
 
-    async def _send(self, placement: Placement) -> tuple[aiohttp.ClientResponse, Target]:
+    async def _send(
+        self, placement: Placement, not_forwarded: frozenset[str] = _NOT_FORWARDED
+    ) -> tuple[aiohttp.ClientResponse, Target]:
         """The first response that comes, and of whom. Errors: ``Refusal``."""
         targets = placement.targets
         attempts = [(target, bool(targets[number:])) for number, target in enumerate(targets, 1)]
         if len(targets) == 1:  # its connection may have been an idle one that it closed at that moment
             attempts = [(targets[0], False)] * 2
-        headers = _without(self._request.headers, _NOT_FORWARDED)
+        headers = self._forwarded(not_forwarded)
         why = ""
         for number, (target, has_next) in enumerate(attempts, 1):
             retry: Retry
@@ -147,6 +183,9 @@ class Forwarding:
                     502, f"the answer of worker {target.worker} is no HTTP: {_line(error)}"
                 ) from error
             else:
+                if not 200 <= reply.status <= 599:  # such as 101, for a request that asks for no upgrade
+                    reply.close()
+                    raise Refusal(502, f"worker {target.worker} answers with HTTP status {reply.status}")
                 if reply.status != 503 or not has_next:
                     return reply, target
                 reply.release()
@@ -155,6 +194,14 @@ class Forwarding:
             if number < len(attempts):
                 self._stats.record_retry(retry)
         raise Refusal(503, f"worker {target.worker} cannot be reached: {why}")
+
+    def _forwarded(self, not_forwarded: frozenset[str]) -> CIMultiDict[str]:
+        """The request's headers, and where it came from, as proxies say it: only the last address is ours to know."""
+        headers = _without(self._request.headers, not_forwarded)
+        came_by = [*headers.popall(FORWARDED_FOR, ()), self._request.remote or "unknown"]
+        headers[FORWARDED_FOR] = ", ".join(came_by)
+        headers[FORWARDED_PROTO] = self._request.scheme
+        return headers
 
     async def _ask(
         self, placement: Placement, target: Target, headers: CIMultiDict[str]
@@ -200,8 +247,7 @@ class Forwarding:
             try:
                 body = await reply.read()
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-                text = f"worker {target.worker} did not complete its response: {_line(error)}"
-                raise Refusal(502, text) from error
+                raise Refusal(502, _incomplete(target, error)) from error
             self._begun()
             headers.pop("content-length", None)
             return web.Response(body=body, status=reply.status, reason=reply.reason, headers=headers)
@@ -244,5 +290,11 @@ def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDi
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in names)
 
 
+def _incomplete(target: Target, error: BaseException) -> str:
+    return f"worker {target.worker} did not complete its response: {_line(error)}"
+
+
 def _line(error: BaseException) -> str:
-    return f"{str(error) or type(error).__name__:.200}"
+    # Of a response that is no HTTP the text alone has URLs, and more than a line.
+    text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    return f"{' '.join(text.split()) or type(error).__name__:.200}"

@@ -232,6 +232,16 @@ def test_a_call_that_is_broken_off_leaves_no_reservation(monkeypatch: pytest.Mon
         assert eventually(lambda: reserved(index) == 0)
 
 
+def test_a_caller_that_asks_twice_in_one_call_has_one_reservation() -> None:
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.place()
+        call.ask(body())
+        assert reserved(index) == 1
+        call.ask(response())
+        assert reserved(index) == 0
+
+
 def test_streamed_bodies_are_handed_back_with_trailers() -> None:
     with picking("a", "b") as index, calling(index) as channel:
         call = Call(channel)

@@ -19,9 +19,11 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from kvpool import BlockHasher, Load
@@ -513,12 +515,35 @@ def test_forged_headers_and_those_of_a_connection_are_not_passed_on() -> None:
         assert {name: seen[name] for name in forged if name in seen} == passed
 
 
-def test_a_cookie_is_its_clients_own() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
+def test_a_cookie_is_its_clients_own(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    # aiohttp's own jar keeps cookies of names, and none of numeric addresses unless it is told to.
+    monkeypatch.setattr("aiohttp.client.CookieJar", partial(aiohttp.CookieJar, unsafe=True))
     with cluster("a") as there:
-        there.workers["a"].reply_headers = {"set-cookie": "session=1"}
-        assert post(there.url, ASKED).headers["set-cookie"] == "session=1"
+        there.workers["a"].reply_headers = {"set-cookie": "session=1; Path=/"}
+        assert post(there.url, ASKED, path, cookie="mine=2").headers["set-cookie"] == "session=1; Path=/"
+        assert there.workers["a"].seen()["cookie"] == "mine=2"
+        post(there.url, ASKED, path)
+        assert "cookie" not in there.workers["a"].seen(), "of another client"
+        post(there.url, ASKED, path, cookie="other=3")
+        assert there.workers["a"].seen()["cookie"] == "other=3"
+
+
+def test_where_a_request_came_from_is_told() -> None:
+    with cluster("a") as there:
         post(there.url, ASKED)
-        assert "cookie" not in there.workers["a"].seen()
+        seen = there.workers["a"].seen()
+        assert (seen["x-forwarded-for"], seen["x-forwarded-proto"]) == ("127.0.0.1", "http")
+        lines = (
+            "X-Forwarded-For: 1.2.3.4", "x-forwarded-for: 5.6.7.8", "x-forwarded-proto: https",
+            "connection: close, x-forwarded-proto",
+        )  # fmt: skip
+        there.raw(of_request(b"{}", *lines))
+        seen = there.workers["a"].seen()
+        assert seen["x-forwarded-for"] == "1.2.3.4, 5.6.7.8, 127.0.0.1", "who connects has the last word"
+        assert seen["x-forwarded-proto"] == "http"
+        there.raw(of_request(b"{}", "x-forwarded-for: 1.2.3.4", "connection: close, x-forwarded-for"))
+        assert there.workers["a"].seen()["x-forwarded-for"] == "127.0.0.1"
 
 
 def test_the_rank_is_told() -> None:
@@ -608,6 +633,7 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
                     assert reply.status == status
                 client.close()
         assert worker.seen()["host"] == f"localhost:{worker.port}"
+        assert worker.seen()["x-forwarded-proto"] == "https"
     finally:
         worker.stop()
 

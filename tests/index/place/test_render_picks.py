@@ -1,0 +1,165 @@
+"""Which worker is asked for the tokens of a prompt, over real sockets: none that is known to be away, and another one
+where the first does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+
+from kvpool import Load
+from kvpool.index.fleet import Fleet
+from kvpool.index.place import renderer
+from kvpool.index.place.endpoints import Endpoints
+from kvpool.index.place.placer import Placer
+from kvpool.index.place.renderer import Renderer
+from kvpool.index.place.router import Router
+from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.resolver import Resolver
+from tests.index.openai_worker import ScriptedWorker, scripted
+
+
+class Placing:
+    """Places prompts that were not seen before."""
+
+    def __init__(self, fleet: Fleet, router: Router, placer: Placer, workers: list[str]) -> None:
+        self.fleet, self.router, self._placer, self._workers = fleet, router, placer, workers
+        self._number = 0
+
+    async def reason(self) -> str:
+        """Why one was placed where it was. The worker that was named first has the most to do."""
+        for waiting, worker in enumerate(reversed(self._workers), 1):
+            self.router.loads.report(f"default/{worker}", Load(worker, waiting=waiting))
+        self._number += 1
+        body = json.dumps({"model": "m", "prompt": f"prompt {self._number}"}).encode()
+        placement = await self._placer.place("/v1/completions", body)
+        self._placer.release(placement)
+        return placement.reason
+
+
+@asynccontextmanager
+async def placing(workers: list[ScriptedWorker], loads: bool = True) -> AsyncIterator[Placing]:
+    fleet = Fleet()
+    for worker in workers:
+        fleet.add(worker.worker(), "flag")
+        fleet.heard(f"default/{worker.name}", 0)
+    router, tokenizers = Router(fleet), Tokenizers()
+    rendering = Renderer()
+    placer = Placer(fleet, router, tokenizers, rendering, Endpoints(fleet, Resolver()), timeout_s=5.0)
+    try:
+        yield Placing(fleet, router, placer, [worker.name for worker in workers] if loads else [])
+    finally:
+        placer.close()
+        await rendering.close()
+        tokenizers.close()
+
+
+def rendered(workers: list[ScriptedWorker]) -> list[int]:
+    return [worker.rendered for worker in workers]
+
+
+@contextmanager
+def that_accepts_nothing() -> Any:
+    """The port of a host whose answer never comes."""
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for client in (first, second):  # the kernel drops what comes behind these
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        yield full.getsockname()[1]
+
+
+def test_a_worker_that_has_gone_costs_no_prompt_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "AWAY_S", 600.0)
+    with scripted("a", "b") as workers:
+        workers[1].stop()
+
+        async def run() -> None:
+            async with placing(workers) as there:
+                assert [await there.reason() for _ in range(6)] == ["load"] * 6, "all by their tokens"
+                assert rendered(workers) == [6, 0]
+                workers[1].start()
+                assert [await there.reason() for _ in range(6)] == ["load"] * 6
+                assert rendered(workers) == [12, 0], "it could not be reached just now"
+                workers[0].stop()
+                assert await there.reason() == "no-tokens"
+                assert await there.reason() == "no-tokens"
+
+        asyncio.run(run())
+
+
+def test_a_worker_that_could_not_be_reached_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "AWAY_S", 0.2)
+    with scripted("a", "b") as workers:
+        workers[1].stop()
+
+        async def run() -> None:
+            async with placing(workers) as there:
+                assert [await there.reason() for _ in range(2)] == ["load"] * 2
+                workers[1].start()
+                await asyncio.sleep(0.3)
+                assert [await there.reason() for _ in range(4)] == ["load"] * 4
+                assert rendered(workers) == [2, 4]
+
+        asyncio.run(run())
+
+
+def test_a_worker_that_accepts_no_connection_leaves_time_for_another_one() -> None:
+    with scripted("a") as workers, that_accepts_nothing() as port:
+
+        async def run() -> None:
+            async with placing([*workers, ScriptedWorker("full", port)]) as there:
+                assert [await there.reason() for _ in range(4)] == ["load"] * 4
+                assert rendered(workers) == [4]
+
+        asyncio.run(run())
+
+
+def test_another_worker_is_asked_where_one_fails_but_no_third() -> None:
+    with scripted("a", "b", "c") as workers:
+        workers[2].render_status = 500
+
+        async def run() -> None:
+            async with placing(workers) as there:
+                assert [await there.reason() for _ in range(3)] == ["load"] * 3
+                assert rendered(workers) == [0, 3, 3]
+                for worker in workers:
+                    worker.render_status = 500
+                assert await there.reason() == "no-tokens"
+                assert rendered(workers) == [0, 4, 4]
+
+        asyncio.run(run())
+
+
+def test_a_worker_that_is_known_to_be_unreachable_is_not_asked() -> None:
+    with scripted("a", "b") as workers:
+
+        async def run() -> None:
+            async with placing(workers, loads=False) as there:
+                for name in ("a", "b"):
+                    there.fleet.mark(f"default/{name}", 0, stale=True, problem="it does not answer")
+                    there.router.loads.fail(f"default/{name}", 0)
+                assert await there.reason() == "no-tokens"
+                assert rendered(workers) == [0, 0]
+
+        asyncio.run(run())
+
+
+def test_the_workers_that_could_not_be_reached_are_remembered_within_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renderer, "MAX_AWAY", 2)
+
+    async def run() -> None:
+        kept = Renderer()
+        for name in ("one", "two", "one", "three"):
+            kept._set_aside(name)
+        assert list(kept._away) == ["one", "three"]
+
+    asyncio.run(run())
