@@ -33,6 +33,7 @@ from kvpool.index.membership import (
 from kvpool.index.partition import Answer, Partition, Pool, merged
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.snapshot import PartitionState, Snapshot
+from kvpool.index.snapshot_room import SnapshotRoom
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
 from kvpool.key.hashing import seed_id
 from kvpool.key.names import check_tenant
@@ -69,6 +70,8 @@ class Fleet:
     ) -> None:
         PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # checks them
         memory, self.buffers = budgets_of(max_memory_nbytes)
+        limited = self.buffers if max_memory_nbytes is not None else None
+        self.snapshot_room = SnapshotRoom(limited, lambda: self.totals().blocks)
         self._options: dict[str, Any] = {
             "max_blocks": max_blocks,
             "reuse_reports": reuse_reports,

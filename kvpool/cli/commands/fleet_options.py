@@ -57,7 +57,8 @@ MaxMemory = Annotated[
     typer.Option(
         metavar="SIZE",
         help="Of the index, such as 2GiB: three quarters for the tables of all models, where cold blocks make "
-        "room, one for what is on its way. Without it: no limit for tables, 1 GiB for the rest.",
+        "room, one for what is on its way and for snapshots. Without it: no limit for tables and snapshots, 1 GiB for "
+        "the rest.",
     ),
 ]
 Metrics = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Show Prometheus metrics there.")]

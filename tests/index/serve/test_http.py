@@ -355,7 +355,8 @@ def test_a_body_that_is_too_large(served: Served, monkeypatch: pytest.MonkeyPatc
 
 def test_bodies_in_memory_are_bounded_and_given_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     request = json.dumps({"model": "m", "token_ids": TOKENS}).encode()
-    monkeypatch.setattr(http_module, "MAX_WAITING_NBYTES", len(request) + 50)
+    buffers = served.fleet.buffers
+    monkeypatch.setattr(buffers, "limit_nbytes", buffers.used_nbytes + len(request) + 50)
     with asking(served.http) as client, slowly(served, b"[" * 100) as held:
         assert eventually(lambda: client.call("POST", "/query", request)[0] == 503)
         held.close()
