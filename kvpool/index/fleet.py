@@ -70,8 +70,8 @@ class Fleet:
     ) -> None:
         PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # checks them
         memory, self.buffers = budgets_of(max_memory_nbytes)
-        limited = self.buffers if max_memory_nbytes is not None else None
-        self.snapshot_room = SnapshotRoom(limited, lambda: self.totals().blocks)
+        of_tables = None if max_memory_nbytes is None else max_memory_nbytes - self.buffers.limit_nbytes
+        self.snapshot_room = SnapshotRoom(of_tables, self.buffers, self._tables)
         self._options: dict[str, Any] = {
             "max_blocks": max_blocks,
             "reuse_reports": reuse_reports,
@@ -216,6 +216,10 @@ class Fleet:
             evicted_blocks=departed["evicted"] + sum(counter["evicted"] for counter in counters),
             **{f"{tier}_blocks": sum(counter[f"{tier}_blocks"] for counter in counters) for tier in TIERS},
         )
+
+    def _tables(self) -> tuple[int, int]:
+        totals = self.totals()
+        return totals.blocks, totals.memory_nbytes
 
     def pools(self) -> list[Pool]:
         """The namespaces of which something is known, for ``PoolReconciler``."""

@@ -1,4 +1,4 @@
-"""``SnapshotRoom``: the memory that snapshots take, counted in the index's ``BufferBudget``. Any thread."""
+"""``SnapshotRoom``: the memory that snapshots take, of what ``--max-memory`` leaves. Any thread; nothing waits."""
 
 from __future__ import annotations
 
@@ -9,41 +9,55 @@ from kvpool.errors import KVPoolError
 from kvpool.index.buffer_budget import INDEX, BufferBudget
 from kvpool.index.snapshot import MAX_NBYTES, Snapshot, pack
 
-# Of a block: 12 copied out, 8 sorted, 9 packed, and again 8 as Python's bytes, when the sorted ones are free again.
+# Of a block: 12 copied out, 8 sorted, 9 packed, then 8 as Python's bytes in the place of those sorted; 28 measured.
 PACK_BLOCK_NBYTES = 32
-READ_COPIES = 3  # of the bytes of a snapshot: they, and a half more of each block read
+# Of each byte that is read: 3 until there is a table of it, which takes up to 29 bytes for the 8 of a block.
+READ_COPIES = 7
 
 
 class SnapshotRoom:
-    """``budget``: None: without a limit. ``blocks``: how many a snapshot of now would have."""
+    """``tables_nbytes``: what tables may take; None: there is no limit, of snapshots neither. ``budget``: of the rest.
 
-    def __init__(self, budget: BufferBudget | None = None, blocks: Callable[[], int] = lambda: 0) -> None:
-        self._budget, self._blocks = budget, blocks
+    ``tables``: how many blocks they have now, and how many bytes they take.
+    """
+
+    def __init__(
+        self,
+        tables_nbytes: int | None = None,
+        budget: BufferBudget | None = None,
+        tables: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        self.tables_nbytes = tables_nbytes
+        self._budget = budget or BufferBudget()
+        self._tables = tables
 
     @property
     def max_read_nbytes(self) -> int:
-        """How large a snapshot may be that is read at the start, where nothing else has taken room yet."""
-        return (
-            MAX_NBYTES if self._budget is None else min(MAX_NBYTES, self._budget.limit_nbytes // READ_COPIES)
-        )
+        """How large a snapshot may be that is read at the start, where there is nothing else yet."""
+        if self.tables_nbytes is None:
+            return MAX_NBYTES
+        return min(MAX_NBYTES, (self.tables_nbytes + self._budget.limit_nbytes) // READ_COPIES)
 
     @contextmanager
     def packed(self, take: Callable[[], Snapshot]) -> Iterator[list[bytes]]:
-        """``take()``, packed; it is to be used within the block. Errors: ``KVPoolError`` when there is no room."""
-        if self._budget is None:
+        """``take()``, packed, to be used within the block. Errors: ``KVPoolError`` when there is no room."""
+        if self.tables_nbytes is None:
             yield pack(take())
             return
-        nbytes = PACK_BLOCK_NBYTES * self._blocks()
-        if not self._budget.take(nbytes, INDEX):
+        blocks, nbytes = self._tables()
+        spare_nbytes = max(0, self.tables_nbytes - nbytes)  # tables grow little meanwhile
+        wanted_nbytes = PACK_BLOCK_NBYTES * blocks
+        taken_nbytes = max(0, wanted_nbytes - spare_nbytes)
+        if not self._budget.take(taken_nbytes, INDEX):
             raise KVPoolError(
-                f"there is no room for a snapshot, which takes {nbytes} bytes for a moment: raise --max-memory, a "
-                "quarter of which is for this and for what is on its way"
+                f"there is no room for a snapshot, which takes {wanted_nbytes} bytes beside the tables for a moment: "
+                "raise --max-memory"
             )
         try:
             parts = pack(take())
-            packed_nbytes = min(nbytes, sum(map(len, parts)))
-            self._budget.give(nbytes - packed_nbytes, INDEX)
-            nbytes = packed_nbytes
+            kept_nbytes = min(taken_nbytes, max(0, sum(map(len, parts)) - spare_nbytes))
+            self._budget.give(taken_nbytes - kept_nbytes, INDEX)
+            taken_nbytes = kept_nbytes
             yield parts
         finally:
-            self._budget.give(nbytes, INDEX)
+            self._budget.give(taken_nbytes, INDEX)
