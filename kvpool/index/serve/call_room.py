@@ -1,7 +1,8 @@
 """``CallRoom``: the large messages of one call, counted in the index's ``BufferBudget``. One event loop.
 
-Not counted are small messages, whose number ``limiter`` bounds, and a request that is still being received: gRPC tells
-its size only when it is whole. Those are bounded by the number of calls and streams, and by the size of a request.
+Not counted are small messages, whose number ``limiter`` bounds, and what is still being received: gRPC tells the size
+of a message only when it is whole. That is bounded by the size of a request, by the number of streams, and for calls
+with one request by ``late``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import asynccontextmanager
 
 from kvpool.errors import KVPoolError
 from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.client.messages import MAX_REQUEST_NBYTES
 from kvpool.index.serve.auth import Permissions
 
 SMALL_NBYTES = 128 << 10  # a request of that size is answered at once, in the event loop
@@ -33,10 +35,18 @@ class CallRoom:
 
     def __init__(self, budget: BufferBudget, owner: str) -> None:
         self._budget, self._owner = budget, owner
-        self._replies_nbytes = 0
+        self._held_nbytes = 0
         task = asyncio.current_task()
         assert task is not None
-        task.add_done_callback(lambda _: self._give(self._replies_nbytes))
+        task.add_done_callback(lambda _: self._give(self._held_nbytes))
+
+    def late(self) -> bool:
+        """Whether there is room for the largest request while one does not arrive; once a call."""
+        return self._take(self._budget.limit_of_request_nbytes(MAX_REQUEST_NBYTES))
+
+    def arrived(self) -> None:
+        """What ``late`` has taken is free again."""
+        self._give(self._held_nbytes)
 
     @asynccontextmanager
     async def request(self, nbytes: int) -> AsyncIterator[None]:
@@ -50,17 +60,21 @@ class CallRoom:
 
     def take_reply(self, nbytes: int) -> None:
         """Before it is sent. Errors: ``KVPoolError``, at once: a reply that waits takes memory, too."""
-        if nbytes > SMALL_NBYTES:
-            if not self._budget.take(nbytes, self._owner):
-                raise KVPoolError(f"there is no room for a reply of {nbytes} bytes now: {_ADVICE}")
-            self._replies_nbytes += nbytes
+        if nbytes > SMALL_NBYTES and not self._take(nbytes):
+            raise KVPoolError(f"there is no room for a reply of {nbytes} bytes now: {_ADVICE}")
 
     def give_reply(self, nbytes: int) -> None:
         """When it was sent, and only then: of a call that goes on."""
         if nbytes > SMALL_NBYTES:
             self._give(nbytes)
 
+    def _take(self, nbytes: int) -> bool:
+        taken = self._budget.take(nbytes, self._owner)
+        if taken:
+            self._held_nbytes += nbytes
+        return taken
+
     def _give(self, nbytes: int) -> None:
-        self._replies_nbytes -= nbytes
+        self._held_nbytes -= nbytes
         if nbytes:
             self._budget.give(nbytes, self._owner)

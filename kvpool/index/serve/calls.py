@@ -26,6 +26,7 @@ from kvpool.index.serve.limiter import Limiter
 from kvpool.index.serve.request_stats import RequestStats
 
 REQUEST_S = 10.0  # for the request of a call to arrive: 33 MiB at 28 Mbit/s
+LATE_S = 0.5  # after which one that is arriving needs room for the largest
 
 logger = logging.getLogger("kvpool.index")
 
@@ -102,7 +103,7 @@ class Calls:
                 caller = self.caller(method.right, context)
                 opened.enter_context(self._open_calls.acquire(context.peer(), caller.tenants))
                 room = self.room(caller, context)
-                reply = await self.answer(method, await self.receive(name, context), caller, room)
+                reply = await self.answer(method, await self.receive(name, context, room), caller, room)
                 room.take_reply(len(reply) if isinstance(reply, bytes) else reply.ByteSize())
                 return reply
             except grpc.aio.AbortError:  # the request came too late
@@ -177,23 +178,37 @@ class Calls:
 
         return serve
 
-    async def receive(self, name: str, context: grpc.aio.ServicerContext) -> bytes:
+    async def receive(
+        self, name: str, context: grpc.aio.ServicerContext, room: CallRoom | None = None
+    ) -> bytes:
         """The one request of a call; the call ends when it has not come after ``REQUEST_S``.
 
-        The read is not cancelled but ended by the status: what gRPC holds of a cancelled one is never freed.
-        Errors: ``ConfigError`` when there is none.
+        ``room``: where it has none for the largest request, the call ends after ``LATE_S``. The read is not cancelled
+        but ended by the status: what gRPC holds of a cancelled one is never freed. Errors: ``ConfigError`` where there
+        is none.
         """
-        late = asyncio.get_running_loop().call_later(REQUEST_S, self._end_late, name, context)
+        loop = asyncio.get_running_loop()
+        error = NotTaken(f"the request did not arrive within {REQUEST_S:g} s")
+        timers = [loop.call_later(REQUEST_S, self._end_late, name, context, error)]
+        if room is not None:
+            timers.append(loop.call_later(LATE_S, self._check_room, name, context, room))
         try:
             packed = await context.read()
         finally:
-            late.cancel()
+            for timer in timers:
+                timer.cancel()
+        if room is not None:
+            room.arrived()
         if packed is grpc.aio.EOF:
             raise ConfigError("the call ended without a request")
         return bytes(packed)
 
-    def _end_late(self, name: str, context: grpc.aio.ServicerContext) -> None:
-        error = NotTaken(f"the request did not arrive within {REQUEST_S:g} s")
+    def _check_room(self, name: str, context: grpc.aio.ServicerContext, room: CallRoom) -> None:
+        if not room.late():
+            error = KVPoolError("too many requests are arriving slowly: send it again later")
+            self._end_late(name, context, error)
+
+    def _end_late(self, name: str, context: grpc.aio.ServicerContext, error: KVPoolError) -> None:
         task = asyncio.ensure_future(self._refuse(name, context, error))
         self._late.add(task)
         task.add_done_callback(self._ended_late)

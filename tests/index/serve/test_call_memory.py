@@ -22,7 +22,7 @@ from kvpool.index.client.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file
 from kvpool.index.follow.snapshot_file import SnapshotFile
-from kvpool.index.serve import call_room, limiter
+from kvpool.index.serve import call_room, calls, limiter
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.snapshot import Snapshot
 from kvpool.index.snapshot_room import PACK_BLOCK_NBYTES
@@ -231,6 +231,47 @@ def test_an_unread_reply_keeps_its_call_open(tmp_path: Path, monkeypatch: pytest
         for call in mute:
             call.cancel()
         assert eventually(lambda: said() == "OK")
+
+
+def test_requests_that_arrive_slowly_take_room(
+    served: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be as large as the largest: gRPC does not tell."""
+    monkeypatch.setattr(calls, "LATE_S", 0.2)
+    monkeypatch.setattr(calls, "REQUEST_S", 3.0)
+    index, tokens = served
+    budget = index.fleet.buffers
+    used, largest = budget.used_nbytes, budget.limit_of_request_nbytes(MAX_REQUEST_NBYTES)
+    assert largest * 2 > budget.limit_of_owner_nbytes - used // 2, "one fits"
+    metadata = bearer(tokens["a"])
+    sending = threading.Event()
+
+    def late() -> Iterator[bytes]:
+        assert sending.wait(WAIT_S)
+        yield lookup_of(3 * MiB // 8)  # twice that, and the largest, are more than there is
+
+    with grpc.insecure_channel(index.target) as channel:
+        method = channel.stream_stream(f"/{SERVICE}/Lookup")
+        slow = [method(late(), metadata=metadata) for _ in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            ended = [threads.submit(call.code) for call in slow]
+            assert eventually(lambda: sum(one.done() for one in ended) == 3)
+            assert budget.used_nbytes == used + largest
+            assert outcome(channel.unary_unary(f"/{SERVICE}/Lookup"), lookup_of(1), metadata=metadata) == "OK"
+            codes = [one.result() for one in ended]
+        refused = [call for call in slow if call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED]
+        assert len(refused) == 3
+        assert {call.details() for call in refused} == {
+            "too many requests are arriving slowly: send it again later"
+        }
+        assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == 1
+        assert eventually(lambda: budget.used_nbytes == used)
+        monkeypatch.setattr(calls, "REQUEST_S", WAIT_S)
+        (found,) = (method(late(), metadata=metadata) for _ in range(1))
+        assert eventually(lambda: budget.used_nbytes == used + largest)
+        sending.set()
+        assert len(list(found)) == 1
+        assert eventually(lambda: budget.used_nbytes == used)
 
 
 # ---- snapshots
