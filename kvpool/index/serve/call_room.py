@@ -1,8 +1,8 @@
 """``CallRoom``: the large messages of one call, counted in the index's ``BufferBudget``. One event loop.
 
-Not counted are small messages, whose number ``limiter`` bounds, and what is still being received: gRPC tells the size
-of a message only when it is whole. That is bounded by the size of a request, by the number of streams, and for calls
-with one request by ``late``.
+Not counted are small messages, whose number ``limiter`` bounds, a reply that is being made, and a request that is being
+received: gRPC tells its size only when it is whole. What is received is bounded by the size of a request, by the number
+of streams, and for calls with one request by ``late``.
 """
 
 from __future__ import annotations

@@ -46,9 +46,10 @@ class LookupCalls:
         try:
             while (packed := await context.read()) is not grpc.aio.EOF:
                 reply = await self._reply(packed, context, room)
-                del packed
+                nbytes = len(reply)
                 await context.write(reply)
-                room.give_reply(len(reply))
+                room.give_reply(nbytes)
+                del packed, reply  # the next request may be long in coming
         finally:
             self._stats.record_stream(-1)
 
