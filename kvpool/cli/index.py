@@ -268,7 +268,7 @@ async def _serve(
                 max_endpoints=settings.max_endpoints,
             )
             parts.callback(placer.close)
-            placements = Placements(placer, server.health, stats, shows=settings.place_headers)
+            placements = Placements(placer, server.health, stats, fleet.buffers, shows=settings.place_headers)
         if settings.ext_proc is not None:
             picker = ExtProcServer(placements, server.calls, server.health, tls=tls)
             parts.push_async_callback(picker.stop)
@@ -288,7 +288,8 @@ async def _serve(
             pool.start()
         complete = True
         if file is not None:
-            parts.callback(SnapshotFile(file, take, every_s=settings.snapshot_every_s).close)
+            written = SnapshotFile(file, take, every_s=settings.snapshot_every_s, room=fleet.snapshot_room)
+            parts.callback(written.close)
         named = f"{len(workers)} workers" if len(workers) != 1 else "1 worker"
         host = front.rpartition(":")[0]
         what = "index" if proxy is None else "router"
@@ -314,15 +315,16 @@ def _warm_up(
     roster: Roster, file: Path | None, bootstrap: str | None, flags: Collection[str], life: str | None
 ) -> None:
     """Begin with what a peer that is warm knows, else with what the file says, else with nothing. Blocking."""
+    max_nbytes = roster.fleet.snapshot_room.max_read_nbytes
 
     def of_peer() -> Snapshot | None:
         if bootstrap is None:
             return None
         with IndexConnection(bootstrap).open() as peer:
-            return unpack(peer.snapshot(timeout_s=BOOTSTRAP_TIMEOUT_S))
+            return unpack(peer.snapshot(timeout_s=BOOTSTRAP_TIMEOUT_S, max_nbytes=max_nbytes))
 
     def of_file() -> Snapshot | None:
-        return None if file is None else snapshot_file.read(file)
+        return None if file is None else snapshot_file.read(file, max_nbytes=max_nbytes)
 
     for where, get in ((bootstrap, of_peer), (file, of_file)):
         try:

@@ -71,7 +71,7 @@ class Lookup:
 
 
 class TierRow(NamedTuple):
-    """What one rank holds of a prompt, tier by tier; the pool's and ``local_blocks`` as in ``Lookup``.
+    """What one rank holds of a prompt, tier by tier; local, the pool's and loadable blocks as in ``Lookup``.
 
     ``memory_blocks``: leading blocks on the device or in main memory, each in either.
     """
@@ -86,6 +86,7 @@ class TierRow(NamedTuple):
     local_blocks: int
     pool_blocks: int
     memory_blocks: int
+    loadable_blocks: int
 
 
 @dataclass(frozen=True)

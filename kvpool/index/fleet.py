@@ -33,6 +33,7 @@ from kvpool.index.membership import (
 from kvpool.index.partition import Answer, Partition, Pool, merged
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.snapshot import PartitionState, Snapshot
+from kvpool.index.snapshot_room import SnapshotRoom
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
 from kvpool.key.hashing import seed_id
 from kvpool.key.names import check_tenant
@@ -69,6 +70,8 @@ class Fleet:
     ) -> None:
         PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # checks them
         memory, self.buffers = budgets_of(max_memory_nbytes)
+        of_tables = None if max_memory_nbytes is None else max_memory_nbytes - self.buffers.limit_nbytes
+        self.snapshot_room = SnapshotRoom(of_tables, self.buffers, self._tables)
         self._options: dict[str, Any] = {
             "max_blocks": max_blocks,
             "reuse_reports": reuse_reports,
@@ -213,6 +216,10 @@ class Fleet:
             evicted_blocks=departed["evicted"] + sum(counter["evicted"] for counter in counters),
             **{f"{tier}_blocks": sum(counter[f"{tier}_blocks"] for counter in counters) for tier in TIERS},
         )
+
+    def _tables(self) -> tuple[int, int]:
+        totals = self.totals()
+        return totals.blocks, totals.memory_nbytes
 
     def pools(self) -> list[Pool]:
         """The namespaces of which something is known, for ``PoolReconciler``."""

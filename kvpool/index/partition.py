@@ -166,7 +166,8 @@ class Partition:
 
     def tiers(self, hashes: Buffer, candidates: frozenset[str] | None) -> list[TierRow]:
         """``answer``, tier by tier, as of some batch of each rank that is not named."""
-        members = self._among(candidates)
+        members, answer = self.answer(hashes, candidates)
+        loadable = answer.columns()[-1]
         holders = None if candidates is None else members.holders
         # A rank that was stale just before or after gets no credit: what was read may be of that time.
         stale_before = list(map(_STALE, members.ranks))
@@ -189,8 +190,9 @@ class Partition:
             rows.append(
                 TierRow(
                     rank.worker.name, rank.publisher.dp_rank, rank.worker.block_tokens,
-                    memoryview(hashes).nbytes // 8, device, host, disk, local, pool[place],
-                    memory,
+                    memoryview(hashes).nbytes // 8, device, host, disk, local, pool[place], memory,
+                    # the table was read twice
+                    pool[place] if untrusted else max(local, pool[place], loadable[place]),
                 )
             )  # fmt: skip
         return rows

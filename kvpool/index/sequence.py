@@ -274,7 +274,7 @@ class Sequence:
         if (
             count
             and count % CHUNK == 0
-            and (count >= REMEMBERED or not self._budget.take(CHUNK * 8, self._owner))
+            and (count >= REMEMBERED or not self._budget.take(CHUNK * 8, self._owner, optional=True))
         ):
             del self._digests[:CHUNK]
             self._first += CHUNK

@@ -141,7 +141,7 @@ class Served:
         shows = options.pop("shows")
         placer = Placer(self.fleet, router, tokenizers, renderer, endpoints, **options)
         parts.callback(placer.close)
-        placements = Placements(placer, server.health, self._stats, shows=shows)
+        placements = Placements(placer, server.health, self._stats, self.fleet.buffers, shows=shows)
         self.held_nbytes = lambda: placements.held_nbytes
         if self._proxy_options is not None:
             proxy = Proxy(

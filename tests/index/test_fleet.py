@@ -225,6 +225,8 @@ def test_tiers_of_a_rank_that_was_stale_meanwhile_are_not_credited(monkeypatch: 
     match = rank.index.match
 
     class Meanwhile:
+        answer, answer_again = rank.index.answer, rank.index.answer_again
+
         def match(self, *arguments: Any, **options: Any) -> Any:
             found = match(*arguments, **options)
             fleet.mark("default/a", 0, stale=after, problem="batches are missing")
@@ -236,7 +238,8 @@ def test_tiers_of_a_rank_that_was_stale_meanwhile_are_not_credited(monkeypatch: 
         with monkeypatch.context() as patched:
             patched.setattr(partition, "index", Meanwhile())
             (row,) = fleet.lookup_tiers("m", hashes64=packed64([1]))
-        assert row.device_blocks == row.local_blocks == (0 if before or after else 1)
+        credited = 0 if before or after else 1
+        assert row.device_blocks == row.local_blocks == row.loadable_blocks == credited
 
 
 def test_a_rank_says_what_it_holds() -> None:

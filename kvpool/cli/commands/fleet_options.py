@@ -64,8 +64,8 @@ MaxMemory = Annotated[
     typer.Option(
         metavar="SIZE",
         help="Most memory, such as 2GiB: three quarters for what is known of all models, where blocks that are seldom "
-        "asked for make room, one quarter for events on their way. Without it: no limit for the one, 1 GiB for the "
-        "other.",
+        "asked for make room, one quarter for what is on its way and for snapshots. Without it: no limit for what is "
+        "known and for snapshots, 1 GiB for the rest.",
     ),
 ]
 Metrics = Annotated[
@@ -146,8 +146,8 @@ RouteCost = Annotated[
         "--route-cost",
         metavar="NAME=NUMBER",
         help="A coefficient by which workers are ranked, in prompt tokens to compute; once for each: local (0.05 if "
-        "not given), pool (as measured), waiting (1024), running (64), usage (1024); and speed, tokens of prompts that a "
-        "worker computes in a second (8000). docs/index.md has the formula.",
+        "not given), pool (as measured), waiting (1024), running (64), usage (1024); and speed, tokens of prompts that "
+        "a worker computes in a second (8000). docs/index.md has the formula.",
     ),
 ]
 Tokens = Annotated[

@@ -194,11 +194,13 @@ class AsyncIndexClient:
         """Forget a worker and all it holds, until it announces itself again; False if it is not known."""
         return await self._answer(codec.remove_call(name, tenant), timeout_s)
 
-    async def snapshot(self, *, timeout_s: float | None = None) -> bytearray:
+    async def snapshot(self, *, timeout_s: float | None = None, max_nbytes: int | None = None) -> bytearray:
         """All that the index knows, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.
 
-        For an index that is about to start. Errors: also ``IndexUnavailable`` when that one is not warm itself.
+        For an index that is about to start. Errors: also ``IndexUnavailable`` when that one is not warm itself, or
+        knows more than ``max_nbytes``.
         """
+        most_nbytes = MAX_SNAPSHOT_NBYTES if max_nbytes is None else max_nbytes
         limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
         if self._closed:
             raise channel.closed(self._target)
@@ -207,10 +209,11 @@ class AsyncIndexClient:
             call = channel.open_snapshot(self._channel, self._access, limit_s)
             async for chunk in call:
                 found += chunk.data
-                if len(found) > MAX_SNAPSHOT_NBYTES:
+                if len(found) > most_nbytes:
                     call.cancel()
                     raise IndexUnavailable(
-                        f"the snapshot of {self._target} has more than {MAX_SNAPSHOT_NBYTES} bytes"
+                        f"the snapshot of {self._target} has more than {most_nbytes} bytes: an index reads it with a "
+                        "larger --max-memory"
                     )
         except grpc.RpcError as error:
             raise channel.error_of(self._target, limit_s, error) from error

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpool.errors import ConfigError, SnapshotRefused
-from kvpool.index.snapshot import MAX_NBYTES, Snapshot, pack, unpack
+from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
+from kvpool.index.snapshot import MAX_NBYTES, Snapshot, unpack
+from kvpool.index.snapshot_room import SnapshotRoom
 
 DEFAULT_EVERY_S = 60.0
 MIN_EVERY_S = 0.1
@@ -34,17 +35,26 @@ logger = logging.getLogger("kvpool.index")
 class SnapshotFile:
     """Writes ``take()`` to ``path`` every ``every_s`` seconds, and once more when it is closed.
 
-    ``take`` is called in the file's thread. A file that cannot be written costs one warning an outage, and the one
-    before stays. Errors: ``ConfigError`` when nothing can be written there at all.
+    ``take`` is called in the file's thread. ``room``: for a snapshot; None: as much as it takes. A file that cannot be
+    written costs one warning an outage, and the one before stays. Errors: ``ConfigError`` when nothing can be written
+    there at all.
     """
 
-    def __init__(self, path: Path, take: Callable[[], Snapshot], *, every_s: float = DEFAULT_EVERY_S) -> None:
+    def __init__(
+        self,
+        path: Path,
+        take: Callable[[], Snapshot],
+        *,
+        every_s: float = DEFAULT_EVERY_S,
+        room: SnapshotRoom | None = None,
+    ) -> None:
         check_place(path)
         if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
             raise ConfigError(
                 f"a snapshot is written every {MIN_EVERY_S:g} to {MAX_EVERY_S:g} seconds, not {every_s:g}"
             )
         self._path, self._take, self._every_s = path, take, every_s
+        self._room = room or SnapshotRoom()
         self._closing = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="kvpool-snapshot", daemon=True)
@@ -62,10 +72,12 @@ class SnapshotFile:
 
     def _write(self) -> None:
         try:
-            write(self._path, pack(self._take()))
-        except OSError as error:
+            with self._room.packed(self._take) as parts:
+                write(self._path, parts)
+        except (OSError, KVPoolError) as error:
             if not self._failed:
-                logger.warning("no snapshot can be written to %s: %s", self._path, error.strerror or error)
+                why = error.strerror if isinstance(error, OSError) else None
+                logger.warning("no snapshot can be written to %s: %s", self._path, why or error)
             self._failed = True
         except Exception:
             if not self._failed:
@@ -134,16 +146,18 @@ def write(path: Path, parts: Sequence[bytes]) -> None:
         os.close(folder)
 
 
-def read(path: Path, *, max_age_s: float = MAX_AGE_S) -> Snapshot | None:
+def read(path: Path, *, max_age_s: float = MAX_AGE_S, max_nbytes: int = MAX_NBYTES) -> Snapshot | None:
     """The snapshot in the file; None when there is no such file. Blocking.
 
-    Errors: ``SnapshotRefused``, one line, for a file that cannot be read, that is damaged, of another version, or too
-    old. It may stay where it is: the next snapshot takes its place.
+    Errors: ``SnapshotRefused``, one line, for a file that cannot be read, is larger than ``max_nbytes``, damaged, of
+    another version, or too old. It may stay where it is: the next snapshot takes its place.
     """
     try:
         with open(path, "rb", opener=_open) as file:
-            if os.fstat(file.fileno()).st_size > MAX_NBYTES:
-                raise SnapshotRefused(f"{path}: more than {MAX_NBYTES} bytes are no snapshot")
+            if os.fstat(file.fileno()).st_size > max_nbytes:
+                raise SnapshotRefused(
+                    f"{path} has more than {max_nbytes} bytes: raise --max-memory to read it"
+                )
             packed = file.read()
     except FileNotFoundError:
         return None

@@ -154,7 +154,7 @@ class Placer:
             except NoTokens as error:
                 detail = f"{detail}; {error}" if detail else str(error)
         if route is None:
-            route = self._by_load(found.request, tenant, names, RESERVE_S)
+            route = self._by_load(found.request, tenant, names)
         return await self._placement(route, tenant, reason, detail, ends_s)
 
     def models(self, tenant: str) -> list[str]:
@@ -243,14 +243,14 @@ class Placer:
             return None
 
     def _by_load(
-        self, request: InferenceRequest, tenant: str, names: list[str] | None, reserve_s: float | None
+        self, request: InferenceRequest, tenant: str, names: list[str] | None, *, takes_turn: bool = True
     ) -> Route:
-        """Of the workers of its model; of all where nobody has that model."""
+        """Of the workers of its model; of all where none has that model."""
         models = self._fleet.models(tenant)
         if request.model in models:
             models = [request.model]
-        if len(models) > 1:
-            reserve_s = None  # only the best of all would have to have one
+        # Of several models only the best of all would have to have a reservation.
+        reserve_s = RESERVE_S if len(models) == 1 else None
         routes = [
             self._router.rank(
                 Prompt(model, hashes64=NOBODY, tenant=tenant, workers=names),
@@ -258,6 +258,7 @@ class Placer:
                 reserve_s=reserve_s,
                 prompt_tokens=request.tokens_estimate,
                 until_computed=True,
+                takes_turn=takes_turn,
             ).route()
             for model in models
         ]
@@ -269,7 +270,7 @@ class Placer:
         self, request: InferenceRequest, tenant: str, names: list[str] | None, without: Collection[str]
     ) -> str:
         """Of the worker with the least to do, none of ``without``. Errors: ``NoTokens``."""
-        for pick in self._by_load(request, tenant, names, None).picks:
+        for pick in self._by_load(request, tenant, names, takes_turn=False).picks:
             if pick.unreachable:
                 continue
             try:

@@ -136,9 +136,11 @@ class Router:
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
         until_computed: bool = False,
+        takes_turn: bool = True,
     ) -> Ranking:
         """``route``, not yet unpacked. ``until_computed``: where the load of the first pick is known, the reservation
-        ends when the prompt should be computed, if that is before ``reserve_s``."""
+        ends when the prompt should be computed, if that is before ``reserve_s``. ``takes_turn``: the first is picked;
+        else it is only asked which it would be, and nothing is reserved."""
         if limit is not None and limit < 1:
             raise ConfigError(f"limit is the number of picks, 1 or more, not {limit}")
         if reserve_s is not None and not 0 < reserve_s <= MAX_RESERVE_S:
@@ -162,7 +164,7 @@ class Router:
                 KEEP_FAILED_S,
                 limit,
             )
-            if not len(ranking):
+            if not len(ranking) or not takes_turn:
                 return Ranking(ranking, "")
             return Ranking(ranking, self._take(answers, ranking, reserve_s, until_computed))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import grpc
@@ -15,13 +16,17 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
+from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.follow.push import NotRegistered
 from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import Permissions, Right, TokenAuth, WrongToken
+from kvpool.index.serve.call_room import SMALL_NBYTES, CallRoom, owner_of
+from kvpool.index.serve.fields import check_fields
 from kvpool.index.serve.limiter import Limiter
 from kvpool.index.serve.request_stats import RequestStats
 
 REQUEST_S = 10.0  # for the request of a call to arrive: 33 MiB at 28 Mbit/s
+LATE_S = 0.5  # after which one that is arriving needs room for the largest
 
 logger = logging.getLogger("kvpool.index")
 
@@ -50,7 +55,7 @@ class Method(NamedTuple):
     """One call of the protocol: which right it takes, and about whose workers a request is.
 
     ``tenant``: None: of no tenant in particular, so ``answer`` itself leaves out workers that the caller may not see.
-    ``read``: makes of the bytes what the others are given; None: ``request.FromString``.
+    ``read``: makes of the bytes what the others are given; None: ``request.FromString``, for a message of few fields.
     """
 
     request: Any
@@ -66,13 +71,16 @@ Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 class Calls:
     """Makes handlers that ask ``auth`` first who the caller is, and count refusals in ``stats``.
 
+    ``budget``: what large messages are counted in.
+
     All handlers are of the kinds whose request is a stream to gRPC, also those of calls with one request: for the
     others gRPC receives the request, up to 33 MiB, before a handler can look at the token.
     """
 
-    def __init__(self, auth: TokenAuth, stats: RequestStats) -> None:
+    def __init__(self, auth: TokenAuth, stats: RequestStats, budget: BufferBudget) -> None:
         self._auth = auth
         self._stats = stats
+        self._budget = budget
         self._open_calls = limiter.of_calls()
         self._open_streams = limiter.of_streams()
         self._open_watches = limiter.of_watches()
@@ -81,13 +89,23 @@ class Calls:
         self._stopping = False
 
     def unary(self, name: str, method: Method) -> Handler:
-        """The handler of a call with one request: the token is looked at before it is received, its tenant after."""
+        """The handler of a call with one request: the token is looked at before it is received, its tenant after.
+
+        A call is open until its reply was read, and the task ends then.
+        """
 
         async def serve(_: Any, context: grpc.aio.ServicerContext) -> Any:
+            opened = ExitStack()
+            task = asyncio.current_task()
+            assert task is not None
+            task.add_done_callback(lambda _: opened.close())
             try:
                 caller = self.caller(method.right, context)
-                with self._open_calls.acquire(context.peer(), caller.tenants):
-                    return await self.answer(method, await self.receive(name, context), caller)
+                opened.enter_context(self._open_calls.acquire(context.peer(), caller.tenants))
+                room = self.room(caller, context)
+                reply = await self.answer(method, await self.receive(name, context, room), caller, room)
+                room.take_reply(len(reply) if isinstance(reply, bytes) else reply.ByteSize())
+                return reply
             except grpc.aio.AbortError:  # the request came too late
                 raise
             except Exception as error:
@@ -98,11 +116,15 @@ class Calls:
     def answering(
         self, name: str, method: Method
     ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[Any]]:
-        """Answers one message of a stream, which ends with the first that is refused."""
+        """Answers the messages of one stream, which ends with the first that is refused."""
+        room: CallRoom | None = None
 
         async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
+            nonlocal room
             try:
-                return await self.answer(method, packed, self.caller(method.right, context))
+                caller = self.caller(method.right, context)
+                room = room or self.room(caller, context)
+                return await self.answer(method, packed, caller, room)
             except Exception as error:
                 del packed
                 return await self._refuse(name, context, error)
@@ -115,8 +137,18 @@ class Calls:
         caller.check(right, None)
         return caller
 
-    async def answer(self, method: Method, packed: bytes, caller: Permissions) -> Any:
+    def room(self, caller: Permissions, context: grpc.aio.ServicerContext) -> CallRoom:
+        """For the messages of a call, to be asked for in its task."""
+        return CallRoom(self._budget, owner_of(caller, context.peer().rpartition(":")[0]))
+
+    async def answer(self, method: Method, packed: bytes, caller: Permissions, room: CallRoom) -> Any:
         """What is answered to one message of a caller that has the right. Errors: for ``explain``."""
+        if len(packed) <= SMALL_NBYTES:
+            return await self._answered(method, packed, caller)
+        async with room.request(len(packed)):
+            return await self._answered(method, packed, caller)
+
+    async def _answered(self, method: Method, packed: bytes, caller: Permissions) -> Any:
         request = self.read(method, packed)
         caller.check(method.right, method.tenant(request))
         return await method.answer(request, caller)
@@ -124,7 +156,10 @@ class Calls:
     def read(self, method: Method, packed: bytes) -> Any:
         """What ``method`` is given. Errors: ``ConfigError`` for what is no such message."""
         try:
-            return (method.read or method.request.FromString)(packed)
+            if method.read is not None:
+                return method.read(packed)
+            check_fields(packed, method.request.DESCRIPTOR)
+            return method.request.FromString(packed)
         except DecodeError:
             raise ConfigError(f"the request is not a {method.request.DESCRIPTOR.full_name}") from None
 
@@ -143,23 +178,37 @@ class Calls:
 
         return serve
 
-    async def receive(self, name: str, context: grpc.aio.ServicerContext) -> bytes:
+    async def receive(
+        self, name: str, context: grpc.aio.ServicerContext, room: CallRoom | None = None
+    ) -> bytes:
         """The one request of a call; the call ends when it has not come after ``REQUEST_S``.
 
-        The read is not cancelled but ended by the status: what gRPC holds of a cancelled one is never freed.
-        Errors: ``ConfigError`` when there is none.
+        ``room``: where it has none for the largest request, the call ends after ``LATE_S``. The read is not cancelled
+        but ended by the status: what gRPC holds of a cancelled one is never freed. Errors: ``ConfigError`` where there
+        is none.
         """
-        late = asyncio.get_running_loop().call_later(REQUEST_S, self._end_late, name, context)
+        loop = asyncio.get_running_loop()
+        error = NotTaken(f"the request did not arrive within {REQUEST_S:g} s")
+        timers = [loop.call_later(REQUEST_S, self._end_late, name, context, error)]
+        if room is not None:
+            timers.append(loop.call_later(LATE_S, self._check_room, name, context, room))
         try:
             packed = await context.read()
         finally:
-            late.cancel()
+            for timer in timers:
+                timer.cancel()
+        if room is not None:
+            room.arrived()
         if packed is grpc.aio.EOF:
             raise ConfigError("the call ended without a request")
         return bytes(packed)
 
-    def _end_late(self, name: str, context: grpc.aio.ServicerContext) -> None:
-        error = NotTaken(f"the request did not arrive within {REQUEST_S:g} s")
+    def _check_room(self, name: str, context: grpc.aio.ServicerContext, room: CallRoom) -> None:
+        if not room.late():
+            error = KVPoolError("too many requests are arriving slowly: send it again later")
+            self._end_late(name, context, error)
+
+    def _end_late(self, name: str, context: grpc.aio.ServicerContext, error: KVPoolError) -> None:
         task = asyncio.ensure_future(self._refuse(name, context, error))
         self._late.add(task)
         task.add_done_callback(self._ended_late)

@@ -33,10 +33,13 @@ def open_server(
     tls: ServerTls | None,
     *,
     calls_of_connection: int = MAX_CALLS_OF_CONNECTION,
+    request_nbytes: int = MAX_REQUEST_NBYTES,
     age_s: float = 0.0,
     grace_s: float = 0.0,
 ) -> tuple[grpc.aio.Server, int]:
     """A server on ``HOST:PORT`` that is not started yet, and its port.
+
+    ``request_nbytes``: of the largest message; gRPC refuses larger ones by their first bytes.
 
     ``age_s``: after so long a caller is told to connect anew; ``grace_s``: after so long more its streams are ended;
     0, of either: never. Errors: ``ConfigError``.
@@ -45,7 +48,7 @@ def open_server(
     open_listening(listen, "listen on").close()
     # so_reuseport off: two indexes on one port would each get half of the calls
     options = [
-        ("grpc.max_receive_message_length", MAX_REQUEST_NBYTES),
+        ("grpc.max_receive_message_length", request_nbytes),
         ("grpc.max_send_message_length", MAX_REPLY_NBYTES),
         ("grpc.so_reuseport", 0),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),

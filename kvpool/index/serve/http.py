@@ -31,13 +31,13 @@ from kvpool.index.client.tls import ServerTls
 from kvpool.index.follow.roster import Roster
 from kvpool.index.serve import rfc1403
 from kvpool.index.serve.auth import EVERYTHING, Permissions, TokenAuth, WrongToken
+from kvpool.index.serve.call_room import owner_of
 from kvpool.index.serve.encoding import Encoding
 from kvpool.index.serve.listening import open_listening
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.key.names import check_tenant
 
 MAX_BODY_NBYTES = 8 << 20  # a million tokens; 400,000 hashes
-MAX_WAITING_NBYTES = 256 << 20  # of bodies that are being read or answered
 MAX_HEAD_NBYTES = 16 << 10
 MAX_CONNECTIONS = 1024
 MAX_CONNECTIONS_OF_HOST = 256
@@ -105,13 +105,13 @@ class HttpServer:
         tls: ServerTls | None = None,
     ) -> None:
         self._roster = roster
+        self._budget = roster.fleet.buffers
         self._stats = stats
         self._is_serving = is_serving
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-http")
         self._changing = asyncio.Lock()  # a registration adds to what it has read
-        self._waiting_nbytes = 0
         self._socket: socket.socket | None = None
         self._server: uvicorn.Server | None = None
 
@@ -176,12 +176,14 @@ class HttpServer:
     async def _answer(self, request: Request, call: _Call) -> Response:
         """Every request passes here: callers without the right are refused before the body is read."""
         body = bytearray()
+        owner = request.client.host if request.client is not None else ""
         encoding = Encoding.of(request.headers.get("content-type"))
         try:
             caller = EVERYTHING  # health is open to all
             if request.url.path != HEALTH:
                 caller = self._auth.authenticate(request.headers.get("authorization"))
-            await self._read(request, body)
+                owner = owner_of(caller, owner)
+            await self._read(request, body, owner)
             reply = await call(_Body(bytes(body), encoding), caller)
             return Response(reply.body, reply.status, media_type=encoding.value)
         except ClientDisconnect:
@@ -195,7 +197,8 @@ class HttpServer:
             logger.exception("a request of %s failed", request.url.path)
             return self._refuse(encoding, 500, "INTERNAL", "the index failed to answer; its log says why")
         finally:
-            self._waiting_nbytes -= len(body)
+            if body:
+                self._budget.give(len(body), owner)
 
     def _refuse(
         self, encoding: Encoding, status: int, name: str, line: str, headers: dict[str, str] | None = None
@@ -218,15 +221,18 @@ class HttpServer:
         encoding = Encoding.of(request.headers.get("content-type"))
         return self._refuse(encoding, error.status_code, "UNIMPLEMENTED", line, headers)
 
-    async def _read(self, request: Request, body: bytearray) -> None:
+    async def _read(self, request: Request, body: bytearray, owner: str) -> None:
         try:
-            await asyncio.wait_for(self._read_all(request, body), BODY_S)
+            await asyncio.wait_for(self._read_all(request, body, owner), BODY_S)
         except (TimeoutError, asyncio.TimeoutError) as error:
             line = f"the request did not arrive within {BODY_S:g} s"
             raise _Refused(408, "DEADLINE_EXCEEDED", line) from error
 
-    async def _read_all(self, request: Request, body: bytearray) -> None:
-        """Also of what is refused the rest is read: who still sends would not see the answer."""
+    async def _read_all(self, request: Request, body: bytearray, owner: str) -> None:
+        """Also of what is refused the rest is read: who still sends would not see the answer.
+
+        ``body`` is in ``owner``'s part of the memory.
+        """
         refusal: _Refused | None = None
         nbytes = 0
         async for chunk in request.stream():
@@ -234,11 +240,10 @@ class HttpServer:
             if nbytes > MAX_BODY_NBYTES:
                 line = f"a request has at most {MAX_BODY_NBYTES} bytes: send hashes, or ask over gRPC"
                 refusal = _Refused(413, "RESOURCE_EXHAUSTED", line)
-            elif self._waiting_nbytes + len(chunk) > MAX_WAITING_NBYTES:
-                line = "the index has too many requests to answer now"
-                refusal = refusal or _Refused(503, "RESOURCE_EXHAUSTED", line)
+            elif refusal is None and not self._budget.take(len(chunk), owner):
+                line = "the index has too many requests to answer now: send it again later, or raise --max-memory"
+                refusal = _Refused(503, "RESOURCE_EXHAUSTED", line)
             if refusal is None:
-                self._waiting_nbytes += len(chunk)
                 body += chunk
         if refusal is not None:
             raise refusal

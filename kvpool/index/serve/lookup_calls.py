@@ -18,6 +18,7 @@ from kvpool.index.client.messages import MAX_REQUESTS
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import lookup_codec
 from kvpool.index.serve.auth import Permissions
+from kvpool.index.serve.call_room import CallRoom
 from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.lookup_codec import Asked
 from kvpool.index.serve.request_stats import RequestStats
@@ -41,17 +42,23 @@ class LookupCalls:
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
         """One stream."""
         self._stats.record_stream(1)
+        room = self._calls.room(self._calls.caller(self.method.right, context), context)
         try:
             while (packed := await context.read()) is not grpc.aio.EOF:
-                await context.write(await self._reply(packed, context))
+                reply = await self._reply(packed, context, room)
+                nbytes = len(reply)
+                await context.write(reply)
+                room.give_reply(nbytes)
+                del packed, reply  # the next request may be long in coming
         finally:
             self._stats.record_stream(-1)
 
-    async def _reply(self, packed: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Errors: what ends the stream."""
+    async def _reply(self, packed: bytes, context: grpc.aio.ServicerContext, room: CallRoom) -> bytes:
+        """What is to be sent, for which there is room. Errors: what ends the stream."""
         caller = self._calls.caller(self.method.right, context)
         try:
-            reply: bytes = await self._calls.answer(self.method, packed, caller)
+            reply: bytes = await self._calls.answer(self.method, packed, caller, room)
+            room.take_reply(len(reply))
             return reply
         except Exception as error:
             if not (number := lookup_codec.id_of(packed)):

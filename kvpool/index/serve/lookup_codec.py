@@ -16,6 +16,7 @@ from kvpool._native import read_lookup_request
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.prompt import Prompt, PromptFields
+from kvpool.index.serve.fields import FIXED32, FIXED64, SIZED, VARINT, check_fields, varint_at
 from kvpool.v1 import index_pb2 as pb
 
 if TYPE_CHECKING:
@@ -23,11 +24,10 @@ if TYPE_CHECKING:
 
 MAX_FIELDS = 20_000  # of a request that the native core does not read: 16,384 candidates, and more
 
-_VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5  # wire types
-_FIXED_NBYTES = {_FIXED64: 8, _FIXED32: 4}
+_FIXED_NBYTES = {FIXED64: 8, FIXED32: 4}
 _REQUESTS_FIELD = 7
-_ID_TAG = 15 << 3 | _FIXED64  # of both
-_REQUESTS_TAG, _RESPONSES_TAG = _REQUESTS_FIELD << 3 | _SIZED, 13 << 3 | _SIZED
+_ID_TAG = 15 << 3 | FIXED64  # of both
+_REQUESTS_TAG, _RESPONSES_TAG = _REQUESTS_FIELD << 3 | SIZED, 13 << 3 | SIZED
 _ID = struct.Struct("<BQ")
 
 
@@ -53,6 +53,7 @@ def read_lookup(packed: bytes | memoryview) -> Asked:
         return Asked(0, prompt)
     fields = _walk(view)
     if not fields.requests:
+        check_fields(view, pb.LookupRequest.DESCRIPTOR)
         return Asked(fields.id, pb.LookupRequest.FromString(view))
     if fields.has_prompt:
         raise ConfigError("a request holds a prompt, or requests, and not both")
@@ -98,12 +99,12 @@ def _walk(view: memoryview) -> _Fields:
     for _ in range(MAX_FIELDS):
         if at == len(view):
             return _Fields(number, requests, has_prompt)
-        tag, at = _varint_at(view, at)
+        tag, at = varint_at(view, at)
         wire_type = tag & 7
-        if wire_type == _SIZED:
-            nbytes, at = _varint_at(view, at)
-        elif wire_type == _VARINT:
-            nbytes, at = 0, _varint_at(view, at)[1]
+        if wire_type == SIZED:
+            nbytes, at = varint_at(view, at)
+        elif wire_type == VARINT:
+            nbytes, at = 0, varint_at(view, at)[1]
         elif wire_type in _FIXED_NBYTES:
             nbytes = _FIXED_NBYTES[wire_type]
         else:
@@ -115,22 +116,9 @@ def _walk(view: memoryview) -> _Fields:
             number = int.from_bytes(view[begin:at], "little")
         elif tag == _REQUESTS_TAG:
             requests.append(view[begin:at])
-        elif wire_type == _SIZED and tag >> 3 < _REQUESTS_FIELD:
+        elif wire_type == SIZED and tag >> 3 < _REQUESTS_FIELD:
             has_prompt = True
     raise ConfigError(f"a request has at most {MAX_FIELDS} fields, candidates and requests among them")
-
-
-def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends."""
-    number = 0
-    for shift in range(0, 70, 7):
-        if at == len(view):
-            raise DecodeError("it ends within a number")
-        number |= (view[at] & 0x7F) << shift
-        at += 1
-        if view[at - 1] < 0x80:
-            return number, at
-    raise DecodeError("a number of more than ten bytes")
 
 
 def with_id(reply: bytes, number: int) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvpool.errors import KVPoolError
+from kvpool.index.buffer_budget import INFERENCE, BufferBudget
 from kvpool.index.place.placer import AllBusy, NoWorker, Placement, Placer, Target
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.request_stats import RequestStats
@@ -25,7 +26,6 @@ RANK = "x-data-parallel-rank"  # vllm/entrypoints/serve/engine/serving.py
 OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON)
 
 MAX_BODY_NBYTES = 16 << 20
-MAX_HELD_NBYTES = 256 << 20  # of all bodies
 RETRY_AFTER_S = 1
 
 _KINDS = {
@@ -63,24 +63,35 @@ class Refusal(KVPoolError):
 
 class Placements:
     """``health``: of the index. ``shows``: whether requests and responses say in headers where they were placed, and
-    why. ``held_nbytes``: of bodies, now; take more with ``hold``.
+    why. ``budget``: what bodies are counted in. ``held_nbytes``: of bodies, now; take more with ``hold``.
     """
 
-    def __init__(self, placer: Placer, health: Health, stats: RequestStats, *, shows: bool = True) -> None:
+    def __init__(
+        self,
+        placer: Placer,
+        health: Health,
+        stats: RequestStats,
+        budget: BufferBudget,
+        *,
+        shows: bool = True,
+    ) -> None:
         self._placer, self._health, self._stats, self._shows = placer, health, stats, shows
+        self._budget = budget
         self.held_nbytes = 0
 
     def hold(self, have_nbytes: int, nbytes: int) -> None:
         """Take room for so much more of a body of which there are ``have_nbytes``. Errors: ``Refusal``."""
         if have_nbytes + nbytes > MAX_BODY_NBYTES:
             raise Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes")
-        if self.held_nbytes + nbytes > MAX_HELD_NBYTES:
+        if not self._budget.take(nbytes, INFERENCE):
             raise Refusal(503, "too many requests are being read: send it again later")
         self.held_nbytes += nbytes
 
     def let_go(self, nbytes: int) -> None:
         """Of what was held."""
         self.held_nbytes -= nbytes
+        if nbytes:
+            self._budget.give(nbytes, INFERENCE)
 
     async def place(
         self,

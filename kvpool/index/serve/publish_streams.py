@@ -15,7 +15,6 @@ import grpc
 import grpc.aio
 
 from kvpool.discovery.worker import DEFAULT_TENANT
-from kvpool.errors import KVPoolError
 from kvpool.index.follow.push import PushReceiver
 from kvpool.index.serve import codec
 from kvpool.index.serve.auth import Permissions
@@ -45,17 +44,7 @@ class PublishStreams:
 
         async def take(batch: Any, _: Permissions) -> Any:
             pushed = codec.decode_batch(batch)
-            budget, owner = self._receiver.budget, pushed.worker_id.partition("/")[0]
-            nbytes = 2 * len(pushed.payload)  # the message, too
-            if not await budget.acquire(nbytes, owner):
-                raise KVPoolError(
-                    f"there is no room for a batch of {len(pushed.payload)} bytes now: push again later, or raise "
-                    "--max-memory"
-                )
-            try:
-                return await self._in_thread(lambda: stream.take(pushed))
-            finally:
-                budget.give(nbytes, owner)
+            return await self._in_thread(lambda: stream.take(pushed))
 
         answer = self._calls.answering(
             "Publish", Method(pb.EventBatch, "publish", lambda batch: batch.tenant or DEFAULT_TENANT, take)

@@ -315,7 +315,7 @@ def encode_answer(query: Query, rows: Sequence[TierRow]) -> dict[str, Any]:
 def _by_medium(ranks: Sequence[TierRow]) -> dict[str, Any]:
     """As Mooncake's page of April 2026 has it: each medium by itself."""
     return {
-        "longest_matched": _most(ranks, "local_blocks", "pool_blocks"),
+        "longest_matched": _most(ranks, "loadable_blocks"),
         "GPU": _most(ranks, "device_blocks"),
         "DP": _by_rank(ranks),
         "CPU": _most(ranks, "host_blocks"),
@@ -336,11 +336,11 @@ def _cumulative(ranks: Sequence[TierRow]) -> dict[str, Any]:
 
 
 def _tiers(ranks: Sequence[TierRow]) -> dict[str, int]:
-    """Each tier from the beginning on through those before it; the pool counts as the last one."""
+    """Each tier from the beginning on through those before it; the pool counts as the last one, where it goes on."""
     return {
         "gpu": _most(ranks, "device_blocks"),
         "cpu": _most(ranks, "memory_blocks"),
-        "disk": _most(ranks, "local_blocks", "pool_blocks"),
+        "disk": _most(ranks, "loadable_blocks"),
     }
 
 
@@ -348,5 +348,5 @@ def _by_rank(ranks: Sequence[TierRow]) -> dict[str, int]:
     return {str(row.dp_rank): row.device_blocks * row.block_tokens for row in ranks}
 
 
-def _most(ranks: Sequence[TierRow], *tiers: str) -> int:
-    return max(int(getattr(row, tier)) * row.block_tokens for row in ranks for tier in tiers)
+def _most(ranks: Sequence[TierRow], tier: str) -> int:
+    return max(int(getattr(row, tier)) * row.block_tokens for row in ranks)

@@ -27,6 +27,7 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus
 from kvpool.index.client.messages import (
+    MAX_REQUEST_NBYTES,
     REPLIES,
     SERVICE,
     decode_worker,
@@ -101,7 +102,7 @@ class IndexServer:
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
-        self.calls = Calls(self._auth, self._stats)
+        self.calls = Calls(self._auth, self._stats, roster.fleet.buffers)
         self._lookups = LookupCalls(
             self.calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
         )
@@ -111,7 +112,9 @@ class IndexServer:
         self._ticker: asyncio.Task[None] | None = None
         self.health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
-        self._snapshots = SnapshotStreams(take, self.health, self.calls, self._threads)
+        self._snapshots = SnapshotStreams(
+            take, roster.fleet.snapshot_room, self.health, self.calls, self._threads
+        )
 
     async def start(self, listen: str | None) -> int:
         """Listen on ``HOST:PORT``; port 0: any that is free; None: nowhere, the index has other doors. Returns the
@@ -131,8 +134,14 @@ class IndexServer:
             handlers[reflection.SERVICE_NAME] = reflection_handlers(
                 self.calls, (*handlers, reflection.SERVICE_NAME)
             )
+        most_nbytes = self._roster.fleet.buffers.limit_of_request_nbytes(MAX_REQUEST_NBYTES)
         self._server, bound = open_server(
-            listen, handlers, self._tls, age_s=self._ages_s[0], grace_s=self._ages_s[1]
+            listen,
+            handlers,
+            self._tls,
+            request_nbytes=most_nbytes,
+            age_s=self._ages_s[0],
+            grace_s=self._ages_s[1],
         )
         self._warn(listen)
         return bound

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
-from contextlib import AsyncExitStack
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from kvpool.errors import KVPoolError
-from kvpool.index import snapshot
 from kvpool.index.serve import codec
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
 from kvpool.index.serve.calls import Calls, Method, NotTaken, NotWarm
 from kvpool.index.serve.health import Health
 from kvpool.index.snapshot import Snapshot
+from kvpool.index.snapshot_room import SnapshotRoom
 from kvpool.v1 import index_pb2 as pb
 
 CHUNK_TIMEOUT_S = 30.0  # for a caller to take one chunk
 
 
 class SnapshotStreams:
-    """``take``: a snapshot of what is known, called in ``threads``; None: there is none to be had."""
+    """``take``: a snapshot of what is known, called in ``threads``; None: there is none to be had. ``room``: for it."""
 
     def __init__(
-        self, take: Callable[[], Snapshot] | None, health: Health, calls: Calls, threads: Executor
+        self,
+        take: Callable[[], Snapshot] | None,
+        room: SnapshotRoom,
+        health: Health,
+        calls: Calls,
+        threads: Executor,
     ) -> None:
-        self._take, self._health, self._calls, self._threads = take, health, calls, threads
+        self._take, self._room, self._health, self._calls, self._threads = take, room, health, calls, threads
         self._taking = asyncio.Lock()
 
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
-        """One at a time: it takes as much memory as it has bytes."""
+        """One at a time."""
         async with AsyncExitStack() as held:
 
             async def take(_: Any, __: Permissions) -> list[bytes]:
@@ -42,7 +47,11 @@ class SnapshotStreams:
                 if self._taking.locked():
                     raise KVPoolError("another snapshot is under way: ask later")
                 await held.enter_async_context(self._taking)
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._pack)
+                packed = self._room.packed(self._take)
+                packing = self._threads.submit(packed.__enter__)
+                # A caller may go while it is packed.
+                held.callback(packing.add_done_callback, lambda done: _end(packed, done))
+                return await asyncio.wrap_future(packing)
 
             method = Method(pb.SnapshotRequest, "admin", lambda _: ALL_TENANTS, take)
             request = await self._calls.receive("Snapshot", context)
@@ -54,6 +63,7 @@ class SnapshotStreams:
                     except (TimeoutError, asyncio.TimeoutError):
                         raise NotTaken("the caller did not take its snapshot") from None
 
-    def _pack(self) -> list[bytes]:
-        assert self._take is not None
-        return snapshot.pack(self._take())
+
+def _end(packed: AbstractContextManager[Any], packing: Future[Any]) -> None:
+    if not packing.cancelled() and packing.exception() is None:
+        packed.__exit__(None, None, None)

@@ -16,7 +16,7 @@ from kvpool import Load
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import renderer
 from kvpool.index.place.endpoints import Endpoints
-from kvpool.index.place.placer import Placer
+from kvpool.index.place.placer import Placement, Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizers import Tokenizers
@@ -33,13 +33,20 @@ class Placing:
 
     async def reason(self) -> str:
         """Why one was placed where it was. The worker that was named first has the most to do."""
+        return (await self._place()).reason
+
+    async def worker(self) -> str:
+        """Where one was placed."""
+        return (await self._place()).targets[0].worker
+
+    async def _place(self) -> Placement:
         for waiting, worker in enumerate(reversed(self._workers), 1):
             self.router.loads.report(f"default/{worker}", Load(worker, waiting=waiting))
         self._number += 1
         body = json.dumps({"model": "m", "prompt": f"prompt {self._number}"}).encode()
         placement = await self._placer.place("/v1/completions", body)
         self._placer.release(placement)
-        return placement.reason
+        return placement
 
 
 @asynccontextmanager
@@ -147,6 +154,18 @@ def test_a_worker_that_is_known_to_be_unreachable_is_not_asked() -> None:
                     there.router.loads.fail(f"default/{name}", 0)
                 assert await there.reason() == "no-tokens"
                 assert rendered(workers) == [0, 0]
+
+        asyncio.run(run())
+
+
+def test_who_is_asked_for_tokens_has_had_no_turn() -> None:
+    """Else, of two workers with nothing to do, one would make all tokens, and the other one serve all requests."""
+    with scripted("a", "b") as workers:
+
+        async def run() -> None:
+            async with placing(workers, loads=False) as there:
+                served = [await there.worker() for _ in range(4)]
+                assert served in (["a", "b"] * 2, ["b", "a"] * 2)
 
         asyncio.run(run())
 

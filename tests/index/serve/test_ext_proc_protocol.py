@@ -277,8 +277,8 @@ def test_without_the_body_a_request_is_placed_by_load(mode: int) -> None:
 
 def test_bodies_have_a_limit_each_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placements, "MAX_BODY_NBYTES", 100_000)
-    monkeypatch.setattr(placements, "MAX_HELD_NBYTES", 150_000)
     with picking("a") as index, calling(index) as channel:
+        monkeypatch.setattr(index.fleet.buffers, "limit_nbytes", 300_000)  # half for all bodies
         call = Call(channel)
         call.say(headers(DUPLEX), body(bytes(60_000), end=False), body(bytes(60_000), end=False))
         refused = next(call._replies).immediate_response

@@ -172,6 +172,24 @@ def test_the_pool_stands_for_itself() -> None:
         }  # fmt: skip
 
 
+def test_the_pool_goes_on_where_the_device_ends() -> None:
+    fleet = Fleet()
+    fleet.add(a_worker("a", namespace="a" * 32), "flag")
+    device, pool = stored(HASHES[:2]), stored(HASHES[2:7], medium="STORAGE")
+    say(fleet, "default/a", 0, 0, batch(device, pool))
+    with serving(fleet, http=True) as served, asking(served.http) as client:
+        both = client.call("POST", "/query", {"model": "m", "token_ids": TOKENS})[1]
+        assert both["default"]["a"] == {
+            "longest_matched": 112, "GPU": 32, "DP": {"0": 32}, "CPU": 0, "DISK": 0, "POOL": 0,
+        }  # fmt: skip
+        tiers = {"gpu": 32, "cpu": 32, "disk": 112}
+        assert both["instances"]["a"] == {
+            "longest_matched": 112, "dp": {"0": 32}, **tiers, "rank_matches": {"0": tiers},
+        }  # fmt: skip
+        served.fleet.mark("default/a", 0, stale=True, problem="batches are missing")
+        assert client.query()["a"]["longest_matched"] == 0, "the pool alone begins too late"
+
+
 def test_a_stale_rank_is_not_credited(served: Served) -> None:
     with asking(served.http) as client:
         assert client.query()["a"]["GPU"] == 64
@@ -337,7 +355,8 @@ def test_a_body_that_is_too_large(served: Served, monkeypatch: pytest.MonkeyPatc
 
 def test_bodies_in_memory_are_bounded_and_given_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     request = json.dumps({"model": "m", "token_ids": TOKENS}).encode()
-    monkeypatch.setattr(http_module, "MAX_WAITING_NBYTES", len(request) + 50)
+    buffers = served.fleet.buffers
+    monkeypatch.setattr(buffers, "limit_nbytes", buffers.used_nbytes + len(request) + 50)
     with asking(served.http) as client, slowly(served, b"[" * 100) as held:
         assert eventually(lambda: client.call("POST", "/query", request)[0] == 503)
         held.close()

@@ -443,7 +443,8 @@ def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert client.getresponse().status == 413
         client.close()
-        monkeypatch.setattr(placements, "MAX_HELD_NBYTES", 999)
+        buffers = there.index.fleet.buffers
+        monkeypatch.setattr(buffers, "limit_nbytes", buffers.used_nbytes + 999)
         assert post(there.url, b"x" * 1000).status == 503
         assert eventually(there.ends)
 

@@ -256,24 +256,24 @@ def test_a_worker_that_hashes_otherwise_than_the_index_is_refused() -> None:
 # ---- answers
 
 
-ROWS = [
-    TierRow("a", 0, 16, 10, 4, 6, 0, local_blocks=7, pool_blocks=2, memory_blocks=6),
-    TierRow("a", 1, 16, 10, 5, 0, 3, local_blocks=5, pool_blocks=2, memory_blocks=5),
-    TierRow("b", 0, 32, 5, 0, 0, 0, local_blocks=0, pool_blocks=1, memory_blocks=0),
+ROWS = [  # where rank 0 of a ends, its pool goes on
+    TierRow("a", 0, 16, 10, 4, 6, 0, local_blocks=7, pool_blocks=2, memory_blocks=6, loadable_blocks=9),
+    TierRow("a", 1, 16, 10, 5, 0, 3, local_blocks=5, pool_blocks=2, memory_blocks=5, loadable_blocks=5),
+    TierRow("b", 0, 32, 5, 0, 0, 0, local_blocks=0, pool_blocks=1, memory_blocks=0, loadable_blocks=1),
 ]
 BY_MEDIUM = {
-    "a": {"longest_matched": 112, "GPU": 80, "DP": {"0": 64, "1": 80}, "CPU": 96, "DISK": 48, "POOL": 32},
+    "a": {"longest_matched": 144, "GPU": 80, "DP": {"0": 64, "1": 80}, "CPU": 96, "DISK": 48, "POOL": 32},
     "b": {"longest_matched": 32, "GPU": 0, "DP": {"0": 0}, "CPU": 0, "DISK": 0, "POOL": 32},
 }
 CUMULATIVE = {
-    "a": {"longest_matched": 112, "gpu": 80, "dp": {"0": 64, "1": 80}, "cpu": 96, "disk": 112},
+    "a": {"longest_matched": 144, "gpu": 80, "dp": {"0": 64, "1": 80}, "cpu": 96, "disk": 144},
     "b": {"longest_matched": 32, "gpu": 0, "dp": {"0": 0}, "cpu": 0, "disk": 32},
 }
 CONDUCTOR = {
     "a": {
         **CUMULATIVE["a"],
         "rank_matches": {
-            "0": {"gpu": 64, "cpu": 96, "disk": 112}, "1": {"gpu": 80, "cpu": 80, "disk": 80},
+            "0": {"gpu": 64, "cpu": 96, "disk": 144}, "1": {"gpu": 80, "cpu": 80, "disk": 80},
         },
     },
     "b": {**CUMULATIVE["b"], "rank_matches": {"0": {"gpu": 0, "cpu": 0, "disk": 32}}},
