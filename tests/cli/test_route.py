@@ -30,14 +30,15 @@ CHAT = {
 def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "chat.json").write_text(json.dumps(CHAT))
-    with misbehaving() as publisher, serving_page({0: Engine(3, 1, 0.5)}) as pages:
+    with misbehaving() as publisher, serving_page({0: Engine(3, 1, 0.9)}) as pages:
         events, replay = publisher.publisher.events, publisher.publisher.replay
         workers = [
             f"w-1={events},model=m,block=16,replay={replay},address={pages.address}",
             "w-2=tcp://127.0.0.1:1,model=m,block=16",
         ]
         options = [f"--worker={worker}" for worker in workers]
-        with running(*options, f"--tokenizer=m={folder}", "--route-cost=waiting=500") as index:
+        costs = ["--route-cost=waiting=500", "--route-cost=speed=0"]  # what waits is not less a moment later
+        with running(*options, f"--tokenizer=m={folder}", *costs) as index:
             asked = ["lookup", "--index", index.target, "--model", "m", "--timeout", "30"]
             chat = [*asked, "--chat", str(tmp_path / "chat.json")]
             rows = json.loads(kvpool(*chat, "--json").stdout)["rows"]

@@ -292,7 +292,8 @@ def test_any_ranking_is_by_cost_and_its_terms_add_up(seed: int) -> None:
             )
         if chance.random() < 0.2:
             fleet.mark(f"default/{name}", 0, stale=True, problem="x")
-    router = Router(fleet, costs=COSTS)
+    clock = Clock()
+    router = Router(fleet, costs=COSTS, clock=clock)
     loads = [
         Load(name, 0, chance.randrange(5), chance.randrange(5), chance.choice([None, 70]), chance.random())
         for name in names if chance.random() < 0.7
@@ -304,7 +305,12 @@ def test_any_ranking_is_by_cost_and_its_terms_add_up(seed: int) -> None:
         if chance.random() < 0.2:
             router.loads.fail(f"default/{name}", 0)
     prompt = Prompt("m", hashes64=packed64(range(1, 11)))
-    ranking = router.rank(prompt, loads=loads, reserve_s=chance.choice([None, 5]))
+    if chance.random() < 0.5:
+        router.rank(prompt, loads=loads)
+        clock.now_s += chance.choice([0.25, 0.5, 2])
+    ranking = router.rank(
+        prompt, loads=loads if chance.random() < 0.5 else [], reserve_s=chance.choice([None, 5])
+    )
     route = ranking.route()
     assert {pick.worker for pick in route.picks} == set(names)
     keys = [(pick.unreachable, pick.asleep, pick.cost, pick.queue_cost) for pick in route.picks]
