@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -150,7 +150,7 @@ class Placer:
                     max(0.0, ends_s - time.monotonic()),
                 )
                 reason, detail = "load", ""
-                route = await self._route_in_time(prompt, names)
+                route = await self._route_of(found.request, prompt, tenant, names, ends_s)
             except NoTokens as error:
                 detail = f"{detail}; {error}" if detail else str(error)
         if route is None:
@@ -180,21 +180,29 @@ class Placer:
         request = InferenceRequest(path, len(body))
         if self._under_way >= MAX_UNDER_WAY:
             return _Found(request, "no-tokens", f"{MAX_UNDER_WAY} other bodies are being read")
+        found = await self._in_thread(lambda: self._found(path, body, tenant, names), tenant, ends_s)
+        late = f"its tokens were not made within {self._timeout_s:g} s"
+        return found or _Found(request, "no-tokens", late)
+
+    async def _in_thread(self, find: Callable[[], _Found], tenant: str, ends_s: float) -> _Found | None:
+        """None: it takes too long. What it reserves then, or after a cancellation, is given back."""
         self._under_way += 1
-        work = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._found, path, body, tenant, names
-        )
-        work.add_done_callback(self._has_read)
-        await asyncio.wait({work}, timeout=max(0.0, ends_s - time.monotonic()))
+        work = asyncio.get_running_loop().run_in_executor(self._threads, find)
+        work.add_done_callback(self._has_ended)
+        try:
+            await asyncio.wait({work}, timeout=max(0.0, ends_s - time.monotonic()))
+        except BaseException:
+            work.add_done_callback(partial(self._give_back, tenant))
+            raise
         if work.done():
             return work.result()
-        work.add_done_callback(partial(self._release_late, tenant))
-        return _Found(request, "no-tokens", f"its tokens were not made within {self._timeout_s:g} s")
+        work.add_done_callback(partial(self._give_back, tenant))
+        return None
 
-    def _has_read(self, _: asyncio.Future[_Found]) -> None:
+    def _has_ended(self, _: asyncio.Future[_Found]) -> None:
         self._under_way -= 1
 
-    def _release_late(self, tenant: str, work: asyncio.Future[_Found]) -> None:
+    def _give_back(self, tenant: str, work: asyncio.Future[_Found]) -> None:
         route = None if work.cancelled() or work.exception() else work.result().route
         if route is not None and route.reservation:
             self._router.release(tenant, route.reservation)
@@ -230,10 +238,15 @@ class Placer:
             Prompt(request.model, text=request.text, chat=request.chat, tenant=tenant, cache_salt=salt)
         )
 
-    async def _route_in_time(self, prompt: Prompt, names: list[str] | None) -> Route | None:
+    async def _route_of(
+        self, request: InferenceRequest, prompt: Prompt, tenant: str, names: list[str] | None, ends_s: float
+    ) -> Route | None:
         if prompt.nbytes <= INLINE_TOKENS_NBYTES:
             return self._route(prompt, names)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._route, prompt, names)
+        found = await self._in_thread(
+            lambda: _Found(request, route=self._route(prompt, names)), tenant, ends_s
+        )
+        return found.route if found else None
 
     def _route(self, prompt: Prompt, names: list[str] | None) -> Route | None:
         asked = prompt if names is None else replace(prompt, workers=names)

@@ -109,6 +109,25 @@ def test_tokens_that_come_too_late_cost_no_request_and_reserve_nothing() -> None
     asyncio.run(ask())
 
 
+def test_a_request_that_is_given_up_reserves_nothing() -> None:
+    async def ask() -> None:
+        async with placing() as there:
+            there.tokenizer.goes_on.clear()
+            asked = asyncio.create_task(there.place(LONG))
+            await asyncio.sleep(0.05)
+            assert there.placer._under_way == 1
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            there.tokenizer.goes_on.set()
+            while there.placer._under_way:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            assert there.reservations == 0
+
+    asyncio.run(ask())
+
+
 def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placer_module, "MAX_UNDER_WAY", 4)
 
