@@ -140,7 +140,7 @@ def _not_there(store: Store, tenant: str | None, namespace: str | None, parts: l
     everyones, announced = _survey(store, KEY_PREFIX)
     tenants = {part.tenant for part in everyones} | set(filter(None, map(tenant_of, announced)))
     if not tenants:
-        return "it is empty"
+        return "it is empty: there is nothing to delete"
     if tenant is None or tenant in tenants:
         return "there are announcements, and no namespace"
     return f"{unknown('tenant', tenant, ())}{_several(sorted(tenants))}"

@@ -39,7 +39,7 @@ class WorkerNetworks:
             if not self._passes(endpoint):
                 raise ConfigError(
                     f"worker {worker.name}: {field}: this index does not connect to {endpoint:.80}; "
-                    "its --worker-networks say where workers are"
+                    "its --worker-networks say where workers are; without that, anywhere but on its own host and link"
                 )
 
     def allows(self, address: str) -> bool:

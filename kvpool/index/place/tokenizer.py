@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvpool.errors import ConfigError
@@ -54,7 +55,7 @@ class Tokenizer:
         try:
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # of many kinds: files, the hub, classes that are not known
-            raise ConfigError(f"no tokenizer for {model} in {source}: {_first_line(error)}") from error
+            raise ConfigError(f"no tokenizer for {model} in {source}: {_why(source, error)}") from error
         if not tokenizer.is_fast:
             raise ConfigError(f"the tokenizer in {source} is not a fast one: send token ids for {model}")
         return cls(model, tokenizer)
@@ -218,6 +219,16 @@ def _without_developer(conversation: Sequence[dict[str, Any]]) -> list[dict[str,
     texts = ["\n".join(text_parts(renamed[place]["content"])) for place in places]
     merged = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
     return [merged, *(message for message in renamed if message["role"] != "system")]
+
+
+def _why(source: str, error: Exception) -> str:
+    """What is wrong with it. The words of transformers for a folder are about names on the hub, or end in a list."""
+    folder = Path(source)
+    if folder.is_dir() and not any(folder.glob("*tok*")):
+        return "it holds no tokenizer.json: name the folder of the model"
+    if folder.is_absolute() and not folder.exists():
+        return "there is no such folder"
+    return _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

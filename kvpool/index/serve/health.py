@@ -88,7 +88,8 @@ class Health:
         self.serves = is_warm or time.monotonic() >= self._serves_at_s
         if self.serves and not is_warm:
             logger.warning(
-                "after %g s some workers were not heard from; the index serves without", self._warm_up_s
+                "after %g s some workers, or their pool, were not heard from; the index serves without",
+                self._warm_up_s,
             )
         status = health_pb2.HealthCheckResponse
         for name in ("", SERVICE, *NAMES_OF_PICKER):
