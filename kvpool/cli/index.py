@@ -294,6 +294,10 @@ async def _serve(
         host = front.rpartition(":")[0]
         what = "index" if proxy is None else "router"
         url = redact(settings.pool) if settings.pool else "none"
+        if settings.proxy is not None and settings.listen is None and pool is None and not workers:
+            logger.warning(
+                "neither --pool nor --worker is given: no worker is known, and all is answered with 503"
+            )
         print(f"{what} listens on {host}:{port}, {named}, pool {url}{shown}", flush=True)
         await server.wait(ended)
         if proxy is not None:

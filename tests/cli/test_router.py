@@ -137,6 +137,13 @@ def test_tls(tmp_path: Path) -> None:
             assert json.load(answered)["error"]["message"] == "no worker has joined the index"
 
 
+def test_a_router_that_can_know_no_worker_says_so() -> None:
+    with running(kind=RouterProcess) as router:
+        code, lines = router.stop()
+        assert code == 0
+        assert [line for line in lines if "neither --pool nor --worker is given" in line]
+
+
 def test_refusals(tmp_path: Path) -> None:
     with running(kind=RouterProcess) as router:
         line = refused("router", "--listen", router.target)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import time
 from array import array
 from collections import OrderedDict
@@ -37,6 +38,8 @@ WITHOUT_S = 30.0  # that a model's workers have no /render is remembered
 AWAY_S = 5.0  # that a worker that could not be reached is not asked again
 MAX_AWAY = 1024
 _NO_RENDER = (403, 404, 405, 501)  # 403: vLLM without --enable-scale-out
+
+logger = logging.getLogger("kvpool.index")
 
 Ask = Callable[[Collection[str]], Awaitable[str]]
 
@@ -170,6 +173,12 @@ class Renderer:
             url, data=io.BytesIO(body), headers=sent, allow_redirects=False
         ) as reply:
             if reply.status in _NO_RENDER:
+                if (tenant, request.model) not in self._without:
+                    logger.warning(
+                        "%s of %s answers with HTTP status %d, so texts are placed by load: start the workers with "
+                        "--enable-scale-out, or the index with --tokenizer",
+                        url, request.model, reply.status,
+                    )  # fmt: skip
                 self._without[tenant, request.model] = time.monotonic() + WITHOUT_S
             elif reply.status >= 500:
                 raise _Unanswered(f"{url} answers with HTTP status {reply.status}")

@@ -260,7 +260,9 @@ def test_all_workers_asleep_or_busy(tmp_path: Path) -> None:
         assert post(there.url, {"model": "m", "prompt": TEXT}).status == 503
 
 
-def test_a_worker_that_says_no_tokens_in_time_costs_no_request(tmp_path: Path) -> None:
+def test_a_worker_that_says_no_tokens_in_time_costs_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with cluster(tmp_path, place={"timeout_s": 0.2}) as there:
         there.hold("b")
         for worker in there.workers.values():
@@ -277,6 +279,9 @@ def test_a_worker_that_says_no_tokens_in_time_costs_no_request(tmp_path: Path) -
             reply = post(there.url, {"model": "m", "prompt": f"another {TEXT}"})
             assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "no-tokens")
         assert sum(worker.rendered for worker in there.workers.values()) == 2, "one was enough to know"
+        assert [
+            one.getMessage().partition(": start ")[2] for one in caplog.records if "/render" in one.message
+        ] == ["the workers with --enable-scale-out, or the index with --tokenizer"], "said once"
 
 
 def test_what_is_under_way_counts_until_it_is_answered(tmp_path: Path) -> None:
