@@ -14,9 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kvpool.vllm import internals
 
-MAX_HELD_S = (
-    1.0  # how long the engine waits for held blocks before it preempts after all; a copy takes milliseconds
-)
+MAX_HELD_S = 1.0  # how long the engine waits, or steps, for held blocks; a copy takes milliseconds
 
 
 class HeldBlocks:
@@ -26,6 +24,7 @@ class HeldBlocks:
         self._pool: BlockPool | None = None
         self._references: dict[int, int] = {}  # by block id: ours
         self._waited_since: float | None = None  # the engine waits for one of them
+        self._stepped_since: float | None = None  # the engine steps for them alone
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -38,6 +37,7 @@ class HeldBlocks:
 
     def hold(self, block_ids: Sequence[int]) -> None:
         internals.hold(self.pool, block_ids)
+        self._stepped_since = None
         for block_id in block_ids:
             self._references[block_id] = self._references.get(block_id, 0) + 1
 
@@ -47,7 +47,7 @@ class HeldBlocks:
             if not self._references[block_id]:
                 del self._references[block_id]
         if block_ids:
-            self._waited_since = None
+            self._waited_since = self._stepped_since = None
             internals.release(self.pool, block_ids)
 
     def frees_soon(self) -> bool:
@@ -61,3 +61,15 @@ class HeldBlocks:
         if self._waited_since is None:
             self._waited_since = now
         return now - self._waited_since < MAX_HELD_S
+
+    def wants_steps(self) -> bool:
+        """Whether an engine without requests should step on for them: their copies may be over, and only a step tells.
+
+        While one is held, vLLM does not reset its prefix cache. After ``MAX_HELD_S`` without an end this is false.
+        """
+        if not self._references:
+            return False
+        now = time.monotonic()
+        if self._stepped_since is None:
+            self._stepped_since = now
+        return now - self._stepped_since < MAX_HELD_S

@@ -150,8 +150,10 @@ class StorePlanner:
 
         Not for long when nothing comes of it: a pool that is away must not keep an idle engine busy.
         """
-        done = self._queue.is_empty and not self._late_answers
-        return not done and time.monotonic() - self._active_at < KEEP_STEPPING_S
+        if self._queue.is_empty and not self._late_answers:
+            return False
+        # Behind a pause of the engine it is long since anything was offered, and no step has told of copies meanwhile.
+        return time.monotonic() - self._active_at < KEEP_STEPPING_S or self._held.wants_steps()
 
     def frees_blocks(self) -> bool:
         """Whether the engine gets a block back when one that only we hold is copied."""

@@ -836,6 +836,17 @@ def test_a_request_that_needs_no_load_does_not_wait_for_its_lookup_but_uses_it(
     assert held_in_order(one, LONG_PROMPT) == len(LONG_PROMPT) // BLOCK_TOKENS
 
 
+def test_what_a_long_pause_has_held_back_is_over_before_a_reset(configured: Configured) -> None:
+    """The steps that tell of copies come behind the pause, also where no request is left that would ask for them."""
+    life: Any = type("AfterAPause", (of(configured),), {"counts": {}})()
+    shape = Shape(ranks=2, overlapping=True, windowed=True, slots=4, blocks_per_record=2, late=True)
+    life.start(shape=shape, seed=0, capacity=3000)
+    life.arrives_at_both(at=1, begun=6, family=0, mood=None, rank=0, steps=0)
+    life.pauses(at=0, seconds=15.0)
+    life.weights_change(at=0, how={"seen": True}, really=True)
+    life.teardown()
+
+
 def test_preempted_requests_say_the_same_and_are_loaded_anew(engine: Callable[..., ScriptedEngine]) -> None:
     one = engine()
     for number in range(4):  # 4 x 40 tokens do not fit 25 blocks of 4
