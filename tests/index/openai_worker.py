@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -172,3 +173,15 @@ def scripted(*names: str) -> Iterator[list[ScriptedWorker]]:
             worker.hold.set()
             worker.hold_parts.set()
             worker.stop()
+
+
+@contextmanager
+def that_accepts_nothing() -> Iterator[int]:
+    """The port of a host whose answer never comes."""
+    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for client in (first, second):  # the kernel drops what comes behind these
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        yield full.getsockname()[1]

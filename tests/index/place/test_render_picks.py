@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -21,7 +19,7 @@ from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.resolver import Resolver
-from tests.index.openai_worker import ScriptedWorker, scripted
+from tests.index.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
 
 
 class Placing:
@@ -68,18 +66,6 @@ async def placing(workers: list[ScriptedWorker], loads: bool = True) -> AsyncIte
 
 def rendered(workers: list[ScriptedWorker]) -> list[int]:
     return [worker.rendered for worker in workers]
-
-
-@contextmanager
-def that_accepts_nothing() -> Any:
-    """The port of a host whose answer never comes."""
-    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for client in (first, second):  # the kernel drops what comes behind these
-            client.setblocking(False)
-            client.connect_ex(full.getsockname())
-        yield full.getsockname()[1]
 
 
 def test_a_worker_that_has_gone_costs_no_prompt_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

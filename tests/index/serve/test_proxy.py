@@ -35,7 +35,7 @@ from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.request_stats import RequestStats
 from tests.conftest import eventually
 from tests.index.fleets import Served, say, serving
-from tests.index.openai_worker import ScriptedWorker, scripted
+from tests.index.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
 from tests.index.serve.test_ext_proc import TEXT, get, post
 from tests.index.wire import batch, stored
 from tests.store.certificates import Authority
@@ -335,19 +335,13 @@ def test_a_response_that_has_begun_is_not_asked_for_again() -> None:
 
 
 def test_a_worker_that_accepts_no_connection() -> None:
-    with socket.socket() as full, socket.socket() as first, socket.socket() as second:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for client in (first, second):  # the kernel drops what comes behind these
-            client.setblocking(False)
-            client.connect_ex(full.getsockname())
-        with cluster("a") as there:
-            there.index.fleet.add(ScriptedWorker("full", full.getsockname()[1]).worker(), "flag")
-            there.index.fleet.heard("default/full", 0)
-            there.hold("full")
-            assert post(there.url, ASKED).worker == "a"
-            assert there.retries() == {"unreachable": 1}
-            assert eventually(there.ends)
+    with that_accepts_nothing() as port, cluster("a") as there:
+        there.index.fleet.add(ScriptedWorker("full", port).worker(), "flag")
+        there.index.fleet.heard("default/full", 0)
+        there.hold("full")
+        assert post(there.url, ASKED).worker == "a"
+        assert there.retries() == {"unreachable": 1}
+        assert eventually(there.ends)
 
 
 def test_responses_without_a_body() -> None:
