@@ -6,8 +6,7 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
 - ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
   "first_token_s", "finished_s"}``, both since the request was added; with ``"transfer_params"``, the request's
   ``kv_transfer_params``, with ``"cache_salt"`` its salt, and with ``"adapter": [name, number, path]`` a LoRA adapter;
-- ``{"do": "abort", "tokens": [...], "once_read": PATH}``: the request is aborted as soon as that record of a file
-  pool has been read, which is when its load is under way;
+- ``{"do": "abort", "tokens": [...], "once": PATH}``: the request is aborted as soon as there is that file;
 - ``{"do": "call", "method": "sleep", "arguments": [1], "more": {}}``: calls a method of ``vllm.LLM``; ``{"answer"}``,
   null for what JSON cannot say;
 - ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels; ``name/value`` where one of ours
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 POOL_HITS = "vllm:external_prefix_cache_hits_total"
-ABORT_WAIT_S = 5.0
+ABORT_WAIT_S = 60.0
 
 
 def main() -> None:
@@ -53,7 +52,7 @@ def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "metrics":
         return _metrics()
     if command["do"] == "abort":
-        return _abort(engine, command["tokens"], Path(command["once_read"]))
+        return _abort(engine, command["tokens"], Path(command["once"]))
     if command["do"] == "call":
         answer = getattr(engine, command["method"])(*command["arguments"], **command["more"])
         return {"answer": answer if isinstance(answer, (bool, int, str)) else None}
@@ -80,12 +79,11 @@ def _generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _abort(engine: Any, tokens: list[int], record: Path) -> dict[str, Any]:
-    read_at = record.stat().st_mtime_ns
+def _abort(engine: Any, tokens: list[int], once: Path) -> dict[str, Any]:
     core, name = engine.llm_engine, _add(engine, tokens, 16)
     deadline = time.monotonic() + ABORT_WAIT_S
-    while record.stat().st_mtime_ns == read_at and time.monotonic() < deadline:
-        time.sleep(0.0002)  # the engine core runs in a process of its own and gives no other sign
+    while not once.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
     core.abort_request([name])
     while core.has_unfinished_requests():
         core.step()

@@ -164,9 +164,9 @@ class WorkerHalf:
 
     def _join(self, step: PoolMetadata) -> None:
         """Take the facts of all stages, or another epoch."""
+        self._leave()  # also a rank that has broken: it announces its engine
         if self._mover is None:
             return
-        self._leave()
         self._facts, self._epoch = step.facts or self._facts, step.epoch or self._epoch
         self._awaits_epoch &= not step.epoch
         if not self._facts or self._awaits_epoch:
@@ -317,8 +317,9 @@ class WorkerHalf:
             self._announcer.close(self._store)
             self._announcer = None
         if self._mover is not None:
-            self._mover.drain(DRAIN_S)
-            self._mover.close()
+            self._guard.run(functools.partial(self._mover.drain, DRAIN_S), None)
+        if self._mover is not None:  # a fault of the drain has closed it
+            self._guard.run(self._mover.close, None)
         if self._store is not None:
             self._store.close()
         self._mover = self._store = None

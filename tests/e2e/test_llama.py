@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,20 +264,50 @@ def test_pool_lost_while_a_load_is_in_flight(
     assert sum(ended.get(key, 0) for key in failed) == 1, f"the load was not under way: {ended}"
 
 
+def _touched_since(record: Path, time_ns: int) -> bool:
+    return record.stat().st_mtime_ns > time_ns
+
+
+@contextlib.contextmanager
+def _slowed(process: int) -> Iterator[None]:
+    """Let a process run for about a fiftieth of the time."""
+    ended = threading.Event()
+
+    def pulse() -> None:
+        while not ended.is_set():
+            os.kill(process, signal.SIGSTOP)
+            ended.wait(0.05)
+            os.kill(process, signal.SIGCONT)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=pulse, name="pulse")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def test_aborted_load_leaks_nothing(pair: Pair) -> None:
     """Threads and descriptors are counted; with two staging slots, one that leaked would end all later loads."""
-    driver = pair.second.process_id
+    driver, worker = pair.second.process_id, process_named(pair.second, "VLLM::Worker")
+    pair.second.generate(prompt(499, 60), 1)  # an engine opens some files with its first request
     before = _held(driver)
-    first = records(pair.pool, LONG["aborted"])[0]
+    last = records(pair.pool, LONG["aborted"])[-1]
     ended = "kvpool_load_requests_total/cancelled"
     cancelled = pair.metrics().get(ended, 0)
-    for attempt in range(10):  # on a busy machine a load may have ended before its abort arrives
-        # A load that had ended has left its blocks to the engine, which would not ask for them again.
+    for attempt in range(10):  # the abort may come before the load, or after it
+        # A load that has ended leaves its blocks to the engine, which would not ask for them again.
         assert eventually(lambda: call(pair.second, "reset_prefix_cache"), within_s=30)
-        read_at = first.stat().st_mtime_ns
-        pair.second.send({"do": "abort", "tokens": LONG["aborted"], "once_read": str(first)})
-        assert pair.second.receive(60) == {"aborted": True}
-        assert first.stat().st_mtime_ns != read_at, "the abort came before the load"
+        asked = functools.partial(_touched_since, last, last.stat().st_mtime_ns)
+        aborting = pair.pool.parent / f"abort{attempt}"
+        with _slowed(worker):  # its load takes 16 steps
+            pair.second.send({"do": "abort", "tokens": LONG["aborted"], "once": str(aborting)})
+            assert eventually(asked, within_s=30), "no lookup"
+            time.sleep(0.03 * (2 + attempt))
+            aborting.touch()
+            assert pair.second.receive(60) == {"aborted": True}
         pair.second.generate(prompt(500 + attempt, 60), 1)  # an idle engine does not report
         if pair.metrics().get(ended, 0) >= cancelled + 2:
             break
