@@ -70,7 +70,7 @@ help:
 	@echo "make test-benchmarks  the tests of benchmarks/, which no user runs, and of recipes for vllm-router and smg"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
-	@echo "make fuzz      replies of servers, records, events of engines and lookups, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
+	@echo "make fuzz      replies of servers, records, events of engines, lookups and lists in JSON, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
 	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, faults on clients in Python that make test tries on ours"
 	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
@@ -152,7 +152,7 @@ compose-env: $(VENV)/.stamp-core
 	@$(BIN)/python scripts/compose-env
 
 # What was found stays in .cache/fuzz and is where the next run goes on.
-FUZZED := record events resp_lane lookup_request
+FUZZED := record events resp_lane lookup_request json_numbers
 fuzz: fuzz-build
 	for name in $(FUZZED); do \
 	  mkdir -p .cache/fuzz/found/$$name; \

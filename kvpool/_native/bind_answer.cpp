@@ -8,6 +8,7 @@
 
 #include "bind_table.h"
 #include "index/answer.h"
+#include "index/json_numbers.h"
 #include "index/lookup_request.h"
 #include "index/ranking.h"
 
@@ -158,9 +159,19 @@ nb::object py_read_lookup_request(nb::handle packed) {
                         begin + request->prompt.size());
 }
 
+nb::bytes py_json_numbers(nb::handle text, std::size_t most, std::uint64_t highest, bool is_signed) {
+  const Bytes bytes(text);
+  const auto numbers = without_gil([&] {
+    const std::string_view view(reinterpret_cast<const char*>(bytes.get().data()), bytes.get().size());
+    return json_numbers(view, most, highest, is_signed);
+  });
+  return nb::bytes(numbers.data(), numbers.size() * sizeof(std::uint64_t));
+}
+
 }  // namespace
 
 void bind_answer(nb::module_& m) {
+  m.def("json_numbers", &py_json_numbers, "text"_a.none(), "most"_a, "highest"_a, "is_signed"_a);
   nb::class_<RankState>(m, "RankState")
       .def(nb::init<>())
       .def_prop_rw(

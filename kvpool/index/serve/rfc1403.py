@@ -19,15 +19,12 @@ from typing import Any, NamedTuple
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, MAX_DP_RANK, Publisher, Worker
 from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import TierRow
-from kvpool.index.client.messages import MAX_U32
 from kvpool.index.prompt import Prompt
-from kvpool.index.serve.encoding import TOKENS, Encoding
+from kvpool.index.serve.encoding import HASHES, TOKENS, Encoding
 from kvpool.key.hashing import MAX_BLOCK_TOKENS, seed_id
 
-MAX_U64 = (1 << 64) - 1
 INSTANCES = "instances"
 _PROFILE = {"strategy": "vllm_v1", "index_projection": "low64_be"}  # how vLLM's events name a block
-_HASHES = ("seq_hashes", "block_hash", "block_hashes")  # Mooncake's, that of its drafts, Dynamo's
 
 
 class Query(NamedTuple):
@@ -236,35 +233,18 @@ def _lora(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _tokens(fields: Mapping[str, Any]) -> array[int]:
-    if isinstance(tokens := fields.get(TOKENS), array):
-        return tokens
-    try:
-        return array("I", _numbers(fields, TOKENS))
-    except OverflowError as error:
-        raise ConfigError(f"{TOKENS} are whole numbers from 0 to {MAX_U32}") from error
+    if not isinstance(tokens := fields.get(TOKENS), array):
+        raise ConfigError(f"{TOKENS} is a list of whole numbers")
+    return tokens
 
 
 def _hashes(fields: Mapping[str, Any]) -> array[int]:
-    given = [field for field in _HASHES if fields.get(field) is not None]
+    given = [hashes for field in HASHES if (hashes := fields.get(field)) is not None]
     if len(given) != 1:
         raise ConfigError("give the hashes, once, as seq_hashes")
-    hashes = _numbers(fields, given[0])
-    try:
-        # Some languages have no unsigned numbers.
-        return array("Q", hashes if min(hashes, default=0) >= 0 else [_unsigned(number) for number in hashes])
-    except OverflowError as error:
-        raise ConfigError(f"{given[0]} are whole numbers from 0 to {MAX_U64}") from error
-
-
-def _unsigned(number: int) -> int:
-    return number & MAX_U64 if -(1 << 63) <= number < 0 else number
-
-
-def _numbers(fields: Mapping[str, Any], field: str) -> list[int]:
-    numbers = fields.get(field)
-    if not isinstance(numbers, list) or not set(map(type, numbers)) <= {int}:
-        raise ConfigError(f"{field} is a list of whole numbers")
-    return numbers
+    (hashes,) = given
+    assert isinstance(hashes, array)
+    return hashes
 
 
 # ---- answers
