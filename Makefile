@@ -39,6 +39,7 @@ LMCACHE_VERSION := 0.5.6
 DYNAMO_VERSION := 1.6.1
 VLLM_ROUTER_VERSION := 0.1.17
 SMG_VERSION := 1.13.0
+FRONT_PEERS := $(PEERS)/vllm-router/.stamp $(PEERS)/smg/.stamp
 OTHER_VLLM := .cache/vllm
 OLDER_VLLM_VERSIONS := 0.30.0 0.31.0
 NEWER_VLLM_VERSIONS := 0.33.0
@@ -61,7 +62,7 @@ PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer s
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers sanitize fuzz fuzz-build soak test-compose compose-down compose-env proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -106,7 +107,7 @@ test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TO
 	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
 
-test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp $(PEERS)/vllm-router/.stamp $(PEERS)/smg/.stamp
+test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp $(FRONT_PEERS)
 	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak" --durations=5 \
 	  $(or $(PYTEST),tests/benchmarks tests/docs/test_peers.py)
 
@@ -132,8 +133,12 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare
 	$(BIN)/python -m benchmarks index
 	$(BIN)/python -m benchmarks fleet
 
-bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(PEERS)/vllm-router/.stamp $(PEERS)/smg/.stamp
+bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(FRONT_PEERS)
 	$(BIN)/python -m benchmarks route --peers
+
+# What other targets fetch by themselves, for who waits for something else meanwhile.
+other-vllm: $(OTHER_VLLM_STAMPS)
+front-peers: $(FRONT_PEERS)
 
 bench-peers: $(patsubst %,$(PEERS)/%/.stamp,lmcache lmcache-engine glide redis dynamo vllm-router smg)
 
