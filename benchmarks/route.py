@@ -130,8 +130,11 @@ def run_route(
         }  # fmt: skip
         print(json.dumps(shown | {"rows": [asdict(row) for row in rows]}))
     else:
+        out = Console()
+        if not out.is_terminal:  # a file has no width, and columns would be cut
+            out = Console(width=120)
         for table in (_speed_table(rows, direct), _talk_table(rows, replicas, conversations)):
-            Console().print(table)
+            out.print(table)
 
 
 def _rushing(nbytes: int) -> int:
