@@ -15,6 +15,8 @@ VALKEY_SERVER ?=
 NGINX ?=
 # Further options for pytest: make test PYTEST='-k file -x'
 PYTEST ?=
+# Parts and options of scripts/gpu-proof.
+GPU_PROOF ?=
 # Which tests make test-engines runs, as pytest's -m has it.
 ENGINES ?= e2e
 
@@ -57,11 +59,11 @@ SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env
+PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/gpu-proof
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers sanitize fuzz fuzz-build soak test-compose compose-down compose-env proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof sanitize fuzz fuzz-build soak test-compose compose-down compose-env proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -79,6 +81,7 @@ help:
 	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
 	@echo "               store|index|e2e|route --peers"
+	@echo "make gpu-proof what this machine's accelerator does with kvpool: tests, copies, the pool, engines; GPU_PROOF='--small' is a dry run"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
@@ -134,6 +137,11 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare
 
 bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(PEERS)/vllm-router/.stamp $(PEERS)/smg/.stamp
 	$(BIN)/python -m benchmarks route --peers
+
+# Torch is the one that is installed, or PyPI's, which is built for CUDA: vLLM's CPU build would take its place.
+gpu-proof: $(VENV)/.stamp-core $(SERVERS)/.stamp
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -qq torch
+	scripts/gpu-proof $(GPU_PROOF)
 
 bench-peers: $(patsubst %,$(PEERS)/%/.stamp,lmcache lmcache-engine glide redis dynamo vllm-router smg)
 
