@@ -17,6 +17,8 @@ NGINX ?=
 PYTEST ?=
 # Parts and options of scripts/gpu-proof.
 GPU_PROOF ?=
+# Builds make gpu-kit's packages.
+GPU_KIT_PYTHON ?= python3.12
 # Which tests make test-engines runs, as pytest's -m has it.
 ENGINES ?= e2e
 
@@ -63,7 +65,7 @@ PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer s
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof sanitize fuzz fuzz-build soak test-compose compose-down compose-env proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit sanitize fuzz fuzz-build soak test-compose compose-down compose-env proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -81,7 +83,9 @@ help:
 	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
 	@echo "               store|index|e2e|route --peers"
-	@echo "make gpu-proof what this machine's accelerator does with kvpool: tests, copies, the pool, engines; GPU_PROOF='--small' is a dry run"
+	@echo "make gpu-proof what this machine's accelerator does with kvpool: tests, copies, pool, engines, latency; GPU_PROOF='--small' is a dry run"
+	@echo "make gpu-kit   .kit/kit.tar.xz for a machine with a GPU and no package index: scripts/gpu-kit/README.md. Needs Python 3.12"
+	@echo "               (GPU_KIT_PYTHON) and fetches 0.4 GB into .cache/gpu-kit"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
@@ -142,6 +146,9 @@ bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(PEERS)/vl
 gpu-proof: $(VENV)/.stamp-core $(SERVERS)/.stamp
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -qq torch
 	scripts/gpu-proof $(GPU_PROOF)
+
+gpu-kit: | $(VENV)/.stamp-system
+	scripts/gpu-kit/make-kit $(GPU_KIT_PYTHON) .cache/gpu-kit .kit
 
 bench-peers: $(patsubst %,$(PEERS)/%/.stamp,lmcache lmcache-engine glide redis dynamo vllm-router smg)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.gpu_verdict import (
     Target,
     judge_copies,
     judge_engines,
+    judge_latency,
     judge_pool,
     judge_tests,
     table,
@@ -56,10 +58,10 @@ def test_the_dry_run_runs_every_part_and_leaves_a_table_and_one_file(tmp_path: P
     assert {"accelerator", "driver", "torch", "cores", "memory_nbytes"} <= set(written["machine"])
     assert written["commit"] in run.stdout
     parts = {part["name"]: part for part in written["parts"]}
-    assert list(parts) == ["tests", "copies", "pool", "engines"]
+    assert list(parts) == ["tests", "copies", "pool", "engines", "latency"]
     assert parts["tests"]["status"] in ("ran", "not run")
     assert parts["copies"]["status"] == parts["pool"]["status"] == "ran"
-    assert "no vLLM with CUDA here" in parts["engines"]["says"]
+    assert all("no vLLM with CUDA here" in parts[name]["says"] for name in ("engines", "latency"))
     assert all(part["seconds"] <= part["limit_s"] for part in parts.values())
     (copies,), (pool,) = parts["copies"]["report"], parts["pool"]["report"]
     assert copies["rows"]
@@ -79,10 +81,32 @@ def test_without_an_accelerator_only_the_dry_run_is_begun(tmp_path: Path, progra
     assert "--small" in run.stderr
 
 
+def test_a_kit_is_unpacked_once_and_runs_in_place_of_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = tmp_path / "content" / "scripts"
+    scripts.mkdir(parents=True)
+    (scripts / "gpu-proof").write_text("import sys; print(*sys.argv)")
+    kit, unpacked = tmp_path / "kit.tar.xz", tmp_path / "unpacked"
+    with tarfile.open(kit, "w:xz") as content:
+        content.add(scripts, "scripts")
+    unpacked.mkdir()
+    monkeypatch.setenv("TMPDIR", str(unpacked))
+    runs = [
+        proof("copies", "pool", "--kit", str(kit), "--out", str(tmp_path / "out"), "--small")
+        for _ in range(2)
+    ]
+    (folder,) = unpacked.iterdir()
+    wanted = f"{folder}/scripts/gpu-proof copies pool --out {tmp_path}/out --small --python {sys.executable}"
+    assert [run.stdout.strip() for run in runs] == [wanted, wanted]
+    assert ["unpacking" in run.stderr for run in runs] == [True, False]
+    assert "make gpu-kit" in proof("--kit", str(tmp_path / "none"), "--small").stderr
+
+
 def test_a_part_that_is_unknown_is_one_clear_line(tmp_path: Path) -> None:
     run = proof("--small", "--out", str(tmp_path), "copie")
     assert run.returncode == 2
-    assert "copie is no part: name some of tests, copies, pool, engines" in run.stderr
+    assert "copie is no part: name some of tests, copies, pool, engines, latency" in run.stderr
 
 
 def test_a_part_that_is_killed_takes_along_what_it_started(tmp_path: Path, program: Any) -> None:
@@ -171,8 +195,16 @@ def test_tests_and_engines_that_did_not_run_hold_nothing() -> None:
     )
 
 
+def test_latencies_are_shown_and_only_hits_are_judged() -> None:
+    lengths = [{"tokens": 2048, "first_token_ms": {"pool": 9.0}, "between_tokens_ms": {"pool": 1.0}}]
+    found, shown = judge_latency([{"case": "valkey", "ok": True, "lengths": lengths}])
+    assert found.held
+    assert shown == Target("valkey, 2048 tokens, pool: first, next ms", "", "9.0, 1.00", True)
+    assert held(judge_latency([{"case": "valkey", "ok": False, "lengths": lengths}])) == [False]
+
+
 def test_the_table_names_what_was_not_held() -> None:
     part = Part("copies", 300, "not held", targets=judge_copies([{"rows": [copied(0.5, None)]}]))
     shown = table({"machine": MACHINE, "commit": "abc", "small": False}, [part])
-    assert "copies over a plain copy, from 512 KiB on    >= 0.9      0.50  NOT HELD" in shown
+    assert "copies over a plain copy, from 512 KiB on >= 0.9 0.50 NOT HELD" in " ".join(shown.split())
     assert "no figure" in shown
