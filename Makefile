@@ -15,6 +15,10 @@ VALKEY_SERVER ?=
 NGINX ?=
 # Further options for pytest: make test PYTEST='-k file -x'
 PYTEST ?=
+# Parts and options of scripts/gpu-proof.
+GPU_PROOF ?=
+# Builds make gpu-kit's packages.
+GPU_KIT_PYTHON ?= python3.12
 # Which tests make test-engines runs, as pytest's -m has it.
 ENGINES ?= e2e
 
@@ -58,11 +62,11 @@ SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env
+PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/gpu-proof
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -80,6 +84,9 @@ help:
 	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
 	@echo "               store|index|e2e|route --peers"
+	@echo "make gpu-proof what this machine's accelerator does with kvpool: tests, copies, pool, engines, latency; GPU_PROOF='--small' is a dry run"
+	@echo "make gpu-kit   .kit/kit.tar.xz for a machine with a GPU and no package index: scripts/gpu-kit/README.md. Needs Python 3.12"
+	@echo "               (GPU_KIT_PYTHON) and fetches 0.4 GB into .cache/gpu-kit"
 	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
 	@echo "make clean     remove .venv, .cache and what was built"
 	@echo
@@ -139,6 +146,14 @@ bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(FRONT_PEE
 # What other targets fetch by themselves, for who waits for something else meanwhile.
 other-vllm: $(OTHER_VLLM_STAMPS)
 front-peers: $(FRONT_PEERS)
+
+# Torch is the one that is installed, or PyPI's, which is built for CUDA: vLLM's CPU build would take its place.
+gpu-proof: $(VENV)/.stamp-core $(SERVERS)/.stamp
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -qq torch
+	scripts/gpu-proof $(GPU_PROOF)
+
+gpu-kit: | $(VENV)/.stamp-system
+	scripts/gpu-kit/make-kit $(GPU_KIT_PYTHON) .cache/gpu-kit .kit
 
 bench-peers: $(patsubst %,$(PEERS)/%/.stamp,lmcache lmcache-engine glide redis dynamo vllm-router smg)
 

@@ -204,5 +204,28 @@ def e2e(
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command("gpu")
+def gpu(
+    server: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A valkey-server; else that of scripts/servers, or on the PATH."),
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="A dry run: three rows of 32 MiB, seconds.")] = False,
+    max_seconds: Annotated[
+        float, typer.Option(min=1, max=3600, help="No row begins after so many seconds.")
+    ] = 480.0,
+    as_json: Json = False,
+) -> None:
+    """KV cache -> pool -> KV cache on this machine: GB/s by shards, io-threads, record size and threads.
+
+    On the accelerator that torch finds, else on the CPU. Starts Valkey servers of its own on loopback. Exits with 1
+    when a row was not measured, or when other bytes came back.
+    """
+    from benchmarks.gpu import run_gpu
+
+    if not run_gpu(server=server, small=small, max_s=max_seconds, as_json=as_json):
+        raise typer.Exit(EXIT_FAILED)
+
+
 if __name__ == "__main__":
     run(app, "python -m benchmarks")

@@ -53,7 +53,7 @@ STRANGERS = ({"transfer", "index"}, {"vllm", "sglang"}, {"vllm", "index"}, {"sgl
 
 # Foreign package -> the only parts of kvpool that may import it.
 ONLY_IN = {
-    "torch": {"transfer", "vllm", "sglang"},
+    "torch": {"transfer", "vllm", "sglang", "benchmarks"},
     "vllm": {"vllm"},
     "sglang": {"sglang"},
     "zmq": {"benchmarks"},
@@ -67,6 +67,7 @@ ONLY_IN = {
 APART = {
     "benchmarks.contest",
     "benchmarks.dynamo_peer",
+    "benchmarks.gpu_verdict",
     "benchmarks.store_peer",
     "kvpool.cli.tiny_model",
 }

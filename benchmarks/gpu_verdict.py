@@ -1,0 +1,154 @@
+"""What ``scripts/gpu-proof`` makes of its parts: targets, whether they were held, and the table.
+
+Imports nothing of kvpool, whose core may not be built yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+Report = list[Any]  # the JSON documents that a part has printed
+LEAST_BLOCK_NBYTES = 512 << 10  # smaller blocks are no target
+OVER_PLAIN, COST, LOAD_GB_PER_S = 0.9, 0.01, 10.0
+
+
+class Target(NamedTuple):
+    """``wanted`` empty: a figure without a target, which counts as held. ``held`` None: there is no such figure."""
+
+    what: str
+    wanted: str
+    found: str
+    held: bool | None
+
+
+@dataclass
+class Part:
+    """``status``: "held", "not held" (a target), "failed" (to run to its end), "not run", or "ran" (a dry run)."""
+
+    name: str
+    limit_s: int
+    status: str = "not run"
+    says: str = ""
+    seconds: float = 0.0
+    command: list[str] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    report: Report = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"targets": [target._asdict() for target in self.targets]}
+
+
+def judge_tests(report: Report) -> list[Target]:
+    counts = report[0]
+    ran = counts["tests"] - counts["skipped"]
+    passed = ran - counts["failed"]
+    return [Target("tests marked gpu", "all pass", f"{passed} of {ran}", passed == ran > 0)]
+
+
+def judge_copies(report: Report) -> list[Target]:
+    ratios = [ratio for nbytes, ratio in _figures(report, "over_plain") if nbytes >= LEAST_BLOCK_NBYTES]
+    costs = [
+        cost
+        for _, store in _figures(report, "store")
+        for _, cost in _figures(store, "product_cost")
+        if cost is not None
+    ]
+    equal = [same for _, same in _figures(report, "bytes_equal")]
+    return [
+        Target(
+            "copies: bytes", "equal", "equal" if all(equal) else "DIFFERENT", all(equal) if equal else None
+        ),
+        _at_least("copies over a plain copy, from 512 KiB on", OVER_PLAIN, min(ratios, default=None)),
+        _at_most("products beside stores take longer by", COST, max(costs, default=None)),
+    ]
+
+
+def judge_pool(report: Report) -> list[Target]:
+    rows = report[0]["rows"]
+    good = [row for row in rows if row["fault"] is None]
+    loads = [row["load"]["gb_per_s"] for row in good if row["shards"]]
+    return [
+        Target("pool: rows measured, bytes equal", "all", f"{len(good)} of {len(rows)}", good == rows),
+        _at_least("pool: loads from servers, GB/s", LOAD_GB_PER_S, max(loads, default=None)),
+    ]
+
+
+def judge_engines(report: Report) -> list[Target]:
+    cases = [line for line in report if "ok" in line]
+    good = [case for case in cases if case["ok"]]
+    return [
+        Target("engines: cases as they must be", "all", f"{len(good)} of {len(cases)}", good == cases != [])
+    ]
+
+
+def judge_latency(report: Report) -> list[Target]:
+    """Every prompt was found where it had to be; the rest are figures, without a target."""
+    cases = [line for line in report if "ok" in line]
+    good = [case for case in cases if case["ok"]]
+    targets = [
+        Target(
+            "latency: prompts found in cache and pool",
+            "all",
+            f"{len(good)} of {len(cases)}",
+            good == cases != [],
+        )
+    ]
+    for case in good:
+        for one in case["lengths"]:
+            for way, first_ms in one["first_token_ms"].items():
+                what = f"{case['case']}, {one['tokens']} tokens, {way}: first, next ms"
+                targets.append(Target(what, "", f"{first_ms:.1f}, {one['between_tokens_ms'][way]:.2f}", True))
+    return targets
+
+
+def _at_least(what: str, wanted: float, found: float | None) -> Target:
+    if found is None:
+        return Target(what, f">= {wanted:g}", "", None)
+    return Target(what, f">= {wanted:g}", f"{found:.2f}", found >= wanted)
+
+
+def _at_most(what: str, wanted: float, found: float | None) -> Target:
+    if found is None:
+        return Target(what, f"<= {wanted:g}", "", None)
+    return Target(what, f"<= {wanted:g}", f"{found:.3f}", found <= wanted)
+
+
+def _figures(report: Any, name: str, nbytes: int = 0) -> Iterator[tuple[int, Any]]:
+    """(``block_nbytes`` of the row that it is in, figure) of every figure of this name, at any depth."""
+    if isinstance(report, list):
+        for one in report:
+            yield from _figures(one, name, nbytes)
+    elif isinstance(report, dict):
+        nbytes = report.get("block_nbytes", nbytes)
+        for key, value in report.items():
+            if key == name:
+                yield nbytes, value
+            else:
+                yield from _figures(value, name, nbytes)
+
+
+def table(proof: dict[str, Any], parts: list[Part]) -> str:
+    """What a person reads: the machine, how each part ended, and each target."""
+    facts = proof["machine"]
+    lines = [
+        f"{facts['accelerator'] or 'no accelerator'}, driver {facts['driver'] or '-'}, torch {facts['torch']}",
+        f"{facts['cores']} cores ({facts['processor']}), {facts['memory_nbytes'] >> 30} GiB, kernel {facts['kernel']}",
+        f"kvpool {proof['commit']}",
+        "",
+        f"{'part':8} {'seconds':>7}  status",
+    ]
+    for part in parts:
+        says = f": {part.says}" if part.says else ""
+        lines.append(f"{part.name:8} {part.seconds:7.0f}  {part.status}{says}")
+    lines += ["", f"{'target':46} {'wanted':>8} {'found':>16}"]
+    for target in (target for part in parts for target in part.targets):
+        if proof["small"] or not target.wanted:
+            verdict = ""
+        else:
+            verdict = "no figure" if target.held is None else "held" if target.held else "NOT HELD"
+        lines.append(f"{target.what:46} {target.wanted:>8} {target.found:>16}  {verdict}".rstrip())
+    if proof["small"]:
+        lines += ["", "A dry run: the figures say nothing about an accelerator, and are not judged."]
+    return "\n".join(lines)

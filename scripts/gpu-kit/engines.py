@@ -1,0 +1,63 @@
+"""What the checks with real engines share: engines that start one after the other, a pool, and one line a case."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.valkey_shards import ValkeyShards, find_server
+from kvpool.cli.engine_process import EngineProcess
+
+LOG_LINES = 25
+# vLLM takes FlashInfer's sampler for granted on this kind of GPU.
+WITHOUT_FLASHINFER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+def tell(case: str, ok: bool, **figures: Any) -> None:
+    """One case, a line of JSON on standard output."""
+    print(json.dumps({"case": case, "ok": ok, **figures}), flush=True)
+
+
+@contextlib.contextmanager
+def started(name: str, folder: Path, options: Mapping[str, Any]) -> Iterator[tuple[EngineProcess, float]]:
+    """An engine that takes commands, and the seconds that its start took. Its log is in ``folder``."""
+    environment = {} if importlib.util.find_spec("flashinfer") else WITHOUT_FLASHINFER
+    began = time.monotonic()
+    with EngineProcess(name, folder, options, environment) as engine:
+        engine.wait_ready()
+        yield engine, round(time.monotonic() - began, 1)
+
+
+@contextlib.contextmanager
+def valkey(folder: Path, shards: int) -> Iterator[str]:
+    """The URL of a pool on servers of its own."""
+    with ValkeyShards(find_server(None), folder, shards=shards, io_threads=1) as servers:
+        yield servers.url
+
+
+class Cases:
+    """Runs cases until ``max_s`` is over, and tells why one failed. ``good``: whether all were as they must be."""
+
+    def __init__(self, folder: Path, max_s: float) -> None:
+        self._folder, self._until, self._max_s = folder, time.monotonic() + max_s, max_s
+        self.good = True
+
+    def run(self, name: str, case: Callable[[], tuple[bool, dict[str, Any]]]) -> None:
+        if time.monotonic() > self._until:
+            ok, figures = False, {"error": f"not begun within {self._max_s:.0f} s"}
+        else:
+            try:
+                ok, figures = case()
+            except Exception as error:
+                ok, figures = False, {"error": f"{type(error).__name__}: {error}"[:400]}
+                for log in sorted(self._folder.glob(f"{name}*.log")):
+                    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                    print(f"== {log.name}", *lines, sep="\n", file=sys.stderr, flush=True)
+        tell(name, ok, **figures)
+        self.good &= ok
