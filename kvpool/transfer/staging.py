@@ -44,7 +44,7 @@ class Staging:
         self.slots = slots
         nbytes = slots * self.slot_nbytes
         try:
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             raise ConfigError(
                 f"this host has no {format_nbytes(nbytes)} of {'pinned ' if pinned else ''}memory for staging; "
