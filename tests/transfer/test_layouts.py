@@ -52,12 +52,15 @@ def groups(draw: Any, device: torch.device) -> list[torch.Tensor]:
         outer.insert(outer.index("block") + 1, "part")
     order = [*outer, *inner]
     apart = draw(st.booleans())  # each layer in an allocation of its own
-    gap = draw(st.integers(0, 3))  # elements between two blocks that are nobody's, or another group's
+    gap = draw(
+        st.integers(0, 3)
+    )  # elements behind a block, and behind all blocks, of none or of another group
+    inside = order[order.index("block") + 1]
     strides: dict[str, int] = {}
     step = 1
     for name in reversed(order):
         strides[name] = step
-        step = step * sizes[name] + (gap if name == "block" else 0)
+        step = step * sizes[name] + (gap if name in ("block", inside) else 0)
     logical = ["block", *(name for name in ("kv", "part", "token", "head", "element") if name in sizes)]
     nbytes = (step + gap + 16) * dtype.itemsize
     shared = storage(draw, nbytes, device)
