@@ -24,7 +24,7 @@ from kvpool.transfer.device import BlockCopier
 from kvpool.transfer.job import Job, Moved, Part, Stage
 from kvpool.transfer.lane import DONE, Device, Event, Lane, device_of
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S, BlockMover
-from kvpool.transfer.staging import LOAD_RESERVE, Staging
+from kvpool.transfer.staging import LOAD_RESERVE, Staging, slot_size
 
 ABANDON_AFTER_S = 0.25  # how long after its own deadline a batch may still be stopping
 
@@ -50,7 +50,8 @@ class KVCacheMemory:
         self._copiers = copiers
         self._device = device
         slot_nbytes = max(copier.payload_nbytes for copier in copiers)
-        self.staging = Staging(slot_nbytes, max(2, staging_nbytes // slot_nbytes), device.pinned)
+        # Not more than was asked for: of pinned memory torch takes the next power of two.
+        self.staging = Staging(slot_nbytes, max(2, staging_nbytes // slot_size(slot_nbytes)), device.pinned)
         record_nbytes = max(copier.scratch_nbytes for copier in copiers)
         scratch_nbytes = max(record_nbytes, min(device.scratch_nbytes, self.staging.slots * record_nbytes))
         self._gathers, self._scatters = (device.lane(scratch_nbytes) for _ in range(2))

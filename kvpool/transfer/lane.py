@@ -4,6 +4,10 @@ On an accelerator a lane is a stream of its own: a copy begins when the engine's
 waits for, and its event is ready when it has ended. Only ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``
 are used, so what holds for one kind of device holds for the next. On the CPU a copy is over when ``submit`` returns.
 
+While a CUDA graph is captured nothing here may be called, by any thread: torch captures in a mode in which the query
+of an event, or pinning memory, ends the capture. vLLM captures in this same thread, before its first step. Copies that
+were submitted before go on beside a capture, and beside replays.
+
 Threads: the worker's model thread only. Nothing here waits.
 """
 

@@ -74,10 +74,12 @@ def test_a_layout_is_copied_like_plain_indexing(
     for layers in (of_one, of_many):
         staging = Staging(BlockCopier(layers).payload_nbytes, count + 2, device_of(device).pinned)
         order = shuffled(2 * count)
-        scattered = random.Random(SEED).sample(range(count + 2), count)
-        for slots in (list(range(count)), scattered, [*range(count - 1), count + 1]):
-            check(layers, staging, order[:count], slots, order[count:])
-            check(layers, staging, order[:count], slots, [0, *order[: count - 1]])
+        for slots, places in (
+            (list(range(count)), order[count:]),
+            (random.Random(SEED).sample(range(count + 2), count), [0, *order[: count - 1]]),
+            ([*range(count - 1), count + 1], [*order[1:count], 0]),
+        ):
+            check(layers, staging, order[:count], slots, places)
 
 
 @pytest.mark.parametrize("tokens", [16, 64, 128])

@@ -109,6 +109,17 @@ def test_what_host_or_device_have_no_room_for_is_refused_in_a_sentence(device: t
         there.lane(1 << 50)
 
 
+@pytest.mark.parametrize("elements", [7, 16, 17, 1000])
+def test_staging_is_no_larger_than_it_was_set(store: Store, device: torch.device, elements: int) -> None:
+    """Torch pins the next power of two: a byte more than 2 GiB would be 4."""
+    copier = BlockCopier([torch.zeros((4, elements), dtype=torch.int8, device=device)])
+    mover = KVCacheMover(
+        store, [copier], staging_nbytes=1 << 20, max_store_nbytes_per_s=0, counters=Counters()
+    )
+    assert (1 << 20) - mover.staging.slot_nbytes < mover.staging.tensor.nbytes <= 1 << 20
+    mover.close()
+
+
 @needs_cuda
 def test_copies_need_nothing_of_a_device_that_is_full(store: Store, device: torch.device) -> None:
     layers = caches(device, 1)
