@@ -33,7 +33,7 @@ LONG_SOAK = pytest.mark.skipif(SOAK_S < 300, reason="too long for a short soak: 
 
 _SETTLE_S = 5.0
 # What a library opens once for a whole process, and keeps.
-_PROCESS_WIDE = ("/dev/null", "/dev/urandom", "/dev/random", "anon_inode:[eventpoll]")
+_PROCESS_WIDE = ("/dev/null", "/dev/urandom", "/dev/random", "anon_inode:[eventpoll]", "/dev/nvidia")
 
 
 def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> bool:

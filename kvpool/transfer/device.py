@@ -3,7 +3,7 @@
 The payload of a record is that of its blocks, one after the other; the payload of a block is, for each layer of the
 group in order, the block's bytes in the layer's logical index order. A batch is gathered into the scratch by one launch
 for each stack of layers, and the scratch is copied to staging by one transfer for each run of neighbouring slots; back
-the same way.
+the same way. The ids of a batch's blocks lie in the scratch, too: a copy takes no memory of the device.
 
 Threads: called from the worker's model thread only, on a lane. Torch releases the interpreter lock inside each copy.
 """
@@ -23,6 +23,7 @@ _WIDTHS = {
     2: torch.int16,
     1: torch.uint8,
 }  # bytes of an element: few, wide ones
+_ID_NBYTES = 8  # the one width that all of torch's indexing takes
 
 
 class _Placed(NamedTuple):
@@ -54,7 +55,8 @@ class BlockCopier:
 
     Layers may be strided in any way, of different shapes and types, and may share storage with those of another group.
     Neighbours that lie at equal distances in one storage, as vLLM 0.32 allocates them, are copied as one.
-    A slot takes a record: ``blocks_per_record`` blocks, ``payload_nbytes`` in all.
+    A slot takes a record: ``blocks_per_record`` blocks, ``payload_nbytes`` in all. ``scratch_nbytes``: of the scratch
+    that copies it.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], blocks_per_record: int = 1) -> None:
@@ -66,6 +68,7 @@ class BlockCopier:
         placed = [_placed(layer) for layer in layers]
         self._block_nbytes = sum(one.nbytes for one in placed)
         self.payload_nbytes = blocks_per_record * self._block_nbytes
+        self.scratch_nbytes = _aligned(self.payload_nbytes) + blocks_per_record * _ID_NBYTES
         self._stacks: list[_Stack] = []
         start = 0
         for stack in _stacked(placed):
@@ -83,12 +86,30 @@ class BlockCopier:
         """How many launches a batch takes."""
         return len(self._stacks)
 
+    @torch.inference_mode()  # in which the layers may have been made, or the step is
+    def rehearse(self, scratch: torch.Tensor) -> None:
+        """Copy some blocks onto themselves, before an engine computes.
+
+        Torch loads a kernel at its first launch, which can stall the device and takes memory of it. It has one kernel
+        for a few blocks and one for many.
+        """
+        records = min(
+            (self.num_blocks - 1) // self._blocks_per_record, scratch.numel() // self.scratch_nbytes
+        )
+        for count in sorted({min(1, records), records} - {0}):
+            rows, blocks = self._batch(range(1, 1 + count * self._blocks_per_record), count, scratch)
+            for stack in self._stacks:
+                part = self._part(rows, stack)
+                torch.index_select(stack.cache, 0, blocks, out=part)
+                stack.cache.index_copy_(0, blocks, part)
+
+    @torch.inference_mode()
     def gather(
         self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
     ) -> None:
         """Copy the blocks into the slots, in order, as many to each as a record has."""
         assert all(block_ids), "block 0 is vLLM's null block, which holds nothing"
-        rows, blocks = self._rows(block_ids, slots, scratch), self._index(block_ids)
+        rows, blocks = self._batch(block_ids, len(slots), scratch)
         for stack in self._stacks:
             torch.index_select(stack.cache, 0, blocks, out=self._part(rows, stack))
         for first, count in self._runs(staging, slots):
@@ -96,6 +117,7 @@ class BlockCopier:
                 self._payloads(rows, first, count), non_blocking=True
             )
 
+    @torch.inference_mode()
     def scatter(
         self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
     ) -> None:
@@ -103,7 +125,7 @@ class BlockCopier:
 
         ``block_ids`` are different from each other, but for 0 (vLLM's null block): what is for it goes nowhere.
         """
-        rows, blocks = self._rows(block_ids, slots, scratch), self._index(block_ids)
+        rows, blocks = self._batch(block_ids, len(slots), scratch)
         for first, count in self._runs(staging, slots):
             self._payloads(rows, first, count).copy_(
                 self._slots(staging, slots[first], count), non_blocking=True
@@ -112,25 +134,34 @@ class BlockCopier:
             for stack in self._stacks:
                 stack.cache.index_copy_(0, blocks[wanted], self._part(rows[wanted], stack))
 
-    def _rows(self, block_ids: Sequence[int], slots: Sequence[int], scratch: torch.Tensor) -> torch.Tensor:
-        """The scratch as one block a row."""
-        assert len(block_ids) == len(slots) * self._blocks_per_record
+    def _batch(
+        self, block_ids: Sequence[int], records: int, scratch: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scratch as one block a row, and the blocks' ids on the device."""
+        assert len(block_ids) == records * self._blocks_per_record
         # An index out of bounds ends an accelerator's context.
         assert all(0 <= block < self.num_blocks for block in block_ids)
-        nbytes = len(slots) * self.payload_nbytes
-        assert nbytes <= scratch.numel(), "more than the scratch holds"
-        return scratch[:nbytes].view(len(block_ids), self._block_nbytes)
+        most = scratch.numel() // self.scratch_nbytes
+        assert records <= most, "more than the scratch holds"
+        nbytes = records * self.payload_nbytes
+        ids = scratch[_aligned(nbytes) : _aligned(nbytes) + len(block_ids) * _ID_NBYTES].view(torch.int64)
+        ids.copy_(self._ids(block_ids, most * self._blocks_per_record), non_blocking=True)
+        return scratch[:nbytes].view(len(block_ids), self._block_nbytes), ids
+
+    def _ids(self, block_ids: Sequence[int], most: int) -> torch.Tensor:
+        """The ids in host memory that a copy may read later.
+
+        From pageable memory the copy could wait for the stream. Pinning memory can stall the device, so each batch
+        takes as much: torch keeps what it has pinned, and gives it to the next one when the stream has read it.
+        The device is named, for an engine may have made another one torch's default.
+        """
+        pinned = self.device.type != "cpu"
+        ids = torch.empty(most, dtype=torch.int64, device="cpu", pin_memory=pinned)[: len(block_ids)]
+        return ids.copy_(torch.tensor(block_ids, dtype=torch.int64, device="cpu"))
 
     def _payloads(self, rows: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """The bytes of ``count`` records, one after the other."""
         return rows[first * self._blocks_per_record : (first + count) * self._blocks_per_record].view(-1)
-
-    def _index(self, block_ids: Sequence[int]) -> torch.Tensor:
-        index = torch.tensor(block_ids)
-        if self.device.type != "cpu":
-            # From pageable memory the copy could wait for the stream.
-            index = index.pin_memory().to(self.device, non_blocking=True)
-        return index
 
     @staticmethod
     def _part(rows: torch.Tensor, stack: _Stack) -> torch.Tensor:
@@ -150,6 +181,11 @@ class BlockCopier:
     def _slots(self, staging: Staging, slot: int, count: int) -> torch.Tensor:
         start = slot * staging.slot_nbytes
         return staging.tensor[start : start + count * self.payload_nbytes]
+
+
+def _aligned(nbytes: int) -> int:
+    """Where ids may begin."""
+    return -(-nbytes // _ID_NBYTES) * _ID_NBYTES
 
 
 def _between_zeros(block_ids: Sequence[int]) -> Iterator[slice]:

@@ -17,13 +17,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from kvpool import metrics
+from kvpool.errors import ConfigError
 from kvpool.metrics import Counters
 from kvpool.store import Store
 from kvpool.transfer.device import BlockCopier
 from kvpool.transfer.job import Job, Moved, Part, Stage
 from kvpool.transfer.lane import DONE, Device, Event, Lane, device_of
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S, BlockMover
-from kvpool.transfer.staging import LOAD_RESERVE, Staging
+from kvpool.transfer.staging import LOAD_RESERVE, Staging, slot_size
 
 ABANDON_AFTER_S = 0.25  # how long after its own deadline a batch may still be stopping
 
@@ -45,13 +46,26 @@ class KVCacheMemory:
     patience_s = ABANDON_AFTER_S
 
     def __init__(self, copiers: Sequence[BlockCopier], staging_nbytes: int, device: Device) -> None:
+        """Errors: ``ConfigError`` when host or device has too little memory for copies, or cannot make one."""
         self._copiers = copiers
         self._device = device
         slot_nbytes = max(copier.payload_nbytes for copier in copiers)
-        self.staging = Staging(slot_nbytes, max(2, staging_nbytes // slot_nbytes), device.pinned)
-        scratch_nbytes = max(slot_nbytes, min(device.scratch_nbytes, staging_nbytes))
+        # Not more than was asked for: of pinned memory torch takes the next power of two.
+        self.staging = Staging(slot_nbytes, max(2, staging_nbytes // slot_size(slot_nbytes)), device.pinned)
+        record_nbytes = max(copier.scratch_nbytes for copier in copiers)
+        scratch_nbytes = max(record_nbytes, min(device.scratch_nbytes, self.staging.slots * record_nbytes))
         self._gathers, self._scatters = (device.lane(scratch_nbytes) for _ in range(2))
         self.part_items = max(1, min(PART_NBYTES // slot_nbytes, self.staging.slots // 2))
+        try:
+            for copier in copiers:
+                self._scatters.submit(copier.rehearse, [device.mark()])
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{copiers[0].device} failed at its first copy of KV blocks ({reason}); "
+                "run kvpool bench device, which makes such copies alone"
+            ) from error
+        self._hold_engine_for(self._scatters)
 
     def room(self, parts: int) -> int:
         return self.staging.free
@@ -76,7 +90,7 @@ class KVCacheMemory:
     ) -> Iterator[tuple[slice, list[int], Event]]:
         """Copy blocks of one group to slots: (which of them, their slots, ready when they are copied)."""
         copier = self._copiers[group]
-        at_once = self._gathers.scratch_nbytes // copier.payload_nbytes
+        at_once = self._gathers.scratch_nbytes // copier.scratch_nbytes
         for start in range(0, len(blocks), at_once):
             some = blocks[start : start + at_once]
             slots = self.staging.acquire(len(some))
@@ -97,7 +111,7 @@ class KVCacheMemory:
                 for block, slot in zip(part.items, part.slots, strict=True)
                 if block.group == group
             ]
-            at_once = self._scatters.scratch_nbytes // copier.payload_nbytes
+            at_once = self._scatters.scratch_nbytes // copier.scratch_nbytes
             for start in range(0, len(pairs), at_once):
                 ids, slots = zip(*pairs[start : start + at_once], strict=True)
                 flat = [*chain.from_iterable(ids)]

@@ -4,6 +4,10 @@ On an accelerator a lane is a stream of its own: a copy begins when the engine's
 waits for, and its event is ready when it has ended. Only ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``
 are used, so what holds for one kind of device holds for the next. On the CPU a copy is over when ``submit`` returns.
 
+While a CUDA graph is captured nothing here may be called, by any thread: torch captures in a mode in which the query
+of an event, or pinning memory, ends the capture. vLLM captures in this same thread, before its first step. Copies that
+were submitted before go on beside a capture, and beside replays.
+
 Threads: the worker's model thread only. Nothing here waits.
 """
 
@@ -94,7 +98,7 @@ class Host:
 class _HostLane:
     def __init__(self, scratch_nbytes: int) -> None:
         self.scratch_nbytes = scratch_nbytes
-        self._scratch = torch.empty(scratch_nbytes, dtype=torch.uint8)
+        self._scratch = _scratch(scratch_nbytes, torch.device("cpu"))
 
     def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
         assert all(event.query() for event in after)
@@ -112,13 +116,7 @@ class Accelerator:
         self._device = device
 
     def lane(self, scratch_nbytes: int) -> Lane:
-        try:
-            return _StreamLane(self._device, scratch_nbytes)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
-            raise ConfigError(
-                f"{self._device} has no {format_nbytes(scratch_nbytes)} left for copies of KV blocks; "
-                "lower --gpu-memory-utilization a little"
-            ) from error
+        return _StreamLane(self._device, scratch_nbytes)
 
     def mark(self) -> Event:
         return torch.accelerator.current_stream(self._device).record_event()
@@ -133,7 +131,7 @@ class _StreamLane:
         self._stream = torch.Stream(device)
         # Made on the lane's stream, so that the allocator knows who uses it.
         with self._stream:
-            self._scratch = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
+            self._scratch = _scratch(scratch_nbytes, device)
 
     def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
         for event in after:
@@ -142,6 +140,16 @@ class _StreamLane:
         with self._stream:
             copy(self._scratch)
         return self._stream.record_event()
+
+
+def _scratch(nbytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise ConfigError(
+            f"{device} has no {format_nbytes(nbytes)} left for copies of KV blocks; lower "
+            "--gpu-memory-utilization a little, or VLLM_CPU_KVCACHE_SPACE on a CPU"
+        ) from error
 
 
 def device_of(device: torch.device) -> Device:

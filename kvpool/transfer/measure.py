@@ -85,7 +85,7 @@ class _Bench:
         self._staging = Staging(self._copier.payload_nbytes, blocks, self._device.pinned)
         self._slots = self._staging.acquire(blocks)
         self._nbytes = blocks * self._copier.payload_nbytes
-        self._lane: Lane = self._device.lane(max(self._copier.payload_nbytes, self._device.scratch_nbytes))
+        self._lane: Lane = self._device.lane(max(self._copier.scratch_nbytes, self._device.scratch_nbytes))
         order = random.Random(SEED).sample(range(1, 2 * blocks + 1), 2 * blocks)
         self._from, self._to = order[:blocks], order[blocks:]
 
@@ -135,7 +135,7 @@ class _Bench:
 
     def _submit(self, move: Callable[..., None], block_ids: list[int]) -> None:
         mark = self._device.mark()
-        at_once = self._lane.scratch_nbytes // self._copier.payload_nbytes
+        at_once = self._lane.scratch_nbytes // self._copier.scratch_nbytes
         for start in range(0, self._blocks, at_once):
             some = slice(start, start + at_once)
             self._lane.submit(partial(move, block_ids[some], self._staging, self._slots[some]), [mark])

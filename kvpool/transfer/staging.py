@@ -31,6 +31,11 @@ def default_nbytes(step_records: int, slot_nbytes: int) -> int:
     return min(max(wanted, MIN_STAGING_NBYTES), MAX_STAGING_NBYTES)
 
 
+def slot_size(slot_nbytes: int) -> int:
+    """Bytes that a slot of ``slot_nbytes`` takes."""
+    return -(-slot_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
 class Staging:
     """``slots`` slots of at least ``slot_nbytes`` bytes each, in one allocation; ``tensor`` is all their bytes.
 
@@ -40,11 +45,11 @@ class Staging:
     def __init__(self, slot_nbytes: int, slots: int, pinned: bool = False) -> None:
         assert slot_nbytes > 0
         assert slots > 0
-        self.slot_nbytes = -(-slot_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.slot_nbytes = slot_size(slot_nbytes)
         self.slots = slots
         nbytes = slots * self.slot_nbytes
         try:
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             raise ConfigError(
                 f"this host has no {format_nbytes(nbytes)} of {'pinned ' if pinned else ''}memory for staging; "

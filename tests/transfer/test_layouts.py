@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.transfer import BlockCopier
+from kvpool.transfer.lane import Copy, device_of
 from kvpool.transfer.staging import Staging
+from tests.transfer.on_device import wait_for
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8)
 
 
-def storage(draw: Any, nbytes: int) -> torch.Tensor:
+def storage(draw: Any, nbytes: int, device: torch.device) -> torch.Tensor:
     """Random bytes, so that whatever is not copied, or copied to another place, is seen."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
 
 
 @st.composite
-def groups(draw: Any) -> list[torch.Tensor]:
-    """The layers of one group as views ``[num_blocks, ...]`` of one dtype, as engines lay them out."""
+def groups(draw: Any, device: torch.device) -> list[torch.Tensor]:
+    """The layers of one group on ``device``, as views ``[num_blocks, ...]`` of one dtype, as engines lay them out."""
     dtype = draw(st.sampled_from(DTYPES))
     blocks = draw(st.integers(2, 9))
     layers = draw(st.integers(1, 5))
@@ -48,18 +52,21 @@ def groups(draw: Any) -> list[torch.Tensor]:
         outer.insert(outer.index("block") + 1, "part")
     order = [*outer, *inner]
     apart = draw(st.booleans())  # each layer in an allocation of its own
-    gap = draw(st.integers(0, 3))  # elements between two blocks that are nobody's, or another group's
+    gap = draw(
+        st.integers(0, 3)
+    )  # elements behind a block, and behind all blocks, of none or of another group
+    inside = order[order.index("block") + 1]
     strides: dict[str, int] = {}
     step = 1
     for name in reversed(order):
         strides[name] = step
-        step = step * sizes[name] + (gap if name == "block" else 0)
+        step = step * sizes[name] + (gap if name in ("block", inside) else 0)
     logical = ["block", *(name for name in ("kv", "part", "token", "head", "element") if name in sizes)]
     nbytes = (step + gap + 16) * dtype.itemsize
-    shared = storage(draw, nbytes)
+    shared = storage(draw, nbytes, device)
     views = []
     for layer in range(layers):
-        whole = (storage(draw, nbytes) if apart else shared).view(dtype)
+        whole = (storage(draw, nbytes, device) if apart else shared).view(dtype)
         views.append(
             whole.as_strided(
                 [sizes[name] for name in logical],
@@ -80,14 +87,17 @@ def content(layers: Sequence[torch.Tensor], block: int) -> bytes:
 
 def memory(layers: Sequence[torch.Tensor]) -> list[bytes]:
     """All bytes of the allocations, those between the blocks, too."""
+    storages = {layer.untyped_storage().data_ptr(): layer.untyped_storage() for layer in layers}
     return [
-        torch.empty(0, dtype=torch.uint8).set_(layer.untyped_storage()).numpy().tobytes() for layer in layers
+        torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy().tobytes()
+        for storage in storages.values()
     ]
 
 
 def twin(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same views on copies of the allocations."""
-    copies = {layer.untyped_storage().data_ptr(): layer.untyped_storage().clone() for layer in layers}
+    """The same views on copies of the allocations, in host memory."""
+    copies = {layer.untyped_storage().data_ptr(): layer.untyped_storage() for layer in layers}
+    copies = {at: one.clone() if one.device.type == "cpu" else one.cpu() for at, one in copies.items()}
     return [
         torch.empty(0, dtype=layer.dtype).set_(
             copies[layer.untyped_storage().data_ptr()], layer.storage_offset(), layer.shape, layer.stride()
@@ -105,45 +115,80 @@ def assign(layers: Sequence[torch.Tensor], block: int, row: bytes) -> None:
     assert not row
 
 
-@given(groups(), groups(), st.data())
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-def test_gather_and_scatter_are_indexing(
-    first: list[torch.Tensor], second: list[torch.Tensor], data: st.DataObject
+class Copies:
+    """A lane for ``records`` records of a group at a time; each call returns when the bytes are there."""
+
+    def __init__(self, layers: Sequence[torch.Tensor], records: int, per_record: int = 1) -> None:
+        self.copier = BlockCopier(layers, per_record)
+        self._device = device_of(self.copier.device)
+        self._lane = self._device.lane(records * self.copier.scratch_nbytes)
+
+    def gather(self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int]) -> None:
+        self._submit(partial(self.copier.gather, block_ids, staging, slots))
+
+    def scatter(self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int]) -> None:
+        self._submit(partial(self.copier.scatter, block_ids, staging, slots))
+
+    def rehearse(self) -> None:
+        self._submit(self.copier.rehearse)
+
+    def _submit(self, copy: Copy) -> None:
+        self._lane.submit(
+            lambda scratch: scratch.fill_(0xA5), []
+        )  # what the last copy left would hide a hole
+        wait_for(self._lane.submit(copy, [self._device.mark()]))
+
+
+def check(
+    layers: Sequence[torch.Tensor],
+    staging: Staging,
+    ids: Sequence[int],
+    slots: Sequence[int],
+    places: Sequence[int],
 ) -> None:
+    """Copy blocks ``ids`` to slots and from there to ``places``, of which 0 is none, and compare all bytes."""
+    per_record = len(ids) // len(slots)
+    copies = Copies(layers, len(slots), per_record)
+    payload_nbytes = copies.copier.payload_nbytes
+    reference = twin(layers)
+    blocks = [content(reference, block) for block in ids]
+    rows = [b"".join(blocks[at : at + per_record]) for at in range(0, len(ids), per_record)]
+    copies.rehearse()
+    copies.gather(ids, staging, slots)
+    assert memory(layers) == memory(reference)
+    assert [bytes(staging.view(slot, payload_nbytes)) for slot in slots] == rows
+    for place, block in zip(places, blocks, strict=True):
+        if place:
+            assign(reference, place, block)
+    copies.scatter(places, staging, slots)
+    assert memory(layers) == memory(reference)
+    assert [bytes(staging.view(slot, payload_nbytes)) for slot in slots] == rows
+
+
+@pytest.mark.gpu
+@given(st.data())
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_gather_and_scatter_are_indexing(device: torch.device, data: st.DataObject) -> None:
     """Two groups of different sizes through one staging; a window's tail or holes are just other block ids.
 
     A slot holds one block or several, of which a scatter may leave some out.
     """
-    per_record = data.draw(st.integers(1, min(3, *(len(layers[0]) - 1 for layers in (first, second)))))
-    both = [(BlockCopier(layers, per_record), layers) for layers in (first, second)]
-    staging = Staging(max(copier.payload_nbytes for copier, _ in both), 24)
+    both = [data.draw(groups(device)) for _ in range(2)]
+    per_record = data.draw(st.integers(1, min(3, *(len(layers[0]) - 1 for layers in both))))
+    copiers = [BlockCopier(layers, per_record) for layers in both]
+    staging = Staging(max(copier.payload_nbytes for copier in copiers), 24, device_of(device).pinned)
     busy = data.draw(st.sets(st.integers(0, 23), max_size=8))  # so that neighbours are interrupted
     staging.release([slot for slot in staging.acquire(24) if slot not in busy])
-    for copier, layers in both:
+    for layers, copier in zip(both, copiers, strict=True):
         assert 1 <= copier.launches <= len(layers)
         ids = data.draw(st.permutations(range(1, copier.num_blocks)))
         ids = ids[: per_record * data.draw(st.integers(1, len(ids) // per_record))]
         slots = staging.acquire(len(ids) // per_record)
         if data.draw(st.booleans()):
             slots = data.draw(st.permutations(slots))
-        scratch = torch.zeros(len(slots) * copier.payload_nbytes, dtype=torch.uint8)
-        blocks = [content(layers, block) for block in ids]
-        rows = [b"".join(blocks[at : at + per_record]) for at in range(0, len(ids), per_record)]
-        before = memory(layers)
-        copier.gather(ids, staging, slots, scratch)
-        assert memory(layers) == before
-        assert [bytes(staging.view(slot, copier.payload_nbytes)) for slot in slots] == rows
-
         left_out = data.draw(st.sets(st.sampled_from(ids), max_size=len(ids) - 1))
         places = [0 if place in left_out else place for place in data.draw(st.permutations(ids))]
-        reference = twin(layers)
-        for place, block in zip(places, blocks, strict=True):
-            if place:
-                assign(reference, place, block)
-        scratch.fill_(0)
-        copier.scatter(places, staging, slots, scratch)
-        assert memory(layers) == memory(reference)
-        assert [bytes(staging.view(slot, copier.payload_nbytes)) for slot in slots] == rows
+        check(layers, staging, ids, slots, places)
 
 
 def stacked(layers: int, split: bool, block_outermost: bool) -> list[torch.Tensor]:

@@ -1,0 +1,114 @@
+"""Where tests marked ``gpu`` run: on the accelerator that torch drives, or on the CPU where there is none.
+
+On the CPU they are small, and a copy is over when it has been submitted: what comes too early or too late is seen on an
+accelerator only, and on ``slow_device``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvpool.transfer.lane import Copy, Event, Lane, device_of
+from tests.conftest import eventually
+
+
+def _device() -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    driven = torch.accelerator.current_accelerator()
+    assert driven is not None
+    return torch.device(driven.type, torch.accelerator.current_device_index())
+
+
+DEVICE = _device()
+ACCELERATED = DEVICE.type != "cpu"
+ON_CUDA = DEVICE.type == "cuda"
+
+needs_cuda = pytest.mark.skipif(
+    not ON_CUDA, reason=f"CUDA alone has what is looked at; gpu tests run on {DEVICE}"
+)
+
+if ACCELERATED:
+    # Before any test: a context opens descriptors that the process keeps.
+    torch.mm(torch.ones((2, 2), device=DEVICE), torch.empty((2, 2), pin_memory=True).to(DEVICE))
+
+CLOCK_HZ = 2e9  # a little more than GPUs run at, so that no sleep is shorter than it should be
+PRODUCT_SIZE = 2048
+PRODUCT_S = 1e-3  # about what one takes on an accelerator that cannot sleep
+
+
+def keep_busy(seconds: float) -> None:
+    """Give the engine's stream about ``seconds`` of work that leaves copies room beside it; none on the CPU."""
+    if ON_CUDA:
+        torch.cuda._sleep(int(seconds * CLOCK_HZ))
+    elif ACCELERATED:
+        matrix = torch.ones((PRODUCT_SIZE, PRODUCT_SIZE), device=DEVICE)
+        for _ in range(1 + int(seconds / PRODUCT_S)):
+            torch.mm(matrix, matrix)
+
+
+def wait_for_all() -> None:
+    """Wait for everything that the device was given."""
+    if ACCELERATED:
+        torch.accelerator.synchronize(DEVICE)
+
+
+def wait_for(event: Event) -> None:
+    assert eventually(event.query)
+
+
+class RunningDevice:
+    """What the tests run on, with the face of ``SlowDevice``. Its streams go on by themselves."""
+
+    def __init__(self, scratch_nbytes: int | None = None) -> None:
+        self._device = device_of(DEVICE)
+        self.pinned = self._device.pinned
+        self.scratch_nbytes = scratch_nbytes or self._device.scratch_nbytes
+        self.engine = RunningStream(self)
+        self.lanes: list[RunningLane] = []
+
+    def lane(self, scratch_nbytes: int) -> RunningLane:
+        self.lanes.append(RunningLane(self, self._device.lane(scratch_nbytes)))
+        return self.lanes[-1]
+
+    def mark(self) -> Event:
+        return self._device.mark()
+
+    def follow(self, event: Any) -> None:
+        self._device.follow(event)
+
+    def go_on(self) -> None:
+        wait_for_all()
+
+
+class RunningLane:
+    def __init__(self, device: RunningDevice, lane: Lane) -> None:
+        self._lane = lane
+        self.scratch_nbytes = lane.scratch_nbytes
+        self.stream = RunningStream(device)
+
+    def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
+        return self._lane.submit(copy, after)
+
+
+class RunningStream:
+    """The engine's stream, or a lane's, which takes nothing else."""
+
+    def __init__(self, device: RunningDevice) -> None:
+        self._device = device
+
+    def give(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
+        for event in after:
+            self._device.follow(event)
+        work()
+        return self._device.mark()
+
+    def go_on(self, most: int = 1) -> int:
+        """It goes on anyway: the engine's has ``most`` more to do."""
+        if self is self._device.engine:
+            keep_busy(most * 1e-4)
+        return 0

@@ -1,0 +1,194 @@
+"""Copies beside an engine that computes: which bytes are read, and when blocks may be written.
+
+Before what a test looks at, the engine's stream has work for a time (``BUSY_S``), so that a copy that did not wait for
+the engine would be early by as much. On the CPU nothing is late; there ``slow_device`` shows the same orders.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from kvpool.metrics import Counters
+from kvpool.store import Store, open_store
+from kvpool.transfer import BlockCopier, KVCacheMover
+from kvpool.transfer.kv_cache import Block
+from kvpool.transfer.lane import DONE, Event, device_of
+from kvpool.transfer.staging import Staging
+from tests.conftest import eventually
+from tests.transfer.life import drive
+from tests.transfer.on_device import ACCELERATED, RunningDevice, keep_busy, wait_for_all
+from tests.transfer.test_mover import key, run
+
+pytestmark = pytest.mark.gpu
+
+BUSY_S = 0.2
+BLOCKS = 64
+LAYERS, NUMBERS = (8, 16 << 10) if ACCELERATED else (2, 64)  # elements of four bytes of a layer's block
+STEPS = 30 if ACCELERATED else 10
+COPIES = 400
+
+
+class Engine:
+    """An engine's KV cache and stream, and the mover beside it. A block's content is its number in every element."""
+
+    def __init__(self, store: Store, device: torch.device, slots: int = BLOCKS * 2) -> None:
+        self.cache = torch.zeros((LAYERS, BLOCKS, NUMBERS), dtype=torch.int32, device=device)
+        copier = BlockCopier(list(self.cache))
+        self.mover = KVCacheMover(
+            store,
+            [copier],
+            staging_nbytes=slots * copier.payload_nbytes,
+            max_store_nbytes_per_s=0,
+            counters=Counters(),
+        )
+
+    def compute(self, contents: dict[int, int]) -> None:
+        """Have the engine's stream write ``contents`` by block."""
+        for block, content in contents.items():
+            self.cache[:, block].fill_(content)
+
+    def read(self, blocks: list[int]) -> list[torch.Tensor]:
+        """What the engine's stream finds in the blocks when it comes to here."""
+        return [self.cache[:, block].clone() for block in blocks]
+
+    def holds(self, contents: dict[int, int]) -> None:
+        assert_contents(self.read(list(contents)), list(contents.values()))
+
+
+def assert_contents(blocks: list[torch.Tensor], contents: list[int]) -> None:
+    found = [block.unique().tolist() for block in blocks]
+    assert found == [[content] for content in contents]
+
+
+def named(contents: dict[int, int]) -> list[Block]:
+    return [Block(key(content, 0), 0, (block,)) for block, content in contents.items()]
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with open_store("memory://") as store:
+        yield store
+
+
+@pytest.fixture
+def engine(store: Store, device: torch.device) -> Iterator[Engine]:
+    engine = Engine(store, device)
+    yield engine
+    engine.mover.close()
+
+
+def test_a_store_has_what_was_computed_before_it_and_not_what_is_written_after(engine: Engine) -> None:
+    """As with write-back: no block is held, and the engine writes over them in the very next step."""
+    first, second = range(1, 31), range(101, 131)
+    blocks = list(range(1, 31))
+    keep_busy(BUSY_S)
+    engine.compute(dict(zip(blocks, first, strict=True)))
+    engine.mover.stage(named(dict(zip(blocks, first, strict=True))), list(range(30)))
+    engine.mover.hold_engine()
+    engine.compute(dict(zip(blocks, second, strict=True)))
+    assert sorted(run(engine.mover).stored) == [(tag, True) for tag in range(30)]
+    engine.holds(dict(zip(blocks, second, strict=True)))
+    places = dict(zip(range(31, 61), first, strict=True))
+    engine.mover.load("job", named(places), timeout_s=10, max_s=20)
+    assert [load.ok for load in run(engine.mover).loads] == [True]
+    engine.holds(places)
+    engine.holds(dict(zip(blocks, second, strict=True)))
+
+
+def test_a_block_is_written_over_as_soon_as_it_is_said_to_be_staged(engine: Engine) -> None:
+    places, kept = list(range(1, 33)), []
+    for step in range(STEPS):
+        keep_busy(random.Random(step).random() * 4e-3)
+        contents = {block: step * len(places) + block for block in places}
+        blocks = {content: block for block, content in contents.items()}  # by tag, which is the content
+        engine.compute(contents)
+        engine.mover.stage(named(contents), list(blocks))
+
+        def write_over(blocks: dict[int, int] = blocks) -> bool:
+            finished = engine.mover.poll()
+            kept.extend(tag for tag, ok in finished.stored if ok)
+            engine.compute({blocks.pop(tag): -tag for tag in finished.staged})
+            return not blocks
+
+        assert eventually(write_over)
+    kept += [tag for tag, ok in run(engine.mover).stored if ok]
+    assert sorted(kept) == list(range(1, STEPS * len(places) + 1))
+    for first in range(0, len(kept), 31):
+        wanted = {33 + at: content for at, content in enumerate(sorted(kept)[first : first + 31])}
+        engine.mover.load("job", named(wanted), timeout_s=10, max_s=20)
+        assert [load.ok for load in run(engine.mover).loads] == [True]
+        engine.holds(wanted)
+
+
+def test_a_load_writes_after_what_the_engine_was_given_before_it_and_is_there_for_what_follows(
+    engine: Engine,
+) -> None:
+    contents = {block: block for block in range(1, 31)}
+    engine.compute(contents)
+    engine.mover.stage(named(contents), list(contents))
+    run(engine.mover)
+    places = {30 + block: block for block in contents}
+    engine.compute(dict.fromkeys(places, 777))
+    keep_busy(BUSY_S)
+    before = engine.read(list(places))  # by a request that had the blocks
+    engine.mover.load("job", named(places), timeout_s=10, max_s=20)
+    loads = []
+    assert eventually(lambda: bool(loads.extend(engine.mover.poll().loads) or loads))
+    after = engine.read(list(places))
+    assert [load.ok for load in loads] == [True]
+    assert_contents(before, [777] * len(places))
+    assert_contents(after, list(places.values()))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_blocks_are_read_and_written_only_while_they_are_ours(device: torch.device, seed: int) -> None:
+    drive(seed, device=RunningDevice)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_of_many_lanes_keep_the_order_that_their_events_say(device: torch.device, seed: int) -> None:
+    """Both directions on six lanes at random: a copy waits for those that had its blocks and slots, and no other."""
+    chance, there = random.Random(seed), device_of(device)
+    cache = torch.zeros((LAYERS, BLOCKS, NUMBERS), dtype=torch.int32, device=device)
+    copier = BlockCopier(list(cache))
+    staging = Staging(copier.payload_nbytes, BLOCKS, there.pinned)
+    staging.acquire(BLOCKS)
+    lanes = [there.lane(5 * copier.scratch_nbytes) for _ in range(6)]
+    in_blocks, in_slots = [0] * BLOCKS, [0] * BLOCKS
+    staging.tensor.zero_()
+    of_blocks: list[Event] = [DONE] * BLOCKS
+    of_slots: list[Event] = [DONE] * BLOCKS
+    for content in range(1, COPIES):
+        blocks = chance.sample(range(1, BLOCKS), chance.randint(1, 5))
+        slots = chance.sample(range(BLOCKS), len(blocks))
+        after = {of_blocks[block] for block in blocks} | {of_slots[slot] for slot in slots}
+        kind = chance.choice(("compute", "gather", "scatter"))
+        if kind == "compute":
+            for event in {of_blocks[block] for block in blocks} - {DONE}:
+                there.follow(event)
+            keep_busy(chance.random() * 1e-3)
+            for block in blocks:
+                cache[:, block].fill_(content)
+                in_blocks[block] = content
+            ready = there.mark()
+            for block in blocks:
+                of_blocks[block] = ready
+            continue
+        move = copier.gather if kind == "gather" else copier.scatter
+        copy = partial(move, blocks, staging, slots)
+        ready = chance.choice(lanes).submit(copy, [event for event in after if event is not DONE])
+        for block, slot in zip(blocks, slots, strict=True):
+            if kind == "gather":
+                in_slots[slot] = in_blocks[block]
+            else:
+                in_blocks[block] = in_slots[slot]
+            of_blocks[block] = of_slots[slot] = ready
+    wait_for_all()
+    assert_contents(list(cache.transpose(0, 1)), in_blocks)
+    staged = staging.tensor.view(BLOCKS, -1)[:, : copier.payload_nbytes].view(torch.int32)
+    assert_contents(list(staged), in_slots)
