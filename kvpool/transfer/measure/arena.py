@@ -28,7 +28,7 @@ class Arena:
 
     def __init__(self) -> None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self.torch_device = found or torch.device("cpu")
+        self.torch_device = torch.empty(0, device=found).device  # with its number
         self.accelerator = None if found is None else found.type
         self.device: Device = device_of(self.torch_device)
         self.batch_nbytes = BATCH_NBYTES if self.accelerator else HOST_BATCH_NBYTES
