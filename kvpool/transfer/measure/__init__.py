@@ -1,6 +1,6 @@
 """Measures on the device that is here what kvpool does to it: copies, their cost to an engine, calls that wait."""
 
-from kvpool.transfer.measure.arena import Arena
+from kvpool.transfer.measure.arena import Arena, accelerator
 from kvpool.transfer.measure.caches import BLOCK_TOKENS, CACHES, LAYOUTS, Cache
 from kvpool.transfer.measure.calls import CallsMeasured, measure_calls
 from kvpool.transfer.measure.copies import (
@@ -23,6 +23,7 @@ __all__ = [
     "CallsMeasured",
     "CopiesMeasured",
     "EngineMeasured",
+    "accelerator",
     "measure_calls",
     "measure_copies",
     "measure_engine",

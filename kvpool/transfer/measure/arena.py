@@ -20,6 +20,12 @@ HOST_MOST_NBYTES = 2 << 30
 HOST_BATCH_NBYTES = 4 << 20
 
 
+def accelerator() -> str | None:
+    """The kind of accelerator that torch finds here; None: only the CPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else found.type
+
+
 class Arena:
     """On the accelerator that torch finds, else on the CPU. Errors: ``ConfigError`` when there is no memory.
 
@@ -27,9 +33,8 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self.torch_device = torch.empty(0, device=found).device  # with its number
-        self.accelerator = None if found is None else found.type
+        self.accelerator = accelerator()
+        self.torch_device = torch.empty(0, device=self.accelerator or "cpu").device  # with its number
         self.device: Device = device_of(self.torch_device)
         self.batch_nbytes = BATCH_NBYTES if self.accelerator else HOST_BATCH_NBYTES
         self._memory: torch.Tensor | None = None
