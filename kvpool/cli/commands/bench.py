@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -68,17 +69,35 @@ def batch_nbytes_of(text: str) -> int:
 
 @bench.command("device")
 def bench_device(
-    blocks: Annotated[int, typer.Option(min=1, max=1 << 14, help="Blocks that are copied at once.")] = 64,
+    blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1 << 14,
+            help="Blocks that are copied at once; without it as many as 256 MiB hold, 4 MiB on the CPU.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=1024, help="Tokens of a block; may be given again. [default: 16, 64, 128]"),
+    ] = None,
     rounds: Rounds = 25,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the trace of our calls here, for chrome://tracing or Perfetto."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Copies between KV cache and staging, beside one plain copy of as many bytes and a matrix product.
+    """Copies between KV cache and staging beside plain ones, what they cost an engine, and calls that wait.
 
-    Blocks of 16 tokens of Llama-3-8B and DeepSeek-V3, on the accelerator that torch finds, else on the CPU.
+    KV caches of five models as vLLM lays them out, on the accelerator that torch finds, else on the CPU. On a GPU it
+    takes minutes, half of the memory that is free there (at most 32 GiB) and 3 GiB of pinned host memory.
     """
     from kvpool.cli.bench_device import run_bench_device
 
-    run_bench_device(blocks=blocks, rounds=rounds, as_json=as_json)
+    run_bench_device(blocks=blocks, tokens=tokens, rounds=rounds, trace=trace, as_json=as_json)
 
 
 @bench.command("index", hidden=True, context_settings=ANYTHING)

@@ -1,0 +1,137 @@
+"""Counts the calls with which kvpool's own work makes the host wait for the device, in a trace of torch's profiler."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.metrics import Counters
+from kvpool.store import open_store
+from kvpool.transfer.kv_cache import KVCacheMover
+from kvpool.transfer.measure.arena import Arena
+from kvpool.transfer.measure.caches import CACHES
+from kvpool.transfer.measure.copies import Copies
+from kvpool.transfer.mover import Finished
+
+OURS = "kvpool: "  # before the name of each of our calls in the trace
+RUNTIME = {"cuda_runtime", "cuda_driver"}  # categories of a trace; ROCm's calls have them, too
+# Names may have a version behind them (_v3020), or the kind of default stream (_ptsz).
+SYNCHRONIZING = re.compile(
+    r"(cuda|cu|hip)((Device|Stream|Event|Ctx|Thread|Context)Synchronize|Memcpy(?!\w*Async)\w*)(_\w+)?"
+)
+# CUDA may wait for the device to do these. Torch keeps what it has allocated, so none should be left after a warm-up.
+ALLOCATING = re.compile(r"(cuda|cu|hip)(Mem)?(Host)?(Malloc|Alloc|Free|Register|Unregister)(?!\w*Async)\w*")
+CACHE, BLOCK_TOKENS, BLOCKS, HOST_BLOCKS = CACHES[0], 16, 64, 4
+DEADLINE_S = 60.0
+PAUSE_S = 0.001
+
+
+@dataclass(frozen=True)
+class CallsMeasured:
+    """Calls of the device's runtime in ours: stores, loads and polls of a mover. By name: how often.
+
+    ``synchronizing`` and ``allocating`` are among ``runtime``; None: the profiler saw none at all, as on the CPU.
+    """
+
+    blocks: int
+    runtime: dict[str, int]
+    synchronizing: int | None
+    allocating: int | None
+    bytes_equal: bool
+
+
+def measure_calls(arena: Arena, *, blocks: int | None, trace: Path | None) -> CallsMeasured:
+    """Store and load blocks through a pool in this process under the profiler; ``trace``: where to put what it saw.
+
+    Blocking, for seconds. Errors: ``ConfigError`` when there is no memory or ``trace`` cannot be written.
+    """
+    most = BLOCKS if arena.accelerator else HOST_BLOCKS
+    copies = Copies(arena, CACHE, BLOCK_TOKENS, min(blocks or most, most))
+    activities = [ProfilerActivity.CPU]
+    if arena.accelerator == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
+        recorded = Path(folder) / "trace.json"
+        with open_store(f"memory://?capacity={2 * copies.nbytes + (1 << 20)}") as store:
+            mover = KVCacheMover(
+                store,
+                copies.copiers,
+                staging_nbytes=copies.staging_nbytes,
+                max_store_nbytes_per_s=0,
+                counters=Counters(),
+                device=arena.device,
+            )
+            try:
+                _round_trip(mover, copies)  # a warm-up
+                arena.wait()
+                with profile(activities=activities, acc_events=True) as profiler:
+                    equal = copies.bytes_equal(lambda: _round_trip(mover, copies))
+            finally:
+                mover.close()
+        profiler.export_chrome_trace(str(recorded))
+        runtime = count_calls(json.loads(recorded.read_bytes())["traceEvents"])
+        if trace is not None:
+            try:
+                shutil.copyfile(recorded, trace)
+            except OSError as error:
+                raise ConfigError(
+                    f"--trace {trace}: {error.strerror}; name a file that can be written"
+                ) from error
+    synchronizing, allocating = (of_kind(kind, runtime) for kind in (SYNCHRONIZING, ALLOCATING))
+    return CallsMeasured(copies.blocks, runtime, synchronizing, allocating, equal)
+
+
+def of_kind(kind: re.Pattern[str], runtime: dict[str, int]) -> int | None:
+    """How many of these calls have such a name; None when there are no calls."""
+    return sum(count for name, count in runtime.items() if kind.fullmatch(name)) if runtime else None
+
+
+def count_calls(events: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """How often which runtime call is in a Chrome trace that began within one of our calls, in the same thread."""
+    ours: list[tuple[Any, float, float]] = []
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        category = event.get("cat")
+        if category == "user_annotation" and str(event.get("name")).startswith(OURS):
+            ours.append((event["tid"], event["ts"], event["ts"] + event["dur"]))
+        elif category in RUNTIME:
+            calls.append(event)
+    return dict(
+        Counter(
+            str(call["name"])
+            for call in calls
+            if any(tid == call["tid"] and start <= call["ts"] <= end for tid, start, end in ours)
+        )
+    )
+
+
+def _round_trip(mover: KVCacheMover, copies: Copies) -> None:
+    with record_function(OURS + "stage"):
+        mover.stage(copies.stored, list(range(copies.blocks)))
+    _finish(mover)
+    with record_function(OURS + "load"):
+        mover.load("load", copies.loaded, timeout_s=DEADLINE_S, max_s=DEADLINE_S)
+    _finish(mover)
+
+
+def _finish(mover: KVCacheMover) -> None:
+    """Poll as an engine does, until nothing is under way."""
+    deadline = time.monotonic() + DEADLINE_S
+    while mover.busy:
+        with record_function(OURS + "poll"):
+            finished: Finished = mover.poll()
+        failed = [moved.cause for moved in (*finished.loads, *finished.stores) if not moved.ok]
+        if failed or time.monotonic() > deadline:
+            raise KVPoolError(f"blocks were not moved ({', '.join(failed) or 'too slow'}): lower --blocks")
+        time.sleep(PAUSE_S)
