@@ -5,7 +5,6 @@ Imports nothing of kvpool, whose core may not be built yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,20 +47,21 @@ def judge_tests(report: Report) -> list[Target]:
 
 
 def judge_copies(report: Report) -> list[Target]:
-    ratios = [ratio for nbytes, ratio in _figures(report, "over_plain") if nbytes >= LEAST_BLOCK_NBYTES]
-    costs = [
-        cost
-        for _, store in _figures(report, "store")
-        for _, cost in _figures(store, "product_cost")
-        if cost is not None
+    """Of ``kvpool bench device --json``."""
+    (told,) = report
+    ratios = [
+        row[way]["over_plain"]
+        for row in told["rows"]
+        if row["block_nbytes"] >= LEAST_BLOCK_NBYTES
+        for way in ("store", "load", "both")
     ]
-    equal = [same for _, same in _figures(report, "bytes_equal")]
+    engine, calls = told["engine"], told["calls"]
+    equal = all(one["bytes_equal"] for one in (*told["rows"], engine, calls))
     return [
-        Target(
-            "copies: bytes", "equal", "equal" if all(equal) else "DIFFERENT", all(equal) if equal else None
-        ),
+        Target("copies: bytes", "equal", "equal" if equal else "DIFFERENT", equal),
         _at_least("copies over a plain copy, from 512 KiB on", OVER_PLAIN, min(ratios, default=None)),
-        _at_most("products beside stores take longer by", COST, max(costs, default=None)),
+        _at_most("an engine's step beside stores is longer by", COST, engine["store_slower"]),
+        _at_most("calls of copies that wait for the device", 0, calls["synchronizing"]),
     ]
 
 
@@ -113,20 +113,6 @@ def _at_most(what: str, wanted: float, found: float | None) -> Target:
     if found is None:
         return Target(what, f"<= {wanted:g}", "", None)
     return Target(what, f"<= {wanted:g}", f"{found:.3f}", found <= wanted)
-
-
-def _figures(report: Any, name: str, nbytes: int = 0) -> Iterator[tuple[int, Any]]:
-    """(``block_nbytes`` of the row that it is in, figure) of every figure of this name, at any depth."""
-    if isinstance(report, list):
-        for one in report:
-            yield from _figures(one, name, nbytes)
-    elif isinstance(report, dict):
-        nbytes = report.get("block_nbytes", nbytes)
-        for key, value in report.items():
-            if key == name:
-                yield nbytes, value
-            else:
-                yield from _figures(value, name, nbytes)
 
 
 def table(proof: dict[str, Any], parts: list[Part]) -> str:

@@ -159,21 +159,33 @@ def held(targets: list[Target]) -> list[bool | None]:
     return [target.held for target in targets]
 
 
-def copied(ratio: float, cost: float | None, nbytes: int = 2 << 20, equal: bool = True) -> dict[str, Any]:
-    store = {"over_plain": ratio, "product_cost": cost}
-    return {
-        "block_nbytes": nbytes,
-        "bytes_equal": equal,
-        "store": store,
-        "load": {"over_plain": 0.95, "product_cost": 9},
-    }
+def copied(
+    *ratios: tuple[float, int], slower: float | None = 0.009, waits: int | None = 0, equal: bool = True
+) -> list[Any]:
+    """What bench device prints, of rows with a ratio and the bytes of a block each."""
+    better = {"over_plain": 0.95}
+    rows = [
+        {
+            "block_nbytes": nbytes,
+            "bytes_equal": True,
+            "store": better,
+            "load": better,
+            "both": {"over_plain": ratio},
+        }
+        for ratio, nbytes in ratios
+    ]
+    engine = {"store_slower": slower, "bytes_equal": equal}
+    return [{"rows": rows, "engine": engine, "calls": {"synchronizing": waits, "bytes_equal": True}}]
 
 
 def test_copies_are_judged_by_their_worst_row_from_512_kib_on() -> None:
-    assert held(judge_copies([{"rows": [copied(0.91, 0.009), copied(0.5, 0.001, 256 << 10)]}])) == [True] * 3
-    assert held(judge_copies([{"rows": [copied(0.91, 0.02), copied(0.89, 0.001)]}])) == [True, False, False]
-    assert held(judge_copies([{"rows": [copied(1.0, None, equal=False)]}])) == [False, True, None]
-    assert held(judge_copies([{}])) == [None] * 3
+    large, small = 512 << 10, 256 << 10
+    assert held(judge_copies(copied((0.91, large), (0.5, small)))) == [True] * 4
+    assert held(judge_copies(copied((0.91, large), (0.89, large), slower=0.02, waits=1))) == [
+        True,
+        *[False] * 3,
+    ]
+    assert held(judge_copies(copied(slower=None, waits=None, equal=False))) == [False, None, None, None]
 
 
 def test_a_pool_is_judged_by_its_best_loads_from_servers_and_by_every_row() -> None:
@@ -204,7 +216,7 @@ def test_latencies_are_shown_and_only_hits_are_judged() -> None:
 
 
 def test_the_table_names_what_was_not_held() -> None:
-    part = Part("copies", 300, "not held", targets=judge_copies([{"rows": [copied(0.5, None)]}]))
+    part = Part("copies", 300, "not held", targets=judge_copies(copied((0.5, 1 << 20), slower=None)))
     shown = table({"machine": MACHINE, "commit": "abc", "small": False}, [part])
     assert "copies over a plain copy, from 512 KiB on >= 0.9 0.50 NOT HELD" in " ".join(shown.split())
     assert "no figure" in shown
