@@ -11,7 +11,7 @@ import pytest
 from kvpool.cli import bench_device
 from kvpool.cli.bench_device import run_bench_device
 from kvpool.cli.timed_client import EXISTS_KEYS, VALUE_NBYTES
-from kvpool.errors import KVPoolError
+from kvpool.errors import ConfigError, KVPoolError
 from kvpool.transfer import BlockCopier
 from kvpool.transfer.measure import CACHES, CallsMeasured, CopiesMeasured, EngineMeasured
 from kvpool.transfer.measure.copies import Speed
@@ -173,7 +173,8 @@ def test_bench_device_fails_when_blocks_come_back_with_other_bytes(
 
 
 def test_bench_device_says_what_to_change() -> None:
-    arguments = ["bench", "device", "--rounds", "1"]
-    assert "lower --blocks" in refused(*arguments, "--blocks", "16384")
-    assert "--trace" in refused(*arguments, "--trace", "/nowhere/trace.json")
-    assert "--tokens" in refused(*arguments, "--tokens", "0")
+    with pytest.raises(ConfigError, match="lower --blocks"):
+        run_bench_device(blocks=1 << 14, rounds=1, as_json=True)
+    with pytest.raises(ConfigError, match="--trace /nowhere"):
+        run_bench_device(**SMALL_RUN, trace=Path("/nowhere/trace.json"), as_json=True)
+    assert "--tokens" in refused("bench", "device", "--tokens", "0")
