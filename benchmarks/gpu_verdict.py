@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 Report = list[Any]  # the JSON documents that a part has printed
-LEAST_BLOCK_NBYTES = 512 << 10  # smaller blocks are no target
-OVER_PLAIN, COST, LOAD_GB_PER_S = 0.9, 0.01, 10.0
+LOAD_GB_PER_S = 10.0
 
 
 class Target(NamedTuple):
@@ -47,21 +46,30 @@ def judge_tests(report: Report) -> list[Target]:
 
 
 def judge_copies(report: Report) -> list[Target]:
-    """Of ``kvpool bench device --json``."""
+    """Of ``kvpool bench device --json``, which says its targets."""
     (told,) = report
+    targets = told["targets"]
     ratios = [
         row[way]["over_plain"]
         for row in told["rows"]
-        if row["block_nbytes"] >= LEAST_BLOCK_NBYTES
+        if row["block_nbytes"] >= targets["from_block_nbytes"]
         for way in ("store", "load", "both")
     ]
     engine, calls = told["engine"], told["calls"]
     equal = all(one["bytes_equal"] for one in (*told["rows"], engine, calls))
     return [
         Target("copies: bytes", "equal", "equal" if equal else "DIFFERENT", equal),
-        _at_least("copies over a plain copy, from 512 KiB on", OVER_PLAIN, min(ratios, default=None)),
-        _at_most("an engine's step beside stores is longer by", COST, engine["store_slower"]),
-        _at_most("calls of copies that wait for the device", 0, calls["synchronizing"]),
+        _at_least(
+            f"copies over a plain copy, from {targets['from_block_nbytes'] >> 10} KiB on",
+            targets["over_plain"],
+            min(ratios, default=None),
+        ),
+        _at_most(
+            "an engine's step beside stores is longer by", targets["store_slower"], engine["store_slower"]
+        ),
+        _at_most(
+            "calls of copies that wait for the device", targets["synchronizing"], calls["synchronizing"]
+        ),
     ]
 
 

@@ -337,11 +337,11 @@ class Ranking:
     # A row, and the other fields of a Pick in their order; trust and source as numbers.
     def picks(self) -> list[tuple[Any, ...]]: ...
 
-# (model, tenant, workers, whether the prompt is token ids, its first byte, the byte behind its last) of a packed
 # The numbers of a list in JSON, 8 bytes each; negative ones as two's complement. ValueError: what ``text`` is not.
 # OverflowError: a number is out of range.
 def json_numbers(text: Buffer, most: int, highest: int, is_signed: bool) -> bytes: ...
 
+# (model, tenant, workers, whether the prompt is token ids, its first byte, the byte behind its last) of a packed
 # LookupRequest; None: protobuf has to judge it (kvpool/_native/index/lookup_request.h).
 def read_lookup_request(packed: Buffer) -> tuple[str, str, list[str], bool, int, int] | None: ...
 

@@ -175,7 +175,15 @@ def copied(
         for ratio, nbytes in ratios
     ]
     engine = {"store_slower": slower, "bytes_equal": equal}
-    return [{"rows": rows, "engine": engine, "calls": {"synchronizing": waits, "bytes_equal": True}}]
+    targets = {"over_plain": 0.9, "from_block_nbytes": 512 << 10, "store_slower": 0.01, "synchronizing": 0}
+    return [
+        {
+            "targets": targets,
+            "rows": rows,
+            "engine": engine,
+            "calls": {"synchronizing": waits, "bytes_equal": True},
+        }
+    ]
 
 
 def test_copies_are_judged_by_their_worst_row_from_512_kib_on() -> None:

@@ -33,4 +33,9 @@ def decode(raw: bytes | str) -> Any:
     try:
         return msgspec.json.decode(packed)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ConfigError(str(error).splitlines()[0][:200] if str(error) else "it is no text") from error
+        raise ConfigError(reason(error)) from error
+
+
+def reason(error: Exception) -> str:
+    """Why text is no JSON, in one line."""
+    return str(error).splitlines()[0][:200] if str(error) else "it is no text"

@@ -17,13 +17,12 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engines import Cases, started, valkey
+from engines import Cases, started, stores_ended, valkey
 
 from kvpool.cli.engine_process import connector_config, small_engine, write_model
 from tests.e2e.harness import corrupt, prompt, records
@@ -149,7 +148,7 @@ def outcome(case: Case, folder: Path, models: dict[str, Path]) -> tuple[bool, di
                 )  # compiles what is compiled at first use, and stores
             # Like a hit of the pool, one of the engine's own computes the last block only: by the same kernels.
             first = [engine.generate(tokens, GENERATED_TOKENS) for tokens in prompts]
-            if not stored(engine):
+            if not stores_ended(engine, STORES_END_S):
                 raise RuntimeError(f"nothing was stored within {STORES_END_S:.0f} s")
         if changed := case.pool == "file":
             for record in records(Path(pool.removeprefix("file://")), prompts[-1], block_tokens):
@@ -177,19 +176,6 @@ def pool_of(case: Case, folder: Path) -> Iterator[str]:
     else:
         with valkey(folder / f"{case.name}-servers", shards=1) as url:
             yield url
-
-
-def stored(engine: Any) -> bool:
-    """Wait until the pool's count of blocks stands still for a second."""
-    deadline, before = time.monotonic() + STORES_END_S, 0.0
-    while time.monotonic() < deadline:
-        count = engine.ask({"do": "metrics"}).get("kvpool_stored_blocks_total", 0.0)
-        if count and count == before:
-            return True
-        before = count
-        time.sleep(1.0)
-        engine.generate(prompt(8, 3), 1)  # what ends is counted in a step
-    return False
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.valkey_shards import ValkeyShards, find_server
 from kvpool.cli.engine_process import EngineProcess
+from tests.e2e.harness import prompt
 
 LOG_LINES = 25
 # vLLM takes FlashInfer's sampler for granted on this kind of GPU.
@@ -39,6 +40,19 @@ def valkey(folder: Path, shards: int) -> Iterator[str]:
     """The URL of a pool on servers of its own."""
     with ValkeyShards(find_server(None), folder, shards=shards, io_threads=1) as servers:
         yield servers.url
+
+
+def stores_ended(engine: EngineProcess, within_s: float) -> float:
+    """How many blocks it has stored when that count stands still for a second; 0 when it does not in time."""
+    deadline, before = time.monotonic() + within_s, -1.0
+    while time.monotonic() < deadline:
+        engine.generate(prompt(8, 3), 1)  # what ends is counted in a step
+        count = float(engine.ask({"do": "metrics"}).get("kvpool_stored_blocks_total", 0.0))
+        if count and count == before:
+            return count
+        before = count
+        time.sleep(1.0)
+    return 0.0
 
 
 class Cases:

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engines import Cases, started, valkey
+from engines import Cases, started, stores_ended, valkey
 
 from kvpool.cli.bench_store import benched_pool
 from kvpool.cli.engine_process import connector_config
@@ -178,15 +178,8 @@ def end_stores(engine: Any, name: str) -> None:
     if name == "offload":
         time.sleep(1.0)
         return
-    deadline, before = time.monotonic() + STORES_END_S, -1.0
-    while time.monotonic() < deadline:
-        engine.generate(prompt(8, 3), 1)  # what ends is counted in a step
-        count = engine.ask({"do": "metrics"}).get("kvpool_stored_blocks_total", 0.0)
-        if count == before:
-            return
-        before = count
-        time.sleep(0.5)
-    raise RuntimeError(f"stores did not end within {STORES_END_S:.0f} s")
+    if not stores_ended(engine, STORES_END_S):
+        raise RuntimeError(f"stores did not end within {STORES_END_S:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""What tests marked ``gpu`` run on is part of their names."""
+"""What tests marked ``gpu`` run on, which is part of their names, and an engine there."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.transfer.on_device import DEVICE
+from kvpool.store import Store, open_store
+from tests.transfer.on_device import DEVICE, Engine
 
 
 @pytest.fixture(params=[DEVICE], ids=str)
@@ -13,3 +16,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the KV cache of the test lies."""
     where: torch.device = request.param
     return where
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with open_store("memory://") as store:
+        yield store
+
+
+@pytest.fixture
+def engine(store: Store, device: torch.device) -> Iterator[Engine]:
+    engine = Engine(store, device)
+    yield engine
+    engine.mover.close()

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvpool.metrics import Counters
+from kvpool.store import Store
+from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.lane import Copy, Event, Lane, device_of
 from tests.conftest import eventually
 
@@ -59,6 +62,10 @@ def wait_for_all() -> None:
 
 def wait_for(event: Event) -> None:
     assert eventually(event.query)
+
+
+BLOCKS = 128
+LAYERS, NUMBERS = (8, 16 << 10) if ACCELERATED else (2, 64)  # elements of four bytes of a layer's block
 
 
 class RunningDevice:
@@ -112,3 +119,35 @@ class RunningStream:
         if self is self._device.engine:
             keep_busy(most * 1e-4)
         return 0
+
+
+class Engine:
+    """An engine's KV cache and stream, and the mover beside it. A block's content is its number in every element."""
+
+    def __init__(self, store: Store, device: torch.device) -> None:
+        self.cache = torch.zeros((LAYERS, BLOCKS, NUMBERS), dtype=torch.int32, device=device)
+        copier = BlockCopier(list(self.cache))
+        self.mover = KVCacheMover(
+            store,
+            [copier],
+            staging_nbytes=BLOCKS * copier.payload_nbytes,
+            max_store_nbytes_per_s=0,
+            counters=Counters(),
+        )
+
+    def compute(self, contents: dict[int, int]) -> None:
+        """Have the engine's stream write ``contents`` by block."""
+        for block, content in contents.items():
+            self.cache[:, block].fill_(content)
+
+    def read(self, blocks: list[int]) -> list[torch.Tensor]:
+        """What the engine's stream finds in the blocks when it comes to here."""
+        return [self.cache[:, block].clone() for block in blocks]
+
+    def holds(self, contents: dict[int, int]) -> None:
+        assert_contents(self.read(list(contents)), list(contents.values()))
+
+
+def assert_contents(blocks: list[torch.Tensor], contents: list[int]) -> None:
+    found = [block.unique().tolist() for block in blocks]
+    assert found == [[content] for content in contents]

@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from kvpool.metrics import Counters
-from kvpool.store import Store, open_store
+from kvpool.store import Store
 from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import Block
-from tests.transfer.on_device import ACCELERATED, keep_busy, needs_cuda, wait_for_all
+from tests.transfer.on_device import NUMBERS, Engine, keep_busy, needs_cuda, wait_for_all
 from tests.transfer.test_mover import key, run
 
 pytestmark = pytest.mark.gpu
 
-BLOCKS = 128
-LAYERS, NUMBERS = (8, 16 << 10) if ACCELERATED else (2, 64)
 REPLAYS = 60
 SIZE = 1024  # of the graph's matrices
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("memory://") as store:
-        yield store
-
-
-class Engine:
-    def __init__(self, store: Store, device: torch.device) -> None:
-        self.cache = torch.randint(-99, 99, (LAYERS, BLOCKS, NUMBERS), dtype=torch.int32).to(device)
-        copier = BlockCopier(list(self.cache))
-        self.mover = KVCacheMover(
-            store,
-            [copier],
-            staging_nbytes=BLOCKS * copier.payload_nbytes,
-            max_store_nbytes_per_s=0,
-            counters=Counters(),
-        )
-
-
-@pytest.fixture
-def engine(store: Store, device: torch.device) -> Iterator[Engine]:
-    engine = Engine(store, device)
-    yield engine
-    engine.mover.close()
+def engine(engine: Engine) -> Engine:
+    """Its blocks hold anything."""
+    engine.cache.random_(-99, 99)
+    return engine
 
 
 def blocks(numbers: range, shift: int = 0) -> list[Block]:
@@ -162,6 +139,7 @@ def test_copies_are_made_in_and_out_of_inference_mode(store: Store, device: torc
     """vLLM steps in it, and begins and ends outside of it."""
     with torch.inference_mode():
         engine = Engine(store, device)
+        engine.cache.random_(-99, 99)
     engine.mover.stage(blocks(range(1, 3)), [1, 2])
     with torch.inference_mode():
         assert run(engine.mover).stored == [(1, True), (2, True)]

@@ -7,79 +7,39 @@ the engine would be early by as much. On the CPU nothing is late; there ``slow_d
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 
-from kvpool.metrics import Counters
-from kvpool.store import Store, open_store
-from kvpool.transfer import BlockCopier, KVCacheMover
+from kvpool.transfer import BlockCopier
 from kvpool.transfer.kv_cache import Block
 from kvpool.transfer.lane import DONE, Event, device_of
 from kvpool.transfer.staging import Staging
 from tests.conftest import eventually
 from tests.transfer.life import drive
-from tests.transfer.on_device import ACCELERATED, RunningDevice, keep_busy, wait_for_all
+from tests.transfer.on_device import (
+    ACCELERATED,
+    LAYERS,
+    NUMBERS,
+    Engine,
+    RunningDevice,
+    assert_contents,
+    keep_busy,
+    wait_for_all,
+)
 from tests.transfer.test_mover import key, run
 
 pytestmark = pytest.mark.gpu
 
 BUSY_S = 0.2
 BLOCKS = 64
-LAYERS, NUMBERS = (8, 16 << 10) if ACCELERATED else (2, 64)  # elements of four bytes of a layer's block
 STEPS = 30 if ACCELERATED else 10
 COPIES = 400
 
 
-class Engine:
-    """An engine's KV cache and stream, and the mover beside it. A block's content is its number in every element."""
-
-    def __init__(self, store: Store, device: torch.device, slots: int = BLOCKS * 2) -> None:
-        self.cache = torch.zeros((LAYERS, BLOCKS, NUMBERS), dtype=torch.int32, device=device)
-        copier = BlockCopier(list(self.cache))
-        self.mover = KVCacheMover(
-            store,
-            [copier],
-            staging_nbytes=slots * copier.payload_nbytes,
-            max_store_nbytes_per_s=0,
-            counters=Counters(),
-        )
-
-    def compute(self, contents: dict[int, int]) -> None:
-        """Have the engine's stream write ``contents`` by block."""
-        for block, content in contents.items():
-            self.cache[:, block].fill_(content)
-
-    def read(self, blocks: list[int]) -> list[torch.Tensor]:
-        """What the engine's stream finds in the blocks when it comes to here."""
-        return [self.cache[:, block].clone() for block in blocks]
-
-    def holds(self, contents: dict[int, int]) -> None:
-        assert_contents(self.read(list(contents)), list(contents.values()))
-
-
-def assert_contents(blocks: list[torch.Tensor], contents: list[int]) -> None:
-    found = [block.unique().tolist() for block in blocks]
-    assert found == [[content] for content in contents]
-
-
 def named(contents: dict[int, int]) -> list[Block]:
     return [Block(key(content, 0), 0, (block,)) for block, content in contents.items()]
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("memory://") as store:
-        yield store
-
-
-@pytest.fixture
-def engine(store: Store, device: torch.device) -> Iterator[Engine]:
-    engine = Engine(store, device)
-    yield engine
-    engine.mover.close()
 
 
 def test_a_store_has_what_was_computed_before_it_and_not_what_is_written_after(engine: Engine) -> None:

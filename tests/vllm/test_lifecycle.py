@@ -896,13 +896,21 @@ def test_of_drafted_tokens_only_those_that_were_accepted_are_in_the_pool(
     assert generated(other, "follows", text) == 1
 
 
-def test_a_shut_down_with_transfers_in_flight_ends_them(world: World, configured: Configured) -> None:
+def beside_one_that_stored(
+    world: World, configured: Configured, mood: str
+) -> tuple[ScriptedEngine, ScriptedEngine]:
+    """An engine that has stored a prompt, and one that was asked for it while its store is in this mood."""
     first = ScriptedEngine(world, configured(SHAPE), SHAPE)
     generated(first, "stored")
     second = ScriptedEngine(world, configured(SHAPE), SHAPE)
     assert second.ranks[0].store is not None
-    second.ranks[0].store.be("stuck", 60)
+    second.ranks[0].store.be(mood, 60)
     second.add("loading", PROMPT, 3)
+    return first, second
+
+
+def test_a_shut_down_with_transfers_in_flight_ends_them(world: World, configured: Configured) -> None:
+    first, second = beside_one_that_stored(world, configured, "stuck")
     second.add("storing", [5, *PROMPT], 3)
     for _ in range(4):
         second.step()
@@ -916,12 +924,7 @@ def test_a_shut_down_with_a_fault_in_its_last_copies_releases_all(
     world: World, configured: Configured
 ) -> None:
     """A load goes on while a shut-down waits for stores; a fault in it is still none of the engine's."""
-    first = ScriptedEngine(world, configured(SHAPE), SHAPE)
-    generated(first, "stored")
-    second = ScriptedEngine(world, configured(SHAPE), SHAPE)
-    assert second.ranks[0].store is not None
-    second.ranks[0].store.be("late", 60)
-    second.add("loading", PROMPT, 3)
+    first, second = beside_one_that_stored(world, configured, "late")
     while not second.ranks[0].loading:
         second.step()
     second.add("storing", [5, *PROMPT], 3)

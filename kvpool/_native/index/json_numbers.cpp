@@ -65,8 +65,7 @@ std::vector<std::uint64_t> json_numbers(std::string_view text, std::size_t most,
     do {
       if (numbers.size() == most)
         throw std::invalid_argument("has more than " + std::to_string(most) + " numbers");
-      const bool negative = reader.take('-');
-      if (!negative) reader.peek();  // past the space before a number; behind a sign there is none
+      const bool negative = reader.take('-');  // past the space before a number; behind a sign there is none
       const std::uint64_t value = reader.digits();
       if (negative && value != 0 ? !is_signed || value > kLowest : value > highest) {
         throw std::overflow_error("a number is out of range");

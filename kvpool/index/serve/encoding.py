@@ -17,6 +17,7 @@ import msgspec
 
 from kvpool import _native
 from kvpool.errors import ConfigError
+from kvpool.index import bounded_json
 from kvpool.index.client.messages import MAX_U32
 
 MAX_FIELDS = 64
@@ -31,9 +32,10 @@ _TEXTS = (
     "model", "modelname", "model_name", "tenant_id", "routing_group", "instance_id", "lora_id", "lora_name",
     "lora_path", "cache_salt", "block_size", "type", "endpoint", "replay_endpoint", "dp_rank", "hash_profile",
 )  # fmt: skip
+_LISTS = {TOKENS: MAX_U32, **dict.fromkeys(HASHES, MAX_U64)}  # of whole numbers, and the largest one
 # A field that is not named here is stepped over.
 _Fields = msgspec.defstruct(
-    "_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in (*_TEXTS, TOKENS, *HASHES)], gc=False
+    "_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in (*_TEXTS, *_LISTS)], gc=False
 )
 
 _BIN = range(0xC4, 0xC7)  # the first byte of bytes
@@ -72,7 +74,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
             part = memoryview(value)
             if not part.nbytes:
                 continue
-            if (name == TOKENS or name in HASHES) and bytes(part[:5]) != b"null":
+            if name in _LISTS and bytes(part[:5]) != b"null":
                 fields[name] = _listed(name, part)
             elif part.nbytes > MAX_VALUE_NBYTES:
                 raise ConfigError(f"{name} has more than {MAX_VALUE_NBYTES} bytes")
@@ -83,13 +85,13 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise ConfigError("the request is not a JSON object") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        said = str(error).splitlines()[0][:200] if str(error) else "it is no text"
-        raise ConfigError(f"the request is not JSON that is read here: {said}") from error
+        line = f"the request is not JSON that is read here: {bounded_json.reason(error)}"
+        raise ConfigError(line) from error
     return fields
 
 
 def _listed(name: str, text: memoryview) -> array[int]:
-    limit = MAX_U32 if name == TOKENS else MAX_U64
+    limit = _LISTS[name]
     numbers = array("Q")
     try:
         # Some languages have no unsigned numbers for hashes.

@@ -30,7 +30,7 @@ RUNTIME = {"cuda_runtime", "cuda_driver"}  # categories of a trace; ROCm's calls
 SYNCHRONIZING = re.compile(
     r"(cuda|cu|hip)((Device|Stream|Event|Ctx|Thread|Context)Synchronize|Memcpy(?!\w*Async)\w*)(_\w+)?"
 )
-# CUDA may wait for the device to do these. Torch keeps what it has allocated, so none should be left after a warm-up.
+# In these calls CUDA may wait for the device. Torch keeps its memory, so after a warm-up there should be none.
 ALLOCATING = re.compile(r"(cuda|cu|hip)(Mem)?(Host)?(Malloc|Alloc|Free|Register|Unregister)(?!\w*Async)\w*")
 CACHE, BLOCK_TOKENS, BLOCKS, HOST_BLOCKS = CACHES[0], 16, 64, 4
 DEADLINE_S = 60.0
