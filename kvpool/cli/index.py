@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -287,6 +288,8 @@ async def _serve(
         if pool is not None:
             pool.start()
         complete = True
+        gc.collect()
+        gc.freeze()  # a full collection that went through all that was imported stopped the index for 160 ms
         if file is not None:
             written = SnapshotFile(file, take, every_s=settings.snapshot_every_s, room=fleet.snapshot_room)
             parts.callback(written.close)

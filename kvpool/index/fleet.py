@@ -3,8 +3,11 @@
 Who is in it is ``Membership``'s. ``_entries``, ``_ranks`` and ``_models`` are the maps of that.
 
 Threads: any may call anything, and nothing here does I/O but a line to the log. ``_lock`` guards ``_members``
-and who is in a ``Partition``; readers of ``_ranks`` and ``_models`` see whole values without it. ``DpRank.lock`` guards
-the rank's holder in the table and the rank's fields; it is taken after ``_lock``, never before.
+and who is in a ``Partition``; readers of ``_entries``, ``_ranks`` and ``_models`` see whole values without it.
+``DpRank.lock`` guards the rank's holder in the table and the rank's fields; it is taken after ``_lock``, never before.
+A rank's lock is held while a batch is applied, up to 0.3 s for 34 MiB, and ``_lock`` while a rank that leaves waits for
+that. So an event loop calls only what takes neither: lookups of a few hashes, ``followed``, ``incomplete``,
+``progress``, ``models``.
 """
 
 from __future__ import annotations
@@ -168,18 +171,17 @@ class Fleet:
         self, ids: Collection[str] | None = None, *, tenant: str | None = None, model: str | None = None
     ) -> list[WorkerStatus]:
         """How each worker is followed, by tenant and name. ``ids``, ``tenant``, ``model``: only these; None: all."""
-        with self._lock:
-            now_s = self._clock()
-            entries = [entry for entry in self._entries.values() if entry.is_among(ids, tenant, model)]
-            found = [
-                WorkerStatus(
-                    worker=entry.worker,
-                    source=entry.source,
-                    lease_left_ms=entry.lease_left_ms(now_s),
-                    publishers=tuple(rank.status(now_s) for rank in entry.ranks),
-                )
-                for entry in entries
-            ]
+        now_s = self._clock()
+        found = [
+            WorkerStatus(
+                worker=entry.worker,
+                source=entry.source,
+                lease_left_ms=entry.lease_left_ms(now_s),
+                publishers=tuple(rank.status(now_s) for rank in entry.ranks),
+            )
+            for entry in tuple(self._entries.values())
+            if entry.is_among(ids, tenant, model)
+        ]
         return sorted(found, key=lambda status: (status.worker.tenant, status.worker.name))
 
     @property
@@ -189,8 +191,7 @@ class Fleet:
 
     def followed(self) -> list[Worker]:
         """The workers, in no order."""
-        with self._lock:
-            return [entry.worker for entry in self._entries.values()]
+        return [entry.worker for entry in tuple(self._entries.values())]
 
     def totals(self) -> Totals:
         """What a metrics page shows."""
@@ -309,8 +310,7 @@ class Fleet:
 
     def incomplete(self) -> list[tuple[str, int]]:
         """(worker, data-parallel rank) of those that are followed and hold more than is known."""
-        with self._lock:
-            ranks = list(self._ranks.items())
+        ranks = tuple(self._ranks.items())
         return [key for key, rank in ranks if rank.incomplete_reason and not rank.stale]
 
     def asked(self, worker_id: str, dp_rank: int) -> None:

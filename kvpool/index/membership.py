@@ -79,7 +79,8 @@ class Entry:
 
     def lease_left_ms(self, now_s: float) -> int:
         """1 at least: 0 says that there is no lease."""
-        return 0 if self.expires_at_s is None else max(1, int((self.expires_at_s - now_s) * 1000))
+        expires_at_s = self.expires_at_s
+        return 0 if expires_at_s is None else max(1, int((expires_at_s - now_s) * 1000))
 
 
 class Membership:

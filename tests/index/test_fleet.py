@@ -22,7 +22,9 @@ from kvpool import BlockHasher, ConfigError, KVPoolError, MalformedEvents, Unkno
 from kvpool.discovery import admission
 from kvpool.index import Lookup, Publisher, Row, Worker, membership
 from kvpool.index.fleet import Fleet
+from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import seed_id
+from tests.conftest import eventually
 from tests.index.fleets import Clock, a_worker, say
 from tests.index.wire import batch, cleared, packed64, removed, stored
 
@@ -597,6 +599,40 @@ def test_who_is_listed() -> None:
     (status,) = fleet.workers(tenant="z")
     assert (status.source, status.lease_left_ms) == ("call", 0)
     assert status.publishers[0].problem == "not heard from yet"
+
+
+def test_the_list_of_workers_waits_for_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event loop reads it, while a worker that leaves waits for a batch of a million blocks."""
+    fleet, begun, goes_on = Fleet(), threading.Event(), threading.Event()
+    for name in ("busy", "idle"):
+        fleet.add(a_worker(name), "call")
+    apply = PrefixIndex.apply
+
+    def slowly(table: PrefixIndex, *told: Any, **how: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(30)
+        return apply(table, *told, **how)
+
+    monkeypatch.setattr(PrefixIndex, "apply", slowly)
+    applying = threading.Thread(target=fleet.apply, args=("default/busy", 0, 0, batch(stored([1]))))
+    leaving = threading.Thread(target=fleet.remove, args=("default/busy",))
+    readers = [threading.Thread(target=read) for read in (fleet.followed, fleet.incomplete)]
+    try:
+        applying.start()
+        assert begun.wait(30)
+        leaving.start()
+        assert eventually(lambda: {one.name for one in fleet.followed()} == {"idle"})
+        for reader in readers:
+            reader.start()
+        assert eventually(lambda: not any(reader.is_alive() for reader in readers))
+        assert leaving.is_alive()
+    finally:
+        goes_on.set()
+        for thread in (applying, leaving, *readers):
+            if thread.ident:
+                thread.join(30)
+    assert not leaving.is_alive()
+    assert [status.worker.name for status in fleet.workers()] == ["idle"]
 
 
 def test_totals_outlive_workers() -> None:

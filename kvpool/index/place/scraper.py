@@ -133,8 +133,10 @@ class Scraper:
                 costs[rank].update(engine.gate, time.monotonic())
                 if (cost := costs[rank].value) is not None:
                     self._loads.measure(worker_id, rank, cost)
-            if engine.asleep and come is not None:
-                self._fleet.emptied(worker_id, rank, come)
+            if engine.asleep and come is not None:  # it waits for a batch of the rank that is being applied
+                await asyncio.get_running_loop().run_in_executor(
+                    self._parser, self._fleet.emptied, worker_id, rank, come
+                )
 
     async def _page(self, url: str, tenant: str) -> bytes:
         named = httpx.URL(url)
