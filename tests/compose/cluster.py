@@ -24,13 +24,17 @@ MODEL = "tiny"
 
 
 class Cluster:
-    """One project of Compose. Blocking; every call has a deadline; a failed command fails the test with its words."""
+    """One project of Compose. Blocking; every call has a deadline; a failed command fails the test with its words.
 
-    def __init__(self) -> None:
+    ``environment``: what Compose is told otherwise than ``scripts/test-compose`` has set it.
+    """
+
+    def __init__(self, **environment: str) -> None:
         compose = os.environ.get("COMPOSE")
         assert compose, "the tests of the cluster need a Docker engine and base images: run make test-compose"
         self._compose = compose.split()
-        self.project = os.environ["COMPOSE_PROJECT_NAME"]
+        self._environment = {**os.environ, **environment}
+        self.project = self._environment["COMPOSE_PROJECT_NAME"]
 
     def up(self) -> None:
         """Start all services and wait until each is healthy and ``ready`` has ended well."""
@@ -68,7 +72,7 @@ class Cluster:
 
     def signal(self, service: str, name: str) -> None:
         """From within: after a signal by Docker itself a container is not started again when it ends."""
-        self.docker("exec", self._container(service), "bash", "-c", f"kill -{name} 1")
+        self.inside(service, "bash", "-c", f"kill -{name} 1")
 
     def is_healthy(self, service: str) -> bool:
         """Asked once a second at most: Compose takes half of that of a processor."""
@@ -80,10 +84,7 @@ class Cluster:
         """Whether each of these shards sees all slots of the pool served. Asked once a second at most."""
         time.sleep(1.0)
         try:
-            seen = [
-                self.docker("exec", self._container(shard), "valkey-cli", "cluster", "info")
-                for shard in shards
-            ]
+            seen = [self.inside(shard, "valkey-cli", "cluster", "info") for shard in shards]
         except AssertionError:  # its container is about to start
             return False
         return all("cluster_state:ok" in info and "cluster_slots_ok:16384" in info for info in seen)
@@ -99,7 +100,7 @@ class Cluster:
     @property
     def front_config(self) -> Path:
         """Of Envoy, as its container sees it."""
-        return Path(os.environ["FRONT_CONFIG"])
+        return Path(self._environment["FRONT_CONFIG"])
 
     def address(self, service: str, port: int) -> str:
         """HOST:PORT under which this machine reaches a service's port."""
@@ -146,10 +147,14 @@ class Cluster:
         return sum(values)
 
     def compose(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-        return _output([*self._compose, *arguments], timeout_s)
+        return self._output([*self._compose, *arguments], timeout_s)
 
     def docker(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-        return _output(["docker", *arguments], timeout_s)
+        return self._output(["docker", *arguments], timeout_s)
+
+    def inside(self, service: str, *command: str) -> str:
+        """What a command in a service's container prints."""
+        return self.docker("exec", self._container(service), *command)
 
     def left(self) -> list[str]:
         """Containers, networks and volumes of the project that exist."""
@@ -183,16 +188,16 @@ class Cluster:
         except (AssertionError, subprocess.TimeoutExpired) as failure:
             print(failure, file=sys.stderr)
 
-
-def _output(command: list[str], timeout_s: float) -> str:
-    run = subprocess.run(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert run.returncode == 0, f"{' '.join(command)} ended with {run.returncode}: {run.stderr[-2000:]}"
-    return run.stdout
+    def _output(self, command: list[str], timeout_s: float) -> str:
+        run = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert run.returncode == 0, f"{' '.join(command)} ended with {run.returncode}: {run.stderr[-2000:]}"
+        return run.stdout
