@@ -99,7 +99,7 @@ def small_engine(
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
-        "dtype": "float32",  # local hits and cold runs agree bit for bit; see docs/vllm.md
+        "dtype": "float32",  # local hits and cold runs agree bit for bit; see docs/explanation/correctness.md
         "enforce_eager": True,
         "block_size": block_tokens,
         "max_model_len": longest_tokens,

@@ -167,7 +167,7 @@ def _advised() -> Iterator[None]:
         if "NOPERM" not in str(error) and type(error.__cause__).__name__ != "NoPermissionError":
             raise
         raise StoreUnavailable(
-            f"{error}; docs/stores.md says what a user must be allowed for a purge"
+            f"{error}; docs/how-to/valkey.md says what a user must be allowed for a purge"
         ) from error
 
 

@@ -140,7 +140,7 @@ def make_namespaces() -> list[dict[str, Any]]:
 
 
 # What is told to an index, batch by batch, by one worker; then questions: a prompt, and its rows
-# [rank, device, host, disk, pool, local, any] (see docs/index.md).
+# [rank, device, host, disk, pool, local, any] (see docs/explanation/prefix-index.md).
 def event_cases() -> list[dict[str, Any]]:
     full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33}

@@ -95,7 +95,7 @@ class _Pool:
         yield from worker_findings(self.workers, problems, self._tenant)
 
 
-_ACL = "allow this user all commands on kvpool:{tenant}:* (docs/stores.md has the rule)"
+_ACL = "allow this user all commands on kvpool:{tenant}:* (docs/how-to/valkey.md has the rule)"
 
 
 def _trial(store: Store, tenant: str) -> Finding:

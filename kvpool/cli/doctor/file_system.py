@@ -38,7 +38,7 @@ def file_system_findings(path: str, mounts: Path = MOUNTS) -> Iterator[Finding]:
             change,
         )
     elif huge != "within_size":
-        # Measured on Linux 6.18: docs/performance.md.
+        # Measured on Linux 6.18: benchmarks/journal.md.
         yield note(
             "pool",
             f"{mount.place} is mounted with huge={huge}: with larger pages than 4 KiB, puts of 512 "

@@ -48,7 +48,7 @@ def index_findings(index: IndexConnection, announced: list[Worker] | None, tenan
                 "index",
                 f"worker {worker.name} of tenant {tenant} is in the pool and not in the index",
                 "start the index with the same --pool; it looks every second. If it has, its log says why it does "
-                "not follow this worker (docs/workers.md)",
+                "not follow this worker (docs/explanation/workers.md)",
             )
 
 

@@ -37,10 +37,10 @@ def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> 
         yield note(
             "workers",
             f"none of tenant {tenant} announces itself in the pool",
-            "start vLLM with KVPoolConnector (docs/vllm.md); a record lasts for its lease only",
+            "start vLLM with KVPoolConnector (docs/how-to/vllm.md); a record lasts for its lease only",
         )
     for sentence in problems:
-        yield problem("workers", sentence, "see docs/workers.md")
+        yield problem("workers", sentence, "see docs/explanation/workers.md")
     for worker in workers:
         yield from _worker(worker)
     yield from _schemes(workers)
