@@ -62,11 +62,11 @@ SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/gpu-proof
+PYTHON_SCRIPTS := scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/gpu-proof
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -84,6 +84,8 @@ help:
 	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
 	@echo "               store|index|e2e|route --peers"
+	@echo "make docs      the documentation as a site, in .cache/site; links are checked, warnings are errors"
+	@echo "make plots     its pictures, from the results in benchmarks/results; cli-reference: its page of the commands"
 	@echo "make gpu-proof what this machine's accelerator does with kvpool: tests, copies, pool, engines, latency; GPU_PROOF='--small' is a dry run"
 	@echo "make gpu-kit   .kit/kit.tar.xz for a machine with a GPU and no package index: scripts/gpu-kit/README.md. Needs Python 3.12"
 	@echo "               (GPU_KIT_PYTHON) and fetches 0.4 GB into .cache/gpu-kit"
@@ -139,6 +141,15 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare
 	$(BIN)/python -m benchmarks store
 	$(BIN)/python -m benchmarks index
 	$(BIN)/python -m benchmarks fleet
+
+docs: .cache/docs/.stamp
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build --strict
+
+plots: $(VENV)/.stamp-core
+	$(BIN)/python -m benchmarks plots
+
+cli-reference: $(VENV)/.stamp-core
+	$(BIN)/python scripts/cli-reference
 
 bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(FRONT_PEERS)
 	$(BIN)/python -m benchmarks route --peers
@@ -311,6 +322,14 @@ $(PEERS)/vllm-router/.stamp: | $(VENV)/.stamp-venv
 
 $(PEERS)/smg/.stamp: | $(VENV)/.stamp-venv
 	$(call peer_environment,smg,smg==$(SMG_VERSION))
+	@touch $@
+
+# Apart from .venv: none of it is for who works on the code.
+.cache/docs/.stamp: scripts/docs-requirements.txt | $(VENV)/.stamp-system
+	@echo "making the environment of the documentation"
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq -r $<
 	@touch $@
 
 # $(1): a peer; $(2): what it needs.

@@ -290,5 +290,16 @@ def keep_result(
     keep(file, command, note)
 
 
+@app.command("plots")
+def plots(
+    folder: Annotated[Path, typer.Argument(help="Where the SVGs go.")] = Path("docs/assets/plots"),
+) -> None:
+    """Draw the pictures of the documentation from benchmarks/results."""
+    from benchmarks.plots import draw_all
+
+    for path in draw_all(folder):
+        print(path)
+
+
 if __name__ == "__main__":
     run(app, "python -m benchmarks")
