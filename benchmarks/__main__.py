@@ -253,7 +253,12 @@ def outage(
     from benchmarks.first_token import run_outage
 
     if not run_outage(
-        server=server, prompt_tokens=prompt_tokens, phase_s=phase_s, width=width, layers=layers, as_json=as_json
+        server=server,
+        prompt_tokens=prompt_tokens,
+        phase_s=phase_s,
+        width=width,
+        layers=layers,
+        as_json=as_json,
     ):
         raise typer.Exit(EXIT_FAILED)
 

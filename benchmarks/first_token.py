@@ -2,7 +2,7 @@
 
 Both start a Valkey server of their own on loopback and vLLM CPU engines with a small random model in float32. One
 engine computes all prompts and stores them. ``lengths`` asks two fresh ones, without and with the connector, in turns.
-``outage`` asks one fresh engine a prompt a second that it never had, while the server is stopped, continued, and killed.
+``outage`` asks one fresh engine a prompt each second that it never had, while the server is stopped, continued, killed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OFF, FILLS, READS = "pool-off", "fills", "kvpool"
 
 @dataclass(frozen=True)
 class Timed:
-    """One prompt. ``how``: computed, local (the engine's own cache) or pool, as it was meant. Seconds to the first token."""
+    """One prompt. ``how``: computed, local (the engine's own cache) or pool, as it was meant to come."""
 
     prompt_tokens: int
     how: str
@@ -65,7 +65,9 @@ class _Bench:
     console: Console
 
     def engine(self, name: str, *, pool: bool) -> EngineProcess:
-        transfer = {"kv_transfer_config": connector_config(self.server.url, {"cost_gate": False})} if pool else {}
+        transfer = (
+            {"kv_transfer_config": connector_config(self.server.url, {"cost_gate": False})} if pool else {}
+        )
         return EngineProcess(name, self.folder, {**self.options, **transfer})
 
     def started(self, *engines: EngineProcess) -> None:
@@ -92,7 +94,10 @@ def _bench(folder: Path, server: Path | None, width: int, layers: int, longest: 
         model,
         block_tokens=BLOCK_TOKENS,
         longest_tokens=longest + ANSWER_TOKENS,
-        kv_cache_nbytes=kept * width * layers * 4,  # half as many KV heads as heads, K and V, 4 bytes a number
+        kv_cache_nbytes=kept
+        * width
+        * layers
+        * 4,  # half as many KV heads as heads, K and V, 4 bytes a number
     )
     shards = ValkeyShards(find_server(server), folder / "server", shards=1, io_threads=1)
     return _Bench(shards, folder, options, console)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks keep FILE -- COMMAND ...``: run a benchmark and keep its JSON, with the machine and the command."""
+"""``python -m benchmarks keep FILE -- COMMAND ...``: run a benchmark, and keep its JSON with machine and command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from kvpool.errors import ConfigError, KVPoolError
 def machine() -> dict[str, Any]:
     """What of this machine a figure depends on. Linux only."""
     about = Path("/proc/cpuinfo").read_text().splitlines()
-    [cpu, *_] = [line.partition(":")[2].strip() for line in about if line.startswith("model name")] or ["unknown"]
+    [cpu, *_] = [line.partition(":")[2].strip() for line in about if line.startswith("model name")] or [
+        "unknown"
+    ]
     memory_kib = int(Path("/proc/meminfo").read_text().split()[1])
     return {
         "cpu": cpu,

@@ -88,7 +88,9 @@ def _save(figure: Any, path: Path, title: str) -> None:
     import matplotlib
 
     written = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.family": "sans-serif"}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.family": "sans-serif"}
+    ):
         figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Title": title})
     text = written.getvalue()
     for name, stand_in in STAND_INS.items():
@@ -115,7 +117,11 @@ def _lengths(figure: Any, result: Result) -> str:
         ("local", "good", "hit in the engine's own cache"),
     ):
         times = [
-            [1e3 * row["first_token_s"] for row in rows if (row["prompt_tokens"], row["how"]) == (length, how)]
+            [
+                1e3 * row["first_token_s"]
+                for row in rows
+                if (row["prompt_tokens"], row["how"]) == (length, how)
+            ]
             for length in lengths
         ]
         middle = [statistics.median(each) for each in times]
@@ -151,7 +157,9 @@ def _outage(figure: Any, result: Result) -> str:
     for phase, start, end in zip(phases, edges, edges[1:], strict=False):
         if phase in ("is stopped", "is killed"):
             axes.axvspan(start - 0.5, end - 0.5, color=STAND_INS["line"], alpha=0.4, zorder=1)
-        axes.text((start + end) / 2, most * 1.22, f"server {phase}", ha="center", fontsize=9, color=STAND_INS["ink"])
+        axes.text(
+            (start + end) / 2, most * 1.22, f"server {phase}", ha="center", fontsize=9, color=STAND_INS["ink"]
+        )
     axes.set_xlim(-1, edges[-1])
     axes.set_ylim(0, most * 1.35)
     axes.set_xlabel("seconds; a prompt each second that the engine never had")
@@ -164,7 +172,9 @@ def _store(figure: Any, result: Result) -> str:
     rows = result["rows"]
     sizes = sorted({row["value_nbytes"] // 1024 for row in rows})
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, mood, name in zip(panels, ("idle", "busy"), ("alone", "beside a busy interpreter"), strict=True):
+    for axes, mood, name in zip(
+        panels, ("idle", "busy"), ("alone", "beside a busy interpreter"), strict=True
+    ):
         for client, colour, label in (
             ("kvpool", "own", "kvpool"),
             ("lmcache", "other", "LMCache's native client"),

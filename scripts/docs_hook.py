@@ -27,7 +27,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         page = unread.pop()
         for target in LINK.finditer((ROOT / page).read_text()):
             path = _path(page, target[1])
-            if path.startswith(DOCS) or not (ROOT / path).is_file() or files.get_file_from_path(OTHERS + path):
+            if (
+                path.startswith(DOCS)
+                or not (ROOT / path).is_file()
+                or files.get_file_from_path(OTHERS + path)
+            ):
                 continue
             files.append(File.generated(config, OTHERS + path, abs_src_path=str(ROOT / path)))
             if path.endswith(".md"):

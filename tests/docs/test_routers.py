@@ -1,4 +1,4 @@
-"""The recipes of ``docs/how-to/routers.md`` for NGINX and Envoy, run by the real programs in front of scripted workers."""
+"""The recipes of ``docs/how-to/routers.md`` for NGINX and Envoy, run by these in front of scripted workers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ def named(page: str) -> list[tuple[str, list[str]]]:
 
 def test_the_page_of_commands_has_all_of_them() -> None:
     commands = named((DOCS / "reference" / "cli.md").read_text())
-    assert {"kvpool demo", "kvpool index", "kvpool router", "kvpool bench store"} <= {name for name, _ in commands}
+    assert {"kvpool demo", "kvpool index", "kvpool router", "kvpool bench store"} <= {
+        name for name, _ in commands
+    }
     assert all("--help" in options for _, options in commands)
 
 
@@ -56,7 +58,9 @@ def test_there_are_results_and_pictures() -> None:
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_a_picture_fetches_nothing_and_has_both_themes(path: Path) -> None:
     text = path.read_text()
-    addresses = set(re.findall(r"https?://[\w./-]+", re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)))
+    addresses = set(
+        re.findall(r"https?://[\w./-]+", re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL))
+    )
     assert addresses <= {
         "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink", "http://www.w3.org/Graphics/SVG/1.1/DTD/svg11.dtd",
     }  # fmt: skip
@@ -65,7 +69,9 @@ def test_a_picture_fetches_nothing_and_has_both_themes(path: Path) -> None:
 
 
 def test_every_picture_is_on_a_page() -> None:
-    pages = "".join(page.read_text() for page in (*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "mkdocs.yml"))
+    pages = "".join(
+        page.read_text() for page in (*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "mkdocs.yml")
+    )
     assert [path.name for path in PICTURES if path.name not in pages] == []
 
 

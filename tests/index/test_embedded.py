@@ -1,4 +1,4 @@
-"""The example in docs/how-to/run-an-index.md of an index inside a router, as it is written there, with a real publisher."""
+"""The example in docs/how-to/run-an-index.md of an index inside a router, as it stands there, with a real publisher."""
 
 from __future__ import annotations
 
