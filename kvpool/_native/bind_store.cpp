@@ -382,6 +382,7 @@ void bind_store(nb::module_& m) {
   m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a, "threads"_a);
   m.def("find_file_executor", &find_file_executor, "root"_a);
   m.def("make_file_pool", &make_file_pool, "root"_a);
+  m.def("system_authorities", &system_authorities);
   nb::exception<RefusedDirectory>(m, "RefusedDirectory");
   nb::exception<RespError>(m, "RespError");
   nb::exception<TlsError>(m, "TlsError");
