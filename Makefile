@@ -19,6 +19,8 @@ PYTEST ?=
 GPU_PROOF ?=
 # Builds make gpu-kit's packages.
 GPU_KIT_PYTHON ?= python3.12
+# Of make dist: which wheels, such as cp311-x86_64; all where empty.
+WHEELS ?=
 # Which tests make test-engines runs, as pytest's -m has it.
 ENGINES ?= e2e
 
@@ -60,19 +62,22 @@ KUBERNETES_VALIDATE_VERSION := 1.37.0
 GATEWAY_API_MODELS_VERSION := 2.0.0
 PROMETHEUS_OPERATOR_MODELS_VERSION := 6.0.0
 GO := .cache/go
+DIST := .cache/dist
+# Warnings of the core's compiler are errors where changes are judged, not on users' machines.
+WERROR := -DKVPOOL_WERROR=$(if $(CI),ON,OFF)
 # What takes longest comes first, so that no worker is left with it at the end.
 SLOW_FIRST := tests/store tests/vllm tests/cli
-PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) tests/benchmarks,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
+PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) tests/benchmarks tests/dist,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
   $(wildcard tests/test_*.py)
 SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/gpu-proof
+PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/gpu-proof
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env kubernetes-secrets proto clean
+.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist test-compose compose-down compose-env kubernetes-secrets proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -84,6 +89,9 @@ help:
 	@echo "make fuzz      replies of servers, records, events of engines, lookups and lists in JSON, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
 	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, faults on clients in Python that make test tries on ours"
 	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
+	@echo "make dist      wheels for manylinux_2_28 and the sdist, in dist/; WHEELS='cp311-x86_64' makes that one. docs/releasing.md"
+	@echo "make test-dist the wheels of dist/ for this machine: what they hold; installed without a compiler, beside vLLM, and with"
+	@echo "               the lowest versions of what kvpool needs. Makes what is missing"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make compose-env  certificates, passwords and tokens for docker-compose.secure.yml, in deploy/secrets"
 	@echo "make kubernetes-secrets  the same for deploy/k8s/overlays/secure, in deploy/k8s/secrets"
@@ -122,7 +130,7 @@ test: test-parts test-sglang test-smoke
 # for. Only root can make networks, so only root is asked for what the tests with one need.
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
+	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
 
 test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp $(FRONT_PEERS)
@@ -181,11 +189,22 @@ soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STA
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
-test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp
+# The images' Python is 3.11: WHEELS names other wheels for another PYTHON_IMAGE.
+test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp $(DIST)/.stamp-tools
+	$(DIST)/tools/bin/python scripts/dist --for-tests $(DIST) dist $(or $(WHEELS),cp311-$(shell uname -m))
 	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker test
 
 compose-down:
 	scripts/docker-engine --running .cache/docker scripts/test-compose $(BIN)/python .cache/docker down
+
+# The folder keeps what was fetched and compiled: a second run takes seconds for a wheel.
+dist: $(DIST)/.stamp-tools
+	$(DIST)/tools/bin/python scripts/dist $(DIST) dist $(WHEELS)
+	$(DIST)/tools/bin/python scripts/dist/check.py dist/*.whl
+
+test-dist: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(DIST)/.stamp-tools
+	$(DIST)/tools/bin/python scripts/dist --for-tests $(DIST) dist $(or $(WHEELS),$(patsubst %,%-$(shell uname -m),cp310 cp311 cp312))
+	$(RUN_PYTEST) -m dist --durations=10 $(or $(PYTEST),tests/dist)
 
 # Certificates, passwords and tokens for docker-compose.secure.yml.
 compose-env: $(VENV)/.stamp-core
@@ -207,7 +226,7 @@ fuzz: fuzz-build
 fuzz-build: $(VENV)/.stamp-cmake
 	@scripts/system-packages fuzz
 	cmake=$$(command -v cmake || echo $(BIN)/cmake); \
-	CXX=clang++ $$cmake -S tests/native/fuzz -B .cache/fuzz >/dev/null; \
+	CXX=clang++ $$cmake -S tests/native/fuzz -B .cache/fuzz $(WERROR) >/dev/null; \
 	$$cmake --build .cache/fuzz --parallel 2
 
 sanitize: $(VENV)/.stamp-cmake
@@ -218,7 +237,7 @@ proto: $(PROTO_TOOLS)/.stamp
 	scripts/proto $(BIN)/python $(PROTO_TOOLS) .
 
 clean:
-	rm -rf $(VENV) .cache deploy/wheels/*.whl deploy/wheels/.stamp .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .cache deploy/wheels/*.whl deploy/wheels/.stamp .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist/*.whl dist/*.tar.gz
 	find benchmarks kvpool tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(1): folder under .cache/sanitize; $(2): what -fsanitize takes. TSan cannot place its memory where the kernel
@@ -226,7 +245,7 @@ clean:
 comma := ,
 define sanitized
 	cmake=$$(command -v cmake || echo $(BIN)/cmake); \
-	$$cmake -S tests/native -B .cache/sanitize/$(1) -DKVPOOL_SANITIZE=$(2) >/dev/null; \
+	$$cmake -S tests/native -B .cache/sanitize/$(1) -DKVPOOL_SANITIZE=$(2) $(WERROR) >/dev/null; \
 	$$cmake --build .cache/sanitize/$(1) --parallel 2
 	fixed=; setarch -R true 2>/dev/null && fixed="setarch -R"; \
 	$$fixed .cache/sanitize/$(1)/kvpool_native_tests
@@ -245,7 +264,7 @@ $(VENV)/.stamp-venv: | $(VENV)/.stamp-system
 
 $(VENV)/.stamp-core: $(CORE) | $(VENV)/.stamp-venv
 	@echo "building and installing kvpool with its development tools"
-	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --config-settings=cmake.args=$(WERROR) --editable '.[dev]'
 	@touch $@
 
 # The native loops of the store benchmark: an extension of their own, which no user's wheel has.
@@ -261,6 +280,14 @@ $(VENV)/.stamp-vllm: scripts/install-vllm | $(VENV)/.stamp-core
 
 $(SERVERS)/.stamp: scripts/servers
 	@scripts/servers $(SERVERS)
+	@touch $@
+
+# Apart from .venv: the tools that make wheels are pinned.
+$(DIST)/.stamp-tools: scripts/dist/tools.txt | $(VENV)/.stamp-venv
+	@echo "fetching what makes wheels"
+	@rm -rf $(DIST)/tools
+	@$(PYTHON) -m venv $(DIST)/tools
+	@$(DIST)/tools/bin/python -m pip install -qq -r scripts/dist/tools.txt
 	@touch $@
 
 # Apart from .venv: Envoy's messages come with packages that others have, too (google, opentelemetry).

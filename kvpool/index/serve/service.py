@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health
-from grpc_reflection.v1alpha import reflection
 
 from kvpool.discovery.admission import check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
@@ -42,11 +40,11 @@ from kvpool.index.serve import codec, worker_pages
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.grpc_server import open_server
-from kvpool.index.serve.health import Health
+from kvpool.index.serve.health import HEALTH, Health
 from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
 from kvpool.index.serve.publish_streams import PublishStreams
-from kvpool.index.serve.reflection_calls import reflection_handlers
+from kvpool.index.serve.reflection_calls import REFLECTION, reflection_handlers
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
@@ -129,11 +127,9 @@ class IndexServer:
         return bound
 
     def _open(self, listen: str) -> int:
-        handlers = {SERVICE: self._handlers(), health.SERVICE_NAME: self.health.handlers(self.calls)}
+        handlers = {SERVICE: self._handlers(), HEALTH: self.health.handlers(self.calls)}
         if self._auth.is_open:
-            handlers[reflection.SERVICE_NAME] = reflection_handlers(
-                self.calls, (*handlers, reflection.SERVICE_NAME)
-            )
+            handlers[REFLECTION] = reflection_handlers(self.calls)
         most_nbytes = self._roster.fleet.buffers.limit_of_request_nbytes(MAX_REQUEST_NBYTES)
         self._server, bound = open_server(
             listen,
@@ -159,13 +155,13 @@ class IndexServer:
 
     async def drain(self, seconds: float, now: asyncio.Event) -> None:
         """Say "not serving", and answer for so long, or until ``now``: a load balancer sends callers elsewhere."""
-        await self.health.servicer.enter_graceful_shutdown()
+        await self.health.end()
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(now.wait(), seconds)
 
     async def stop(self) -> None:
         """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""
-        await self.health.servicer.enter_graceful_shutdown()
+        await self.health.end()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
