@@ -94,7 +94,12 @@ def show(out: Console, *parts: RenderableType) -> None:
     """Print tables and lines. A table that does not fit is printed as wide as it is: a terminal breaks its lines."""
     for part in parts:
         if isinstance(part, Table):
-            needed = Measurement.get(out, out.options.update(width=WIDE), part)
+            unlimited = out.options.update(width=WIDE)
+            for column in part.columns:
+                if column.no_wrap:  # rich cuts these where there is no room
+                    cells = (Measurement.get(out, unlimited, cell) for cell in (column.header, *column.cells))
+                    column.min_width = max(one.maximum for one in cells)
+            needed = Measurement.get(out, unlimited, part)
             out.print(part, width=max(out.width, needed.minimum), crop=False)
         else:
             out.print(part, highlight=False, markup=False, soft_wrap=not out.is_terminal)

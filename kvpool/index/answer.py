@@ -141,8 +141,8 @@ class IndexStatus:
     ``prompt_blocks`` are hit ratios. ``held_blocks``: distinct blocks with a holder. ``held_pool_blocks``: of the
     pool, once for each namespace. ``instance_id``: of this start of this index; empty: an index of an earlier version.
     ``placements``: requests of Envoy and ``kvpool router`` that got a worker, and ``Route`` calls with a pick.
-    ``placed_prompt_blocks``: of the former whose prompt was known, summed; ``placed_matched_blocks``: of these, what the
-    worker need not compute.
+    ``placed_prompt_blocks``: of the former whose prompt was known, summed; ``placed_matched_blocks``: those of them
+    that the worker need not compute.
     """
 
     uptime_ms: int = 0

@@ -395,6 +395,7 @@ class Fleet:
             models := self.models(tenant)
         ):  # nothing of other tenants: the one who asks may be none of theirs
             raise UnknownModel(
-                f'unknown model "{model}": no worker of tenant "{tenant}" has joined this index yet'
+                f'unknown model "{model}": this index follows no worker of tenant "{tenant}"; kvpool top shows whom it '
+                "follows, kvpool doctor why not others"
             )
         raise UnknownModel(unknown_model(model, models))

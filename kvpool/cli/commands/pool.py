@@ -138,18 +138,19 @@ def doctor(
             "name what to examine: --pool URL (or KVPOOL_POOL), --index HOST:PORT (or KVPOOL_INDEX), --front URL, "
             "--picker HOST:PORT"
         )
-    from kvpool.cli.doctor import Deployment, run_doctor
+    from kvpool.cli.doctor import run_doctor
     from kvpool.cli.index_connection import IndexConnection
 
     ways = (token_file, tls_ca, tls_cert, tls_key)
-    deployment = Deployment(
+    if not run_doctor(
         pool=pool,
         indexes=[IndexConnection(target, *ways) for target in index or ()],
+        tenant=tenant,
         fronts=front or (),
         pickers=[IndexConnection(target, *ways) for target in picker or ()],
-        tenant=tenant,
-    )
-    if not run_doctor(deployment, as_json=as_json):
+        tls_ca=tls_ca,
+        as_json=as_json,
+    ):
         raise typer.Exit(EXIT_FAILED)
 
 

@@ -168,7 +168,9 @@ class RequestStats:
         with self._lock:
             placed = self._placed
             self._placed = Placed(
-                placed.requests + 1, placed.prompt_blocks + prompt_blocks, placed.matched_blocks + matched_blocks
+                placed.requests + 1,
+                placed.prompt_blocks + prompt_blocks,
+                placed.matched_blocks + matched_blocks,
             )
 
     def totals(self) -> Totals:
