@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 WIDE = 10_000  # columns of what is no terminal
-LEAST_WRAPPED = 24  # columns for a text that may take several lines
+LEAST_WRAPPED = 24  # columns for a text that may take several lines, for which others are left out
+LEAST = 6  # columns for it where nothing is left to leave out
 
 
 @dataclass
@@ -61,6 +62,7 @@ def fitted(
         if not least.drop:
             break
         kept.remove(least)
+    over = max(0, sum(one.width + 2 for one in kept) - width)
     table = Table(
         title=title,
         title_justify="left",
@@ -76,7 +78,11 @@ def fitted(
             justify="left" if one.left or one.wraps else "right",
             no_wrap=not folds,
             overflow="fold",
-            min_width=min(one.width, 12) if number == 0 else one.width,
+            min_width=min(one.width, 12)
+            if number == 0
+            else max(LEAST, one.width - over)
+            if folds
+            else one.width,
         )
     given = iter(styles)
     for cells in zip(*(one.cells for one in kept), strict=True):
@@ -102,4 +108,4 @@ def show(out: Console, *parts: RenderableType) -> None:
             needed = Measurement.get(out, unlimited, part)
             out.print(part, width=max(out.width, needed.minimum), crop=False)
         else:
-            out.print(part, highlight=False, markup=False, soft_wrap=not out.is_terminal)
+            out.print(part, highlight=False, markup=False, soft_wrap=out.width >= WIDE)

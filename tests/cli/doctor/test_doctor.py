@@ -485,9 +485,7 @@ def test_a_worker_that_the_index_does_not_know_is_named(tmp_path: Path) -> None:
     ):
         code, findings = examined("--pool", here, "--index", index.address)
     assert code == 1
-    assert "worker good of tenant default is in the pool and not in the index" in sentences(
-        findings, "fail"
-    )
+    assert "worker good of tenant default is in the pool and not in the index" in sentences(findings, "fail")
     assert "it knows no worker" in sentences(findings, "warn")
 
 
