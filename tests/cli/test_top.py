@@ -60,7 +60,7 @@ def test_once(served: Served) -> None:
     assert "w-1 rank 0" in by_device
     assert "w-2" not in by_device
     assert "and 2 more ranks, 2 of them stale" in by_device
-    for columns in ("40", "60", "79"):
+    for columns in ("44", "60", "79"):
         narrow = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": columns})
         assert max(map(len, narrow.stdout.splitlines())) <= int(columns)
         words = " ".join(narrow.stdout.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,8 +87,7 @@ def samples(page: bytes) -> dict[str, float]:
     sums: defaultdict[str, float] = defaultdict(float)
     for line in page.decode("utf-8", "replace").splitlines():
         if (found := _SAMPLE.fullmatch(line.strip())) is not None:
-            try:
-                sums[found[1]] += float(found[2])
-            except ValueError:
-                continue
+            with contextlib.suppress(ValueError):
+                value = float(found[2])
+                sums[found[1]] += value
     return dict(sums)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,11 +41,18 @@ OURS_ALONE = {"bind", "protected-mode"}
 GOOD = ("--include", str(CONF), "--bind", "127.0.0.1")
 
 
+NOBODY = "none of tenant default announces itself"
+
+
 def examined(*arguments: str) -> tuple[int, list[dict[str, str]]]:
+    """Exit code and findings, both without that no worker is there: most tests have a pool alone."""
     ended = kvpool("doctor", *arguments, "--json")
     report: dict[str, Any] = json.loads(ended.stdout)
     assert report["ok"] is (ended.returncode == 0)
-    return ended.returncode, report["findings"]
+    findings = [one for one in report["findings"] if not one["says"].startswith(NOBODY)]
+    fails = any(one["level"] == "fail" for one in findings)
+    assert report["ok"] is not (fails or len(findings) < len(report["findings"]))
+    return int(fails), findings
 
 
 def about_the_server(findings: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -331,7 +339,7 @@ def test_namespaces_that_differ_are_told_apart(tmp_path: Path) -> None:
     with open_store(url) as store:
         announce_facts(store, Namespace("default", facts), "m")
         _, findings = examined("--pool", url)
-        assert "share one namespace" in sentences(findings, "ok")
+        assert "have one namespace" in sentences(findings, "ok")
         announce_facts(store, Namespace("default", facts | {"tensor_parallel": 2}), "m")
         announce_facts(store, Namespace("other", facts | {"tensor_parallel": 4}), "m")
     _, findings = examined("--pool", url)
@@ -358,9 +366,12 @@ def test_the_table_names_what_to_change(tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
         ended = kvpool("doctor", "--pool", server.url)
     assert ended.returncode == 1
-    assert "fail" in ended.stdout
+    assert re.search(r"^FAIL +server +maxmemory is 0", ended.stdout, re.MULTILINE), ended.stdout
     assert "-> CONFIG SET maxmemory" in ended.stdout
-    assert "To be changed: 2" in ended.stdout
+    assert re.search(r"^FAIL +workers +none of tenant default announces itself", ended.stdout, re.MULTILINE)
+    assert re.search(r"^3 FAIL, [0-9]+ WARN, [0-9]+ OK\.$", ended.stdout, re.MULTILINE)
+    words = " ".join(ended.stdout.split())
+    assert "Not examined, since not named: --index HOST:PORT, --front URL, --picker HOST:PORT." in words
 
 
 def test_wrong_use_is_one_clear_line() -> None:
@@ -386,8 +397,11 @@ def announced(url: str, *workers: Worker) -> Iterator[None]:
 
 def test_a_pool_without_workers_says_so(tmp_path: Path) -> None:
     open_store(f"file://{tmp_path}/pool").close()
-    _, findings = examined("--pool", f"file://{tmp_path}/pool")
-    assert "none of tenant default announces itself" in sentences(findings, "warn")
+    ended = kvpool("doctor", "--pool", f"file://{tmp_path}/pool", "--json")
+    report = json.loads(ended.stdout)
+    assert (ended.returncode, report["ok"]) == (1, False)
+    assert NOBODY in sentences(report["findings"], "fail")
+    assert report["not_examined"] == ["index", "front", "picker"]
 
 
 def test_workers_in_the_pool_are_judged(tmp_path: Path) -> None:
@@ -486,7 +500,7 @@ def test_a_worker_that_the_index_does_not_know_is_named(tmp_path: Path) -> None:
         code, findings = examined("--pool", here, "--index", index.address)
     assert code == 1
     assert "worker good of tenant default is in the pool and not in the index" in sentences(findings, "fail")
-    assert "it knows no worker" in sentences(findings, "warn")
+    assert "it knows no worker" in sentences(findings, "fail")
 
 
 def test_an_index_that_is_none_is_a_problem_in_one_sentence(server: Server) -> None:
