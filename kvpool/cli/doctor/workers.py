@@ -18,7 +18,7 @@ MAX_ENDPOINTS = 64  # of a worker, that are tried
 AT_ONCE = 16
 EVENTS_ON = (
     "start it with --kv-events-config "
-    '\'{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\''
+    '\'{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
 )
 
 
@@ -70,7 +70,7 @@ def _worker(worker: Worker, answers: Mapping[str, bool]) -> Iterator[Finding]:
         yield warn(
             "workers",
             f"worker {worker.name} has no replay endpoint: what an index misses once stays unknown",
-            'add "replay_endpoint":"tcp://*:5558" to its --kv-events-config',
+            'add "replay_endpoint":"tcp://*:5657" to its --kv-events-config',
         )
     else:
         events = ", ".join(one.events for one in worker.publishers[:4])

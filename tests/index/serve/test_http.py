@@ -209,8 +209,8 @@ def test_tenants_are_apart() -> None:
         assert (status, reply) == (
             404,
             {
-                "error": 'unknown model "m": this index follows no worker of tenant "default"; kvpool top shows whom it '
-                "follows, kvpool doctor why not others"
+                "error": 'unknown model "m": this index follows no worker of tenant "default"; kvpool top shows whom '
+                "it follows, kvpool doctor why not others"
             },
         )
 
