@@ -260,7 +260,7 @@ def _head(now: Look, before: Look | None) -> list[str]:
         f"up {_duration(index.uptime_ms / 1000)}: {len(status.workers)} workers, {len(ranks)} ranks, {stale} stale",
         f"{index.held_blocks} blocks, {index.held_pool_blocks} in the pool, {index.memory_nbytes / 1e6:.1f} MB",
         f"{_counted(index.lookups, 'lookups', rates.lookups_per_s)}; best rank's share: {shares}",
-        f"{_counted(index.placements, 'placements', rates.placements_per_s)}; of their prompts the worker has "
+        f"{_counted(index.placements, 'placements', rates.placements_per_s)}; share that the worker had: "
         f"{_share(rates.placed_ratio)}",
     ]
 
