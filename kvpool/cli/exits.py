@@ -58,7 +58,7 @@ def run(app: typer.Typer, program: str) -> NoReturn:
 
 
 def code_of(error: KVPoolError) -> int:
-    """The exit code for it. A ``ConfigError`` that a file, a folder or an address has caused is a fault of the world."""
+    """The exit code for it. A ``ConfigError`` that a file, folder or address has caused is a fault of the world."""
     from kvpool._native import RefusedDirectory
 
     if isinstance(error, ConfigError) and not isinstance(error.__cause__, OSError | RefusedDirectory):
