@@ -7,6 +7,11 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.commands.fleet_options import (
+    ADDRESSES,
+    LIFE,
+    PLACING,
+    SECURITY,
+    WORKERS,
     Bootstrap,
     Drain,
     MaxBlocks,
@@ -36,11 +41,20 @@ from kvpool.text import parse_nbytes
 def router(
     listen: Annotated[
         str,
-        typer.Option(metavar="HOST:PORT", help="Where to take requests over HTTP; port 0: any that is free."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where to take requests over HTTP; port 0: any that is free.",
+            rich_help_panel=ADDRESSES,
+        ),
     ] = "127.0.0.1:8080",
     pool: Pool = None,
     tenant: Annotated[
-        str, typer.Option(metavar="TENANT", help="Whose workers serve the requests; no others are followed.")
+        str,
+        typer.Option(
+            metavar="TENANT",
+            help="Whose workers serve the requests; no others are followed.",
+            rich_help_panel=WORKERS,
+        ),
     ] = "default",
     pool_keys_per_s: PoolKeys = 20_000,
     worker: WorkerOption = None,
@@ -50,6 +64,7 @@ def router(
         typer.Option(
             metavar="FILE",
             help="The authority that certificates of workers at https:// are of, PEM. Without it: those of the system.",
+            rich_help_panel=SECURITY,
         ),
     ] = None,
     max_blocks: MaxBlocks = 1 << 27,
@@ -62,6 +77,7 @@ def router(
             metavar="HOST:PORT",
             help="Where to answer over gRPC as kvpool index does: for kvpool top and lookup, and the --bootstrap of "
             "another router. Without it: nowhere.",
+            rich_help_panel=ADDRESSES,
         ),
     ] = None,
     tokens: Annotated[
@@ -70,6 +86,7 @@ def router(
             metavar="FILE",
             help="Callers of --grpc need a token of this file; kvpool token makes entries. Requests need none: workers "
             "check the keys of their callers.",
+            rich_help_panel=SECURITY,
         ),
     ] = None,
     place_timeout: PlaceTimeout = 1.0,
@@ -82,6 +99,7 @@ def router(
             min=0.1,
             max=86400,
             help="Longest silence of a worker; then the answer is 504, or a response that has begun is broken off.",
+            rich_help_panel=PLACING,
         ),
     ] = 600.0,
     snapshot: SnapshotFile = None,
@@ -101,6 +119,7 @@ def router(
             min=0,
             max=86400,
             help="After --drain, how long requests under way may take to end; no new ones are taken then.",
+            rich_help_panel=LIFE,
         ),
     ] = 60.0,
 ) -> None:

@@ -109,6 +109,9 @@ class Placements:
         try:
             placement = await self._placer.place(path, body, tenant=tenant, subset=subset, headers=asked)
             outcome = placement.reason
+            if placement.targets:
+                matched = placement.targets[0].matched_blocks if placement.prompt_blocks else 0
+                self._stats.record_placed(placement.prompt_blocks, matched)
             return placement
         except NoWorker as error:
             outcome = "no-worker"

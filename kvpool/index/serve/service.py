@@ -258,6 +258,8 @@ class IndexServer:
     async def _route(self, request: Any, _: Permissions) -> Any:
         def answer(prompt: Prompt) -> tuple[Any, Matched]:
             ranking = self._router.rank(prompt, **codec.decode_route_options(request))
+            if len(ranking.native):
+                self._stats.record_placed()
             return ranking.pack(), Matched()  # the best rank may not be among the picks
 
         return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
@@ -321,7 +323,8 @@ class IndexServer:
             index = IndexStatus(
                 index.uptime_ms, told.lookups, *told.matched, held_blocks=totals.blocks,
                 held_pool_blocks=totals.pool_blocks, memory_nbytes=totals.memory_nbytes,
-                instance_id=self._instance_id,
+                instance_id=self._instance_id, placements=told.placed.requests,
+                placed_prompt_blocks=told.placed.prompt_blocks, placed_matched_blocks=told.placed.matched_blocks,
             )  # fmt: skip
         return index
 
