@@ -41,7 +41,7 @@ FLOORS = (
         "vllm.request_state",
         "vllm.store_queue",
     },
-    {"vllm.store_planner"},
+    {"vllm.store_planner", "vllm.outcomes"},
     {"vllm.scheduler", "vllm.worker", "vllm.tier"},
     {"vllm.connector"},
     {"vllm.__init__"},
