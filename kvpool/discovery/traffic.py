@@ -170,7 +170,8 @@ def pack_traffic(windows: Mapping[str, Seen]) -> bytes:
         ]
         for name, seen in windows.items()
     }
-    return msgpack.packb({"version": VERSION, "windows": table})
+    document: bytes = msgpack.packb({"version": VERSION, "windows": table})
+    return document
 
 
 def unpack_traffic(document: bytes) -> dict[str, Seen] | None:

@@ -52,11 +52,12 @@ class PoolPromMetrics(KVConnectorPromMetrics):
     def _registered(self, metric: metrics.Metric) -> Any:
         labels = [*self._labelnames, *([metric.label] if metric.label else [])]
         about: dict[str, Any] = {"name": metric.name, "documentation": metric.help, "labelnames": labels}
-        if metric.is_counter:
-            return self._counter_cls(**about)
+        kind: Any = self._counter_cls
         if metric.is_gauge:
-            return self._gauge_cls(**about, multiprocess_mode="mostrecent")
-        return self._histogram_cls(**about, buckets=list(metric.buckets))
+            kind, about["multiprocess_mode"] = self._gauge_cls, "mostrecent"
+        elif metric.buckets:
+            kind, about["buckets"] = self._histogram_cls, list(metric.buckets)
+        return kind(**about)
 
     def _of_engine(self, name: str, engine: int, label: str) -> Any:
         labels: Sequence[object] = [*self.per_engine_labelvalues[engine], *([label] if label else [])]
