@@ -17,6 +17,7 @@ from typing import Any
 
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.index_options import load_tokenizers, parse_costs, parse_worker
+from kvpool.cli.log_lines import LogFormat, LogLevel, log_to_stderr
 from kvpool.config import hash_seed, redact
 from kvpool.discovery.networks import WorkerNetworks, hosts_of
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
@@ -103,6 +104,8 @@ class IndexSettings:
     drain_s: float = 0.0
     max_connection_age_s: float = MAX_CONNECTION_AGE_S
     max_connection_grace_s: float = 0.0
+    log_level: LogLevel = LogLevel.INFO
+    log_format: LogFormat = LogFormat.TEXT
 
 
 def run_index(settings: IndexSettings) -> None:
@@ -132,7 +135,7 @@ def run_index(settings: IndexSettings) -> None:
     auth = TokenAuth(settings.tokens)
     tls = _tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     worker_tls = trusting("--worker-ca", settings.worker_ca) if settings.worker_ca is not None else None
-    _log_lines()
+    log_to_stderr(settings.log_level, settings.log_format)
     _allow_descriptors()
     _run(
         _serve(settings, fleet, named, router, loaded, auth, tls, worker_tls), fast=settings.proxy is not None
@@ -355,13 +358,3 @@ def _allow_descriptors() -> None:
     """As many as this process may have: a publisher takes two, and 1,024 is a usual limit to begin with."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _log_lines() -> None:
-    """One line on standard error for whatever happens to a worker."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger = logging.getLogger("kvpool.index")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

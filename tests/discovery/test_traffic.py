@@ -150,6 +150,26 @@ def test_it_is_in_the_pool_while_the_engine_runs() -> None:
         assert store.announcements(traffic_prefix("t")) == {}
 
 
+def test_the_windows_of_an_engine_that_rests_end() -> None:
+    clock = Clock()
+    with MemoryStore(1 << 20) as store:
+        announcer = TrafficAnnouncer(store, "t", every_s=0.01, clock=clock)
+        seen_by = Traffic(clock)
+        ask(seen_by, 1, 10)
+        announcer.tell(seen_by.windows())
+
+        def known() -> list[str]:
+            windows = together(store.announcements(traffic_prefix("t")).values())
+            return [name for name, seen in windows.items() if seen.blocks]
+
+        assert eventually(lambda: known() == ["15m", "1h", "24h"])
+        clock.now_s += 1000
+        assert eventually(lambda: known() == ["1h", "24h"])
+        clock.now_s += 4000
+        assert eventually(lambda: known() == ["24h"])
+        announcer.close()
+
+
 def test_a_pool_that_is_away_costs_the_caller_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A fleet that Prometheus reads: a Valkey server, an index, one vLLM server, and Prometheus with the rules of ``deploy/``."""
+"""A fleet that Prometheus reads: Valkey, an index, a vLLM server, and Prometheus with the rules of ``deploy/``."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "kvpool.json"
 ALERTS = ROOT / "deploy" / "alerts.yml"
 BLOCK_TOKENS = 128
-START_S = 240.0
-ANSWER_S = 120.0
+START_S = 600.0  # on a busy machine
+ANSWER_S = 300.0
 KV_CACHE_NBYTES = 128 << 20  # 64 blocks of 2 MiB
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _COMPARED = re.compile(r"(.*?)\s+(?:==|>|<)\s+[0-9.]+", re.DOTALL)
@@ -134,10 +134,11 @@ def _worker(folder: Path, model: Path, pool: str, port: int, events: int, replay
     url = f"http://127.0.0.1:{port}"
     publisher = {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "tiny",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", "4096", "--max-num-batched-tokens", "4096", "--block-size", str(BLOCK_TOKENS),
-        "--kv-cache-memory-bytes", str(KV_CACHE_NBYTES), "--prefix-caching-hash-algo", "sha256_cbor",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", "4096", "--max-num-batched-tokens", "4096",
+        "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(KV_CACHE_NBYTES),
+        "--prefix-caching-hash-algo", "sha256_cbor",
         "--kv-transfer-config", json.dumps(connector_config(pool, {"http_port": port, "lookup_timeout_s": 2.0})),
         "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **publisher}),
     ]  # fmt: skip

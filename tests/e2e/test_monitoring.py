@@ -1,4 +1,4 @@
-"""Every expression of the dashboard and every alert, on live services: under a load, without the server, and after damage.
+"""Every expression of the dashboard and every alert, on live services: under a load, without the server, after damage.
 
 Prints what each of them gave, as the table in docs/monitoring.md: ``pytest -s tests/e2e/test_monitoring.py``.
 """
@@ -17,7 +17,7 @@ from tests.e2e import monitored
 from tests.e2e.harness import prompt, write_model
 from tests.e2e.monitored import Fleet, Values
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 HOT = [
     prompt(900 + i, 1060) for i in range(10)
@@ -63,6 +63,7 @@ def test_what_prometheus_sees(tmp_path: Path) -> None:
         fleet.server.kill()
         load_until(fleet, "KVPoolUnreachable", "KVPoolServerDown", "KVPoolLookupsFailing", first_cold=7000)
         away = look(fleet)
+        print(table(healthy, away))
 
         fleet.server.start()
         assert eventually(lambda: fleet.ask("min(kvpool_index_pool_up)") == {"": 1.0}, within_s=60)
@@ -86,7 +87,7 @@ def test_what_prometheus_sees(tmp_path: Path) -> None:
     assert results["hit"] > 0 < results["miss"]
     assert results["load_failed"] == results["switched_off"] == 0.0
     assert 0 < healthy["Is it full?/Fill of each server/{{server}}"][""] <= 1.1
-    assert 0 < healthy["Is it helping?/Residence time/{{server}}"][""]
+    assert healthy["Is it helping?/Residence time/{{server}}"][""] > 0
     assert away["Is it broken?/Connected/server {{server}}"] == {"": 0.0}
     assert away["Is it broken?/Connected/engine {{instance}}"] == {"": 0.0}
     assert damaged["Is it broken?/Switched on/{{instance}} {{engine}}"] == {"": 0.0}
@@ -111,11 +112,13 @@ def load_until_up(fleet: Fleet) -> None:
 
 
 def damage(fleet: Fleet) -> None:
-    """Turn bytes of all payloads that are in the pool."""
+    """Turn a bit or two in every block that is in the pool."""
     client = fleet.server.client
     for key in client.scan_iter(f"{KEY_PREFIX}*"):
         if is_key(key.decode()):
-            client.setrange(key, 100, b"damaged")
+            body = bytearray(client.hget(key, "b"))
+            body[100] ^= 0x11
+            client.hset(key, "b", bytes(body))
 
 
 def reset_in_use(fleet: Fleet) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from kvpool.cli.log_lines import LogFormat, LogLevel
+
 Pool = Annotated[
     str | None,
     typer.Option(
@@ -177,4 +179,10 @@ Drain = Annotated[
         help="After SIGTERM, how long requests are still answered while health says no, so that callers go elsewhere; "
         "a second SIGTERM ends it.",
     ),
+]
+LogLevelOption = Annotated[
+    LogLevel, typer.Option("--log-level", help="The least that is logged, to standard error.")
+]
+LogFormatOption = Annotated[
+    LogFormat, typer.Option("--log-format", help="How: text, or json with one object a line.")
 ]

@@ -10,6 +10,8 @@ from kvpool.cli.commands.fleet_options import (
     Bootstrap,
     ClientCa,
     Drain,
+    LogFormatOption,
+    LogLevelOption,
     MaxBlocks,
     MaxMemory,
     MaxWaiting,
@@ -32,6 +34,7 @@ from kvpool.cli.commands.fleet_options import (
     WorkerOption,
 )
 from kvpool.cli.commands.options import Json, TlsCa, TlsCert, TlsKey, TokenFile
+from kvpool.cli.log_lines import LogFormat, LogLevel
 from kvpool.text import parse_nbytes
 
 
@@ -125,12 +128,15 @@ def index(
             help="How long streams of such a connection may still go on; 0: for as long as they like.",
         ),
     ] = 0.0,
+    log_level: LogLevelOption = LogLevel.INFO,
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Serve the prefix index: which worker holds how much of a prompt. Runs until SIGTERM or Ctrl-C."""
     from kvpool.cli.index import IndexSettings, run_index
 
     run_index(
         IndexSettings(
+            log_level=log_level, log_format=log_format,
             listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=tenant or [],
             worker_networks=worker_networks or [],
             workers=worker or [], max_blocks=max_blocks,

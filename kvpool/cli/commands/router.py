@@ -9,6 +9,8 @@ import typer
 from kvpool.cli.commands.fleet_options import (
     Bootstrap,
     Drain,
+    LogFormatOption,
+    LogLevelOption,
     MaxBlocks,
     MaxMemory,
     MaxWaiting,
@@ -29,6 +31,7 @@ from kvpool.cli.commands.fleet_options import (
     WarmUp,
     WorkerOption,
 )  # fmt: skip
+from kvpool.cli.log_lines import LogFormat, LogLevel
 from kvpool.errors import ConfigError
 from kvpool.text import parse_nbytes
 
@@ -103,6 +106,8 @@ def router(
             help="After --drain, how long requests under way may take to end; no new ones are taken then.",
         ),
     ] = 60.0,
+    log_level: LogLevelOption = LogLevel.INFO,
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Serve OpenAI's API in front of a fleet: each request goes where its prompt costs least. Runs until SIGTERM."""
     from kvpool.cli.index import IndexSettings, run_index
@@ -111,6 +116,7 @@ def router(
         raise ConfigError("--tokens is for callers of --grpc: give it, too")
     run_index(
         IndexSettings(
+            log_level=log_level, log_format=log_format,
             listen=grpc, proxy=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=[tenant],
             worker_networks=worker_networks or [], workers=worker or [], worker_ca=worker_ca, max_blocks=max_blocks,
             max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),
