@@ -50,6 +50,7 @@ from kvpool.index.serve.proxy_stats import ProxyStats
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
 from kvpool.index.snapshot import Snapshot, unpack
+from kvpool.tracing import Tracing
 
 BOOTSTRAP_TIMEOUT_S = 30.0
 CALLS_END_S = 1.0
@@ -104,6 +105,7 @@ class IndexSettings:
     drain_s: float = 0.0
     max_connection_age_s: float = MAX_CONNECTION_AGE_S
     max_connection_grace_s: float = 0.0
+    traces: str | None = None
     log_level: LogLevel = LogLevel.INFO
     log_format: LogFormat = LogFormat.TEXT
 
@@ -227,6 +229,12 @@ async def _serve(
         tokenizers = Tokenizers(by_model)
         parts.callback(tokenizers.close)
         stats = RequestStats()
+        tracing = Tracing()
+        if settings.traces is not None:
+            tracing = Tracing.to(
+                settings.traces, "kvpool-index" if settings.proxy is None else "kvpool-router"
+            )
+            parts.callback(tracing.close)
         proxy_stats = None if settings.proxy is None else ProxyStats()
         exporter = Exporter(fleet, stats, pool, proxy_stats)
         parts.callback(exporter.close)
@@ -242,6 +250,7 @@ async def _serve(
             tls=tls,
             max_connection_age_s=settings.max_connection_age_s,
             max_connection_grace_s=settings.max_connection_grace_s,
+            tracing=None if settings.traces is None else tracing,
         )
         parts.push_async_callback(server.stop)
         if settings.scrape:
@@ -271,7 +280,9 @@ async def _serve(
                 max_endpoints=settings.max_endpoints,
             )
             parts.callback(placer.close)
-            placements = Placements(placer, server.health, stats, fleet.buffers, shows=settings.place_headers)
+            placements = Placements(
+                placer, server.health, stats, fleet.buffers, shows=settings.place_headers, tracing=tracing
+            )
         if settings.ext_proc is not None:
             picker = ExtProcServer(placements, server.calls, server.health, tls=tls)
             parts.push_async_callback(picker.stop)

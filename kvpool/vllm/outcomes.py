@@ -14,6 +14,7 @@ from kvpool import _native, metrics
 from kvpool.discovery.traffic import Seen, Traffic
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
+from kvpool.tracing import Tracing
 from kvpool.vllm.request_state import RequestState
 
 RATIOS_S = 10.0  # between two estimates
@@ -23,6 +24,7 @@ class Outcomes:
     """Counts in ``counters``. ``record_tokens``: of the blocks whose hashes are handed over.
 
     ``tell``: called with all windows of the traffic, every ``RATIOS_S`` seconds at most. ``clock``: in seconds.
+    ``tracing``: takes spans of lookups and loads.
     """
 
     def __init__(
@@ -32,10 +34,12 @@ class Outcomes:
         record_tokens: int,
         tell: Callable[[dict[str, Seen]], None],
         clock: Callable[[], float],
+        tracing: Tracing,
     ) -> None:
         self._counters, self._record_tokens = counters, record_tokens
         self._tell, self._clock = tell, clock
         self._traffic = Traffic(clock)
+        self._tracing = tracing
         self._ratios_at_s = 0.0
 
     def waited(self, state: RequestState, now_s: float, *, answered: bool) -> None:
@@ -44,6 +48,8 @@ class Outcomes:
         if state.waiting_since is not None:
             state.waited_s = waited_s = now_s - state.waiting_since
             state.waiting_since = None
+            headers = getattr(state.request, "trace_headers", None)
+            self._tracing.record("kvpool.lookup", headers, waited_s, answered=answered)
         if not state.wait_counted:
             state.wait_counted = True
             self._counters.observe(
@@ -73,6 +79,8 @@ class Outcomes:
     def loaded(self, state: RequestState, tokens: int, *, ok: bool) -> None:
         """The load of ``tokens`` has ended."""
         self._counters.add(metrics.LOADED_TOKENS, tokens if ok else 0)
+        headers = getattr(state.request, "trace_headers", None)
+        self._tracing.record("kvpool.load", headers, state.load_s, tokens=tokens, loaded=ok)
         if state.loads_first:
             state.loads_first = False
             self._count(state, "hit" if ok else "load_failed", tokens if ok else 0)

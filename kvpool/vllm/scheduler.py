@@ -34,6 +34,7 @@ from kvpool.errors import StoreClosed
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
 from kvpool.store.health import count_health
+from kvpool.tracing import Tracing
 from kvpool.vllm import internals
 from kvpool.vllm.adapters import Adapters
 from kvpool.vllm.cache_resync import CacheResync
@@ -116,6 +117,7 @@ class SchedulerHalf:
             record_tokens=self._groups[0].record_tokens,
             tell=self._traffic.tell,
             clock=time.monotonic,
+            tracing=Tracing.of_process(),
         )
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []

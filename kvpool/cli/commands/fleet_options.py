@@ -186,3 +186,11 @@ LogLevelOption = Annotated[
 LogFormatOption = Annotated[
     LogFormat, typer.Option("--log-format", help="How: text, or json with one object a line.")
 ]
+Traces = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="An OpenTelemetry collector, such as http://otel:4318 (OTLP over HTTP). It gets spans of requests whose "
+        "traceparent says that they are sampled. Needs kvpool[trace]. Without it: nowhere.",
+    ),
+]

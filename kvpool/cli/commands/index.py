@@ -30,6 +30,7 @@ from kvpool.cli.commands.fleet_options import (
     SnapshotFile,
     TokenizerOption,
     Tokens,
+    Traces,
     WarmUp,
     WorkerOption,
 )
@@ -128,6 +129,7 @@ def index(
             help="How long streams of such a connection may still go on; 0: for as long as they like.",
         ),
     ] = 0.0,
+    traces: Traces = None,
     log_level: LogLevelOption = LogLevel.INFO,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
@@ -136,7 +138,7 @@ def index(
 
     run_index(
         IndexSettings(
-            log_level=log_level, log_format=log_format,
+            traces=traces, log_level=log_level, log_format=log_format,
             listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=tenant or [],
             worker_networks=worker_networks or [],
             workers=worker or [], max_blocks=max_blocks,

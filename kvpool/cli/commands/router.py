@@ -28,6 +28,7 @@ from kvpool.cli.commands.fleet_options import (
     SnapshotEvery,
     SnapshotFile,
     TokenizerOption,
+    Traces,
     WarmUp,
     WorkerOption,
 )  # fmt: skip
@@ -106,6 +107,7 @@ def router(
             help="After --drain, how long requests under way may take to end; no new ones are taken then.",
         ),
     ] = 60.0,
+    traces: Traces = None,
     log_level: LogLevelOption = LogLevel.INFO,
     log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
@@ -116,7 +118,7 @@ def router(
         raise ConfigError("--tokens is for callers of --grpc: give it, too")
     run_index(
         IndexSettings(
-            log_level=log_level, log_format=log_format,
+            traces=traces, log_level=log_level, log_format=log_format,
             listen=grpc, proxy=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=[tenant],
             worker_networks=worker_networks or [], workers=worker or [], worker_ca=worker_ca, max_blocks=max_blocks,
             max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),
