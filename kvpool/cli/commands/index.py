@@ -15,6 +15,8 @@ from kvpool.cli.commands.fleet_options import (
     Bootstrap,
     ClientCa,
     Drain,
+    LogFormatOption,
+    LogLevelOption,
     MaxBlocks,
     MaxMemory,
     MaxWaiting,
@@ -33,10 +35,12 @@ from kvpool.cli.commands.fleet_options import (
     SnapshotFile,
     TokenizerOption,
     Tokens,
+    Traces,
     WarmUp,
     WorkerOption,
 )
 from kvpool.cli.commands.options import ACCESS, Index, Json, TlsCa, TlsCert, TlsKey, TokenFile
+from kvpool.cli.log_lines import LogFormat, LogLevel
 from kvpool.text import parse_nbytes
 
 
@@ -142,12 +146,16 @@ def index(
             rich_help_panel=LIFE,
         ),
     ] = 0.0,
+    traces: Traces = None,
+    log_level: LogLevelOption = LogLevel.INFO,
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Serve the prefix index: which worker holds how much of a prompt. Runs until SIGTERM or Ctrl-C."""
     from kvpool.cli.index import IndexSettings, run_index
 
     run_index(
         IndexSettings(
+            traces=traces, log_level=log_level, log_format=log_format,
             listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=tenant or [],
             worker_networks=worker_networks or [],
             workers=worker or [], max_blocks=max_blocks,

@@ -14,6 +14,8 @@ from kvpool.cli.commands.fleet_options import (
     WORKERS,
     Bootstrap,
     Drain,
+    LogFormatOption,
+    LogLevelOption,
     MaxBlocks,
     MaxMemory,
     MaxWaiting,
@@ -31,9 +33,11 @@ from kvpool.cli.commands.fleet_options import (
     SnapshotEvery,
     SnapshotFile,
     TokenizerOption,
+    Traces,
     WarmUp,
     WorkerOption,
 )  # fmt: skip
+from kvpool.cli.log_lines import LogFormat, LogLevel
 from kvpool.errors import ConfigError
 from kvpool.text import parse_nbytes
 
@@ -122,6 +126,9 @@ def router(
             rich_help_panel=LIFE,
         ),
     ] = 60.0,
+    traces: Traces = None,
+    log_level: LogLevelOption = LogLevel.INFO,
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Serve OpenAI's API in front of a fleet: each request goes where its prompt costs least. Runs until SIGTERM."""
     from kvpool.cli.index import IndexSettings, run_index
@@ -130,6 +137,7 @@ def router(
         raise ConfigError("--tokens is for callers of --grpc: give it, too")
     run_index(
         IndexSettings(
+            traces=traces, log_level=log_level, log_format=log_format,
             listen=grpc, proxy=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=[tenant],
             worker_networks=worker_networks or [], workers=worker or [], worker_ca=worker_ca, max_blocks=max_blocks,
             max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),

@@ -49,6 +49,7 @@ from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant
+from kvpool.tracing import Tracing
 from kvpool.v1 import index_pb2 as pb
 
 INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
@@ -75,7 +76,8 @@ class IndexServer:
     ``auth``: who may do what; None: every caller may do everything. ``tls``: None: without. Files of either are
     looked at again while it serves. ``max_connection_age_s``: after so long a caller is told to connect anew, so that
     a new replica gets its part; calls go on meanwhile. ``max_connection_grace_s``: after so long more its streams are
-    ended, too. 0, of either: never. ``calls``, ``health``: for other doors of the same index.
+    ended, too. 0, of either: never. ``tracing``: of calls with one
+    request; None: off. ``calls``, ``health``: for other doors of the same index.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class IndexServer:
         tls: ServerTls | None = None,
         max_connection_age_s: float = MAX_CONNECTION_AGE_S,
         max_connection_grace_s: float = 0.0,
+        tracing: Tracing | None = None,
     ) -> None:
         self._roster = roster
         self._stats = stats or RequestStats()
@@ -100,7 +103,7 @@ class IndexServer:
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
-        self.calls = Calls(self._auth, self._stats, roster.fleet.buffers)
+        self.calls = Calls(self._auth, self._stats, roster.fleet.buffers, tracing)
         self._lookups = LookupCalls(
             self.calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
         )
