@@ -44,6 +44,14 @@ class Matched(NamedTuple):
         return cls(*(max((getattr(row, column) for row in rows), default=0) for column in cls._fields))
 
 
+class Placed(NamedTuple):
+    """Requests that got a worker; ``prompt_blocks``, ``matched_blocks``: as ``IndexStatus`` has them."""
+
+    requests: int = 0
+    prompt_blocks: int = 0
+    matched_blocks: int = 0
+
+
 class Histogram:
     """Counts by upper bound, and their sum; for one thread at a time."""
 
@@ -76,6 +84,7 @@ class Totals(NamedTuple):
     streams: int
     placements: dict[str, int]  # requests of proxies, by why they went where they did
     placement_seconds: Histogram
+    placed: Placed
 
 
 class LookupTimer:
@@ -118,6 +127,7 @@ class RequestStats:
         self._streams = 0
         self._placements: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._placement_seconds = Histogram(SECONDS)
+        self._placed = Placed()
 
     def timed_lookup(self) -> LookupTimer:
         """A context that records the lookup in it when it ends."""
@@ -153,6 +163,16 @@ class RequestStats:
             self._placements[outcome] += 1
             self._placement_seconds.add(seconds)
 
+    def record_placed(self, prompt_blocks: int = 0, matched_blocks: int = 0) -> None:
+        """One request got a worker, which need not compute ``matched_blocks`` of ``prompt_blocks`` (0: not known)."""
+        with self._lock:
+            placed = self._placed
+            self._placed = Placed(
+                placed.requests + 1,
+                placed.prompt_blocks + prompt_blocks,
+                placed.matched_blocks + matched_blocks,
+            )
+
     def totals(self) -> Totals:
         """All of it at one moment."""
         with self._lock:
@@ -166,4 +186,5 @@ class RequestStats:
                 self._streams,
                 dict(self._placements),
                 self._placement_seconds.copy(),
+                self._placed,
             )
