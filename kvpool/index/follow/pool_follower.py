@@ -17,6 +17,8 @@ from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconcil
 from kvpool.index.follow.roster import Roster
 from kvpool.key.names import check_tenant
 from kvpool.store import open_store
+from kvpool.store.server.server import ServerStore
+from kvpool.store.server.usage import Usage
 from kvpool.store.store import Store
 from kvpool.store.url import StoreURL
 from kvpool.text import MAX_NBYTES
@@ -74,6 +76,18 @@ class PoolFollower:
     def rounds(self) -> int:
         """Of the ``WorkerWatch``, in which the pool answered. Any thread."""
         return 0 if self._watch is None else self._watch.rounds
+
+    def usage(self) -> Usage | None:
+        """How full the pool is; None: it does not say. Any thread.
+
+        Blocking, for a few seconds at most. Errors: ``StoreUnavailable``, also before it was first reached.
+        """
+        store = self._store
+        if store is None:
+            raise StoreUnavailable("the pool was not reached yet")
+        if isinstance(store, ServerStore):
+            return store.usage()
+        return Usage(store.counters()["stored_nbytes"])
 
     def totals(self) -> ReconcilerTotals:
         """Of the ``PoolReconciler``. Any thread."""

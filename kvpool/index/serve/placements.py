@@ -15,7 +15,7 @@ from kvpool.errors import KVPoolError
 from kvpool.index.buffer_budget import INFERENCE, BufferBudget
 from kvpool.index.place.placer import AllBusy, NoWorker, Placement, Placer, Target
 from kvpool.index.serve.health import Health
-from kvpool.index.serve.request_stats import RequestStats
+from kvpool.index.serve.request_stats import RequestStats, Reuse
 
 DESTINATION = "x-gateway-destination-endpoint"
 WORKER, MATCHED, BLOCKS, REASON = (
@@ -109,6 +109,7 @@ class Placements:
         try:
             placement = await self._placer.place(path, body, tenant=tenant, subset=subset, headers=asked)
             outcome = placement.reason
+            self._stats.record_reuse(_reuse(placement))
             return placement
         except NoWorker as error:
             outcome = "no-worker"
@@ -147,3 +148,11 @@ class Placements:
         if placement.prompt_blocks:
             shown += [(MATCHED, str(target.matched_blocks)), (BLOCKS, str(placement.prompt_blocks))]
         return shown
+
+
+def _reuse(placement: Placement) -> Reuse:
+    """What its prompt finds where it goes; nothing where its blocks are not known."""
+    if not placement.prompt_blocks or not placement.targets:
+        return Reuse()
+    chosen = placement.targets[0].matched_blocks
+    return Reuse(1, placement.prompt_blocks, placement.held_blocks, 1, placement.prompt_blocks, chosen)

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from operator import add
 from typing import Literal, NamedTuple
 
 from kvpool.errors import ConfigError, UnknownModel
@@ -42,6 +43,28 @@ class Matched(NamedTuple):
     def of_tiers(cls, rows: Sequence[TierRow]) -> Matched:
         """Of an answer tier by tier."""
         return cls(*(max((getattr(row, column) for row in rows), default=0) for column in cls._fields))
+
+
+class Reuse(NamedTuple):
+    """What of prompts could be reused instead of computed, by what the index knew when it was asked; sums.
+
+    ``held_blocks``: the most leading blocks that one rank, or the pool, had of each: so much a request finds that is
+    sent to the best place, and so their share of ``prompt_blocks`` is the ceiling of what routing can reach with what
+    is held. Of requests that the index placed by itself, for a proxy, it knows where they went, too:
+    ``placed_blocks`` of their prompts, and ``chosen_blocks`` of these that the chosen worker need not compute.
+    """
+
+    prompts: int = 0
+    prompt_blocks: int = 0
+    held_blocks: int = 0
+    placed: int = 0
+    placed_blocks: int = 0
+    chosen_blocks: int = 0
+
+    @classmethod
+    def of(cls, matched: Matched) -> Reuse:
+        """Of one answer about a prompt."""
+        return cls(1, matched.prompt_blocks, max(matched.local_blocks, matched.pool_blocks))
 
 
 class Histogram:
@@ -76,6 +99,7 @@ class Totals(NamedTuple):
     streams: int
     placements: dict[str, int]  # requests of proxies, by why they went where they did
     placement_seconds: Histogram
+    reuse: Reuse  # of lookups and placements
 
 
 class LookupTimer:
@@ -113,6 +137,7 @@ class RequestStats:
         self._seconds = Histogram(SECONDS)
         self._lookups = 0
         self._matched = Matched()
+        self._reuse = Reuse()
         self._ratios = {where: Histogram(RATIOS) for where in ("device", "local", "pool")}
         self._refused: Counter[str] = Counter()
         self._streams = 0
@@ -134,6 +159,7 @@ class RequestStats:
                 return
             self._lookups += 1
             self._matched = Matched(*map(sum, zip(self._matched, matched, strict=True)))
+            self._reuse = _sum(self._reuse, Reuse.of(matched))
             for histogram, blocks in zip(self._ratios.values(), matched[1:], strict=True):
                 histogram.add(blocks / matched.prompt_blocks)
 
@@ -153,6 +179,11 @@ class RequestStats:
             self._placements[outcome] += 1
             self._placement_seconds.add(seconds)
 
+    def record_reuse(self, reuse: Reuse) -> None:
+        """What one request of a proxy found where it was placed."""
+        with self._lock:
+            self._reuse = _sum(self._reuse, reuse)
+
     def totals(self) -> Totals:
         """All of it at one moment."""
         with self._lock:
@@ -166,4 +197,9 @@ class RequestStats:
                 self._streams,
                 dict(self._placements),
                 self._placement_seconds.copy(),
+                self._reuse,
             )
+
+
+def _sum(one: Reuse, other: Reuse) -> Reuse:
+    return Reuse(*map(add, one, other))

@@ -262,7 +262,7 @@ class IndexServer:
     async def _route(self, request: Any, _: Permissions) -> Any:
         def answer(prompt: Prompt) -> tuple[Any, Matched]:
             ranking = self._router.rank(prompt, **codec.decode_route_options(request))
-            return ranking.pack(), Matched()  # the best rank may not be among the picks
+            return ranking.pack(), Matched(*ranking.most())
 
         return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
 

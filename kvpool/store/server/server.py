@@ -9,16 +9,18 @@ from collections.abc import Iterator, Sequence
 import redis
 
 from kvpool.errors import StoreUnavailable
-from kvpool.store.server.connection import KeptServer, connect
+from kvpool.store.server.connection import KeptServer, connect, within
 from kvpool.store.server.documents import SLOT, ServerAnnouncements
 from kvpool.store.server.notices import ServerNotices
 from kvpool.store.server.rights import Refused, refused_commands
 from kvpool.store.server.scan import scan_keys, scan_server
 from kvpool.store.server.topology import Primaries
+from kvpool.store.server.usage import Usage, total, usage_of
 from kvpool.store.store import Store, StoredBlock
 from kvpool.store.url import SERVER_SCHEMES, StoreURL
 
 RUN_ID_S = 2.0
+USAGE_S = 2.0  # of one server
 
 
 class ServerStore(Store):
@@ -47,6 +49,28 @@ class ServerStore(Store):
         with contextlib.suppress(Exception):  # whatever a client makes of what a server says
             return refused_commands(self._primaries.url_of(SLOT))
         return []
+
+    def usage(self) -> Usage | None:
+        """How full its servers are; None: one of them may not be asked.
+
+        Blocking, for ``USAGE_S`` seconds a server at most. Errors: ``StoreUnavailable``, ``StoreClosed``.
+        """
+        self._check_open()
+        action = "cannot ask how full it is"
+        usages: list[Usage] = []
+        if not self._url.nodes:
+            with self._kept.asked(action, USAGE_S) as server:
+                return usage_of(server)
+        for url in self._primaries.urls():
+            try:
+                with within(USAGE_S), connect(url, timeout_s=USAGE_S, role="usage") as server:
+                    usage = usage_of(server)
+            except Exception as error:  # whatever a client makes of what a server says
+                raise StoreUnavailable(f"{self._name}: {action}: {error}") from error
+            if usage is None:
+                return None
+            usages.append(usage)
+        return total(usages)
 
     def _announce(self, key: str, document: bytes, lease_s: float) -> None:
         self._announced.put(key, document, lease_s)
