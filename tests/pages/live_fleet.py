@@ -40,7 +40,7 @@ BLOCK = 16
 VALUE = bytes(2048)
 HASHER = BlockHasher(BLOCK)
 NAMESPACE = Namespace("default", {"model": MODEL})
-BLOCK_S = 0.002  # to compute one
+BLOCK_S = 0.004  # to compute one
 SYSTEMS = 5  # prompts that many conversations begin with
 SYSTEM_TOKENS = 24 * BLOCK
 
@@ -111,7 +111,9 @@ class LiveWorker:
 
 def a_worker(name: str, address: str, publisher: Publisher, **more: str) -> Worker:
     fields = {"model": MODEL, "namespace": NAMESPACE.hex, "address": address, "incarnation": "one", **more}
-    return Worker(name=name, block_tokens=BLOCK, hash_seed_id=seed_id(None), publishers=(publisher,), **fields)
+    return Worker(
+        name=name, block_tokens=BLOCK, hash_seed_id=seed_id(None), publishers=(publisher,), **fields
+    )
 
 
 class LiveFleet:
@@ -166,7 +168,8 @@ class LiveFleet:
             place = ""
         if (worker := self._by_endpoint.get(place)) is not None:
             worker.serve(HASHER.hashes(prompt))
-        call.end()
+        with contextlib.suppress(grpc.RpcError):
+            call.end()
 
 
 @contextmanager

@@ -250,6 +250,8 @@ def _holder(pick: Pick, *, is_first: bool) -> dict[str, Any]:
         "loadable_blocks": row.loadable_blocks,
         "stale": row.stale,
         "trust": pick.trust,
+        "asleep": pick.asleep,
+        "unreachable": pick.unreachable,
         "cost": pick.cost,
         "queue_cost": pick.queue_cost,
         "first": is_first,

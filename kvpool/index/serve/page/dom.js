@@ -45,7 +45,7 @@ export function tableHead(table, columns) {
       "tr",
       { role: "row" },
       ...columns.map(([label, kind]) =>
-        element("th", { scope: "col", role: "columnheader", className: kind === "number" ? "number" : "" }, label),
+        element("th", { scope: "col", role: "columnheader", className: kind === "name" ? "" : kind }, label),
       ),
     ),
   );

@@ -49,8 +49,7 @@ async function refresh() {
     showWorkers(data.workers, data.fleet);
     showModels(data.fleet);
     say("");
-    const time = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
-    write(byId("updated"), `As of ${time}${paused ? ", paused" : ""}`);
+    write(byId("updated"), `· as of ${new Date().toTimeString().slice(0, 8)}${paused ? ", paused" : ""}`);
     byId("sign-out").hidden = !sessionStorage.getItem(TOKEN);
   } catch (error) {
     if (number !== asking) return;

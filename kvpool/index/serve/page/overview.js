@@ -101,13 +101,16 @@ function showReuse({ totals }) {
     byId("reuse-chart").replaceChildren();
     return;
   }
-  fill(figure, note, last ? percent(last.ceiling) : "–", "By the best worker or the pool, last minute");
+  const placedNow = Boolean(last) && last.chosen !== null;
+  write(byId("reuse-name"), placedNow ? "Hit rate" : "Hit rate, ceiling");
+  if (placedNow) fill(figure, note, percent(last.chosen), `Of prompt blocks, last minute. Ceiling ${percent(last.ceiling)}`);
+  else fill(figure, note, last ? percent(last.ceiling) : "–", "Of prompt blocks, last minute: held by the best worker or the pool");
   const text = sentence(last);
   write(byId("reuse-text"), text);
   const placed = points.some((point) => point.chosen !== null);
   legend(byId("reuse-legend"), [
-    ["ceiling", "Ceiling: the best worker or the pool holds it"],
-    ...(placed ? [["chosen", "Reused: the worker where this index placed the request holds it"]] : []),
+    ["ceiling", "Ceiling: held by the best worker or the pool"],
+    ...(placed ? [["chosen", "Hit rate: found where this index placed the request"]] : []),
   ]);
   drawChart(byId("reuse-chart"), points, `Hit rate over the last hour. ${text}`);
   drawTable(byId("reuse-table"), points);

@@ -5,12 +5,12 @@ import { compact, count, whole } from "./format.js";
 
 const COLUMNS = [
   ["Worker", "name"],
-  ["Of the prompt", ""],
+  ["Of the prompt", "bar"],
   ["Device", "number"],
   ["Local", "number"],
   ["Pool", "number"],
-  ["To compute", "number"],
-  ["Cost", "number"],
+  ["Left to compute", "number"],
+  ["Cost in tokens", "number"],
 ];
 const LABELS = { token_ids: "Token ids, between spaces or commas", text: "Text, as in “prompt” of /v1/completions" };
 const MAX_U32 = 0xffffffff;
@@ -111,14 +111,22 @@ function row(one, rows, tokens) {
     part("local", of(one.local_blocks - one.device_blocks)),
     part("pool", of(one.loadable_blocks - one.local_blocks)),
   );
-  const note = one.stale ? "stale: not credited" : one.trust === "fallback" ? "no events: nothing is known" : "";
+  const notes = [one.first ? "a request would go here now" : "", away(one)].filter(Boolean).join("; ");
   return tableRow(COLUMNS, [
-    [named(one, rows), note ? element("span", { className: "quiet" }, note) : null],
+    [named(one, rows), notes ? element("span", { className: "quiet" }, notes) : null],
     [bars, element("span", { className: "quiet" }, `${whole(one.loadable_blocks)} of ${count(one.prompt_blocks, "block", "blocks")}`)],
     whole(one.device_blocks),
     whole(one.local_blocks),
     whole(one.pool_blocks),
     `${whole(Math.max(0, tokens - one.loadable_blocks * one.block_tokens))} tokens`,
-    one.first ? element("strong", {}, `${compact(one.cost)}, least`) : compact(one.cost),
+    compact(one.cost),
   ]);
+}
+
+// Why it is not credited, or gets no requests.
+function away(one) {
+  if (one.unreachable) return "unreachable: comes last";
+  if (one.asleep) return "asleep: comes last";
+  if (one.stale) return "stale: what it holds itself is not credited";
+  return one.trust === "fallback" ? "no events: nothing is known of it" : "";
 }

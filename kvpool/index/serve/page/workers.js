@@ -6,11 +6,11 @@ import { HEALTHS } from "./overview.js";
 
 const COLUMNS = [
   ["Worker", "name"],
-  ["Health", ""],
+  ["Health", "state"],
   ["Model", "wrap"],
-  ["Requests", ""],
-  ["KV cache", ""],
-  ["Device blocks", "number"],
+  ["Requests", "tight"],
+  ["KV cache", "tight"],
+  ["Device", "number"],
   ["Host", "number"],
   ["Disk", "number"],
   ["Behind", "number"],
