@@ -70,6 +70,16 @@ class LiveWorker:
         usage = len(self._held) / self._blocks
         self._pages.show({0: Engine(running, self._running - running, round(usage, 3), self.is_asleep)})
 
+    @property
+    def events(self) -> str:
+        """Where it publishes."""
+        return self._publisher.publisher.events
+
+    def holds(self, tokens: Sequence[int]) -> bool:
+        """Whether its cache has all blocks of a prompt now."""
+        with self._lock:
+            return all(one in self._held for one in HASHER.hashes(tokens))
+
     def serve(self, hashes: Sequence[bytes]) -> None:
         """One request, until its prompt is computed."""
         with self._lock:
