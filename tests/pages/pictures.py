@@ -32,8 +32,8 @@ def shoot(browser: Any, fleet: LiveFleet, folder: Path) -> None:
             page.locator("#prompt-table tbody tr").first.wait_for()
             page.locator("h1").click()
             path = folder / f"{name}.png"
-            # Of the narrow ones what five screens show.
-            clip = None if size == WIDE else {"x": 0, "y": 0, "width": size[0], "height": 5 * 640}
+            # Of the narrow ones what four screens show.
+            clip = None if size == WIDE else {"x": 0, "y": 0, "width": size[0], "height": 4 * 640}
             page.screenshot(path=path, full_page=True, clip=clip)
             shrink(path)
 
@@ -43,7 +43,7 @@ def shrink(path: Path) -> None:
     from PIL import Image
 
     with Image.open(path) as image:
-        small = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        small = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     small.save(path, optimize=True)
 
 
