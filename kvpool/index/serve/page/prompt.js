@@ -6,9 +6,9 @@ import { compact, count, whole } from "./format.js";
 const COLUMNS = [
   ["Worker", "name"],
   ["Of the prompt", "bar"],
-  ["Device", "number"],
-  ["Local", "number"],
-  ["Pool", "number"],
+  ["Device blocks", "number"],
+  ["Local blocks", "number"],
+  ["Pool blocks", "number"],
   ["Left to compute", "number"],
   ["Cost in tokens", "number"],
 ];

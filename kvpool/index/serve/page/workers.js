@@ -10,9 +10,9 @@ const COLUMNS = [
   ["Model", "wrap"],
   ["Requests", "tight"],
   ["KV cache", "tight"],
-  ["Device", "number"],
-  ["Host", "number"],
-  ["Disk", "number"],
+  ["Device blocks", "number"],
+  ["Host blocks", "number"],
+  ["Disk blocks", "number"],
   ["Behind", "number"],
 ];
 const FIND_MS = 250;
