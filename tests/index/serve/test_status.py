@@ -372,7 +372,7 @@ def test_who_asks_too_often_is_refused_and_others_are_not(
     assert call(served, "GET", "/status/data", token=tokens["a"]).status == 200, "their places are free again"
 
 
-def test_ten_thousand_workers_are_looked_at_once_for_all(
+def test_the_fleet_is_looked_at_once_for_all_who_ask_within_that_time(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
