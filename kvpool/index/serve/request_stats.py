@@ -52,6 +52,18 @@ class Placed(NamedTuple):
     matched_blocks: int = 0
 
 
+class Reuse(NamedTuple):
+    """What of prompts could be reused instead of computed, by what the index knew when it was asked; sums.
+
+    ``held_blocks``: the most leading blocks that one rank, or the pool, had of each: so much a request finds that is
+    sent to the best place, and their share of ``prompt_blocks`` is the ceiling of what routing can reach.
+    """
+
+    prompts: int = 0
+    prompt_blocks: int = 0
+    held_blocks: int = 0
+
+
 class Histogram:
     """Counts by upper bound, and their sum; for one thread at a time."""
 
@@ -85,6 +97,7 @@ class Totals(NamedTuple):
     placements: dict[str, int]  # requests of proxies, by why they went where they did
     placement_seconds: Histogram
     placed: Placed
+    reuse: Reuse  # of lookups and placements
 
 
 class LookupTimer:
@@ -122,6 +135,7 @@ class RequestStats:
         self._seconds = Histogram(SECONDS)
         self._lookups = 0
         self._matched = Matched()
+        self._reuse = Reuse()
         self._ratios = {where: Histogram(RATIOS) for where in ("device", "local", "pool")}
         self._refused: Counter[str] = Counter()
         self._streams = 0
@@ -144,6 +158,7 @@ class RequestStats:
                 return
             self._lookups += 1
             self._matched = Matched(*map(sum, zip(self._matched, matched, strict=True)))
+            self._add_reuse(matched.prompt_blocks, max(matched.local_blocks, matched.pool_blocks))
             for histogram, blocks in zip(self._ratios.values(), matched[1:], strict=True):
                 histogram.add(blocks / matched.prompt_blocks)
 
@@ -163,8 +178,9 @@ class RequestStats:
             self._placements[outcome] += 1
             self._placement_seconds.add(seconds)
 
-    def record_placed(self, prompt_blocks: int = 0, matched_blocks: int = 0) -> None:
-        """One request got a worker, which need not compute ``matched_blocks`` of ``prompt_blocks`` (0: not known)."""
+    def record_placed(self, prompt_blocks: int = 0, matched_blocks: int = 0, held_blocks: int = 0) -> None:
+        """One request got a worker, which need not compute ``matched_blocks`` of ``prompt_blocks`` (0: not known).
+        ``held_blocks``: as in ``Reuse``."""
         with self._lock:
             placed = self._placed
             self._placed = Placed(
@@ -172,6 +188,12 @@ class RequestStats:
                 placed.prompt_blocks + prompt_blocks,
                 placed.matched_blocks + matched_blocks,
             )
+            if prompt_blocks:
+                self._add_reuse(prompt_blocks, held_blocks)
+
+    def _add_reuse(self, prompt_blocks: int, held_blocks: int) -> None:
+        prompts, asked, held = self._reuse
+        self._reuse = Reuse(prompts + 1, asked + prompt_blocks, held + held_blocks)
 
     def totals(self) -> Totals:
         """All of it at one moment."""
@@ -187,4 +209,5 @@ class RequestStats:
                 dict(self._placements),
                 self._placement_seconds.copy(),
                 self._placed,
+                self._reuse,
             )

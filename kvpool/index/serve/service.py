@@ -263,7 +263,7 @@ class IndexServer:
             ranking = self._router.rank(prompt, **codec.decode_route_options(request))
             if len(ranking.native):
                 self._stats.record_placed()
-            return ranking.pack(), Matched()  # the best rank may not be among the picks
+            return ranking.pack(), Matched(*ranking.most())
 
         return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
 
