@@ -39,7 +39,7 @@ def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> 
         yield fail(
             "workers",
             f"none of tenant {tenant} announces itself in the pool: nobody shares anything there now",
-            "start vLLM with KVPoolConnector and this pool (docs/how-to/vllm.md), or name the --tenant of those that run; "
+            "start vLLM with KVPoolConnector and this pool (docs/how-to/vllm.md) or name the --tenant of those that run; "
             "a record lasts for its lease only",
         )
     for sentence in problems:

@@ -198,7 +198,9 @@ class Status:
             "history": {
                 "every_s": self._history.every_s,
                 "first": begin,
-                "samples": [(round(one.at_s, 1), *one.reuse, *one.placed, one.pool_nbytes) for one in samples],
+                "samples": [
+                    (round(one.at_s, 1), *one.reuse, *one.placed, one.pool_nbytes) for one in samples
+                ],
             },
         }
 
