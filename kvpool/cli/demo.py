@@ -277,14 +277,19 @@ def _print(rows: Sequence[Row]) -> None:
         verdict(rows),
     )
     if not wrong_with(rows):
-        config = json.dumps(connector_config("file:///dev/shm/kvpool?capacity=10GiB"))
+        pool = "file:///dev/shm/kvpool?capacity=10GiB"
+        config = json.dumps(connector_config(pool))
         show(
             out,
             "",
-            "Next, a model of your own; each engine of this host that is started like this shares its blocks:",
-            f"  vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config '{config}'",
-            "  kvpool doctor --pool 'file:///dev/shm/kvpool?capacity=10GiB'",
+            "Next, a model of your own. Engines of this host that are started like this share their blocks:",
         )
+        for command in (
+            f"vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config '{config}'",
+            f"kvpool doctor --pool '{pool}'",
+        ):
+            # One line, however long: it is to be copied.
+            out.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def verdict(rows: Sequence[Row]) -> str:
