@@ -4,12 +4,9 @@ their probes. Kubernetes is not here: the tests are its kubelet and its DNS.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shlex
-import shutil
 import signal
 import socket
 import ssl
@@ -17,8 +14,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -31,7 +27,6 @@ from tests import envoy
 from tests.conftest import eventually
 from tests.deploy.manifests import (
     OVERLAYS,
-    ROOT,
     Object,
     arguments,
     containers,
@@ -40,19 +35,10 @@ from tests.deploy.manifests import (
     overlay,
 )
 from tests.index.openai_worker import scripted
-from tests.store.servers import FOLDER, find, running
+from tests.store.servers import running
 
 PYTHON = Path(sys.executable)
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of the Secrets of ``secure``."""
-    folder = tmp_path_factory.mktemp("kubernetes") / "secrets"
-    command = [PYTHON, ROOT / "scripts/compose-env", "--kubernetes", folder]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
-    return folder
 
 
 def probe(said: Object, ports: dict[str, int], ca: Path) -> bool:
@@ -87,17 +73,22 @@ def test_an_index_starts_as_it_says_and_its_probes_are_answered(
     name: str, tmp_path: Path, secrets: Path
 ) -> None:
     (container,) = containers(one(overlay(name), "Deployment", "index"))
-    own = {each["containerPort"]: free for each, free in zip(container["ports"], free_ports(4), strict=True)}
-    ports = {**{each["name"]: own[each["containerPort"]] for each in container["ports"]}, "50051": own[50051]}
-    words = arguments(container)
-    for old, new in (
-        *((f"0.0.0.0:{port}", f"127.0.0.1:{free}") for port, free in own.items()),
-        ("/run/secrets", str(secrets)),
-        ("/var/lib/kvpool", str(tmp_path)),
-    ):
-        assert any(old in word for word in words) or old == "/run/secrets", old
-        words = [word.replace(old, new) for word in words]
     with running("valkey-server", tmp_path) as server:
+        own = {
+            each["containerPort"]: free for each, free in zip(container["ports"], free_ports(4), strict=True)
+        }
+        ports = {
+            **{each["name"]: own[each["containerPort"]] for each in container["ports"]},
+            "50051": own[50051],
+        }
+        words = arguments(container)
+        for old, new in (
+            *((f"0.0.0.0:{port}", f"127.0.0.1:{free}") for port, free in own.items()),
+            ("/run/secrets", str(secrets)),
+            ("/var/lib/kvpool", str(tmp_path)),
+        ):
+            assert any(old in word for word in words) or old == "/run/secrets", old
+            words = [word.replace(old, new) for word in words]
         index = subprocess.Popen(
             [str(PYTHON.parent / "kvpool"), *words],
             env={**os.environ, "KVPOOL_POOL": f"valkey://127.0.0.1:{server.port}"},
@@ -215,193 +206,3 @@ def test_a_front_that_goes_is_not_ready_and_waits_for_what_is_under_way(tmp_path
             said, _ = asking.communicate(timeout=60)
             assert said == "200"
             assert stopping.wait(60) == 0
-
-
-# ---- shards: each in a network and a file system of its own, as a pod is
-
-
-def no_networks() -> str:
-    """Why no networks can be made here; empty when they can."""
-    if os.geteuid() != 0:
-        return "networks of pods need root"
-    if shutil.which("ip") is None:
-        return "there is no ip (Debian: iproute2)"
-    name = f"kvk{os.getpid()}-try"
-    try:
-        _ip("netns", "add", name)
-        _ip("netns", "delete", name)
-    except subprocess.CalledProcessError as error:
-        return f"not permitted here: {error.stderr.decode(errors='replace').strip():.200}"
-    return ""
-
-
-def valkey_cli() -> Path | None:
-    for folder in (FOLDER.parent / "root/usr/bin", Path(find("valkey-server")).resolve().parent):
-        if (folder / "valkey-cli").exists():
-            return folder
-    return None
-
-
-class Pods:
-    """Networks of pods that reach each other, and this test them, by addresses and by the names of Kubernetes' DNS."""
-
-    def __init__(self, folder: Path, names: list[str]) -> None:
-        self._folder, self._prefix = folder, f"kvk{os.getpid()}"
-        self._hub = f"{self._prefix}-hub"
-        self.addresses = {name: f"10.123.0.{number}" for number, name in enumerate(names, 2)}
-
-    @contextmanager
-    def made(self) -> Iterator[Pods]:
-        with ExitStack() as ends:
-            self._namespace(self._hub, ends)
-            _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", self._hub, "address", "add", "10.123.0.1/24", "dev", "bridge")
-            _ip("-n", self._hub, "link", "set", "bridge", "up")
-            for number, (name, address) in enumerate(self.addresses.items()):
-                space = f"{self._prefix}-{name}"
-                self._namespace(space, ends)
-                _ip(
-                    "-n",
-                    self._hub,
-                    "link",
-                    "add",
-                    f"v{number}",
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    "eth0",
-                    "netns",
-                    space,
-                )
-                _ip("-n", self._hub, "link", "set", f"v{number}", "master", "bridge", "up")
-                _ip("-n", space, "address", "add", f"{address}/24", "dev", "eth0")
-                _ip("-n", space, "link", "set", "eth0", "up")
-            lines = ["127.0.0.1 localhost"]
-            for name, address in self.addresses.items():
-                lines.append(f"{address} {name}.valkey {name}.valkey.kvpool.svc")
-            (self._folder / "hosts").write_text("\n".join(lines) + "\n")
-            yield self
-
-    def _namespace(self, name: str, ends: ExitStack) -> None:
-        _ip("netns", "add", name)
-        ends.callback(_ip, "netns", "delete", name)
-        _ip("-n", name, "link", "set", "lo", "up")
-
-    def command(self, pod: str, command: list[str]) -> list[str]:
-        """Run there; ``pod`` "hub": beside them."""
-        line = f"mount --bind {self._folder}/hosts /etc/hosts && exec {shlex.join(command)}"
-        return ["ip", "netns", "exec", f"{self._prefix}-{pod}", "unshare", "--mount", "sh", "-c", line]
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
-
-
-def as_a_pod(container: Object, folder: Path, secrets: Path, pod: str) -> tuple[list[str], dict[str, str]]:
-    """Its command and its environment, with the files of the image and of the Secrets where they are here."""
-    tools = valkey_cli()
-    assert tools is not None
-    environment = {
-        "PATH": f"{folder}:{FOLDER}:{os.environ['PATH']}:/usr/sbin:/sbin",
-        "POD_NAME": pod, "POD_NAMESPACE": "kvpool",
-    }  # fmt: skip
-    for each in container["env"]:
-        if "value" in each:
-            environment[each["name"]] = each["value"].replace("/run/secrets", str(secrets))
-        elif reference := each["valueFrom"].get("secretKeyRef"):
-            environment[each["name"]] = (secrets / reference["key"]).read_text()
-        else:
-            assert each["name"] in environment, "by fieldRef"
-    words = arguments(container, environment)
-    for name in ("valkey-shard", "valkey-cluster"):
-        text = (ROOT / "deploy" / name).read_text()
-        text = text.replace("/etc/kvpool", str(ROOT / "deploy")).replace("/var/lib/kvpool", str(folder))
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    libraries = ":".join(str(each) for each in (tools.parent / "lib").glob("*-linux-gnu"))
-    (folder / "valkey-cli").write_text(
-        f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {tools}/valkey-cli "$@"\n'
-    )
-    (folder / "valkey-cli").chmod(0o755)
-    return words, environment
-
-
-@pytest.mark.parametrize("name", ["secure", "envoy"])
-def test_three_pods_and_the_job_make_a_pool(name: str, tmp_path: Path, secrets: Path) -> None:
-    if why := no_networks():
-        pytest.skip(why)
-    if valkey_cli() is None:
-        pytest.skip("there is no valkey-cli beside valkey-server")
-    (shard,) = containers(one(overlay(name), "StatefulSet", "valkey"))
-    (job,) = containers(one(overlay(name), "Job", "valkey-cluster"))
-    job = {"env": [], **job}
-    names = [
-        f"valkey-{number}"
-        for number in range(one(overlay(name), "StatefulSet", "valkey")["spec"]["replicas"])
-    ]
-    if name == "secure":
-        url = (secrets / "url").read_text().replace("/run/secrets", str(secrets))
-    else:
-        url = one(overlay(name), "ConfigMap", "kvpool-pool")["data"]["url"]
-    with Pods(tmp_path, [*names, "job"]).made() as pods, ExitStack() as ends:
-
-        def start(pod: str) -> subprocess.Popen[bytes]:
-            folder = tmp_path / pod
-            folder.mkdir(exist_ok=True)
-            words, environment = as_a_pod(shard, folder, secrets, pod)
-            log = ends.enter_context((folder / "log").open("ab"))
-            process = subprocess.Popen(
-                pods.command(pod, words), env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-            ends.callback(end, process)
-            return process
-
-        def ready(pod: str) -> bool:
-            _, environment = as_a_pod(shard, tmp_path / pod, secrets, pod)
-            command = pods.command(pod, shard["readinessProbe"]["exec"]["command"])
-            return (
-                subprocess.run(command, env=environment, timeout=10, stderr=subprocess.DEVNULL).returncode
-                == 0
-            )
-
-        def contains() -> str:
-            """What a client beside them makes of the URL: "True" when what it put is there."""
-            script = (
-                "import sys, kvpool\n"
-                "keys = kvpool.Namespace('default', {'model': 'm'}).keys("
-                "[bytes(31) + bytes([n]) for n in range(64)], group=0, rank=0)\n"
-                "with kvpool.open_store(sys.argv[1]) as store:\n"
-                "    store.put_many(keys, [b'x' * 64] * 64, timeout_s=10)\n"
-                "    print(all(store.contains_many(keys, timeout_s=10)))\n"
-            )
-            run = subprocess.run(
-                pods.command("hub", [str(PYTHON), "-c", script, url]), capture_output=True, text=True,
-                timeout=60, cwd=ROOT,
-            )  # fmt: skip
-            return run.stdout.strip() or run.stderr[-2000:]
-
-        running_pods = {pod: start(pod) for pod in names}
-        for pod in names:
-            assert eventually(lambda pod=pod: ready(pod), within_s=60), (tmp_path / pod / "log").read_text()  # type: ignore[misc]
-        (tmp_path / "job").mkdir()
-        words, environment = as_a_pod(job, tmp_path / "job", secrets, "job")
-        for _ in range(2):  # it may run again
-            run = subprocess.run(
-                pods.command("job", words), env=environment, capture_output=True, text=True, timeout=120
-            )
-            assert run.returncode == 0, run.stderr
-            assert run.stdout == "a cluster of 3 shards serves\n"
-        assert eventually(lambda: contains() == "True", within_s=60), contains()
-        # A pod that comes again: empty, and part of the cluster.
-        end(running_pods["valkey-1"])
-        start("valkey-1")
-        assert eventually(lambda: ready("valkey-1"), within_s=60)
-        assert eventually(lambda: contains() == "True", within_s=60), contains()
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it has started: a shard leaves one behind that looks for the others."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
