@@ -221,7 +221,6 @@ class SchedulerHalf:
         blocks = self._run_for(
             request, "load", lambda: self._blocks_to_load(request, tables, external_tokens), no_blocks
         )
-        self._run_for(request, "load", lambda: self._count_admission(request, external_tokens), None)
         if external_tokens:
             # A plan without blocks is reported as failed by the workers, which is what ends the engine's wait.
             state = self._state(request)
@@ -240,6 +239,7 @@ class SchedulerHalf:
     def _blocks_to_load(
         self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> list[BlockRef]:
+        self._count_admission(request, external_tokens)
         state = self._state(request)
         lookup, state.lookup = state.lookup, None
         if lookup is not None and not (self._stores and state.params.store):

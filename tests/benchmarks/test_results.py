@@ -33,6 +33,7 @@ def test_a_benchmark_that_fails_is_not_kept(tmp_path: Path) -> None:
     assert not file.exists()
 
 
+@pytest.mark.allow_leaks("matplotlib keeps its fonts open")
 def test_pictures_are_those_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = plots.draw_all(tmp_path)
     assert {path.stem for path in drawn} == set(plots.PICTURES)

@@ -46,7 +46,7 @@ def test_options_of_the_index_are_in_groups() -> None:
     heads = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert heads == [
         "Addresses:", "Pool and workers:", "Memory and limits:", "Placing requests:", "Start and end:",
-        "TLS and tokens:", "Other:",
+        "TLS and tokens:", "Logs and traces:", "Other:",
     ]  # fmt: skip
     assert shown.partition("Other:")[2].split() == [
         "-h,",

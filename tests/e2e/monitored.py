@@ -71,6 +71,13 @@ class Fleet:
         with IndexClient(self.index, timeout_s=30) as client:
             client.lookup("tiny", token_ids=tokens)
 
+    def computes(self) -> bool:
+        """Whether the engine has a request under way, by its own page."""
+        with _OPENER.open(f"{self.worker}/metrics", timeout=30) as reply:
+            return bool(
+                re.search(r"^vllm:num_requests_running\{.*\} 1\.0$", reply.read().decode(), re.MULTILINE)
+            )
+
     def reset(self) -> None:
         """Reset the engine's caches, the connector's among them."""
         _post(f"{self.worker}/reset_prefix_cache?reset_external=true", None)

@@ -63,13 +63,13 @@ def test_what_prometheus_sees(tmp_path: Path) -> None:
         fleet.server.kill()
         load_until(fleet, "KVPoolUnreachable", "KVPoolServerDown", "KVPoolLookupsFailing", first_cold=7000)
         away = look(fleet)
-        print(table(healthy, away))
 
         fleet.server.start()
         assert eventually(lambda: fleet.ask("min(kvpool_index_pool_up)") == {"": 1.0}, within_s=60)
         load_until_up(fleet)
         damage(fleet)
-        load_until(fleet, "KVPoolDamagedBlocks", "KVPoolLoadsFailing", first_cold=8000)
+        load_until(fleet, "KVPoolDamagedBlocks", first_cold=8000)
+        print(table(healthy, away, look(fleet)))
         reset_in_use(fleet)
         load_until(fleet, "KVPoolSwitchedOff", first_cold=9000)
         damaged = look(fleet)
@@ -85,7 +85,8 @@ def test_what_prometheus_sees(tmp_path: Path) -> None:
     assert 0.3 < ratio <= ceiling + 0.05 < 1.0
     results = healthy["Is it helping?/Requests by result/{{result}}"]
     assert results["hit"] > 0 < results["miss"]
-    assert results["load_failed"] == results["switched_off"] == 0.0
+    assert results["hit"] > 5 * results["load_failed"], "some blocks are evicted between lookup and load"
+    assert results["switched_off"] == results["no_answer"] == 0.0
     assert 0 < healthy["Is it full?/Fill of each server/{{server}}"][""] <= 1.1
     assert healthy["Is it helping?/Residence time/{{server}}"][""] > 0
     assert away["Is it broken?/Connected/server {{server}}"] == {"": 0.0}
@@ -123,9 +124,9 @@ def damage(fleet: Fleet) -> None:
 
 def reset_in_use(fleet: Fleet) -> None:
     """Reset the engine's caches while it computes: it keeps its blocks, and so cannot go on with the pool."""
-    long = threading.Thread(target=fleet.complete, args=(prompt(4, 300), 400))
+    long = threading.Thread(target=fleet.complete, args=(prompt(4, 300), 2500))
     long.start()
-    assert eventually(lambda: fleet.ask("sum(vllm:num_requests_running)") == {"": 1.0}, within_s=60)
+    assert eventually(fleet.computes, within_s=60)
     fleet.reset()
     long.join()
 

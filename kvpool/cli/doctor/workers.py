@@ -39,8 +39,8 @@ def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> 
         yield fail(
             "workers",
             f"none of tenant {tenant} announces itself in the pool: nobody shares anything there now",
-            "start vLLM with KVPoolConnector and this pool (docs/how-to/vllm.md) or name the --tenant of those that run; "
-            "a record lasts for its lease only",
+            "start vLLM with KVPoolConnector and this pool (docs/how-to/vllm.md), or name the --tenant of those "
+            "that run; a record lasts for its lease only",
         )
     for sentence in problems:
         yield fail("workers", sentence, "see docs/explanation/workers.md")

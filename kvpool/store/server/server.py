@@ -120,23 +120,24 @@ def usage_of(url: StoreURL) -> Usage:
     name = url.path or f"{_in_url(url.host)}:{url.port}"
     try:
         with connect(url, timeout_s=USAGE_S, role="usage") as server:
-            return Usage(name, **_used(server))
+            return _usage(name, server)
     except Exception:  # whatever a client makes of what a server says
         return Usage(name, up=False)
 
 
-def _used(server: redis.Redis) -> dict[str, int | None]:
+def _usage(name: str, server: redis.Redis) -> Usage:
     try:
         info = server.info()
     except redis.exceptions.ResponseError:  # also without the permission
-        return {}
-    databases = [part for name, part in info.items() if re.fullmatch(r"db[0-9]+", name)]
-    return {
-        "used_nbytes": info.get("used_memory"),
-        "capacity_nbytes": info.get("maxmemory") or None,
-        "keys": sum(part["keys"] for part in databases),
-        "evicted": info.get("evicted_keys"),
-    }
+        return Usage(name)
+    databases = [part for database, part in info.items() if re.fullmatch(r"db[0-9]+", database)]
+    return Usage(
+        name,
+        used_nbytes=info.get("used_memory"),
+        capacity_nbytes=info.get("maxmemory") or None,
+        keys=sum(part["keys"] for part in databases),
+        evicted=info.get("evicted_keys"),
+    )
 
 
 def server_name(url: StoreURL) -> str:
