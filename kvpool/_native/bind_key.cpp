@@ -64,21 +64,32 @@ nb::bytes py_pack_hashes(nb::handle hashes) {
   if (!items.is_valid()) throw nb::python_error();
   const FastSequence all(items.ptr());
   const Py_ssize_t count = all.size();
-  if (count != 0 && !PyBytes_Check(all[0])) throw std::invalid_argument("hashes are bytes");
-  const Py_ssize_t nbytes = count == 0 ? 0 : PyBytes_Size(all[0]);
+  if (count == 0) return nb::bytes("", 0);
+  if (!PyBytes_Check(all[0])) throw std::invalid_argument("hashes are bytes");
+  const Py_ssize_t nbytes = PyBytes_Size(all[0]);
   nb::bytes packed = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, count * nbytes));
   if (!packed.is_valid()) throw nb::python_error();
   char* to = PyBytes_AsString(packed.ptr());
-  for (Py_ssize_t i = 0; i < count; ++i, to += nbytes) {
-    if (i + kAhead < count) {
-      const char* const later = reinterpret_cast<const char*>(all[i + kAhead]);
+  PyObject* ahead[kAhead];  // those that are prefetched
+  for (Py_ssize_t i = 0; i < count + kAhead; ++i) {
+    PyObject*& slot = ahead[i % kAhead];
+    if (i >= kAhead) {
+      char* data = nullptr;
+      Py_ssize_t size = 0;
+      if (PyBytes_AsStringAndSize(slot, &data, &size) != 0) {
+        PyErr_Clear();
+        throw std::invalid_argument("hashes are bytes");
+      }
+      if (size != nbytes) throw std::invalid_argument("the hashes are of different lengths");
+      std::memcpy(to, data, static_cast<std::size_t>(nbytes));
+      to += nbytes;
+    }
+    if (i < count) {
+      slot = all[i];
+      const char* const later = reinterpret_cast<const char*>(slot);
       __builtin_prefetch(later);
       __builtin_prefetch(later + kBytesHeader + static_cast<std::size_t>(nbytes) - 1);
     }
-    PyObject* const hash = all[i];
-    if (!PyBytes_Check(hash)) throw std::invalid_argument("hashes are bytes");
-    if (PyBytes_Size(hash) != nbytes) throw std::invalid_argument("the hashes are of different lengths");
-    std::memcpy(to, PyBytes_AsString(hash), static_cast<std::size_t>(nbytes));
   }
   return packed;
 }

@@ -35,8 +35,9 @@ set -e
 mount --make-rprivate /
 mkdir "$0" && cp -a /etc/. "$0" 2>/dev/null || true
 rm -rf "$0/ssl" "$0/pki"
-mkdir -p "$0$(dirname "$2")"
-cp "$1" "$0$2"
+place=$0${2#/etc}
+mkdir -p "$(dirname "$place")"
+cp "$1" "$place"
 mount --bind "$0" /etc
 shift 2
 exec "$@"
