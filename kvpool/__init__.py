@@ -85,7 +85,7 @@ def __getattr__(name: str) -> object:
     try:
         value: object = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
-        raise missing_extra(error) from error
+        raise missing_extra(error, ("client", "index", "tokenize")) from error
     globals()[name] = value
     return value
 

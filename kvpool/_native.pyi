@@ -129,6 +129,9 @@ def find_file_executor(root: str) -> IoExecutor: ...
 # Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.
 def make_file_pool(root: str) -> None: ...
 
+# The file of all authorities that this Linux distribution trusts; empty: in none of the usual places.
+def system_authorities() -> str: ...
+
 class RespError(RuntimeError):
     """A Redis or Valkey server refused at open, in its own words: ``host:6379: AUTH: WRONGPASS ...``."""
 

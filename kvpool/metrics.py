@@ -1,38 +1,64 @@
 """Every metric name of kvpool, with its help text: the only place where one is spelled.
 
-``ALL`` are of the connector. A sample of them travels between processes as ``{key: number}`` where the key is the
-metric's name, or ``name/value`` when the metric has a label (its label name is in ``Metric.label``). They are counters,
-summed over ranks and over time. ``INDEX`` and what follows it are of the index service, read when its page is asked
+Over 400 lines because it is the list of all metrics.
+
+``ALL`` are of the connector. Samples of them travel between processes as ``{key: sample}`` where the key is the
+metric's name, or ``name/value`` when the metric has a label (its label name is in ``Metric.label``). The sample of a
+counter is a number, summed over ranks and over time; that of a gauge a number, of which the lowest counts; that of a
+histogram a list of observations. ``INDEX`` and what follows it are of the index service, read when its page is asked
 for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
+# Seconds of a wait for the pool: from a lookup in the same rack to a slow load of a long prompt.
+WAIT_SECONDS = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+MAX_OBSERVATIONS = 1024  # of one histogram and label between two looks; a step has one for each request
+REPEAT_S = 30.0  # a gauge that does not change is told again after so long
+
+Samples = dict[str, "float | list[float]"]
 
 
 class Metric(NamedTuple):
-    """``name`` as exported (``_total``: a counter), its help text, and the name of its only label or "".
+    """``name`` as exported, its help text, and the name of its only label or "".
 
-    ``former_name``: exported, too, for one version; empty: none.
+    ``former_name``: exported, too, for one version; empty: none. ``buckets``: of a histogram. ``values``: of the label,
+    shown as 0 before the first one is counted: ``rate()`` does not see a series' first value.
     """
 
     name: str
     help: str
     label: str = ""
     former_name: str = ""
+    buckets: tuple[float, ...] = ()
+    values: tuple[str, ...] = ()
+
+    @property
+    def is_counter(self) -> bool:
+        return self.name.endswith("_total")
+
+    @property
+    def is_gauge(self) -> bool:
+        return not self.is_counter and not self.buckets
 
 
 LOOKUP_REQUESTS = Metric("kvpool_lookup_requests_total", "Requests whose prefix was looked up in the pool.")
 LOOKUP_FAILURES = Metric(
-    "kvpool_lookup_failures_total", "Existence checks that ended without an answer, by cause.", "cause"
+    "kvpool_lookup_failures_total",
+    "Existence checks that ended without an answer, by cause.",
+    "cause",
+    values=("store_unavailable", "timeout"),
 )
 LOOKUP_BLOCKS = Metric("kvpool_lookup_blocks_total", "Keys that lookups were about.")
 REQUEST_FAULTS = Metric(
     "kvpool_request_faults_total",
     "Requests that went on without the pool after a fault of kvpool, by what it did: lookup, offer, load or store.",
     "where",
+    values=("lookup", "offer", "load", "store"),
 )
 OFFERED_TOKENS = Metric("kvpool_offered_tokens_total", "Prompt tokens offered to the engine from the pool.")
 OFFER_MISMATCHES = Metric(
@@ -43,11 +69,19 @@ LOADED_BLOCKS = Metric(
 )
 LOADED_BYTES = Metric("kvpool_loaded_bytes_total", "Bytes loaded from the pool into the engine's KV cache.")
 LOAD_SECONDS = Metric("kvpool_load_seconds_total", "Seconds between the start and the end of loads, summed.")
-LOAD_REQUESTS = Metric("kvpool_load_requests_total", "Loads of one request that ended, by result.", "result")
+LOAD_REQUESTS = Metric(
+    "kvpool_load_requests_total",
+    "Loads of one request that ended, by result.",
+    "result",
+    values=("ok", "missing", "store_unavailable", "too_slow", "cancelled"),
+)
 STORED_BLOCKS = Metric("kvpool_stored_blocks_total", "Blocks written to the pool.")
 STORED_BYTES = Metric("kvpool_stored_bytes_total", "Bytes written to the pool.")
 STORE_SKIPPED_BLOCKS = Metric(
-    "kvpool_store_skipped_blocks_total", "Blocks that were not written to the pool, by cause.", "cause"
+    "kvpool_store_skipped_blocks_total",
+    "Blocks that were not written to the pool, by cause.",
+    "cause",
+    values=("already_there", "staging_full", "pool_full", "store_unavailable", "queue_full", "evicted"),
 )
 ADAPTER_REQUESTS = Metric(
     "kvpool_adapter_requests_without_pool_total",
@@ -58,6 +92,7 @@ EPOCHS = Metric(
     "kvpool_epochs_total",
     "Times that the engine left its namespace for one of its own, since its weights may have changed, by cause.",
     "cause",
+    values=("reset", "reload"),
 )
 REFUSED_KEYS = Metric(
     "kvpool_refused_keys_total",
@@ -78,8 +113,96 @@ GATE_LOAD_TOKENS = Metric(
 GATE_LOAD_SECONDS = Metric(
     "kvpool_gate_load_seconds_total", "Seconds that those loads took, failed ones included."
 )
+# What came of a request, and where the tokens of its prompt came from.
+REQUEST_RESULTS = (
+    "hit", "miss", "engine_cache", "load_failed", "no_answer", "too_slow", "too_short", "without", "switched_off",
+)  # fmt: skip
+TOKEN_SOURCES = ("pool", "engine_cache", "computed")
+REQUESTS = Metric(
+    "kvpool_requests_total",
+    "Requests by what the pool was to them: hit is counted when the load has succeeded.",
+    "result",
+    values=REQUEST_RESULTS,
+)
+PROMPT_TOKENS = Metric(
+    "kvpool_prompt_tokens_total",
+    "Prompt tokens of these requests, by where the engine had them from; pool: once they are loaded.",
+    "source",
+    values=TOKEN_SOURCES,
+)
+LOADED_TOKENS = Metric("kvpool_loaded_tokens_total", "Prompt tokens whose load has succeeded.")
+LOOKUP_WAIT_SECONDS = Metric(
+    "kvpool_lookup_wait_seconds",
+    "Seconds that a request was held back for the answer to its lookup, by result: answered or failed.",
+    "result",
+    buckets=(0.0, *WAIT_SECONDS),
+    values=("answered", "failed"),
+)
+LOAD_DURATION_SECONDS = Metric(
+    "kvpool_load_duration_seconds",
+    "Seconds between the start and the end of the load of one request on one rank, by result.",
+    "result",
+    buckets=WAIT_SECONDS,
+    values=("ok", "missing", "store_unavailable", "too_slow"),
+)
+HIT_RATIO = Metric(
+    "kvpool_hit_ratio",
+    "Share of the prompt tokens of a window that this engine did not compute: from its own cache or the pool.",
+    "window",
+)
+HIT_CEILING_RATIO = Metric(
+    "kvpool_hit_ceiling_ratio",
+    "Share of the prompt tokens of a window that lie in blocks which this engine had been asked for before in that "
+    "window, to about 0.02. With a shared pool the hit ratio may be higher: see kvpool_index_hit_ceiling_ratio.",
+    "window",
+)
+ENABLED = Metric(
+    "kvpool_enabled",
+    "0: the engine goes without the pool until it is restarted or its caches are reset; its log says why.",
+)
+UP = Metric("kvpool_up", "0: some rank of the engine has no connection to any server of the pool.")
+DAMAGED_BLOCKS = Metric(
+    "kvpool_damaged_blocks_total",
+    "Blocks that were read and failed verification, which are misses, by what was wrong with them.",
+    "cause",
+    values=(
+        "truncated",
+        "magic",
+        "version",
+        "flags",
+        "length",
+        "fingerprint",
+        "hash",
+        "group",
+        "rank",
+        "checksum",
+    ),
+)
+CONNECTIONS = Metric("kvpool_connections_total", "Connections to servers of the pool that were made.")
+DISCONNECTIONS = Metric("kvpool_disconnections_total", "Connections to servers of the pool that were lost.")
+FAILED_CONNECTIONS = Metric(
+    "kvpool_failed_connections_total", "Tries to connect to a server of the pool that failed."
+)
+EVICTED_BLOCKS = Metric(
+    "kvpool_evicted_blocks_total",
+    "Blocks that this process removed from a pool in a directory to make room; a server does that by itself.",
+)
 
 ALL: tuple[Metric, ...] = (
+    REQUESTS,
+    PROMPT_TOKENS,
+    LOADED_TOKENS,
+    HIT_RATIO,
+    HIT_CEILING_RATIO,
+    LOOKUP_WAIT_SECONDS,
+    LOAD_DURATION_SECONDS,
+    ENABLED,
+    UP,
+    DAMAGED_BLOCKS,
+    CONNECTIONS,
+    DISCONNECTIONS,
+    FAILED_CONNECTIONS,
+    EVICTED_BLOCKS,
     LOOKUP_REQUESTS,
     LOOKUP_FAILURES,
     LOOKUP_BLOCKS,
@@ -158,6 +281,29 @@ POOL_RECONCILER: Mapping[str, Metric] = {
         former_name="kvpool_index_pool_bound_seconds",
     ),
 }
+# Of the pool's servers, as ``kvpool.index.follow.pool_status`` read them last; by the field of ``Usage``.
+POOL_SERVERS: Mapping[str, Metric] = {
+    "up": Metric("kvpool_index_pool_up", "0: this server of the pool did not answer.", "server"),
+    "used_nbytes": Metric("kvpool_index_pool_used_bytes", "Memory that it uses, all of it.", "server"),
+    "capacity_nbytes": Metric(
+        "kvpool_index_pool_capacity_bytes", "Memory that it may use; nothing: no limit is known.", "server"
+    ),
+    "keys": Metric("kvpool_index_pool_keys", "Keys that it holds: blocks, and a few others.", "server"),
+    "evicted": Metric(
+        "kvpool_index_pool_evicted_keys_total", "Keys that it has evicted since it started.", "server"
+    ),
+}
+INDEX_HIT_RATIO = Metric(
+    "kvpool_index_hit_ratio",
+    "Share of the prompt tokens of a window that no engine computed, of all engines that share this pool and run now.",
+    "window",
+)
+INDEX_HIT_CEILING_RATIO = Metric(
+    "kvpool_index_hit_ceiling_ratio",
+    "Share of the prompt tokens of a window that lie in blocks which some of these engines had been asked for before, "
+    "in that window, to about 0.02: the most that a pool of any size could have spared them.",
+    "window",
+)
 INDEX_LOOKUPS = Metric("kvpool_index_lookups_total", "Lookups, by result.", "result")
 INDEX_LOOKUP_SECONDS = Metric(
     "kvpool_index_lookup_seconds", "Time in the index of lookups that were answered."
@@ -201,31 +347,67 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}
 
 
 class Counters:
-    """Sums of samples since the last ``take``; used by one thread."""
+    """Samples since the last ``take``; used by one thread. ``clock``: in seconds."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._samples: Samples = {}
         self._totals: dict[str, float] = {}
+        self._told: dict[str, tuple[float, float]] = {}  # of gauges: value, and when it is told again
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
-        """Add ``amount``; ``label`` must be given exactly for the metrics that have one."""
-        assert bool(label) == bool(metric.label), metric.name
+        """Add ``amount`` to a counter; ``label`` must be given exactly for the metrics that have one."""
+        key = _key(metric, label)
         if amount:
-            key = f"{metric.name}/{label}" if label else metric.name
-            self._sums[key] = self._sums.get(key, 0) + amount
+            self._samples[key] = _number(self._samples.get(key, 0)) + amount
 
-    def add_growth(self, metric: Metric, total: float) -> None:
+    def add_growth(self, metric: Metric, total: float, label: str = "") -> None:
         """Add what ``total``, a count kept elsewhere, has grown by since the last call."""
-        self.add(metric, total - self._totals.get(metric.name, 0))
-        self._totals[metric.name] = total
+        key = _key(metric, label)
+        self.add(metric, total - self._totals.get(key, 0), label)
+        self._totals[key] = total
 
-    def take(self) -> dict[str, float]:
-        """Return the sums and start again from nothing."""
-        sums, self._sums = self._sums, {}
-        return sums
+    def observe(self, metric: Metric, value: float, label: str = "") -> None:
+        """Add one observation to a histogram. Beyond ``MAX_OBSERVATIONS`` they are dropped."""
+        observations = self._samples.setdefault(_key(metric, label), [])
+        assert isinstance(observations, list)
+        if len(observations) < MAX_OBSERVATIONS:
+            observations.append(value)
+
+    def set(self, metric: Metric, value: float, label: str = "") -> None:
+        """Set a gauge. It is among the samples when it has changed, and every ``REPEAT_S`` seconds."""
+        key = _key(metric, label)
+        now_s = self._clock()
+        told, again_s = self._told.get(key, (value, now_s))
+        if value != told or now_s >= again_s:
+            self._told[key] = (value, now_s + REPEAT_S)
+            self._samples[key] = value
+
+    def take(self) -> Samples:
+        """Return the samples and start again from nothing."""
+        samples, self._samples = self._samples, {}
+        return samples
 
 
-def add_samples(into: dict[str, float], samples: Mapping[str, float]) -> None:
-    """Sum ``samples`` into ``into``, key by key."""
-    for key, amount in samples.items():
-        into[key] = into.get(key, 0) + amount
+def add_samples(into: Samples, samples: Mapping[str, float | list[float]]) -> None:
+    """Put ``samples`` and ``into`` together, key by key: sums, the lowest of gauges, all observations."""
+    for key, sample in samples.items():
+        if (had := into.get(key)) is None:
+            into[key] = sample
+        elif isinstance(had, list) or isinstance(sample, list):
+            assert isinstance(had, list)
+            assert isinstance(sample, list)
+            into[key] = (had + sample)[:MAX_OBSERVATIONS]
+        else:
+            metric = BY_NAME.get(key.partition("/")[0])
+            into[key] = min(had, sample) if metric is not None and metric.is_gauge else had + sample
+
+
+def _key(metric: Metric, label: str) -> str:
+    assert bool(label) == bool(metric.label), metric.name
+    return f"{metric.name}/{label}" if label else metric.name
+
+
+def _number(sample: float | list[float]) -> float:
+    assert not isinstance(sample, list)
+    return sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvpool.errors import ConfigError
 
@@ -24,20 +24,12 @@ MAX_NBYTES = (1 << 63) - 1
 
 # Extra of kvpool -> what it brings, by the names that are imported.
 _EXTRAS = {
+    "client": {"google", "grpc"},
     "index": {
-        "google",
-        "grpc",
-        "grpc_health",
-        "grpc_reflection",
-        "httpx",
-        "prometheus_client",
-        "starlette",
-        "uvicorn",
-        "zmq",
+        "aiohttp", "anyio", "google", "grpc", "httpx", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop",
     },
     "tokenize": {"jinja2", "tokenizers", "transformers"},
-    "torch": {"torch"},
-}
+}  # fmt: skip
 
 _SIZE = re.compile(r"([0-9]{1,19}) ?([A-Za-z]*)")
 # The part of a URL that may hold credentials reaches to the last "@": a password can hold "/" or "@" itself.
@@ -91,10 +83,17 @@ def format_nbytes(nbytes: int) -> str:
     return str(nbytes)
 
 
-def missing_extra(error: ModuleNotFoundError) -> Exception:
-    """What to raise instead: one line with the extra of kvpool that brings the package; else ``error`` itself."""
+def missing_extra(error: ModuleNotFoundError, extras: Sequence[str] = ("index", "tokenize")) -> Exception:
+    """What to raise instead: one line with what brings the package; else ``error`` itself.
+
+    ``extras``: of kvpool; the first that brings it is named.
+    """
     package = (error.name or "").partition(".")[0]
-    extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+    if package == "torch":
+        return ConfigError(
+            "the package torch is not installed: pip install torch, in the build for this machine"
+        )
+    extra = next((extra for extra in extras if package in _EXTRAS[extra]), None)
     if extra is None:
         return error
     return ConfigError(f"the package {package} is not installed: pip install 'kvpool[{extra}]'")

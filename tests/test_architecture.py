@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # has no floor of its own; "store.__init__" is the file that a package's name imports.
 FLOORS = (
     {"_native", "v1"},  # built and generated
-    {"errors", "metrics", "text"},
+    {"errors", "metrics", "text", "tracing"},
     {"key"},
     {"config"},
     {"store"},
@@ -41,7 +41,7 @@ FLOORS = (
         "vllm.request_state",
         "vllm.store_queue",
     },
-    {"vllm.store_planner"},
+    {"vllm.store_planner", "vllm.outcomes"},
     {"vllm.scheduler", "vllm.worker", "vllm.tier"},
     {"vllm.connector"},
     {"vllm.__init__"},
@@ -60,6 +60,7 @@ ONLY_IN = {
     "grpc": {"index", "v1", "benchmarks"},
     "google": {"index", "v1"},
     "aiohttp": {"index"},
+    "opentelemetry": {"tracing"},
     "starlette": {"index"},
     "uvicorn": {"index"},
 }

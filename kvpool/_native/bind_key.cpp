@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "fast_sequence.h"
 #include "key/checksum.h"
 #include "key/hashing.h"
 #include "key/record.h"
@@ -42,7 +43,7 @@ nb::list py_hash_chain(std::string_view algorithm_name, const nb::bytes& parent,
     PyObject* hash = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(digests.data() + i * nbytes),
                                                static_cast<Py_ssize_t>(nbytes));
     if (hash == nullptr) throw nb::python_error();
-    PyList_SET_ITEM(hashes.ptr(), static_cast<Py_ssize_t>(i), hash);
+    if (PyList_SetItem(hashes.ptr(), static_cast<Py_ssize_t>(i), hash) != 0) throw nb::python_error();
   }
   return hashes;
 }
@@ -57,25 +58,38 @@ nb::bytes py_hash_chain64(std::string_view algorithm_name, const nb::bytes& pare
 // Hashes lie wherever the allocator put them: a join waits for memory twice for each, the prefetch hides most of it.
 nb::bytes py_pack_hashes(nb::handle hashes) {
   constexpr Py_ssize_t kAhead = 16;
+  constexpr std::size_t kBytesHeader =
+      32;  // of a bytes object, before its bytes: only a guess of what to prefetch
   const nb::object items = nb::steal(PySequence_Fast(hashes.ptr(), "hashes are a sequence of bytes"));
   if (!items.is_valid()) throw nb::python_error();
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
-  PyObject* const* const all = PySequence_Fast_ITEMS(items.ptr());
-  if (count != 0 && !PyBytes_Check(all[0])) throw std::invalid_argument("hashes are bytes");
-  const Py_ssize_t nbytes = count == 0 ? 0 : PyBytes_GET_SIZE(all[0]);
+  const FastSequence all(items.ptr());
+  const Py_ssize_t count = all.size();
+  if (count == 0) return nb::bytes("", 0);
+  if (!PyBytes_Check(all[0])) throw std::invalid_argument("hashes are bytes");
+  const Py_ssize_t nbytes = PyBytes_Size(all[0]);
   nb::bytes packed = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, count * nbytes));
   if (!packed.is_valid()) throw nb::python_error();
-  char* to = PyBytes_AS_STRING(packed.ptr());
-  for (Py_ssize_t i = 0; i < count; ++i, to += nbytes) {
-    if (i + kAhead < count) {
-      const char* const later = reinterpret_cast<const char*>(all[i + kAhead]);
-      __builtin_prefetch(later);
-      __builtin_prefetch(later + sizeof(PyBytesObject) + static_cast<std::size_t>(nbytes) - 1);
+  char* to = PyBytes_AsString(packed.ptr());
+  PyObject* ahead[kAhead];  // those that are prefetched
+  for (Py_ssize_t i = 0; i < count + kAhead; ++i) {
+    PyObject*& slot = ahead[i % kAhead];
+    if (i >= kAhead) {
+      char* data = nullptr;
+      Py_ssize_t size = 0;
+      if (PyBytes_AsStringAndSize(slot, &data, &size) != 0) {
+        PyErr_Clear();
+        throw std::invalid_argument("hashes are bytes");
+      }
+      if (size != nbytes) throw std::invalid_argument("the hashes are of different lengths");
+      std::memcpy(to, data, static_cast<std::size_t>(nbytes));
+      to += nbytes;
     }
-    if (!PyBytes_Check(all[i])) throw std::invalid_argument("hashes are bytes");
-    if (PyBytes_GET_SIZE(all[i]) != nbytes)
-      throw std::invalid_argument("the hashes are of different lengths");
-    std::memcpy(to, PyBytes_AS_STRING(all[i]), static_cast<std::size_t>(nbytes));
+    if (i < count) {
+      slot = all[i];
+      const char* const later = reinterpret_cast<const char*>(slot);
+      __builtin_prefetch(later);
+      __builtin_prefetch(later + kBytesHeader + static_cast<std::size_t>(nbytes) - 1);
+    }
   }
   return packed;
 }

@@ -21,6 +21,7 @@
 
 #include "bindings.h"
 #include "buffers.h"
+#include "fast_sequence.h"
 #include "store/file.h"
 #include "store/io_executor.h"
 #include "store/lookup.h"
@@ -108,11 +109,11 @@ std::vector<Key> read_keys(nb::handle keys) {
   if (PyUnicode_Check(keys.ptr())) throw nb::type_error("keys must be a sequence of str, not one str");
   nb::object sequence = nb::steal(PySequence_Fast(keys.ptr(), "keys must be a sequence of str"));
   if (!sequence.is_valid()) throw nb::python_error();
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+  const FastSequence items(sequence.ptr());
   std::vector<Key> parsed;
-  parsed.reserve(static_cast<std::size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(sequence.ptr(), i);
+  parsed.reserve(static_cast<std::size_t>(items.size()));
+  for (Py_ssize_t i = 0; i < items.size(); ++i) {
+    PyObject* item = items[i];
     if (!PyUnicode_Check(item)) throw nb::type_error("keys must be a sequence of str");
     Py_ssize_t nbytes = 0;
     const char* text = PyUnicode_AsUTF8AndSize(item, &nbytes);
@@ -159,14 +160,14 @@ class PyIoExecutor {
       // A tuple of our own: an exporter may run Python code that changes the list.
       nb::object fixed = nb::steal(PySequence_Tuple(sequence.ptr()));
       if (!fixed.is_valid()) throw nb::python_error();
-      const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(fixed.ptr()));
+      const auto count = static_cast<std::size_t>(PyTuple_Size(fixed.ptr()));
       if (count != parsed.size()) {
         throw std::invalid_argument(std::to_string(parsed.size()) + " keys, but " + std::to_string(count) +
                                     " buffers");
       }
       spans.reserve(count);
       for (std::size_t i = 0; i < count; ++i) {
-        if (!held.add(PyTuple_GET_ITEM(fixed.ptr(), static_cast<Py_ssize_t>(i)), op == Op::kGet)) {
+        if (!held.add(PyTuple_GetItem(fixed.ptr(), static_cast<Py_ssize_t>(i)), op == Op::kGet)) {
           throw nb::python_error();
         }
         spans.push_back(held[i]);
@@ -381,6 +382,7 @@ void bind_store(nb::module_& m) {
   m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a, "threads"_a);
   m.def("find_file_executor", &find_file_executor, "root"_a);
   m.def("make_file_pool", &make_file_pool, "root"_a);
+  m.def("system_authorities", &system_authorities);
   nb::exception<RefusedDirectory>(m, "RefusedDirectory");
   nb::exception<RespError>(m, "RespError");
   nb::exception<TlsError>(m, "TlsError");

@@ -13,7 +13,9 @@ if(NOT XXHASH_INCLUDE_DIR)
   message(FATAL_ERROR "kvpool needs xxhash.h: install libxxhash-dev (Debian, Ubuntu) or xxhash-devel (Fedora, RHEL)")
 endif()
 
-set(KVPOOL_WARNINGS -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror)
+# Off for users: another compiler has other warnings.
+option(KVPOOL_WERROR "Warnings are errors" OFF)
+set(KVPOOL_WARNINGS -Wall -Wextra -Wpedantic -Wconversion -Wshadow $<$<BOOL:${KVPOOL_WERROR}>:-Werror>)
 
 file(GLOB KVPOOL_CORE CONFIGURE_DEPENDS
   ${CMAKE_CURRENT_LIST_DIR}/key/*.cpp ${CMAKE_CURRENT_LIST_DIR}/store/*.cpp ${CMAKE_CURRENT_LIST_DIR}/index/*.cpp)
@@ -23,7 +25,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/key/checksum_avx2.cpp PROPERTIES COMPILE_OPTIONS "-mavx2")
   # GCC 12 warns of its own _mm512_undefined_epi32() (GCC bug 105593).
   set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/key/checksum_avx512.cpp PROPERTIES
-    COMPILE_OPTIONS "-mavx512f;-Wno-maybe-uninitialized;-Wno-uninitialized")
+    COMPILE_OPTIONS "-mavx512f;$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-uninitialized>")
 else()
   list(FILTER KVPOOL_CORE EXCLUDE REGEX "/checksum_avx[0-9]+\\.cpp$")
 endif()

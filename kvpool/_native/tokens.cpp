@@ -5,6 +5,8 @@
 #include <cstring>
 #include <string_view>
 
+#include "fast_sequence.h"
+
 namespace kvpool {
 namespace {
 
@@ -39,10 +41,14 @@ bool read_index(PyObject* object, std::uint64_t& out) {
 }
 
 bool read_sequence(PyObject* sequence, std::vector<std::uint64_t>& token_ids) {
-  token_ids.reserve(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(sequence)));
-  // The size is asked again each time: __index__ of a foreign integer may run anything.
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(sequence, i);
+  const FastSequence items(sequence);
+  token_ids.reserve(static_cast<std::size_t>(items.size()));
+  for (Py_ssize_t i = 0; i < items.size(); ++i) {
+    PyObject* item = items[i];
+    if (item == nullptr) {  // __index__ of a foreign integer may run anything
+      PyErr_SetString(PyExc_ValueError, "the list of token ids was changed while it was read");
+      return false;
+    }
     std::uint64_t token_id = 0;
     if (PyLong_CheckExact(item)) {
       if (!read_int(item, token_id)) return false;
@@ -133,25 +139,25 @@ bool PyExtras::read(PyObject* mapping) {
   }
   items_ = PyMapping_Items(mapping);
   if (items_ == nullptr) return false;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items_); ++i) {
-    PyObject* item = PyList_GET_ITEM(items_, i);
-    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2 ||
-        !PyLong_CheckExact(PyTuple_GET_ITEM(item, 0)) || !PyBytes_Check(PyTuple_GET_ITEM(item, 1))) {
+  for (Py_ssize_t i = 0; i < PyList_Size(items_); ++i) {
+    PyObject* item = PyList_GetItem(items_, i);
+    if (!PyTuple_Check(item) || PyTuple_Size(item) != 2 || !PyLong_CheckExact(PyTuple_GetItem(item, 0)) ||
+        !PyBytes_Check(PyTuple_GetItem(item, 1))) {
       PyErr_SetString(PyExc_TypeError, "extras must be a mapping of block index to bytes");
       return false;
     }
     std::uint64_t index = 0;
-    if (!read_int(PyTuple_GET_ITEM(item, 0), index)) {
+    if (!read_int(PyTuple_GetItem(item, 0), index)) {
       PyErr_SetString(PyExc_ValueError, "extras: a block index must not be negative");
       return false;
     }
-    PyObject* extra = PyTuple_GET_ITEM(item, 1);
-    if (PyBytes_GET_SIZE(extra) == 0) {
+    PyObject* extra = PyTuple_GetItem(item, 1);
+    if (PyBytes_Size(extra) == 0) {
       PyErr_SetString(PyExc_ValueError, "extras: leave a block without extra keys out");
       return false;
     }
     extras_.emplace_back(
-        index, std::string_view(PyBytes_AS_STRING(extra), static_cast<std::size_t>(PyBytes_GET_SIZE(extra))));
+        index, std::string_view(PyBytes_AsString(extra), static_cast<std::size_t>(PyBytes_Size(extra))));
   }
   std::sort(extras_.begin(), extras_.end());
   return true;

@@ -11,12 +11,13 @@ from rich.console import Console
 
 @contextlib.contextmanager
 def doing(console: Console, what: str) -> Iterator[None]:
-    """Show that something goes on: a spinner on a terminal, a line before and after elsewhere."""
+    """One line when it has ended, with the time that it took; a spinner until then, on a terminal."""
     started = time.monotonic()
-    if console.is_terminal:
-        with console.status(what):
+    failed = " failed"
+    try:
+        with console.status(what) if console.is_terminal else contextlib.nullcontext():
             yield
-    else:
-        console.print(f"... {what}", highlight=False)
-        yield
-    console.print(f"[{time.monotonic() - started:5.1f} s] {what}", highlight=False, markup=False)
+        failed = ""
+    finally:
+        took_s = time.monotonic() - started
+        console.print(f"[{took_s:5.1f} s] {what}{failed and ':' + failed}", highlight=False, markup=False)

@@ -13,18 +13,48 @@ from kvpool.cli.commands.index import index, lookup, token, top
 from kvpool.cli.commands.pool import demo, doctor, purge
 from kvpool.cli.commands.router import router
 from kvpool.cli.exits import run
+from kvpool.cli.help import SETTINGS, Command, Group
+
+# A paragraph after \b is printed as it stands.
+FIRST_STEPS = """\b
+First steps:
+  kvpool demo               two engines and a pool on this machine; needs vLLM
+  kvpool doctor --pool URL  what works in a deployment, and what to do next
+  kvpool COMMAND --help     what a command takes
+
+\b
+Variables: KVPOOL_POOL for --pool, KVPOOL_INDEX for --index, and
+KVPOOL_INDEX_TOKEN for the token of an index. A URL with a password belongs
+in the variable: every user of a host can read its processes' arguments.
+
+\b
+Exit codes: 0: done. 1: something is missing, does not answer or has failed.
+2: the command line is wrong. With --json a failure is {"error": ...} on
+standard output.
+"""
 
 app = typer.Typer(
     name="kvpool",
-    help="A shared KV cache for vLLM workers.",
-    no_args_is_help=True,
-    add_completion=False,
+    cls=Group,
+    help="kvpool: a shared KV cache for fleets of vLLM workers, and an index for their routers.",
+    epilog=FIRST_STEPS,
+    context_settings=SETTINGS,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, doctor, purge, index, router, token, lookup, top):
-    app.command()(command)
-app.add_typer(bench, name="bench")
+TRY, SERVE, LOOK, MAINTAIN = "Try it", "Serve", "Look", "Maintain"
+for command, panel, text in (
+    (demo, TRY, "Two engines share a pool: the second loads what the first computed."),
+    (index, SERVE, "Serve the index: which worker holds how much of a prompt."),
+    (router, SERVE, "Serve OpenAI's API in front of the workers."),
+    (doctor, LOOK, "Examine a deployment: what works, what not, what to do."),
+    (top, LOOK, "Watch an index: its workers and what they hold."),
+    (lookup, LOOK, "Ask an index who holds how much of a prompt."),
+    (purge, MAINTAIN, "Delete a tenant's blocks, a namespace's, or all."),
+    (token, MAINTAIN, "Make a bearer token for callers of an index."),
+):
+    app.command(cls=Command, rich_help_panel=panel, short_help=text)(command)
+app.add_typer(bench, name="bench", rich_help_panel=MAINTAIN, short_help="Measure this host and its pool.")
 
 
 def main() -> None:

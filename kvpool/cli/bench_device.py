@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from kvpool.cli.bench_store import progress_bar
+from kvpool.cli.tables import console, show
 from kvpool.errors import KVPoolError
 from kvpool.text import format_nbytes
 from kvpool.transfer.measure import (
@@ -76,7 +76,7 @@ def run_bench_device(
         _print_engine(engine)
         _print_calls(calls)
         if not arena.accelerator:
-            Console().print(NO_ACCELERATOR, highlight=False)
+            show(console(), NO_ACCELERATOR)
     wrong = [f"{row.model} {row.layout} {row.block_tokens}" for row in copies if not row.bytes_equal]
     wrong += [name for name, one in (("engine", engine), ("pool", calls)) if not one.bytes_equal]
     if wrong:
@@ -129,8 +129,8 @@ def _print_copies(rows: Sequence[CopiesMeasured], title: str) -> None:
         table.add_row(
             row.model, row.layout, str(row.block_tokens), format_nbytes(row.block_nbytes), *figures, target
         )
-    out = Console()
-    out.print(table)
+    out = console()
+    show(out, table)
     layouts = "; ".join(f"{name}: {text}" for name, text in LAYOUTS.items())
     out.print(
         f"Layouts of vLLM 0.32: {layouts}. plain: one copy of as many bytes that lie together. both: a store and a "
@@ -161,11 +161,11 @@ def _print_engine(engine: EngineMeasured) -> None:
     table.add_row("products, with loads", slower(engine.load_slower), call(engine.load_call_ms), "")
     graph = slower(engine.graph_slower, "needs CUDA")
     table.add_row("a replayed CUDA graph, with loads all the time", graph, "", "")
-    Console().print(table)
+    show(console(), table)
 
 
 def _print_calls(calls: CallsMeasured) -> None:
-    out = Console()
+    out = console()
     if not calls.runtime:
         out.print("Calls that wait for the device: to see them needs an accelerator.\n", highlight=False)
         return

@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from kvpool.cli.tables import Column, console, fitted, show
 from kvpool.key.hashing import BlockHasher
 
 SEED = 3
@@ -55,13 +55,25 @@ def run_bench_hash(*, tokens: int, block_tokens: int, rounds: int, as_json: bool
     if as_json:
         print(json.dumps(report))
         return
-    table = Table(title=f"sha256_cbor of {tokens:,} tokens in blocks of {block_tokens}, median of {rounds}")
-    for name in ("function", "milliseconds", "times kvpool's", "hashes"):
-        table.add_column(name, justify="left" if name == "function" else "right")
-    for name, seconds in medians.items():
-        same = "equal" if answers[name] == answers["kvpool"] else "DIFFERENT"
-        table.add_row(name, f"{seconds * 1e3:.2f}", f"{seconds / medians['kvpool']:.1f}", same)
-    console = Console()
-    console.print(table)
+    rows = [
+        (
+            name,
+            f"{seconds * 1e3:.2f}",
+            f"{seconds / medians['kvpool']:.1f}",
+            "equal" if answers[name] == answers["kvpool"] else "DIFFERENT",
+        )
+        for name, seconds in medians.items()
+    ]
+    columns = [
+        Column("function", left=True),
+        Column("milliseconds"),
+        Column("times kvpool's"),
+        Column("hashes"),
+    ]
+    for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
+        column.cells.extend(cells)
+    out = console()
+    show(out, f"sha256_cbor of {tokens:,} tokens in blocks of {block_tokens}, median of {rounds}")
+    show(out, fitted(columns, out.width)[0])
     if "vLLM" not in medians:
-        console.print("vLLM is not installed here, so there is nothing to compare with.")
+        show(out, "vLLM is not installed here, so there is nothing to compare with.")

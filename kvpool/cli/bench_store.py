@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from kvpool.cli.tables import Column, console, fitted, show
 from kvpool.cli.timed_client import EXISTS_KEYS, VALUE_NBYTES, StoreClient, Values, server_memory
 from kvpool.errors import StoreUnavailable
 from kvpool.store import StoreURL, open_store
@@ -59,19 +58,24 @@ def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json
         }
         print(json.dumps(report | {"rows": [asdict(row) for row in rows]}))
         return
-    table = Table(
-        title=f"{redact(url)}: GB/s, median of {rounds}; batches of {format_nbytes(batch_nbytes)}",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
-    for name in ("value", "put", "get", f"{EXISTS_KEYS:,} exist, ms", "server's memory"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        figures = (row.put_gb_per_s, row.get_gb_per_s, row.exists_ms, row.server_memory)
-        table.add_row(
-            format_nbytes(row.value_nbytes), *("" if one is None else f"{one:.2f}" for one in figures)
+    rows_shown = [
+        (
+            format_nbytes(row.value_nbytes),
+            *(
+                "" if one is None else f"{one:.2f}"
+                for one in (row.put_gb_per_s, row.get_gb_per_s, row.exists_ms, row.server_memory)
+            ),
         )
-    Console().print(table)
+        for row in rows
+    ]
+    names = ("value", "put", "get", f"{EXISTS_KEYS:,} exist, ms", "server's memory")
+    columns = [
+        Column(name, cells=list(cells))
+        for name, cells in zip(names, zip(*rows_shown, strict=True), strict=True)
+    ]
+    out = console()
+    show(out, f"{redact(url)}: GB/s, median of {rounds}; batches of {format_nbytes(batch_nbytes)}")
+    show(out, fitted(columns, out.width)[0])
 
 
 def _measure(

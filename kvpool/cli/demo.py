@@ -12,7 +12,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from kvpool.cli.engine_process import (
     write_model,
 )
 from kvpool.cli.index_process import IndexProcess
+from kvpool.cli.tables import Column, console, fitted, show
 from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
 from kvpool.cli.workspace import workspace
 from kvpool.config import PoolConfig
@@ -87,29 +88,42 @@ def run_demo(
     keep: bool,
     as_json: bool,
 ) -> bool:
-    """Run the demo and print its table; True when every prompt was identical and came from the pool.
+    """Run the demo and print its tables; True when every prompt was identical and came from the pool.
 
     Blocking, for about two minutes on two cores. Errors: ``KVPoolError`` with one line.
     """
-    console = Console(stderr=True)
-    with workspace("kvpool-demo-", console, keep=keep) as folder:
+    progress = console(stderr=True)
+    rows: list[Row] = []
+    with workspace("kvpool-demo-", progress, keep=keep, good=lambda: not wrong_with(rows)) as folder:
         pool = pool or f"file://{folder}/pool?capacity=2GiB"
         # What is wrong with the pool shows now and not half a minute later, when an engine starts.
         open_store(PoolConfig.load({"pool": pool, **settings}, environ={}).pool).close()
-        with doing(console, "a tiny model with random weights is written"):
+        with doing(progress, "a tiny model with random weights is written"):
             model = write_model(folder / "model")
         options = small_engine(
             model, block_tokens=block_tokens, longest_tokens=4608, kv_cache_nbytes=KV_CACHE_NBYTES
         )
         options |= engine_options
-        fleet = _Fleet(folder, options, pool, settings, console)
-        rows = fleet.run(block_tokens)
-    good = all(
-        row.identical and row.index_right and row.pool_blocks >= NEEDED_SHARE * row.full_blocks
-        for row in rows
-    )
-    _print(rows, good, as_json, pool)
-    return good
+        rows += _Fleet(folder, options, pool, settings, progress).run(block_tokens)
+    if as_json:
+        _print_json(rows)
+    else:
+        _print(rows)
+    return not wrong_with(rows)
+
+
+def wrong_with(rows: Sequence[Row]) -> list[str]:
+    """What was to be shown and was not, in sentences; nothing: all of it was."""
+    wrong = []
+    for row in rows:
+        prompt = f"prompt of {row.prompt_tokens:,} tokens"
+        if not row.identical:
+            wrong.append(f"{prompt}: the second engine generated other tokens")
+        if row.pool_blocks < NEEDED_SHARE * row.full_blocks:
+            wrong.append(f"{prompt}: {row.pool_blocks} of {row.full_blocks} blocks came from the pool")
+        if not row.index_right:
+            wrong.append(f"{prompt}: the index did not know what the engines held")
+    return wrong
 
 
 class _Fleet:
@@ -197,7 +211,7 @@ class _Asked:
         self._model, self._block_tokens = model, block_tokens
         if not self._eventually(self._is_followed):
             raise KVPoolError(
-                f"the index does not follow engine {name}: run the demo with --keep and see index.log"
+                f"the index does not follow engine {name} after {INDEX_TIMEOUT_S:g} s: its log says why"
             )
 
     def generate(self, prompt: list[int]) -> _Answer:
@@ -231,60 +245,96 @@ class _Asked:
         return True
 
 
-def _print(rows: list[Row], good: bool, as_json: bool, pool: str) -> None:
-    cold_s = statistics.median(row.cold_s for row in rows)
-    warm_s = statistics.median(row.warm_s for row in rows)
-    if as_json:
-        print(
-            json.dumps(
-                {
-                    "rows": [asdict(row) for row in rows],
-                    "median_cold_s": cold_s,
-                    "median_warm_s": warm_s,
-                    "warm_over_cold": warm_s / cold_s,
-                    "ok": good,
-                }
-            )
-        )
-        return
-    table = Table(title="A second engine reuses the blocks that a first one computed")
-    for name in ("engine", "prompt tokens", "from the pool (blocks)", "first token", "tokens identical"):
-        table.add_column(name, justify="left" if name == "engine" else "right")
-    for row in rows:
-        table.add_row("first", f"{row.prompt_tokens:,}", "0", f"{row.cold_s * 1e3:,.0f} ms cold", "")
-        share = f"{row.pool_tokens:,} ({row.pool_blocks} of {row.full_blocks})"
-        same = "yes" if row.identical else "NO"
-        table.add_row("second", f"{row.prompt_tokens:,}", share, f"{row.warm_s * 1e3:,.0f} ms warm", same)
-        table.add_section()
-    console = Console()
-    console.print(table)
-    console.print(_index_table(rows))
-    console.print(
-        f"Median time to first token: {cold_s * 1e3:,.0f} ms cold, {warm_s * 1e3:,.0f} ms warm: "
-        f"{warm_s / cold_s:.2f} of the cold one.",
-        highlight=False,
+def _medians(rows: Sequence[Row]) -> tuple[float, float]:
+    """Seconds to the first token, cold and warm."""
+    return statistics.median(row.cold_s for row in rows), statistics.median(row.warm_s for row in rows)
+
+
+def _print_json(rows: Sequence[Row]) -> None:
+    cold_s, warm_s = _medians(rows)
+    wrong = wrong_with(rows)
+    report = {
+        "rows": [asdict(row) for row in rows],
+        "median_cold_s": cold_s,
+        "median_warm_s": warm_s,
+        "warm_over_cold": warm_s / cold_s,
+        "times_sooner": cold_s / warm_s,
+        "ok": not wrong,
+        "wrong": wrong,
+    }
+    print(json.dumps(report))
+
+
+def _print(rows: Sequence[Row]) -> None:
+    out = console()
+    show(
+        out,
+        "A second engine loads the blocks that a first one computed:",
+        _engine_table(rows, out.width),
+        "What the index answered, in leading blocks of the prompt:",
+        _index_table(rows, out.width),
+        "",
+        verdict(rows),
     )
-    if not good:
-        console.print(
-            "Something is wrong: tokens differ, blocks did not come from the pool, or the index did not know.",
-            style="bold red",
+    if not wrong_with(rows):
+        pool = "file:///dev/shm/kvpool?capacity=10GiB"
+        config = json.dumps(connector_config(pool))
+        show(
+            out,
+            "",
+            "Next, a model of your own. Engines of this host that are started like this share their blocks:",
         )
+        for command in (
+            f"vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config '{config}'",
+            f"kvpool doctor --pool '{pool}'",
+        ):
+            # One line, however long: it is to be copied.
+            out.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _index_table(rows: list[Row]) -> Table:
-    table = Table(title="What the index answers, in leading blocks of the prompt")
-    table.add_column("engine")
-    for name in (
-        "prompt blocks",
-        "before: on the engine",
-        "in the pool",
-        "after: on the engine",
-        "in the pool",
-    ):
-        table.add_column(name, justify="right")
+def verdict(rows: Sequence[Row]) -> str:
+    """The last word: what was shown, or what was not."""
+    cold_s, warm_s = _medians(rows)
+    if wrong := wrong_with(rows):
+        return "\n".join([*wrong, "FAIL"])
+    return (
+        f"First token {cold_s / warm_s:.1f} times sooner ({cold_s * 1e3:,.0f} ms computed, {warm_s * 1e3:,.0f} ms "
+        f"from the pool, medians of {len(rows)} prompts), same tokens: PASS"
+    )
+
+
+def _engine_table(rows: Sequence[Row], width: int) -> Table:
+    columns = [
+        Column("engine", left=True), Column("prompt tokens"), Column("loaded tokens"), Column("loaded blocks"),
+        Column("first token"), Column("same tokens"),
+    ]  # fmt: skip
+    for row in rows:
+        first = (
+            "first",
+            f"{row.prompt_tokens:,}",
+            "0",
+            f"0 of {row.full_blocks}",
+            f"{row.cold_s * 1e3:,.0f} ms",
+            "",
+        )
+        second = (
+            "second", f"{row.prompt_tokens:,}", f"{row.pool_tokens:,}", f"{row.pool_blocks} of {row.full_blocks}",
+            f"{row.warm_s * 1e3:,.0f} ms", "yes" if row.identical else "NO",
+        )  # fmt: skip
+        for cells in (first, second):
+            for column, cell in zip(columns, cells, strict=True):
+                column.cells.append(cell)
+    return fitted(columns, width)[0]
+
+
+def _index_table(rows: Sequence[Row], width: int) -> Table:
+    columns = [
+        Column("engine", left=True), Column("prompt"), Column("before: here"), Column("in the pool"),
+        Column("after: here"), Column("in the pool"),
+    ]  # fmt: skip
     for row in rows:
         for engine, (before, after) in (("first", row.first), ("second", row.second)):
             blocks = (before.device_blocks, before.pool_blocks, after.device_blocks, after.pool_blocks)
-            table.add_row(engine, str(row.full_blocks), *map(str, blocks))
-        table.add_section()
-    return table
+            for column, cell in zip(columns, (engine, row.full_blocks, *blocks), strict=True):
+                column.cells.append(str(cell))
+    return fitted(columns, width)[0]

@@ -99,7 +99,7 @@ def small_engine(
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
-        "dtype": "float32",  # local hits and cold runs agree bit for bit; see docs/vllm.md
+        "dtype": "float32",  # local hits and cold runs agree bit for bit; see docs/explanation/correctness.md
         "enforce_eager": True,
         "block_size": block_tokens,
         "max_model_len": longest_tokens,
@@ -115,14 +115,20 @@ def write_model(folder: Path, **options: Any) -> Path:
 
     Blocking, some seconds. Errors: ``KVPoolError``.
     """
-    written = subprocess.run(
-        [sys.executable, "-m", "kvpool.cli.tiny_model", str(folder), json.dumps(options)],
-        env=child_environment({"TMPDIR": str(folder.parent)}),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=WRITE_TIMEOUT_S,
-    )
+    try:
+        written = subprocess.run(
+            [sys.executable, "-m", "kvpool.cli.tiny_model", str(folder), json.dumps(options)],
+            env=child_environment({"TMPDIR": str(folder.parent)}),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=WRITE_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise KVPoolError(
+            f"the model was not written within {WRITE_TIMEOUT_S:g} s: this host is too busy, or its disk too slow; try "
+            "again"
+        ) from error
     if written.returncode:
         last = written.stderr.strip().splitlines()[-1:] or ["no output"]
         raise KVPoolError(f"cannot write the model: {last[0]}; it takes vLLM (make demo installs it)")

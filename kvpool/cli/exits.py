@@ -1,7 +1,13 @@
-"""How a command line ends: the exit code, and one line on standard error when it failed."""
+"""How a command line ends: the exit code, and one line on standard error when it failed.
+
+0: done. 1: the world is not as it has to be: nothing answers, a file is missing, an address is taken, a check failed.
+2: the command line cannot be understood or contradicts itself. 130: interrupted. With ``--json`` the failure is one
+object on standard output instead, where a program reads: ``{"error": {"type", "message", "exit_code"}}``.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import NoReturn
 
@@ -17,30 +23,49 @@ EXIT_INTERRUPTED = 130
 
 def run(app: typer.Typer, program: str) -> NoReturn:
     """Run a command line and exit. ``program``: its name, before each line that it prints about a failure."""
+    as_json = "--json" in sys.argv[1:]
 
-    def end(sentence: str, code: int) -> NoReturn:
-        print(f"{program}: {sentence}", file=sys.stderr)
+    def end(sentence: str, code: int, kind: str) -> NoReturn:
+        if as_json:
+            print(json.dumps({"error": error_object(sentence, code, kind)}), flush=True)
+        else:
+            print(f"{program}: {sentence}", file=sys.stderr)
         sys.exit(code)
 
     try:
         # What a command's typer.Exit says; Ctrl-C comes as 130.
         code = app(prog_name=program, standalone_mode=False)
         if code == EXIT_INTERRUPTED:
-            end("interrupted", EXIT_INTERRUPTED)
+            end("interrupted", EXIT_INTERRUPTED, "Interrupted")
         sys.exit(code)
     except typer.Abort:
-        end("aborted", EXIT_INTERRUPTED)
-    except ConfigError as error:
-        end(str(error), EXIT_USAGE)
+        end("aborted", EXIT_INTERRUPTED, "Aborted")
     except KVPoolError as error:
-        end(str(error), EXIT_FAILED)
+        end(str(error), code_of(error), type(error).__name__)
     except ModuleNotFoundError as error:
         needed = missing_extra(error)
         if needed is error:
             raise
-        end(str(needed), EXIT_USAGE)
+        end(str(needed), EXIT_FAILED, "MissingPackage")
     except Exception as error:
         # Wrong options, as click words them; anything else is a fault of ours and keeps its trace.
         if not hasattr(error, "format_message"):
             raise
-        end(f"{error.format_message()} ({program} --help)", EXIT_USAGE)
+        context = getattr(error, "ctx", None)
+        page = getattr(context, "command_path", program)
+        sentence = " ".join(error.format_message().split()).rstrip(".")
+        end(f"{sentence} (see {page} --help)", EXIT_USAGE, "UsageError")
+
+
+def code_of(error: KVPoolError) -> int:
+    """The exit code for it. A ``ConfigError`` that a file, folder or address has caused is a fault of the world."""
+    from kvpool._native import RefusedDirectory
+
+    if isinstance(error, ConfigError) and not isinstance(error.__cause__, OSError | RefusedDirectory):
+        return EXIT_USAGE
+    return EXIT_FAILED
+
+
+def error_object(sentence: str, code: int, kind: str) -> dict[str, str | int]:
+    """What ``--json`` has of a failure."""
+    return {"type": kind, "message": sentence, "exit_code": code}

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.index_options import load_tokenizers, parse_costs, parse_worker
+from kvpool.cli.log_lines import LogFormat, LogLevel, log_to_stderr
 from kvpool.config import hash_seed, redact
 from kvpool.discovery.networks import WorkerNetworks, hosts_of
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
@@ -49,7 +50,9 @@ from kvpool.index.serve.proxy_forwarding import RESPONSE_S
 from kvpool.index.serve.proxy_stats import ProxyStats
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
+from kvpool.index.serve.status import Status
 from kvpool.index.snapshot import Snapshot, unpack
+from kvpool.tracing import Tracing
 
 BOOTSTRAP_TIMEOUT_S = 30.0
 CALLS_END_S = 1.0
@@ -104,6 +107,9 @@ class IndexSettings:
     drain_s: float = 0.0
     max_connection_age_s: float = MAX_CONNECTION_AGE_S
     max_connection_grace_s: float = 0.0
+    traces: str | None = None
+    log_level: LogLevel = LogLevel.INFO
+    log_format: LogFormat = LogFormat.TEXT
 
 
 def run_index(settings: IndexSettings) -> None:
@@ -133,7 +139,7 @@ def run_index(settings: IndexSettings) -> None:
     auth = TokenAuth(settings.tokens)
     tls = _tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     worker_tls = trusting("--worker-ca", settings.worker_ca) if settings.worker_ca is not None else None
-    _log_lines()
+    log_to_stderr(settings.log_level, settings.log_format)
     _allow_descriptors()
     _run(
         _serve(settings, fleet, named, router, loaded, auth, tls, worker_tls), fast=settings.proxy is not None
@@ -225,6 +231,12 @@ async def _serve(
         tokenizers = Tokenizers(by_model)
         parts.callback(tokenizers.close)
         stats = RequestStats()
+        tracing = Tracing()
+        if settings.traces is not None:
+            tracing = Tracing.to(
+                settings.traces, "kvpool-index" if settings.proxy is None else "kvpool-router"
+            )
+            parts.callback(tracing.close)
         proxy_stats = None if settings.proxy is None else ProxyStats()
         exporter = Exporter(fleet, stats, pool, proxy_stats)
         parts.callback(exporter.close)
@@ -240,6 +252,7 @@ async def _serve(
             tls=tls,
             max_connection_age_s=settings.max_connection_age_s,
             max_connection_grace_s=settings.max_connection_grace_s,
+            tracing=None if settings.traces is None else tracing,
         )
         parts.push_async_callback(server.stop)
         if settings.scrape:
@@ -251,7 +264,10 @@ async def _serve(
             f", metrics on port {exporter.serve(settings.metrics)}" if settings.metrics is not None else ""
         )
         if settings.http is not None:
-            http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls)
+            status = Status(fleet, router, tokenizers, stats, pool, server.is_serving)
+            parts.push_async_callback(status.close)
+            status.start()
+            http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls, status=status)
             parts.push_async_callback(http_server.stop)
             shown += f", HTTP on port {await http_server.start(settings.http)}"
         proxy: Proxy | None = None
@@ -269,7 +285,9 @@ async def _serve(
                 max_endpoints=settings.max_endpoints,
             )
             parts.callback(placer.close)
-            placements = Placements(placer, server.health, stats, fleet.buffers, shows=settings.place_headers)
+            placements = Placements(
+                placer, server.health, stats, fleet.buffers, shows=settings.place_headers, tracing=tracing
+            )
         if settings.ext_proc is not None:
             picker = ExtProcServer(placements, server.calls, server.health, tls=tls)
             parts.push_async_callback(picker.stop)
@@ -358,13 +376,3 @@ def _allow_descriptors() -> None:
     """As many as this process may have: a publisher takes two, and 1,024 is a usual limit to begin with."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _log_lines() -> None:
-    """One line on standard error for whatever happens to a worker."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger = logging.getLogger("kvpool.index")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

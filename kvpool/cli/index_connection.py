@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from kvpool.config import index_token
 from kvpool.errors import ConfigError
+from kvpool.index.client.access import Access
 from kvpool.index.client.channel import DEFAULT_TIMEOUT_S
 from kvpool.index.client.client import IndexClient
+from kvpool.index.client.probe import PICKER, is_serving
 
 MAX_TOKEN_FILE_NBYTES = 4096
 
@@ -24,6 +26,11 @@ class IndexConnection(NamedTuple):
     tls_ca: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
+
+    def is_serving(self, *, picker: bool = False, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+        """What its health says, of it or of its endpoint picker. Blocking. Errors: those of ``IndexClient``."""
+        access = Access(None, self.tls_ca, self.tls_cert, self.tls_key)  # health is told without a token
+        return is_serving(self.target, PICKER if picker else "", access, timeout_s)
 
     def open(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> IndexClient:
         """A client. Blocking: reads the files. Errors: ``ConfigError``."""

@@ -9,13 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from kvpool.cli.index_connection import IndexConnection
-from kvpool.cli.ranking import ranking_json, ranking_table
+from kvpool.cli.ranking import print_ranking, ranking_json
+from kvpool.cli.tables import Column, console, fitted, left_out, show
 from kvpool.errors import ConfigError
 from kvpool.index import Chat, Lookup, Prompt, Row
 from kvpool.index.prompt import PromptFields
@@ -23,7 +19,6 @@ from kvpool.index.prompt import PromptFields
 MAX_FILE_NBYTES = 128 << 20
 MAX_U32, MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 BAR_CELLS = 20
-WIDE, WHOLE = 55, 77  # columns of a terminal from where on there is room for bars, and for everything
 
 _WORD = re.compile(r"[^\s,]+")
 _DECIMAL = re.compile(r"[0-9]{1,20}")
@@ -80,7 +75,7 @@ def run_lookup(
             if as_json:
                 print(json.dumps({"model": model, "tenant": tenant, "picks": ranking_json(ranking)}))
             else:
-                Console().print(ranking_table(model, ranking))
+                print_ranking(model, ranking)
             return
         answer = client.lookup(prompt)
     rows = sorted(answer, key=lambda row: (-row.device_blocks, -row.local_blocks, -row.pool_blocks, *row[:2]))
@@ -191,45 +186,46 @@ def _hint(item: object, most: int) -> str:
 
 
 def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
-    console = Console()
+    out = console()
     if not rows:
-        console.print(f'no worker of model "{model}" that was asked about is there now', markup=False)
+        show(out, f'no worker of model "{model}" that was asked about is there now')
         return
-    marks = "█▓░·" if (console.encoding or "").lower().startswith("utf") else "#+-."
+    marks = "█▓░·" if (out.encoding or "").lower().startswith("utf") else "#+-."
     lengths = sorted(set(answer.prompt_blocks))
-    table = Table(
-        title=f"{' or '.join(map(str, lengths))} blocks: {marks[0]} on the device, {marks[1]} in other tiers of the "
+    show(
+        out,
+        f"{' or '.join(map(str, lengths))} blocks: {marks[0]} on the device, {marks[1]} in other tiers of the "
         f"worker, {marks[2]} in the pool",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
     )
-    wide, whole = console.width >= WIDE, console.width >= WHOLE
-    table.add_column("worker", min_width=12, overflow="fold")
-    if wide:
-        table.add_column("leading blocks", min_width=BAR_CELLS, no_wrap=True)
-    # Of most prompts it is the larger one of local and pool.
-    goes_on = any(row.loadable_blocks > max(row.local_blocks, row.pool_blocks) for row in rows)
-    numbers = [("device", 6), ("local", 5), ("pool", 5), *[("loadable", 8)] * goes_on]
-    numbers += [("sequence", 8), ("age", 10)] * whole
-    for name, nchars in numbers:
-        table.add_column(name, min_width=nchars, justify="right", no_wrap=True)
-    several = len({row.worker for row in rows}) != len(rows)
     shown = rows[: most or None]
-    for row in shown:
-        cells: list[str | Text] = [Text(f"{row.worker} rank {row.dp_rank}" if several else row.worker)]
-        if wide:
-            cells.append(_bar(row, marks))
-        cells += [str(row.device_blocks), str(row.local_blocks), str(row.pool_blocks)]
-        cells += [str(row.loadable_blocks)] * goes_on
-        if whole:
-            age = f"{'stale ' if row.stale else ''}{row.staleness_ms / 1000:.1f} s"
-            cells += [str(row.sequence), age]
-        table.add_row(*cells)
-    console.print(table)
+    table, missing = fitted(_columns(rows, shown, marks), out.width)
+    show(out, table)
     if left := rows[len(shown) :]:
-        console.print(_summary(left), markup=False)
+        show(out, _summary(left))
+    if missing:
+        show(out, left_out(missing))
+
+
+def _columns(rows: Sequence[Row], shown: Sequence[Row], marks: str) -> list[Column]:
+    """Blocks, and whether they can be trusted, stay on a narrow screen."""
+    several = len({row.worker for row in rows}) != len(rows)
+    columns = [
+        Column("worker", left=True), Column("leading blocks", drop=2, left=True), Column("device"), Column("local"),
+        Column("pool"), Column("loadable", drop=1), Column("sequence", drop=4), Column("age", drop=3),
+        Column("state", left=True),
+    ]  # fmt: skip
+    for row in shown:
+        cells = (
+            f"{row.worker} rank {row.dp_rank}" if several else row.worker, _bar(row, marks), str(row.device_blocks),
+            str(row.local_blocks), str(row.pool_blocks), str(row.loadable_blocks), str(row.sequence),
+            f"{row.staleness_ms / 1000:.1f} s", "stale" if row.stale else "ok",
+        )  # fmt: skip
+        for column, cell in zip(columns, cells, strict=True):
+            column.cells.append(cell)
+    # Of most prompts it is the larger one of local and pool.
+    if not any(row.loadable_blocks > max(row.local_blocks, row.pool_blocks) for row in rows):
+        columns = [column for column in columns if column.name != "loadable"]
+    return columns
 
 
 def _summary(left: Sequence[Row]) -> str:

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from kvpool.cli.tables import Column, console, fitted, show
 from kvpool.discovery.facts import announced_namespaces
-from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
 from kvpool.store import Store, open_for_inspection
 from kvpool.text import redact, unknown
@@ -27,6 +27,10 @@ DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
 MAX_SHOWN = 20
 
 _DIGITS = re.compile(r"[0-9a-f]{8,32}")  # logs and the doctor write the first 8
+
+
+class NothingThere(KVPoolError):
+    """The pool has nothing of what was named; the text says what it has."""
 
 
 @dataclass
@@ -65,8 +69,8 @@ def run_purge(
 ) -> None:
     """Look, ask, delete; prints a table, or JSON once it is done.
 
-    Blocking, for two walks through the pool. Errors: ``ConfigError`` for what is not there, and where nobody can
-    be asked; ``StoreUnavailable``; ``typer.Abort`` when the answer is no.
+    Blocking, for two walks through the pool. Errors: ``ConfigError`` for the arguments, and where nobody can be
+    asked; ``NothingThere``; ``StoreUnavailable``; ``typer.Abort`` when the answer is no.
     """
     if everything == (tenant is not None or namespace is not None):
         raise ConfigError(
@@ -75,12 +79,12 @@ def run_purge(
     if namespace is not None and not _DIGITS.fullmatch(namespace):
         raise ConfigError(f'--namespace "{namespace}": write 8 to 32 lowercase hex digits')
     within = KEY_PREFIX if tenant is None else tenant_prefix(tenant)
-    shown = Console(stderr=as_json)
+    shown = console(stderr=as_json)
     with _advised(), open_for_inspection(pool) as store:
         parts, announced = _survey(store, within)
         plan = _plan(within, parts, announced, namespace)
         if not plan.parts and not plan.announcements and not everything:
-            raise ConfigError(f"{redact(pool)}: {_not_there(store, tenant, namespace, parts)}")
+            raise NothingThere(f"{redact(pool)}: {_not_there(store, tenant, namespace, parts)}")
         if not yes and not sys.stdin.isatty():
             raise ConfigError(
                 f"{redact(pool)}: would delete {plan}; there is no terminal to ask on: add --yes to do it"
@@ -167,7 +171,7 @@ def _advised() -> Iterator[None]:
         if "NOPERM" not in str(error) and type(error.__cause__).__name__ != "NoPermissionError":
             raise
         raise StoreUnavailable(
-            f"{error}; docs/stores.md says what a user must be allowed for a purge"
+            f"{error}; docs/how-to/valkey.md says what a user must be allowed for a purge"
         ) from error
 
 
@@ -178,17 +182,24 @@ def _progress() -> Iterator[Progress]:
         yield progress
 
 
-def _print(plan: Plan, pool: str, console: Console) -> None:
-    table = Table(title=f"{pool}: to be deleted")
-    for name in ("tenant", "namespace", "model", "blocks", "size"):
-        table.add_column(name, justify="right" if name in ("blocks", "size") else "left", overflow="fold")
-    for part in plan.parts[:MAX_SHOWN]:
-        table.add_row(part.tenant, part.namespace, part.model, f"{part.blocks:,}", _size(part.nbytes))
+def _print(plan: Plan, pool: str, out: Console) -> None:
+    columns = [
+        Column("tenant", left=True), Column("namespace", left=True), Column("model", wraps=True), Column("blocks"),
+        Column("size"),
+    ]  # fmt: skip
+    rows = [
+        (part.tenant, part.namespace, part.model, f"{part.blocks:,}", _size(part.nbytes))
+        for part in plan.parts[:MAX_SHOWN]
+    ]
     if len(plan.parts) > MAX_SHOWN:
-        table.add_row("", f"{len(plan.parts) - MAX_SHOWN:,} more")
-    if plan.parts:
-        console.print(table)
-    console.print(f"In all: {plan}.", highlight=False)
+        rows.append(("", f"{len(plan.parts) - MAX_SHOWN:,} more", "", "", ""))
+    for row in rows:
+        for column, cell in zip(columns, row, strict=True):
+            column.cells.append(cell)
+    show(out, f"{pool}: to be deleted")
+    if rows:
+        show(out, fitted(columns, out.width)[0])
+    show(out, f"In all: {plan}.")
 
 
 def _counted(count: int, noun: str) -> str:

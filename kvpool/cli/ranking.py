@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
+from kvpool.cli.tables import Column, console, fitted, left_out, show
 from kvpool.index import Pick, Route
-
-_COLUMNS = (("cost", 6), ("prefill", 7), ("fetch", 5), ("queue", 6), ("held", 9), ("run", 3), ("wait", 4))
 
 
 def ranking_json(route: Route) -> list[dict[str, Any]]:
@@ -18,33 +13,34 @@ def ranking_json(route: Route) -> list[dict[str, Any]]:
     return [{**pick.row._asdict(), **_without_row(pick)} for pick in route.picks]
 
 
-def ranking_table(model: str, route: Route) -> Table | Text:
-    """The same for people."""
+def print_ranking(model: str, route: Route) -> None:
+    """The same for people. Cost, blocks and trust stay on a narrow screen."""
+    out = console()
     if not route.picks:
-        return Text(f'no worker of model "{model}" that was asked about is there now')
-    table = Table(
-        title="cost = prefill + fetch + queue, in tokens; held: device/local/loadable blocks",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("worker", min_width=12, overflow="fold")
-    for name, nchars in _COLUMNS:
-        table.add_column(name, min_width=nchars, justify="right", overflow="fold")
-    table.add_column("trust", min_width=8, no_wrap=True)
+        show(out, f'no worker of model "{model}" that was asked about is there now')
+        return
     several = len({pick.worker for pick in route.picks}) != len(route.picks)
+    columns = [
+        Column("worker", left=True), Column("cost"), Column("prefill", drop=1), Column("fetch", drop=2),
+        Column("queue", drop=3), Column("held"), Column("run", drop=5), Column("wait", drop=4),
+        Column("trust", left=True),
+    ]  # fmt: skip
     for pick in route.picks:
         row, known = pick.row, pick.load_source != "none"
-        table.add_row(
-            Text(f"{pick.worker} rank {pick.dp_rank}" if several else pick.worker),
+        cells = (
+            f"{pick.worker} rank {pick.dp_rank}" if several else pick.worker,
             *map(str, (pick.cost, pick.prefill_cost, pick.fetch_cost, pick.queue_cost)),
             f"{row.device_blocks}/{row.local_blocks}/{row.loadable_blocks}",
             str(pick.running) if known else "?",
             str(pick.waiting) if known else "?",
             "unreachable" if pick.unreachable else "asleep" if pick.asleep else pick.trust,
         )
-    return table
+        for column, cell in zip(columns, cells, strict=True):
+            column.cells.append(cell)
+    table, missing = fitted(columns, out.width)
+    show(out, "cost = prefill + fetch + queue, in tokens; held: device/local/loadable blocks", table)
+    if missing:
+        show(out, left_out(missing))
 
 
 def _without_row(pick: Pick) -> dict[str, Any]:

@@ -10,21 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from kvpool.cli.exits import code_of, error_object
 from kvpool.cli.index_connection import IndexConnection
+from kvpool.cli.tables import Column, console, fitted, left_out, show
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
 from kvpool.text import unknown
 
 TIMEOUT_S = 5.0
-HEAD_LINES = 8  # of a live screen that are no rows
-MIN_PROBLEM_CHARS = 6
+HEAD_LINES = 9  # of a live screen that are no rows
 
 
 class Row(NamedTuple):
@@ -49,12 +48,15 @@ class Row(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of lookups: shares of the prompts' blocks that the best rank of each had; None: nothing was asked."""
+    """Of lookups: shares of the prompts' blocks that the best rank of each had. Of placements: share of the prompts'
+    blocks that the worker chosen need not compute. None: nothing was asked."""
 
     lookups_per_s: float | None
     device_ratio: float | None
     local_ratio: float | None
     pool_ratio: float | None
+    placements_per_s: float | None
+    placed_ratio: float | None
 
 
 class Look(NamedTuple):
@@ -93,34 +95,34 @@ def run_top(
     """
     if sort not in SORTS:
         raise ConfigError(f"--sort: {unknown('order', sort, SORTS)}")
-    console = Console()
+    out = console()
     try:
         with index.open(TIMEOUT_S) as client:
             watch = _Watch(client, tenant, model, sort)
             if once:
                 watch.look()
-                _print(console, watch, most, as_json)
-            elif as_json or not console.is_terminal:
+                _print(out, watch, most, as_json)
+            elif as_json or not out.is_terminal:
                 while True:
                     watch.try_to_look()
-                    _print(console, watch, most, as_json)
+                    _print(out, watch, most, as_json)
                     time.sleep(interval_s)
             else:
-                with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+                with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
                     while True:
                         watch.try_to_look()
-                        fitting = max(1, console.height - HEAD_LINES)
-                        live.update(watch.table(console.width, fitting), refresh=True)
+                        fitting = max(1, out.height - HEAD_LINES)
+                        live.update(Group(*watch.parts(out.width, fitting)), refresh=True)
                         time.sleep(interval_s)
     except (KeyboardInterrupt, BrokenPipeError):  # the watcher has gone, or who read for him
         return
 
 
-def _print(console: Console, watch: _Watch, most: int, as_json: bool) -> None:
+def _print(out: Console, watch: _Watch, most: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps(watch.as_json()), flush=True)
     else:
-        console.print(watch.table(console.width, most))
+        show(out, *watch.parts(out.width, most))
 
 
 class _Watch:
@@ -130,21 +132,22 @@ class _Watch:
         self._client, self._tenant, self._model, self._sort = client, tenant, model, sort
         self._before: Look | None = None
         self._now: Look | None = None
-        self._away = ""
+        self._away: IndexUnavailable | None = None
 
     def look(self) -> None:
         status = self._client.status(tenant=self._tenant, model=self._model)
-        self._before, self._now, self._away = self._now, Look(time.monotonic(), status), ""
+        self._before, self._now, self._away = self._now, Look(time.monotonic(), status), None
 
     def try_to_look(self) -> None:
         try:
             self.look()
         except IndexUnavailable as error:
-            self._away = str(error)
+            self._away = error
 
     def as_json(self) -> dict[str, object]:
-        if self._away or self._now is None:
-            return {"error": self._away}
+        if self._away is not None or self._now is None:
+            error = self._away or IndexUnavailable("it was not asked yet")
+            return {"error": error_object(str(error), code_of(error), type(error).__name__)}
         index = self._now.status.index
         return {
             "index": {name: getattr(index, name) for name in IndexStatus.__dataclass_fields__}
@@ -152,20 +155,24 @@ class _Watch:
             "ranks": [row._asdict() for row in rows_of(self._now, self._before, self._sort)],
         }
 
-    def table(self, width: int, most: int) -> RenderableType:
+    def parts(self, width: int, most: int) -> list[RenderableType]:
+        """Lines and a table of at most ``most`` rows."""
         if self._now is None:
-            return Text(f"{self._away}; trying again")
+            return [Text(f"{self._away}; trying again")]
         parts: list[RenderableType] = []
-        if self._away:  # first: the end of a screen that is too long is cut off
+        if self._away is not None:  # first: the end of a screen that is too long is cut off
             ago_s = time.monotonic() - self._now.at_s
             parts.append(Text(f"this is {ago_s:.0f} s old: {self._away}; trying again"))
         parts += [Text(line) for line in _head(self._now, self._before)]
         rows = rows_of(self._now, self._before, self._sort)
-        parts.append(_table(rows, most, width))
+        table, missing = fitted(_columns(rows, most), width)
+        parts.append(table)
         if most and len(rows) > most:
             stale = sum(row.stale for row in rows[most:])
             parts.append(Text(f"and {len(rows) - most} more ranks, {stale} of them stale"))
-        return Group(*parts)
+        if missing:
+            parts.append(Text(left_out(missing)))
+        return parts
 
 
 # ---- from looks to numbers
@@ -205,10 +212,16 @@ def rates_of(now: Look, before: Look | None) -> Rates:
         or last.instance_id != index.instance_id
         or last.uptime_ms > index.uptime_ms
     ):
-        return Rates(None, *_ratios(index, IndexStatus()))
-    rate = (index.lookups - last.lookups) / max(now.at_s - before.at_s, 1e-9)
+        return Rates(None, *_ratios(index, IndexStatus()), None, _placed_ratio(index, IndexStatus()))
+    passed_s = max(now.at_s - before.at_s, 1e-9)
     since = last if index.prompt_blocks > last.prompt_blocks else IndexStatus()
-    return Rates(rate, *_ratios(index, since))
+    placed_since = last if index.placed_prompt_blocks > last.placed_prompt_blocks else IndexStatus()
+    return Rates(
+        (index.lookups - last.lookups) / passed_s,
+        *_ratios(index, since),
+        (index.placements - last.placements) / passed_s,
+        _placed_ratio(index, placed_since),
+    )
 
 
 def _ratios(now: IndexStatus, since: IndexStatus) -> tuple[float | None, float | None, float | None]:
@@ -220,6 +233,11 @@ def _ratios(now: IndexStatus, since: IndexStatus) -> tuple[float | None, float |
         (now.local_blocks - since.local_blocks) / asked,
         (now.pool_blocks - since.pool_blocks) / asked,
     )
+
+
+def _placed_ratio(now: IndexStatus, since: IndexStatus) -> float | None:
+    placed = now.placed_prompt_blocks - since.placed_prompt_blocks
+    return (now.placed_matched_blocks - since.placed_matched_blocks) / placed if placed > 0 else None
 
 
 def _identity(status: WorkerStatus, rank: PublisherStatus) -> tuple[str, str, int]:
@@ -234,53 +252,49 @@ def _head(now: Look, before: Look | None) -> list[str]:
     index, ranks = status.index, [rank for worker in status.workers for rank in worker.publishers]
     stale = sum(rank.stale for rank in ranks)
     rates = rates_of(now, before)
-    lookups = f"{index.lookups} lookups"
-    if rates.lookups_per_s is not None:
-        lookups += f", {rates.lookups_per_s:.1f}/s"
     shares = ", ".join(
-        f"{where} {'-' if ratio is None else f'{ratio:.1%}'}"
-        for where, ratio in zip(("device", "local", "pool"), rates[1:], strict=True)
+        f"{where} {_share(ratio)}"
+        for where, ratio in zip(("device", "local", "pool"), rates[1:4], strict=True)
     )
     return [
         f"up {_duration(index.uptime_ms / 1000)}: {len(status.workers)} workers, {len(ranks)} ranks, {stale} stale",
         f"{index.held_blocks} blocks, {index.held_pool_blocks} in the pool, {index.memory_nbytes / 1e6:.1f} MB",
-        f"{lookups}; best rank's share: {shares}",
+        f"{_counted(index.lookups, 'lookups', rates.lookups_per_s)}; best rank's share: {shares}",
+        f"{_counted(index.placements, 'placements', rates.placements_per_s)}; share that the worker had: "
+        f"{_share(rates.placed_ratio)}",
     ]
 
 
-def _table(rows: Sequence[Row], most: int, width: int) -> Table:
+def _counted(count: int, what: str, per_s: float | None) -> str:
+    return f"{count} {what}" + (f", {per_s:.1f}/s" if per_s is not None else "")
+
+
+def _share(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.1%}"
+
+
+def _columns(rows: Sequence[Row], most: int) -> list[Column]:
+    """Those that say what is wrong stay on a narrow screen, the counts of mishaps go first."""
     tenants = len({row.tenant for row in rows}) > 1
     several = len({(row.tenant, row.worker) for row in rows}) != len(rows)
-    names = ["worker", "device", "lag"]
-    if width >= 60:
-        names = ["worker", "device", "host", "disk", "batch/s", "lag"]
-    if width >= 80:
-        names += ["gaps", "replays", "resets"]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in names:
-        table.add_column(name, justify="left" if name == "worker" else "right", overflow="fold")
-    table.add_column("problem", no_wrap=True)
-    lines = []
+    columns = [
+        Column("worker", left=True), Column("state", left=True), Column("device"), Column("host", drop=2),
+        Column("disk", drop=3), Column("batch/s", drop=1), Column("lag"), Column("gaps", drop=4),
+        Column("replays", drop=6), Column("resets", drop=5), Column("problem", wraps=True),
+    ]  # fmt: skip
     for row in rows[: most or None]:
         worker = f"{row.tenant}/{row.worker}" if tenants else row.worker
-        cells = {
-            "worker": f"{worker} rank {row.dp_rank}" if several else worker,
-            "device": str(row.device_blocks), "host": str(row.host_blocks), "disk": str(row.disk_blocks),
-            "batch/s": "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}",
-            "lag": f"{row.staleness_ms / 1000:.1f} s", "gaps": str(row.gaps), "replays": str(row.replays),
-            "resets": str(row.resets),
-        }  # fmt: skip
-        lines.append((row, [cells[name] for name in names]))
-    columns = zip(*(line for _, line in lines), strict=True)
-    taken = sum(max(map(len, (name, *column))) + 2 for name, column in zip(names, columns, strict=False))
-    for row, line in lines:
-        problem = ("stale: " if row.stale else "") + row.problem
-        table.add_row(*map(Text, line), Text(_cut(problem, max(MIN_PROBLEM_CHARS, width - taken - 2))))
-    return table
-
-
-def _cut(text: str, nchars: int) -> str:
-    return text if len(text) <= nchars else text[: nchars - 1] + "\u2026"
+        cells = (
+            f"{worker} rank {row.dp_rank}" if several else worker, "stale" if row.stale else "ok",
+            str(row.device_blocks), str(row.host_blocks), str(row.disk_blocks),
+            "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}", f"{row.staleness_ms / 1000:.1f} s",
+            str(row.gaps), str(row.replays), str(row.resets), row.problem,
+        )  # fmt: skip
+        for column, cell in zip(columns, cells, strict=True):
+            column.cells.append(cell)
+    if not any(row.problem for row in rows):
+        columns.pop()
+    return columns
 
 
 def _duration(seconds: float) -> str:

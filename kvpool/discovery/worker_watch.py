@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvpool.discovery.worker import Worker
 from kvpool.discovery.worker_record import REQUEST_LEASE_S, Announced, merge_ranks, unpack_worker
 from kvpool.errors import AnnouncementsRefused, KVPoolError
-from kvpool.key.key import is_request_key, request_key, tenant_prefix, workers_prefix
+from kvpool.key.key import is_request_key, is_traffic_key, request_key, tenant_prefix, workers_prefix
 from kvpool.store.store import Store
 
 REQUEST = b"tell all you hold"
@@ -105,6 +105,11 @@ class WorkerWatch:
     def unreadable_records(self) -> int:
         """Records that were no worker's when they were read last. Any thread."""
         return sum(tenant.unreadable_records for tenant in tuple(self._tenants.values()))
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Whose records are read. Any thread."""
+        return tuple(self._tenants)
 
     def close(self) -> None:
         """End the thread; again does nothing. Blocking, for at most ``CLOSE_S`` seconds."""
@@ -213,7 +218,8 @@ class WorkerWatch:
         """
         if found or all(known.missing for known in tenant.known.values()):
             return False
-        return all(map(is_request_key, self._store.announcements(tenant_prefix(name))))
+        left = self._store.announcements(tenant_prefix(name))
+        return all(is_request_key(key) or is_traffic_key(key) for key in left)
 
     def _pool_lost(self, tenant: str | None) -> None:
         self._call("the pool was started anew or emptied", lambda: self._on_pool_lost(tenant))

@@ -140,6 +140,9 @@ class IndexStatus:
     ``local_blocks``, ``pool_blocks``: of each, the most that one rank had of it, summed; so their shares of
     ``prompt_blocks`` are hit ratios. ``held_blocks``: distinct blocks with a holder. ``held_pool_blocks``: of the
     pool, once for each namespace. ``instance_id``: of this start of this index; empty: an index of an earlier version.
+    ``placements``: requests of Envoy and ``kvpool router`` that got a worker, and ``Route`` calls with a pick.
+    ``placed_prompt_blocks``: of the former whose prompt was known, summed; ``placed_matched_blocks``: those of them
+    that the worker need not compute.
     """
 
     uptime_ms: int = 0
@@ -152,6 +155,9 @@ class IndexStatus:
     held_pool_blocks: int = 0
     memory_nbytes: int = 0
     instance_id: str = ""
+    placements: int = 0
+    placed_prompt_blocks: int = 0
+    placed_matched_blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -391,10 +391,10 @@ class Fleet:
         partitions = self._models.get((tenant, model))
         if partitions is not None:
             return partitions
-        if not (
-            models := self.models(tenant)
-        ):  # nothing of other tenants: the one who asks may be none of theirs
+        models = self.models(tenant)
+        if not models:  # nothing of other tenants: the one who asks may be none of theirs
             raise UnknownModel(
-                f'unknown model "{model}": no worker of tenant "{tenant}" has joined this index yet'
+                f'unknown model "{model}": this index follows no worker of tenant "{tenant}"; kvpool top shows whom it '
+                "follows, kvpool doctor why not others"
             )
         raise UnknownModel(unknown_model(model, models))

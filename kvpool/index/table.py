@@ -179,9 +179,9 @@ class PrefixIndex:
     limit. A full index makes room: a block that was neither stored nor asked for in a while is forgotten, and counted
     (``evicted``). Its workers are credited less then, and never more than they hold. A block costs 17 to 30 bytes where
     prompts share prefixes. ``reuse_reports``: some requests may run with vLLM's ``kv_cache_report_mode`` set to
-    ``full``; ``docs/index.md`` says what that costs. False, where none does, counts copies exactly, and knows all that
-    a sliding window holds. ``block_tokens``: of a block that is hashed, for models with KV-cache groups of larger
-    blocks; None: all groups are taken to have blocks of that size.
+    ``full``; ``docs/explanation/prefix-index.md`` says what that costs. False, where none does, counts copies exactly,
+    and knows all that a sliding window holds. ``block_tokens``: of a block that is hashed, for models with KV-cache
+    groups of larger blocks; None: all groups are taken to have blocks of that size.
 
     Any thread may call anything; calls do not hold the interpreter's lock while they work. A match waits for a
     batch that is being applied, and sees all of it or nothing. Nothing blocks on I/O.

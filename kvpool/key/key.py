@@ -42,6 +42,7 @@ _KEY = re.compile(
 )
 _FACTS_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}):facts")
 _ANY_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):")
+_TRAFFIC_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):traffic:[0-9a-f]{{16}}")
 _ASKED = "?"  # which no worker's name has
 _WORKER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):worker:({_INDEX_PATTERN}):({WORKER_NAME_PATTERN})")
 
@@ -155,6 +156,21 @@ def request_key(worker_key: str) -> str:
 def is_request_key(key: str) -> bool:
     """Whether ``request_key`` spells keys like this."""
     return key.endswith(_ASKED) and parse_worker_key(key.removesuffix(_ASKED)) is not None
+
+
+def traffic_key(tenant: str, engine: str) -> str:
+    """Where an engine tells what it was asked for: ``kvpool:TENANT:traffic:ENGINE``. ``engine``: 16 hex digits."""
+    return f"{traffic_prefix(tenant)}{engine}"
+
+
+def traffic_prefix(tenant: str) -> str:
+    """What every key of ``traffic_key`` starts with."""
+    return tenant_prefix(tenant) + "traffic:"
+
+
+def is_traffic_key(key: str) -> bool:
+    """Whether ``traffic_key`` spells keys like this."""
+    return _TRAFFIC_KEY.fullmatch(key) is not None
 
 
 def parse_tenant(key: str) -> str | None:

@@ -45,6 +45,7 @@ from kvpool.sglang.pages import HostPages, flat_bytes, run_lengths
 from kvpool.sglang.pool_state import PoolState
 from kvpool.sglang.served import served_facts
 from kvpool.store import open_store
+from kvpool.store.health import count_health
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         counters = self._state.counters
-        counters.add_growth(metrics.REFUSED_KEYS, self._store.counters().get("refused", 0))
+        count_health(self._store, counters)
         show(counters.take(), self._rank)
         prefetched, backed_up = mover.take_speeds()
         return StorageMetrics(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvpool.metrics import Counters, Metric
+from kvpool.metrics import Counters, Metric, Samples
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,19 @@ class SharedCounters(Counters):
         with self._lock:
             super().add(metric, amount, label)
 
-    def add_growth(self, metric: Metric, total: float) -> None:
+    def add_growth(self, metric: Metric, total: float, label: str = "") -> None:
         with self._lock:
-            super().add_growth(metric, total)
+            super().add_growth(metric, total, label)
 
-    def take(self) -> dict[str, float]:
+    def observe(self, metric: Metric, value: float, label: str = "") -> None:
+        with self._lock:
+            super().observe(metric, value, label)
+
+    def set(self, metric: Metric, value: float, label: str = "") -> None:
+        with self._lock:
+            super().set(metric, value, label)
+
+    def take(self) -> Samples:
         with self._lock:
             return super().take()
 

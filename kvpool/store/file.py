@@ -16,7 +16,8 @@ from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import found_key
 from kvpool.store.documents import Announcements
 from kvpool.store.native import NativeStore
-from kvpool.store.store import SCAN_KEYS, StoredBlock
+from kvpool.store.store import SCAN_KEYS, StoredBlock, Usage
+from kvpool.text import MAX_NBYTES
 
 _ADVICE = {
     PermissionError: "give this user write access or choose another directory",
@@ -45,6 +46,7 @@ class FileStore(NativeStore):
                 engine = _native.open_file_executor(path, capacity_nbytes, threads)
         super().__init__(name, engine)
         self._root = Path(path)
+        self._capacity_nbytes = None if capacity_nbytes == MAX_NBYTES else capacity_nbytes
         self._announced = Announcements(self._root / "announcements")
 
     def _announce(self, key: str, document: bytes, lease_s: float) -> None:
@@ -70,6 +72,12 @@ class FileStore(NativeStore):
     def _withdraw_all(self, prefix: str) -> int:
         with _mapped(self._name, "cannot take announcements back"):
             return self._announced.remove_all(prefix)
+
+    def _usage(self) -> list[Usage]:
+        found = self.counters()
+        return [
+            Usage(self._name, True, found["stored_nbytes"], self._capacity_nbytes, None, found["evicted"])
+        ]
 
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
         found: list[StoredBlock] = []

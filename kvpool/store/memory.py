@@ -15,7 +15,7 @@ from kvpool import _native
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import parse_key
 from kvpool.store.lookup import LookupKeys, RecordBatch
-from kvpool.store.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, Store, StoredBlock
+from kvpool.store.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, Store, StoredBlock, Usage
 from kvpool.text import format_nbytes
 
 # The names that the file store uses, too. Nothing here faults, is cancelled or times out.
@@ -70,6 +70,11 @@ class MemoryStore(Store):
         self._check_open()
         with self._lock:
             return {**self._counters, "held_nbytes": self._held_nbytes, "held_keys": len(self._records)}
+
+    def _usage(self) -> list[Usage]:
+        with self._lock:
+            held_nbytes, keys, evicted = self._held_nbytes, len(self._records), self._counters["evicted"]
+        return [Usage(self._name, True, held_nbytes, self._capacity_nbytes, keys, evicted)]
 
     def _submit(
         self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float

@@ -2,6 +2,8 @@
 
 Batch is the primitive, and there is one path: a blocking call is a submit and a wait. This class checks what
 the caller gave; a store adds only how a batch of checked keys and flat views is carried out.
+
+Over 400 lines because each call's contract is written here.
 """
 
 from __future__ import annotations
@@ -37,6 +39,17 @@ class StoredBlock(NamedTuple):
 
     key: str
     nbytes: int  # of its record: 64 more than the payload
+
+
+class Usage(NamedTuple):
+    """How full one server of a store is, or the store. None: not known, or no limit."""
+
+    server: str  # its address, or the store's own
+    up: bool = True  # it answers
+    used_nbytes: int | None = None
+    capacity_nbytes: int | None = None
+    keys: int | None = None
+    evicted: int | None = None  # since it was started
 
 
 class Store(ABC):
@@ -229,6 +242,15 @@ class Store(ABC):
         self._check_open()
         return self._server_run_id()
 
+    def usage(self) -> list[Usage]:
+        """How full each server of the store is; one that does not answer is not ``up``.
+
+        Blocking, for one small read of each server. Errors: ``StoreUnavailable`` when it cannot be found out which
+        servers there are; ``StoreClosed``.
+        """
+        self._check_open()
+        return self._usage()
+
     def withdraw_all(self, prefix: str) -> int:
         """Delete the documents under keys that start with ``prefix``, those of other processes too; returns how many.
 
@@ -308,6 +330,9 @@ class Store(ABC):
     def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> Batch:
         """Begin a lookup; the batch has one status a record, ``MISS`` for those that were not asked for."""
         return RecordBatch(self._submit(_native.TOUCH, keys, None, timeout_s), keys)
+
+    def _usage(self) -> list[Usage]:
+        return []
 
     @abstractmethod
     def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...

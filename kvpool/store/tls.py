@@ -5,6 +5,8 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 
+from kvpool import _native
+
 
 @dataclass(frozen=True)
 class Tls:
@@ -30,10 +32,20 @@ class Tls:
         if self.ca:
             context.load_verify_locations(self.ca)
         else:
-            context.set_default_verify_paths()
+            _trust_system(context)
         if self.cert:
             context.load_cert_chain(self.cert, self.key, password="")  # it would ask on the terminal
         return context
+
+
+def _trust_system(context: ssl.SSLContext) -> None:
+    """As the native client does: the places that OpenSSL knows; where this one was built elsewhere, the usual ones."""
+    places = ssl.get_default_verify_paths()
+    system = "" if places.cafile or places.capath else _native.system_authorities()
+    if system:
+        context.load_verify_locations(system)
+    else:
+        context.set_default_verify_paths()
 
 
 # What stands in the words of OpenSSL, or in our own -> what to change. The first that fits counts.

@@ -230,6 +230,7 @@ class BlockMover(Generic[Item]):
         moved = job.moved_blocks()
         nbytes = self._nbytes(job, [block * job.width for block, ok in enumerate(moved) if ok], job.width)
         self._counters.add(metrics.LOAD_REQUESTS, 1, job.cause or "ok")
+        self._counters.observe(metrics.LOAD_DURATION_SECONDS, now - job.started, job.cause or "ok")
         if not job.cause or job.need is not Need.ALL:
             self._counters.add(metrics.LOADED_BLOCKS, sum(moved))
             self._counters.add(metrics.LOADED_BYTES, nbytes)

@@ -354,7 +354,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., index: _Optional[_Union[IndexStatus, _Mapping]] = ...) -> None: ...
 
 class IndexStatus(_message.Message):
-    __slots__ = ("uptime_ms", "lookups", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "held_blocks", "held_pool_blocks", "memory_nbytes", "instance_id")
+    __slots__ = ("uptime_ms", "lookups", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "held_blocks", "held_pool_blocks", "memory_nbytes", "instance_id", "placements", "placed_prompt_blocks", "placed_matched_blocks")
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +365,9 @@ class IndexStatus(_message.Message):
     HELD_POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    PLACED_PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PLACED_MATCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     uptime_ms: int
     lookups: int
     prompt_blocks: int
@@ -375,7 +378,10 @@ class IndexStatus(_message.Message):
     held_pool_blocks: int
     memory_nbytes: int
     instance_id: str
-    def __init__(self, uptime_ms: _Optional[int] = ..., lookups: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., local_blocks: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., held_pool_blocks: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+    placements: int
+    placed_prompt_blocks: int
+    placed_matched_blocks: int
+    def __init__(self, uptime_ms: _Optional[int] = ..., lookups: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., local_blocks: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., held_pool_blocks: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., instance_id: _Optional[str] = ..., placements: _Optional[int] = ..., placed_prompt_blocks: _Optional[int] = ..., placed_matched_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker", "source", "lease_left_ms", "publishers")

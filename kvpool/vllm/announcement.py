@@ -75,7 +75,7 @@ def _where(config: VllmConfig, host: str, dp_rank: int) -> _Where:
     events = config.kv_events_config
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
         wanted = (
-            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
         )
         return _Where(problems=(f"{_SEEN_BY_NONE}: add --kv-events-config '{wanted}'",), events_off=True)
     try:

@@ -1,8 +1,8 @@
 """vLLM's settings one by one: which of them change K or V, and what kvpool makes of each.
 
-``docs/namespace.md`` shows this table; a test holds both against the configuration classes of vLLM, so that a new
-version adds no setting unseen. At run time an unknown setting is a fact as soon as it is not at its default, but for
-those of ``ParallelConfig`` and ``CompilationConfig``, which differ by rank and host.
+``docs/reference/namespace.md`` shows this table; a test holds both against the configuration classes of vLLM, so that a
+new version adds no setting unseen. At run time an unknown setting is a fact as soon as it is not at its default, but
+for those of ``ParallelConfig`` and ``CompilationConfig``, which differ by rank and host.
 """
 
 from __future__ import annotations

@@ -21,6 +21,11 @@ class RequestState:
     lookup: RequestLookup | None = None  # the latest one
     waiting_since: float | None = None  # when the engine was first told to ask again later
     waited_s: float = 0.0
+    wait_counted: bool = False  # the time that was waited for ``lookup``
+    result: str = "no_answer"  # why nothing is offered: of ``metrics.REQUEST_RESULTS``
+    local_tokens: int = 0  # of its prompt, in the engine's own cache
+    counted: bool = False  # among the requests of the metrics
+    loads_first: bool = False  # it is counted when its load has ended
     offered: tuple[int, int] | None = None  # (local tokens, tokens with the pool)
     loading: bool = False
     admitted: bool = False  # the cost gate lets it load what its lookup has found

@@ -29,9 +29,12 @@ from vllm.v1.request import Request
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
+from kvpool.discovery.traffic_announcer import TrafficAnnouncer
 from kvpool.errors import StoreClosed
-from kvpool.metrics import Counters
+from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
+from kvpool.store.health import count_health
+from kvpool.tracing import Tracing
 from kvpool.vllm import internals
 from kvpool.vllm.adapters import Adapters
 from kvpool.vllm.cache_resync import CacheResync
@@ -40,6 +43,7 @@ from kvpool.vllm.events import removed_event
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import Guard, RequestGuard
 from kvpool.vllm.lookups import Lookups, RequestLookup
+from kvpool.vllm.outcomes import Outcomes
 from kvpool.vllm.plan import (
     BlockRef,
     Group,
@@ -107,6 +111,14 @@ class SchedulerHalf:
             timeout_s=config.lookup_timeout_s,
             counters=self.counters,
         )
+        self._traffic = TrafficAnnouncer(store, config.tenant)
+        self._outcomes = Outcomes(
+            self.counters,
+            record_tokens=self._groups[0].record_tokens,
+            tell=self._traffic.tell,
+            clock=time.monotonic,
+            tracing=Tracing.of_process(),
+        )
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
         self._store_planner = StorePlanner(
@@ -142,15 +154,22 @@ class SchedulerHalf:
 
     def _matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         state = self._state(request)
-        state.offered = None
+        state.offered, state.local_tokens = None, local_tokens
         max_tokens = self._max_tokens(request)
         if local_tokens and self._only_stores(state) and state.lookup is None:
             self._look_up(state)  # what the engine has may be missing from the pool
-        if not self._may_load(state) or state.refused or local_tokens >= max_tokens:
+        if state.refused:
+            return NO_OFFER
+        state.result = self._why_no_lookup(state, local_tokens, max_tokens)
+        if state.result:
             return NO_OFFER
         now = time.monotonic()
+        state.result = "no_answer"
         if self._namespace.current is None or not state.checked:
-            return self._wait(state, now) if self._may_wait(state, now) else NO_OFFER
+            if self._may_wait(state, now):
+                return self._wait(state, now)
+            self._outcomes.waited(state, now, answered=False)
+            return NO_OFFER
         lookup = state.lookup
         if lookup is None or lookup.is_stale(now):
             lookup = self._look_up(state)
@@ -158,10 +177,11 @@ class SchedulerHalf:
             return NO_OFFER
         if not lookup.ended(now):
             return self._wait(state, now)
-        if (present := self._present(state, lookup)) is None:
+        present = self._present(state, lookup)
+        self._outcomes.waited(state, now, answered=present is not None)
+        if present is None:
             return NO_OFFER
-        if state.waiting_since is not None:
-            state.waited_s, state.waiting_since = now - state.waiting_since, None
+        state.result = "miss"
         hit = longest_hit(
             self._groups,
             present,
@@ -169,10 +189,23 @@ class SchedulerHalf:
             max_tokens=max_tokens,
             align_tokens=self._align_tokens,
         )
-        if hit == local_tokens or not self._admits(state):
+        if hit == local_tokens:
+            return NO_OFFER
+        if not self._admits(state):
+            state.result = "too_slow"
             return NO_OFFER
         state.offered = (local_tokens, hit)
         return hit - local_tokens, True
+
+    def _why_no_lookup(self, state: RequestState, local_tokens: int, max_tokens: int) -> str:
+        """Of ``metrics.REQUEST_RESULTS``; empty: the pool is to be asked."""
+        if self._broken or self._namespace.awaits_reset:
+            return "switched_off"
+        if not self._may_load(state):
+            return "without"
+        if not max_tokens:
+            return "too_short"
+        return "engine_cache" if local_tokens >= max_tokens else ""
 
     def _admits(self, state: RequestState) -> bool:
         """Whether the cost gate lets the request load; asked once for each lookup."""
@@ -198,9 +231,15 @@ class SchedulerHalf:
             state.loading, state.load_tokens, state.load_s = True, external_tokens, 0.0
             self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
 
+    def _count_admission(self, request: Request, external_tokens: int) -> None:
+        hashes = internals.record_hashes(request, self._hash_block_tokens, self._groups[0])
+        state, namespace = self._state(request), self._namespace.current
+        self._outcomes.admitted(state, hashes, namespace, loads=external_tokens > 0)
+
     def _blocks_to_load(
         self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> list[BlockRef]:
+        self._count_admission(request, external_tokens)
         state = self._state(request)
         lookup, state.lookup = state.lookup, None
         if lookup is not None and not (self._stores and state.params.store):
@@ -286,6 +325,8 @@ class SchedulerHalf:
                 state.load_s = max(state.load_s, load_s)
         for request_id in finished | failed:
             if (state := self._requests.get(request_id)) is not None:
+                if state.loading:
+                    self._outcomes.loaded(state, state.load_tokens, ok=request_id not in failed)
                 if self._gate is not None and state.loading:
                     self._gate.loaded(0 if request_id in failed else state.load_tokens, state.load_s)
                 state.loading = False
@@ -366,7 +407,7 @@ class SchedulerHalf:
             return None
         if state.lookup is not None:
             state.lookup.cancel()
-        state.lookup, state.admitted = None, False
+        state.lookup, state.admitted, state.wait_counted = None, False, False
         state.lookup = self._lookups.start(self._namespace.current, state.request, tag)
         state.refused |= state.lookup is None
         return state.lookup
@@ -439,14 +480,20 @@ class SchedulerHalf:
             self._store_planner.forget()
             logger.error("kvpool is off for this engine, which goes on without it: %s", reason)
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> Samples:
         """Samples since the last call."""
-        with contextlib.suppress(StoreClosed):
-            self.counters.add_growth(metrics.REFUSED_KEYS, self._store.counters().get("refused", 0))
+        self._guard.run(self._set_gauges, None)
         return self.counters.take()
+
+    def _set_gauges(self) -> None:
+        with contextlib.suppress(StoreClosed):
+            count_health(self._store, self.counters)
+        self.counters.set(metrics.ENABLED, float(not self._broken and not self._namespace.awaits_reset))
+        self._outcomes.tell_ratios()
 
     def close(self) -> None:
         """Cancel what is in flight."""
         self.forget()
         self._requests.clear()
         self._adapters.close()
+        self._traffic.close()

@@ -27,7 +27,6 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingCounterMetadata,
     OffloadingEvent,
     OffloadingMetricMetadata,
     OffloadKey,
@@ -47,12 +46,14 @@ from kvpool.key.key import Fact, Namespace
 from kvpool.key.served_weights import served_digest
 from kvpool.metrics import Counters
 from kvpool.store import open_store
+from kvpool.store.health import count_health
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
 from kvpool.vllm.events import EVENT_OWNER
 from kvpool.vllm.facts import tier_facts
 from kvpool.vllm.guard import Guard, refuse
 from kvpool.vllm.tier_lookups import ChunkLookups, is_spellable
+from kvpool.vllm.tier_stats import definitions, packed
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -352,26 +353,16 @@ class KVPoolTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return {
-            metric.name: OffloadingCounterMetadata(
-                documentation=metric.help, labelnames=(metric.label,) if metric.label else ()
-            )
-            for metric in metrics.ALL
-        }
+        return definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._guard.run(self._statistics, None)
 
     def _statistics(self) -> OffloadingConnectorStats | None:
-        self.counters.add_growth(metrics.REFUSED_KEYS, self._store.counters().get("refused", 0))
+        count_health(self._store, self.counters)
+        self.counters.set(metrics.ENABLED, float(not self._broken))
         samples = self.counters.take()
-        if not samples:
-            return None
-        stats = OffloadingConnectorStats()
-        for sample, amount in samples.items():
-            name, _, label = sample.partition("/")
-            stats.increase_counter(name, amount, (label,) if label else ())
-        return stats
+        return packed(samples) if samples else None
 
 
 def _row_nbytes(view: memoryview, config: Any) -> int:

@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 import torch
 from vllm.logger import init_logger
 
-from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError
 from kvpool.key.key import Fact, Namespace
-from kvpool.metrics import Counters
+from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, open_store
+from kvpool.store.health import count_health
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.staging import default_nbytes
 from kvpool.vllm.announcement import Announcement
@@ -305,10 +305,10 @@ class WorkerHalf:
         report, self._report = self._report, PoolWorkerMetadata()
         return report
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> Samples:
         """Samples since the last call."""
         if self._store is not None:
-            self.counters.add_growth(metrics.REFUSED_KEYS, self._store.counters().get("refused", 0))
+            count_health(self._store, self.counters)
         return self.counters.take()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,8 +24,12 @@ def refused(*arguments: str, **options: Any) -> str:
 
 
 def refusal(ended: subprocess.CompletedProcess[str], program: str = "kvpool") -> str:
-    """The one line that a command prints when it fails."""
-    assert ended.returncode not in (0, 120), ended
+    """The one line that a command prints when it fails, on standard error; with --json in an object on the other."""
+    assert ended.returncode in (1, 2), ended
+    if ended.stdout.startswith('{"error": '):  # with --json
+        error = json.loads(ended.stdout)["error"]
+        assert (ended.stderr, error["exit_code"]) == ("", ended.returncode)
+        return f"{program}: {error['message']}"
     lines = ended.stderr.strip().splitlines()
     assert len(lines) == 1, ended.stderr
     assert lines[0].startswith(f"{program}: ")

@@ -346,9 +346,10 @@ def test_a_table_of_many_workers(
 
         shown = lines(100, 40)
         assert len(rows(shown)) == 40
-        assert re.fullmatch(r"worker-009 +█{20} +10 +10 +0 +9 +[0-9.]+ s", rows(shown)[0])
+        assert re.fullmatch(r"worker-009 +█{20} +10 +10 +0 +9 +[0-9.]+ s +ok", rows(shown)[0])
         left = "and 216 more: 88 of them have blocks of it, 128 are stale; --most 0 shows all"
         assert shown[-1] == left
+        assert any(line.startswith("worker-000 ") and line.endswith(" stale") for line in rows(lines(100, 0)))
         assert len(rows(lines(100, 0))) == 256
         (one,) = rows(lines(100, 40, ["worker-009"]))
         assert one.startswith("worker-009 ")
@@ -358,7 +359,7 @@ def test_a_table_of_many_workers(
         for columns in (40, 54, 60, 76):
             narrow = lines(columns, 2)
             assert max(map(len, narrow)) <= columns
-            assert re.match(r"worker-009 [ █]* +10 +10 +0$", rows(narrow)[0]), narrow
+            assert re.match(r"worker-009 [ █]* +10 +10 +0 .*ok$", rows(narrow)[0]), narrow
 
 
 @pytest.mark.usefixtures("grpc_started")

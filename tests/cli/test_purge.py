@@ -186,7 +186,7 @@ def test_tenants_that_are_in_no_list_go_with_everything(server: Server) -> None:
 CONFINED = ("on", ">pass-word", "~kvpool:alpha:*", "+ping", "+select", "+hset", "+pexpire", "+hmget", "+exists",
             "+touch", "+pttl", "+unlink", "+time", "+set", "+mget", "+zadd", "+zcard", "+zscore", "+zrange",
             "+zremrangebyscore", "+zremrangebyrank", "+multi", "+exec")  # fmt: skip
-PURGES = ("+scan", "+hstrlen", "+zrem")  # docs/stores.md has both
+PURGES = ("+scan", "+hstrlen", "+zrem")  # docs/how-to/valkey.md has both
 
 
 def test_a_confined_user_needs_the_commands_and_is_told_so(server: Server) -> None:
@@ -196,7 +196,7 @@ def test_a_confined_user_needs_the_commands_and_is_told_so(server: Server) -> No
     for command in PURGES:
         line = refused(*arguments)
         assert "permissions" in line
-        assert "docs/stores.md" in line
+        assert "docs/how-to/valkey.md" in line
         assert "pass-word" not in line
         server.client.execute_command("ACL", "SETUSER", "worker", command)
     with open_store(server.url) as store:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, IndexClient
-from tests.cli.test_app import refused
+from tests.cli.test_app import kvpool, refused
 from tests.cli.test_index import Index, running
 from tests.conftest import eventually
 from tests.index.openai_worker import ScriptedWorker, scripted
@@ -88,6 +88,16 @@ def test_from_a_publisher_to_a_worker() -> None:
             )
         assert figures['kvpool_router_responses_total{outcome="2xx"}'] == "3.0"
         assert float(figures['kvpool_index_placements_total{outcome="prefix"}']) >= 2
+        with IndexClient(f"127.0.0.1:{router.port('gRPC')}", 30) as client:
+            told = client.status().index
+            assert (told.placements, told.placed_prompt_blocks) == (3, 15)
+            assert told.placed_matched_blocks >= 10
+            assert client.route("m", token_ids=TOKENS).picks
+            assert client.status().index.placements == 4
+        shown = kvpool("top", "--index", f"127.0.0.1:{router.port('gRPC')}", "--once").stdout
+        assert re.search(r"^4 placements; share that the worker had: (66.7|100.0)%$", shown, re.MULTILINE), (
+            shown
+        )
         assert "uvloop" in Path(f"/proc/{router.process.pid}/maps").read_text()
         code, lines = router.stop()
         assert (code, [line for line in lines if "Traceback" in line]) == (0, [])

@@ -53,17 +53,25 @@ def test_once(served: Served) -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"up [0-9]+ s: 2 workers, 3 ranks, 2 stale\n", shown.stdout), shown.stdout
     assert "4 blocks, 0 in the pool, " in shown.stdout
-    assert re.search(r"w-1 rank 0 +\|? *3 \|? *1 \|? *0 \|? *- ", shown.stdout), shown.stdout
-    assert "stale: not heard from yet" in shown.stdout
-    assert "stale: it does not answer" in shown.stdout
+    assert re.search(r"w-1 rank 0 +ok +3 +1 +0 +- ", shown.stdout), shown.stdout
+    assert re.search(r"w-1 rank 1 +stale .* not heard from yet", shown.stdout), shown.stdout
+    assert re.search(r"w-2 rank 0 +stale .* it does not answer", shown.stdout), shown.stdout
     by_device = kvpool("top", "--index", served.target, "--once", "--sort", "device", "--most", "1").stdout
     assert "w-1 rank 0" in by_device
     assert "w-2" not in by_device
     assert "and 2 more ranks, 2 of them stale" in by_device
-    for columns in ("40", "60", "79"):
+    for columns in ("50", "60", "79"):
         narrow = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": columns})
         assert max(map(len, narrow.stdout.splitlines())) <= int(columns)
-        assert "w-2" in narrow.stdout
+        words = " ".join(narrow.stdout.split())
+        assert "w-2" in words
+        assert "stale" in words
+        assert "no room for" in words
+        assert "…" not in words, "nothing is cut"
+    piped = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    whole = kvpool("top", "--index", served.target, "--once", env=piped)
+    assert "no room" not in whole.stdout
+    assert re.search(r"w-1 rank 1 .* 0 +0 +0 +not heard from yet", whole.stdout), whole.stdout
 
 
 @pytest.mark.usefixtures("grpc_started")
@@ -71,7 +79,7 @@ def test_a_worker_that_no_prompt_can_match_says_so(served: Served) -> None:
     say(served.fleet, "default/w-2", 0, 0, batch(stored([1], lookahead_token_ids=[[5]])))
     served.fleet.mark("default/w-2", 0, stale=False)
     shown = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": "240"}).stdout
-    assert "stale: its hashes cover tokens behind their blocks (EAGLE or MTP)" in shown
+    assert "its hashes cover tokens behind their blocks (EAGLE or MTP)" in shown
 
 
 @pytest.mark.usefixtures("grpc_started")
@@ -84,6 +92,8 @@ def test_json_is_stable(served: Served) -> None:
     assert shown["index"] == {
         "lookups": 0, "prompt_blocks": 0, "device_blocks": 0, "local_blocks": 0, "pool_blocks": 0, "held_blocks": 4,
         "held_pool_blocks": 0, "lookups_per_s": None, "device_ratio": None, "local_ratio": None, "pool_ratio": None,
+        "placements": 0, "placed_prompt_blocks": 0, "placed_matched_blocks": 0, "placements_per_s": None,
+        "placed_ratio": None,
     }  # fmt: skip
     first, second, third = shown["ranks"]
     assert first.pop("staleness_ms") >= 0
@@ -125,7 +135,7 @@ def test_an_index_that_goes_and_comes_again_is_waited_for(served: Served) -> Non
 
         until("ranks")
         served.stop()
-        assert f"no index answers on {served.target}" in until("error")["error"]
+        assert f"no index answers on {served.target}" in until("error")["error"]["message"]
         again = Served(served.fleet)
         again.target = served.target
         again.start()
@@ -218,17 +228,26 @@ def test_hit_ratios_are_of_the_time_between_two_looks() -> None:
     first = look(
         0, uptime_ms=1, lookups=4, prompt_blocks=100, device_blocks=50, local_blocks=60, pool_blocks=80
     )
-    assert rates_of(first, None) == (None, 0.5, 0.6, 0.8)
+    assert rates_of(first, None)[:4] == (None, 0.5, 0.6, 0.8)
     second = look(
         2, uptime_ms=9, lookups=8, prompt_blocks=200, device_blocks=60, local_blocks=160, pool_blocks=80
     )
-    assert rates_of(second, first) == (2.0, 0.1, 1.0, 0.0)
+    assert rates_of(second, first)[:4] == (2.0, 0.1, 1.0, 0.0)
     idle = look(
         4, uptime_ms=11, lookups=8, prompt_blocks=200, device_blocks=60, local_blocks=160, pool_blocks=80
     )
-    assert rates_of(idle, second) == (0.0, 0.3, 0.8, 0.4)  # of all the time: nobody asked since
+    assert rates_of(idle, second)[:4] == (0.0, 0.3, 0.8, 0.4)  # of all the time: nobody asked since
     again = look(6, uptime_ms=3, lookups=1, prompt_blocks=10, device_blocks=5)
-    assert rates_of(again, idle) == (None, 0.5, 0.0, 0.0)  # it was started again
-    assert rates_of(look(8, uptime_ms=5), None) == (None, None, None, None)
+    assert rates_of(again, idle)[:4] == (None, 0.5, 0.0, 0.0)  # it was started again
+    assert rates_of(look(8, uptime_ms=5), None) == (None,) * 6
     replica = look(8, uptime_ms=99, lookups=9, prompt_blocks=400, device_blocks=40, instance_id="other")
-    assert rates_of(replica, idle) == (None, 0.1, 0.0, 0.0)  # of another index behind the same address
+    assert rates_of(replica, idle)[:4] == (None, 0.1, 0.0, 0.0)  # of another index behind the same address
+
+
+def test_placements_are_counted_beside_lookups() -> None:
+    first = look(0, uptime_ms=1, placements=4, placed_prompt_blocks=100, placed_matched_blocks=80)
+    assert rates_of(first, None) == (None, None, None, None, None, 0.8)
+    second = look(2, uptime_ms=9, placements=8, placed_prompt_blocks=200, placed_matched_blocks=90)
+    assert rates_of(second, first) == (0.0, None, None, None, 2.0, 0.1)
+    idle = look(4, uptime_ms=11, placements=8, placed_prompt_blocks=200, placed_matched_blocks=90)
+    assert rates_of(idle, second)[4:] == (0.0, 0.45)  # of all the time: nothing was placed since

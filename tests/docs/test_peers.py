@@ -21,7 +21,7 @@ from tests.index.serve.test_ext_proc import TEXT, post
 from tests.index.wire import batch, stored
 
 PEERS = Path(__file__).parents[2] / ".cache/peers"
-PAGE = "routers.md"
+PAGE = "how-to/routers.md"
 POOL = {
     "medium": "STORAGE",
     "locality": "REMOTE",
@@ -124,7 +124,9 @@ def test_vllms_router_sends_a_prompt_to_one_group_and_the_request_to_the_other(t
     with scripted("p1", "p2", "d1", "d2") as workers:
         ends = ("10.0.0.1", "10.0.0.2", "10.0.1.1", "10.0.1.2")
         places = {f"{end}:8000": worker.at for end, worker in zip(ends, workers, strict=True)}
-        with routed(tmp_path, recipe("routing.md", "## Prefill and decode apart", "sh"), places) as url:
+        with routed(
+            tmp_path, recipe("how-to/routing.md", "## Prefill and decode apart", "sh"), places
+        ) as url:
             for worker in workers:
                 worker.bodies.clear()
             for number in range(4):

@@ -1,4 +1,4 @@
-"""The recipes of ``docs/routing.md`` for engines that split the work, run by a real Envoy with an index, and by
+"""The recipes of ``docs/how-to/routing.md`` for engines that split the work, run by a real Envoy with an index, and by
 ``kvpool router``, with scripted workers."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.index.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-PAGE, HEADING = "routing.md", "## Prefill and decode apart"
+PAGE, HEADING = "how-to/routing.md", "## Prefill and decode apart"
 NAMES = {"p1": "10.0.0.1:8000", "p2": "10.0.0.2:8000", "d1": "10.0.1.1:8000", "d2": "10.0.1.2:8000"}
 ASKED: dict[str, Any] = {
     "model": "m", "messages": [{"role": "user", "content": TEXT}], "max_completion_tokens": 7, "temperature": 0.0

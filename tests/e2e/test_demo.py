@@ -74,7 +74,7 @@ def _interrupt(tmp_path: Path) -> None:
     said = ""
     for line in command.stderr:
         said += line
-        if "first engine starts" in line:
+        if "model with random weights is written" in line:  # a step has its line when it has ended
             break
     else:
         pytest.fail(f"the demo ended before an engine started: {said}{command.communicate()}")
@@ -95,15 +95,24 @@ def _interrupt(tmp_path: Path) -> None:
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine))
 
 
-def test_block_size_that_the_engine_refuses_is_one_line() -> None:
+def test_block_size_that_the_engine_refuses_is_one_line_and_its_log_is_kept() -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        _refuse(Path(folder))
+
+
+def _refuse(folder: Path) -> None:
     ended = subprocess.run(
-        [KVPOOL, "demo", "--block-size", "16"], capture_output=True, text=True, timeout=120, check=False
-    )
+        [KVPOOL, "demo", "--block-size", "16"], capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )  # fmt: skip
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
     assert last.startswith("kvpool: engine first did not run: ")
     assert "block size" in last.lower() or "block_size" in last
     assert "Traceback" not in ended.stderr
+    (kept,) = folder.iterdir()
+    assert {item.name for item in kept.iterdir()} == {"first.log", "index.log"}
+    assert f"logs are kept: {kept}/first.log {kept}/index.log\n" in ended.stderr
 
 
 def test_an_engine_that_is_refused_says_why_once_and_without_our_call_stack(

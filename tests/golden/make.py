@@ -140,7 +140,7 @@ def make_namespaces() -> list[dict[str, Any]]:
 
 
 # What is told to an index, batch by batch, by one worker; then questions: a prompt, and its rows
-# [rank, device, host, disk, pool, local, any] (see docs/index.md).
+# [rank, device, host, disk, pool, local, any] (see docs/explanation/prefix-index.md).
 def event_cases() -> list[dict[str, Any]]:
     full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33}
@@ -268,7 +268,8 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "IndexStatus": {"uptime_ms": (1, "uint"), "lookups": (2, "uint"), "prompt_blocks": (3, "uint"),
                     "device_blocks": (4, "uint"), "local_blocks": (5, "uint"), "pool_blocks": (6, "uint"),
                     "held_blocks": (7, "uint"), "held_pool_blocks": (8, "uint"), "memory_nbytes": (9, "uint"),
-                    "instance_id": (10, "string")},
+                    "instance_id": (10, "string"), "placements": (11, "uint"), "placed_prompt_blocks": (12, "uint"),
+                    "placed_matched_blocks": (13, "uint")},
     "WorkerStatus": {"worker": (1, "Worker"), "source": (2, "string"), "lease_left_ms": (3, "uint"),
                      "publishers": (4, "*PublisherStatus")},
     "PublisherStatus": {"dp_rank": (1, "uint"), "sequence": (2, "uint"), "batches": (3, "uint"), "gaps": (4, "uint"),
@@ -454,6 +455,7 @@ def make_protocol() -> list[dict[str, Any]]:
     }], "index": {
         "uptime_ms": 60_000, "lookups": 5, "prompt_blocks": 1_500, "device_blocks": 900, "local_blocks": 1_000,
         "pool_blocks": 1_100, "held_blocks": 310, "held_pool_blocks": 200, "memory_nbytes": 1 << 20,
+        "placements": 7, "placed_prompt_blocks": 800, "placed_matched_blocks": 600,
     }})  # fmt: skip
     message("ListWorkersResponse", {
         "workers": [{"worker": {"name": "w-1", "tenant": "t"}, "source": "flag"}], "next_page_token": "t/w-1",

@@ -25,6 +25,7 @@ from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.proxy_stats import ProxyStats
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
+from kvpool.index.serve.status import Status
 from kvpool.key.hashing import seed_id
 
 
@@ -71,9 +72,11 @@ class Served:
         place: dict[str, Any] | None = None,
         proxy: dict[str, Any] | None = None,
         target: str = "",
+        every_s: float = 5.0,
         **options: Any,
     ) -> None:
         self.fleet = fleet
+        self._every_s = every_s
         self.ext_proc = ""  # where it speaks ext_proc; empty: nowhere
         self.proxy = ""  # where it sends requests on; empty: nowhere
         self.proxy_stats = ProxyStats()
@@ -105,13 +108,20 @@ class Served:
 
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
+        self._options.setdefault("router", Router(self.fleet))
+        self._options.setdefault("tokenizers", Tokenizers())
         server = IndexServer(self.roster, self._stats, **self._options)
+        status = Status(
+            self.fleet, self._options["router"], self._options["tokenizers"], self._stats, None, server.is_serving,
+            every_s=self._every_s,
+        )  # fmt: skip
         http = HttpServer(
             self.roster,
             self._stats,
             server.is_serving,
             auth=self._options.get("auth"),
             tls=self._options.get("tls"),
+            status=status,
         )
         parts = AsyncExitStack()
         try:
@@ -119,6 +129,7 @@ class Served:
             if self._place is not None:
                 await self._start_placing(server, parts)
             if self._with_http:
+                status.start()
                 self.http = f"127.0.0.1:{await http.start('127.0.0.1:0')}"
             self._ready.set()
             await server.wait(self._done)
@@ -128,6 +139,7 @@ class Served:
         finally:
             await parts.aclose()
             await http.stop()
+            await status.close()
             await server.stop()
 
     async def _start_placing(self, server: IndexServer, parts: AsyncExitStack) -> None:

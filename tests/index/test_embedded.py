@@ -1,4 +1,4 @@
-"""The example in docs/index.md of an index inside a router, as it is written there, with a real publisher."""
+"""The example in docs/how-to/run-an-index.md of an index inside a router, as it stands there, with a real publisher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import eventually
 from tests.index.publisher import misbehaving
 from tests.index.wire import batch, stored
 
-DOCS = Path(__file__).parents[2] / "docs" / "index.md"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "run-an-index.md"
 TOKENS = list(range(64))
 
 

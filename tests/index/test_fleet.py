@@ -763,7 +763,7 @@ def test_wrong_questions(question: dict[str, Any], says: str) -> None:
 
 def test_an_unknown_model_names_those_that_are_known() -> None:
     fleet = Fleet()
-    with pytest.raises(UnknownModel, match='no worker of tenant "default" has joined'):
+    with pytest.raises(UnknownModel, match='this index follows no worker of tenant "default"; kvpool top'):
         fleet.lookup("llama", hashes64=bytes(8))
     fleet.add(a_worker(model="llama-3"), "flag")
     fleet.add(a_worker("x", model="qwen", tenant="acme"), "flag")
@@ -773,7 +773,9 @@ def test_an_unknown_model_names_those_that_are_known() -> None:
         fleet.lookup("qwen", hashes64=bytes(8))
     with pytest.raises(UnknownModel) as caught:
         fleet.lookup("qwen", hashes64=bytes(8), tenant="acne")
-    assert str(caught.value) == 'unknown model "qwen": no worker of tenant "acne" has joined this index yet'
+    assert str(caught.value).startswith(
+        'unknown model "qwen": this index follows no worker of tenant "acne"; kvpool top shows'
+    )
     for number in range(20):
         fleet.add(a_worker(f"w{number}", model=f"xxxx{number}"), "flag")
     with pytest.raises(UnknownModel, match="21 are known, among them"):

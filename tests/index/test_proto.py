@@ -39,12 +39,16 @@ KINDS = {
     FieldDescriptor.TYPE_INT32: "int32",
     FieldDescriptor.TYPE_FIXED64: "fixed64",
 }
-GENERATED = ("ext_proc_pb2.py", "ext_proc_pb2.pyi", "index_pb2.py", "index_pb2.pyi", "index_pb2_grpc.py")
+GENERATED = [
+    f"{name}_pb2{ending}"
+    for name in ("ext_proc", "health", "index", "reflection")
+    for ending in (".py", ".pyi")
+] + ["index_pb2_grpc.py"]
 
 ROUND_TRIP = """
 import sys
 import google.protobuf, grpc
-from kvpool.v1 import ext_proc_pb2, index_pb2, index_pb2_grpc
+from kvpool.v1 import ext_proc_pb2, health_pb2, index_pb2, index_pb2_grpc, reflection_pb2
 sent = index_pb2.LookupRequest(
     scope=index_pb2.Scope(model="m", multimodal=[index_pb2.MultimodalItem(identifier="i", offset=3, length=4)]),
     block_hashes=bytes(range(16)), workers=["a"])
@@ -100,7 +104,7 @@ def test_it_runs_on_the_lowest_versions_and_on_those_installed() -> None:
 
 
 def test_the_lowest_versions_are_those_of_the_extra() -> None:
-    extra = (ROOT / "pyproject.toml").read_text().split("index = [", 1)[1].split("]", 1)[0]
+    extra = (ROOT / "pyproject.toml").read_text().split("\nclient = [", 1)[1].split("]", 1)[0]
     assert '"grpcio>=1.75.1"' in extra
     assert '"protobuf>=6.31.1"' in extra
 

@@ -595,7 +595,7 @@ def test_the_recipe_in_the_documentation_is_what_both_sides_take(
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.server_args import ServerArgs
 
-    text = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "sglang.md").read_text()
     (command,) = re.findall(r"sglang\.launch_server (.*?)```", text, re.DOTALL)
     options, _, rest = command.partition("--hicache-storage-backend-extra-config '")
     parser = argparse.ArgumentParser()

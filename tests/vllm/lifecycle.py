@@ -46,7 +46,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvpool import _native
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import parse_key
-from kvpool.metrics import add_samples
+from kvpool.metrics import Samples, add_samples
 from kvpool.store.memory import MemoryStore
 from kvpool.transfer import BlockCopier
 from kvpool.vllm.connector import KVPoolConnector
@@ -626,11 +626,11 @@ class ScriptedEngine:
 
     def counters(self) -> dict[str, float]:
         """kvpool's own, over both halves."""
-        sums = dict(self.planner.counters.take())
+        sums: Samples = dict(self.planner.counters.take())
         for rank in self.ranks:
             assert rank.connector._worker is not None
             add_samples(sums, rank.connector._worker.counters.take())
-        return sums
+        return {key: len(sample) if isinstance(sample, list) else sample for key, sample in sums.items()}
 
     # What the workers do.
 

@@ -16,7 +16,7 @@ from kvpool.vllm.judged import JUDGED, VARIABLES, settings_facts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 
-PAGE = Path(__file__).parents[2] / "docs" / "namespace.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "namespace.md"
 
 
 def test_settings_at_their_defaults_are_no_facts(engine_config: Any) -> None:

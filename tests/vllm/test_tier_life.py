@@ -142,8 +142,10 @@ class TierLife(Life):
 
     @rule(at=ENGINES)
     def is_asked_for_its_statistics(self, at: int) -> None:
-        for sample, amount in self.engines[at].tier.counters._sums.items():
-            self.add(sample, amount)  # what is told now is not told again
+        for sample, amount in self.engines[at].tier.counters._samples.items():
+            self.add(
+                sample, len(amount) if isinstance(amount, list) else amount
+            )  # what is told now is not told again
         self.engines[at].manager.get_stats()
 
     @rule(at=ENGINES, really=RARELY)
@@ -213,7 +215,7 @@ class TierLife(Life):
         for name, amount in engine.counts.items():
             self.add(name, amount)
         for sample, amount in engine.tier.counters.take().items():
-            self.add(sample, amount)
+            self.add(sample, len(amount) if isinstance(amount, list) else amount)
         self.add("switched off", bool(engine.tier.reason))
 
 

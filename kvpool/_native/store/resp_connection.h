@@ -1,6 +1,6 @@
 // One connection to one server, and the requests on it: payloads between the socket and the callers' buffers.
 //
-// A record is one HASH key (docs/stores.md):
+// A record is one HASH key (docs/explanation/stores.md):
 //   h   the record's header, then the last min(128, n) bytes of the payload
 //   b   the payload bytes before those; an empty string when there are none
 //

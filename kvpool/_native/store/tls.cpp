@@ -5,8 +5,11 @@
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
+#include <unistd.h>
 
+#include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <new>
 #include <system_error>
 
@@ -28,7 +31,49 @@ void check_readable(const char* what, const std::string& path) {
   throw TlsError(path + ": " + what + " cannot be used: " + tls_words());
 }
 
+// Where distributions keep all authorities in one file.
+constexpr std::array kSystemAuthorities = {
+    "/etc/ssl/certs/ca-certificates.crt",                 // Debian, Ubuntu, Arch, Gentoo
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",  // Fedora, RHEL, Amazon Linux
+    "/etc/pki/tls/certs/ca-bundle.crt",                   // their older releases
+    "/etc/ssl/ca-bundle.pem",                             // SUSE
+    "/etc/ssl/cert.pem",                                  // Alpine
+};
+
+bool is_readable(const char* path) { return access(path, R_OK) == 0; }
+
+// Whether OpenSSL itself knows a place: by its variables, or by what it was built with. A static one was built elsewhere.
+bool has_default_authorities() {
+  return std::getenv(X509_get_default_cert_file_env()) != nullptr ||
+         std::getenv(X509_get_default_cert_dir_env()) != nullptr ||
+         is_readable(X509_get_default_cert_file()) || is_readable(X509_get_default_cert_dir());
+}
+
+void trust_system(SSL_CTX* context) {
+  if (has_default_authorities()) {
+    if (SSL_CTX_set_default_verify_paths(context) != 1) {
+      throw TlsError("the system's authorities cannot be read: " + tls_words());
+    }
+    return;
+  }
+  const std::string path = system_authorities();
+  if (path.empty()) {
+    throw TlsError(
+        std::string(
+            "this system has no file of authorities in a usual place: name one, ?ca=/path.pem, or set ") +
+        X509_get_default_cert_file_env());
+  }
+  if (SSL_CTX_load_verify_file(context, path.c_str()) != 1) refuse("the file of authorities", path);
+}
+
 }  // namespace
+
+std::string system_authorities() {
+  for (const char* path : kSystemAuthorities) {
+    if (is_readable(path)) return path;
+  }
+  return {};
+}
 
 std::string tls_words() {
   const unsigned long error = ERR_peek_error();
@@ -51,9 +96,7 @@ TlsContext::TlsContext(const TlsFiles& files) : context_(SSL_CTX_new(TLS_client_
   SSL_CTX_set_read_ahead(context, 1);
   SSL_CTX_set_default_read_buffer_len(context, kReadAheadNbytes);
   if (files.ca.empty()) {
-    if (SSL_CTX_set_default_verify_paths(context) != 1) {
-      throw TlsError("the system's authorities cannot be read: " + tls_words());
-    }
+    trust_system(context);
   } else {
     check_readable("the file of authorities", files.ca);
     if (SSL_CTX_load_verify_file(context, files.ca.c_str()) != 1) {

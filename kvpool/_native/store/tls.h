@@ -44,6 +44,9 @@ class TlsContext {
   std::unique_ptr<ssl_ctx_st, Free> context_;
 };
 
+// The file of all authorities that this Linux distribution trusts; empty: in none of the usual places.
+std::string system_authorities();
+
 // Why OpenSSL's last call in this thread failed, in its own words; empties the thread's queue of errors.
 std::string tls_words();
 

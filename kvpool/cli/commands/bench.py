@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.commands.options import Json
+from kvpool.cli.help import Command, Group
 from kvpool.errors import ConfigError
 from kvpool.text import format_nbytes, parse_nbytes
 
@@ -15,24 +16,43 @@ MAX_BATCH_NBYTES = 8 << 30
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 PoolURL = Annotated[
-    str | None, typer.Option(help="URL of the store; without it a file store in shared memory.")
+    str | None,
+    typer.Option(
+        metavar="URL",
+        envvar="KVPOOL_POOL",
+        help="The pool, which gets batches under keys of their own and loses them again. Without it: a directory in "
+        "shared memory.",
+    ),
 ]
-Rounds = Annotated[int, typer.Option(min=1, max=10_000, help="Interleaved rounds; the median counts.")]
+Rounds = Annotated[
+    int, typer.Option(metavar="COUNT", min=1, max=10_000, help="Interleaved rounds; the median counts.")
+]
 BatchBytes = Annotated[
-    str, typer.Option(metavar="SIZE", help="Bytes of a batch, of whatever size its values are.")
+    str,
+    typer.Option(metavar="SIZE", help="Bytes of a batch, such as 64MiB, of whatever size its values are."),
 ]
 
 bench = typer.Typer(
+    cls=Group,
     help="Measure this host and its pool.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 
-@bench.command("hash")
+@bench.callback(invoke_without_command=True)
+def _help(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@bench.command("hash", cls=Command, short_help="Block hashes of one long prompt.")
 def bench_hash(
-    tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of the prompt.")] = 131072,
-    block_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a block.")] = 16,
+    tokens: Annotated[
+        int, typer.Option(metavar="TOKENS", min=1, max=1 << 24, help="Tokens of the prompt.")
+    ] = 131072,
+    block_size: Annotated[
+        int, typer.Option(metavar="TOKENS", min=1, max=1 << 16, help="Tokens of a block.")
+    ] = 16,
     rounds: Rounds = 25,
     as_json: Json = False,
 ) -> None:
@@ -42,7 +62,7 @@ def bench_hash(
     run_bench_hash(tokens=tokens, block_tokens=block_size, rounds=rounds, as_json=as_json)
 
 
-@bench.command("store")
+@bench.command("store", cls=Command, short_help="Puts, gets and existence in a pool, by value size.")
 def bench_store(
     pool: PoolURL = None,
     rounds: Rounds = 9,
@@ -67,11 +87,12 @@ def batch_nbytes_of(text: str) -> int:
     return nbytes
 
 
-@bench.command("device")
+@bench.command("device", cls=Command, short_help="Copies between KV cache and staging, and their cost.")
 def bench_device(
     blocks: Annotated[
         int | None,
         typer.Option(
+            metavar="BLOCKS",
             min=1,
             max=1 << 14,
             help="Blocks that are copied at once; without it as many as 256 MiB hold, 4 MiB on the CPU.",
@@ -79,7 +100,12 @@ def bench_device(
     ] = None,
     tokens: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=1024, help="Tokens of a block; may be given again. [default: 16, 64, 128]"),
+        typer.Option(
+            metavar="TOKENS",
+            min=1,
+            max=1024,
+            help="Tokens of a block; once for each size. Without it: 16, 64 and 128.",
+        ),
     ] = None,
     rounds: Rounds = 25,
     trace: Annotated[

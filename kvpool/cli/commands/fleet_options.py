@@ -6,6 +6,13 @@ from typing import Annotated
 
 import typer
 
+from kvpool.cli.log_lines import LogFormat, LogLevel
+
+# The groups of options in --help, in the order in which they come.
+ADDRESSES, WORKERS, PLACING = "Addresses", "Pool and workers", "Placing requests"
+MEMORY, LIFE, SECURITY = "Memory and limits", "Start and end", "TLS and tokens"
+LOGS = "Logs and traces"
+
 Pool = Annotated[
     str | None,
     typer.Option(
@@ -13,6 +20,7 @@ Pool = Annotated[
         envvar="KVPOOL_POOL",
         help="The pool whose workers are followed, such as valkey://HOST:6379. A URL with a password belongs in the "
         "variable: every user of the host can read a process's arguments. Without it: only the workers of --worker.",
+        rich_help_panel=WORKERS,
     ),
 ]
 PoolKeys = Annotated[
@@ -22,6 +30,7 @@ PoolKeys = Annotated[
         min=1,
         max=10_000_000,
         help="Keys of the pool that are checked in a second, to see what it has lost.",
+        rich_help_panel=WORKERS,
     ),
 ]
 WorkerOption = Annotated[
@@ -32,6 +41,7 @@ WorkerOption = Annotated[
         help="A worker that does not announce itself in the pool, such as a stock vLLM; once for each. tcp://: its KV "
         "events; block: tokens of a block. Also: address=http://HOST:PORT, where it serves requests (to send some "
         "there), replay=tcp://HOST:PORT, tenant=T, hash=ALGORITHM, ranks=N (data-parallel ones).",
+        rich_help_panel=WORKERS,
     ),
 ]
 Networks = Annotated[
@@ -41,6 +51,7 @@ Networks = Annotated[
         metavar="CIDR",
         help="Where workers that announce themselves may be, such as 10.0.0.0/8, and ipc for Unix sockets; once for "
         "each. Without it: everywhere but on this host and its link; on this host, too, when --listen is loopback.",
+        rich_help_panel=WORKERS,
     ),
 ]
 MaxBlocks = Annotated[
@@ -50,13 +61,15 @@ MaxBlocks = Annotated[
         min=1,
         max=1 << 32,
         help="Most distinct blocks that are known of each model; each takes 17 to 30 bytes.",
+        rich_help_panel=MEMORY,
     ),
 ]
 ReuseReports = Annotated[
     bool,
     typer.Option(
         help="Whether a request may run with vLLM's kv_cache_report_mode full. If none does, say no: copies and "
-        "sliding windows are known exactly then."
+        "sliding windows are known exactly then.",
+        rich_help_panel=WORKERS,
     ),
 ]
 MaxMemory = Annotated[
@@ -66,12 +79,15 @@ MaxMemory = Annotated[
         help="Most memory, such as 2GiB: three quarters for what is known of all models, where blocks that are seldom "
         "asked for make room, one quarter for what is on its way and for snapshots. Without it: no limit for what is "
         "known and for snapshots, 1 GiB for the rest.",
+        rich_help_panel=MEMORY,
     ),
 ]
 Metrics = Annotated[
     str | None,
     typer.Option(
-        metavar="HOST:PORT", help="Where to show Prometheus metrics, at /metrics. Without it: nowhere."
+        metavar="HOST:PORT",
+        help="Where to show Prometheus metrics, at /metrics. Without it: nowhere.",
+        rich_help_panel=ADDRESSES,
     ),
 ]
 PlaceTimeout = Annotated[
@@ -82,12 +98,14 @@ PlaceTimeout = Annotated[
         max=60,
         help="Longest time to find out the tokens of a request's prompt; then it is placed by load alone. With Envoy: "
         "less than its message_timeout, which is 0.2 s unless it is set.",
+        rich_help_panel=PLACING,
     ),
 ]
 PlaceHeaders = Annotated[
     bool,
     typer.Option(
-        help="Whether requests and responses get x-kvpool-... headers that say which worker was chosen, and why."
+        help="Whether requests and responses get x-kvpool-... headers that say which worker was chosen, and why.",
+        rich_help_panel=PLACING,
     ),
 ]
 MaxWaiting = Annotated[
@@ -97,6 +115,7 @@ MaxWaiting = Annotated[
         min=1,
         help="A worker with so many requests waiting gets no more; where all have as many, the answer is 429. "
         "Without it: no limit.",
+        rich_help_panel=PLACING,
     ),
 ]
 SnapshotFile = Annotated[
@@ -104,10 +123,14 @@ SnapshotFile = Annotated[
     typer.Option(
         metavar="FILE",
         help="Keep what is known in this file, and begin with it at the next start. Without it: begin with nothing.",
+        rich_help_panel=LIFE,
     ),
 ]
 SnapshotEvery = Annotated[
-    float, typer.Option(metavar="SECONDS", min=0.1, max=86400, help="How often --snapshot is written.")
+    float,
+    typer.Option(
+        metavar="SECONDS", min=0.1, max=86400, help="How often --snapshot is written.", rich_help_panel=LIFE
+    ),
 ]
 Bootstrap = Annotated[
     str | None,
@@ -115,6 +138,7 @@ Bootstrap = Annotated[
         metavar="HOST:PORT",
         help="Begin with what the index there knows (its --listen, or a router's --grpc); if it does not answer, with "
         "--snapshot.",
+        rich_help_panel=LIFE,
     ),
 ]
 WarmUp = Annotated[
@@ -124,6 +148,7 @@ WarmUp = Annotated[
         min=0,
         max=86400,
         help="Longest time after the start for which health says no, until all workers and the pool were heard.",
+        rich_help_panel=LIFE,
     ),
 ]
 TokenizerOption = Annotated[
@@ -134,11 +159,16 @@ TokenizerOption = Annotated[
         help="Make the tokens of this model's texts and chats here, with the tokenizer of the folder, or of that name "
         "on the Hugging Face hub; once for each model. Without it: requests are placed by what a worker's /render "
         "says, and lookups need tokens.",
+        rich_help_panel=PLACING,
     ),
 ]
 Scrape = Annotated[
     bool,
-    typer.Option("--scrape/--no-scrape", help="Whether to read the workers' metrics, to know their load."),
+    typer.Option(
+        "--scrape/--no-scrape",
+        help="Whether to read the workers' metrics, to know their load.",
+        rich_help_panel=PLACING,
+    ),
 ]
 RouteCost = Annotated[
     list[str] | None,
@@ -147,7 +177,8 @@ RouteCost = Annotated[
         metavar="NAME=NUMBER",
         help="A coefficient by which workers are ranked, in prompt tokens to compute; once for each: local (0.05 if "
         "not given), pool (as measured), waiting (1024), running (64), usage (1024); and speed, tokens of prompts that "
-        "a worker computes in a second (8000). docs/index.md has the formula.",
+        "a worker computes in a second (8000). docs/explanation/placing.md has the formula.",
+        rich_help_panel=PLACING,
     ),
 ]
 Tokens = Annotated[
@@ -155,18 +186,26 @@ Tokens = Annotated[
     typer.Option(
         metavar="FILE",
         help="Callers need a token of this file; kvpool token makes entries. Without it: who reaches a port may ask.",
+        rich_help_panel=SECURITY,
     ),
 ]
 ServerCert = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", help="Serve TLS with this certificate and its chain, PEM; goes with --tls-key."
+        metavar="FILE",
+        help="Serve TLS with this certificate and its chain, PEM; goes with --tls-key.",
+        rich_help_panel=SECURITY,
     ),
 ]
-ServerKey = Annotated[str | None, typer.Option(metavar="FILE", help="The private key of --tls-cert, PEM.")]
+ServerKey = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="The private key of --tls-cert, PEM.", rich_help_panel=SECURITY),
+]
 ClientCa = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Callers need a certificate of this authority, PEM."),
+    typer.Option(
+        metavar="FILE", help="Callers need a certificate of this authority, PEM.", rich_help_panel=SECURITY
+    ),
 ]
 Drain = Annotated[
     float,
@@ -176,5 +215,23 @@ Drain = Annotated[
         max=3600,
         help="After SIGTERM, how long requests are still answered while health says no, so that callers go elsewhere; "
         "a second SIGTERM ends it.",
+        rich_help_panel=LIFE,
+    ),
+]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option("--log-level", help="The least that is logged, to standard error.", rich_help_panel=LOGS),
+]
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option("--log-format", help="How: text, or json with one object a line.", rich_help_panel=LOGS),
+]
+Traces = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="An OpenTelemetry collector, such as http://otel:4318 (OTLP over HTTP). It gets spans of requests whose "
+        "traceparent says that they are sampled. Needs kvpool[trace]. Without it: nowhere.",
+        rich_help_panel=LOGS,
     ),
 ]

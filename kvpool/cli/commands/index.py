@@ -7,9 +7,16 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.commands.fleet_options import (
+    ADDRESSES,
+    LIFE,
+    MEMORY,
+    PLACING,
+    WORKERS,
     Bootstrap,
     ClientCa,
     Drain,
+    LogFormatOption,
+    LogLevelOption,
     MaxBlocks,
     MaxMemory,
     MaxWaiting,
@@ -28,16 +35,23 @@ from kvpool.cli.commands.fleet_options import (
     SnapshotFile,
     TokenizerOption,
     Tokens,
+    Traces,
     WarmUp,
     WorkerOption,
 )
-from kvpool.cli.commands.options import Json, TlsCa, TlsCert, TlsKey, TokenFile
+from kvpool.cli.commands.options import ACCESS, Index, Json, TlsCa, TlsCert, TlsKey, TokenFile
+from kvpool.cli.log_lines import LogFormat, LogLevel
 from kvpool.text import parse_nbytes
 
 
 def index(
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to serve gRPC; port 0: any that is free.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where to serve gRPC; port 0: any that is free.",
+            rich_help_panel=ADDRESSES,
+        ),
     ] = "127.0.0.1:50051",
     pool: Pool = None,
     tenant: Annotated[
@@ -48,6 +62,7 @@ def index(
             help="Follow only this tenant's workers in the pool; once for each tenant. Without it: those of all "
             "tenants in the pool's list of tenants. A pool user that is confined to its tenant cannot enter it there: "
             "name it.",
+            rich_help_panel=WORKERS,
         ),
     ] = None,
     pool_keys_per_s: PoolKeys = 20_000,
@@ -61,7 +76,9 @@ def index(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where to answer lookups over HTTP, too (Mooncake's RFC 1403: /query, /query_by_hash).",
+            help="Where to show the status page (/status), and to answer lookups over HTTP (Mooncake's RFC 1403: "
+            "/query, /query_by_hash).",
+            rich_help_panel=ADDRESSES,
         ),
     ] = None,
     ext_proc: Annotated[
@@ -70,6 +87,7 @@ def index(
             metavar="HOST:PORT",
             help="Where to be Envoy's endpoint picker (ext_proc): it asks there where to send each request. With TLS "
             "and tokens as --listen; deploy/envoy.yaml is for it.",
+            rich_help_panel=ADDRESSES,
         ),
     ] = None,
     place_timeout: PlaceTimeout = 0.15,
@@ -82,6 +100,7 @@ def index(
             max=4,
             help="Workers named for a request, best first, for the proxy to try in turn; 1 for a proxy that takes no "
             "list, such as an Envoy cluster of type ORIGINAL_DST.",
+            rich_help_panel=PLACING,
         ),
     ] = 4,
     max_waiting: MaxWaiting = None,
@@ -100,6 +119,7 @@ def index(
             max=1,
             help="Part of all workers, ranks, models and reservations that one tenant may have. Without it: 0.5 with "
             "--tokens, else 1.",
+            rich_help_panel=MEMORY,
         ),
     ] = None,
     tokens: Tokens = None,
@@ -114,6 +134,7 @@ def index(
             min=0,
             max=86400,
             help="Age at which connections over gRPC are ended, so that callers spread over new replicas; 0: never.",
+            rich_help_panel=LIFE,
         ),
     ] = 1800.0,
     max_connection_grace: Annotated[
@@ -123,14 +144,19 @@ def index(
             min=0,
             max=86400,
             help="How long streams of such a connection may still go on; 0: for as long as they like.",
+            rich_help_panel=LIFE,
         ),
     ] = 0.0,
+    traces: Traces = None,
+    log_level: LogLevelOption = LogLevel.INFO,
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Serve the prefix index: which worker holds how much of a prompt. Runs until SIGTERM or Ctrl-C."""
     from kvpool.cli.index import IndexSettings, run_index
 
     run_index(
         IndexSettings(
+            traces=traces, log_level=log_level, log_format=log_format,
             listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=tenant or [],
             worker_networks=worker_networks or [],
             workers=worker or [], max_blocks=max_blocks,
@@ -147,70 +173,135 @@ def index(
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="Whom it is for; a name in the file of tokens.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Whom it is for; a name in the file of tokens.")
+    ],
     token_file: Annotated[
         str,
         typer.Option(metavar="FILE", help="Where the token is written, a new file, for that caller alone."),
     ],
     right: Annotated[
-        list[str] | None, typer.Option("--right", help="read, publish or admin; give it again for more.")
+        list[str] | None,
+        typer.Option(
+            "--right",
+            metavar="RIGHT",
+            autocompletion=lambda: ["read", "publish", "admin"],
+            help="What it allows: read, publish or admin; once for each. Without it: read.",
+        ),
     ] = None,
     tenant: Annotated[
-        list[str] | None, typer.Option("--tenant", help="For whose workers; give it again for more; *: all.")
+        list[str] | None,
+        typer.Option(
+            "--tenant",
+            metavar="TENANT",
+            help="For whose workers; once for each; *: for all. Without it: default.",
+        ),
     ] = None,
 ) -> None:
-    """Make a bearer token for an index, and print the entry for its file of tokens: kvpool token ... >> tokens.toml."""
+    """Make a bearer token for an index, and print the entry for its file of tokens.
+
+    For example: kvpool token router-1 --token-file router-1.token >> tokens.toml
+    """
     from kvpool.cli.token import run_token
 
     run_token(name=name, rights=right or ["read"], tenants=tenant or ["default"], token_file=token_file)
 
 
+PROMPT = "Prompt, in one of four forms"
+ANSWER = "Answer"
+
+
 def lookup(
-    model: Annotated[str, typer.Option(help="The model's name, as requests are sent with.")],
-    index_: Annotated[
-        str, typer.Option("--index", metavar="HOST:PORT", help="Where the index serves.")
-    ] = "127.0.0.1:50051",
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL", help="Its model, by the name that requests have.", rich_help_panel=PROMPT
+        ),
+    ],
     token_ids: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="The prompt as token ids: JSON, or separated by spaces or commas; -: stdin."
+            metavar="FILE",
+            help="Its token ids: JSON, or separated by spaces or commas; -: standard input.",
+            rich_help_panel=PROMPT,
         ),
     ] = None,
     hashes: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="The prompt as 64-bit block hashes, decimal or 0x...; -: stdin."),
+        typer.Option(
+            metavar="FILE",
+            help="Its 64-bit block hashes, decimal or 0x...; -: standard input.",
+            rich_help_panel=PROMPT,
+        ),
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="The prompt as text, for an index with a --tokenizer; -: stdin."),
+        typer.Option(
+            metavar="FILE",
+            help="Its text, for an index with a --tokenizer; -: standard input.",
+            rich_help_panel=PROMPT,
+        ),
     ] = None,
     chat: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="The same as a chat: JSON, messages or the body of a request for /v1/chat/completions; -: stdin.",
+            help="It as a chat: JSON, messages or the body of a request for /v1/chat/completions; -: standard input.",
+            rich_help_panel=PROMPT,
         ),
     ] = None,
-    tenant: Annotated[str, typer.Option(help="Whose workers.")] = "default",
-    lora_name: Annotated[str | None, typer.Option(help="Of the adapter of the request.")] = None,
-    lora_path: Annotated[str | None, typer.Option(help="Of the adapter of the request.")] = None,
-    cache_salt: Annotated[str | None, typer.Option(help="Of the request.")] = None,
+    lora_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Of the adapter of the request; with --lora-path.", rich_help_panel=PROMPT
+        ),
+    ] = None,
+    lora_path: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Of the adapter, as its worker has it.", rich_help_panel=PROMPT),
+    ] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(metavar="SALT", help="Of the request.", rich_help_panel=PROMPT)
+    ] = None,
+    tenant: Annotated[
+        str, typer.Option(metavar="TENANT", help="Whose workers are asked about.", rich_help_panel=ANSWER)
+    ] = "default",
     worker: Annotated[
         list[str] | None,
-        typer.Option("--worker", metavar="NAME", help="Only this one; give it again for more."),
+        typer.Option(
+            "--worker",
+            metavar="NAME",
+            help="Only this worker; once for each. Without it: all of the model.",
+            rich_help_panel=ANSWER,
+        ),
     ] = None,
     route: Annotated[
-        bool, typer.Option("--route", help="Rank the workers by what the prompt would cost, and say why.")
+        bool,
+        typer.Option(
+            "--route",
+            help="Rank the workers by what the prompt would cost, and say why.",
+            rich_help_panel=ANSWER,
+        ),
     ] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait for the answer.")] = 5.0,
     most: Annotated[
-        int, typer.Option(min=0, help="Most rows of the table; 0: all. JSON always has all.")
+        int,
+        typer.Option(
+            metavar="ROWS",
+            min=0,
+            help="Most rows of the table; 0: all. JSON always has all.",
+            rich_help_panel=ANSWER,
+        ),
     ] = 40,
+    as_json: Json = False,
+    index_: Index = "127.0.0.1:50051",
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Longest wait for the answer.", rich_help_panel=ACCESS),
+    ] = 5.0,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
-    as_json: Json = False,
 ) -> None:
     """Ask an index how many leading blocks of a prompt each worker holds."""
     from kvpool.cli.index_connection import IndexConnection
@@ -224,29 +315,58 @@ def lookup(
     )  # fmt: skip
 
 
+ORDERS = ("name", "device", "host", "disk", "batches", "lag", "gaps", "resets")
+
+
 def top(
-    index_: Annotated[
-        str, typer.Option("--index", metavar="HOST:PORT", help="Where the index serves.")
-    ] = "127.0.0.1:50051",
-    tenant: Annotated[str | None, typer.Option(help="Only workers of this tenant.")] = None,
-    model: Annotated[str | None, typer.Option(help="Only workers of this model.")] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TENANT", help="Only workers of this tenant. Without it: all.", rich_help_panel=ANSWER
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Only workers of this model. Without it: all.", rich_help_panel=ANSWER
+        ),
+    ] = None,
     sort: Annotated[
-        str, typer.Option(help="name, device, host, disk, batches, lag, gaps or resets.")
+        str,
+        typer.Option(
+            metavar="COLUMN",
+            autocompletion=lambda: list(ORDERS),
+            help=f"Order of the rows: {', '.join(ORDERS[:-1])} or {ORDERS[-1]}.",
+            rich_help_panel=ANSWER,
+        ),
     ] = "name",
     most: Annotated[
-        int, typer.Option(min=0, help="Most rows of a table that is not live; 0: all. JSON always has all.")
+        int,
+        typer.Option(
+            metavar="ROWS",
+            min=0,
+            help="Most rows of a table that is not live; 0: all. JSON always has all.",
+            rich_help_panel=ANSWER,
+        ),
     ] = 0,
     interval: Annotated[
-        float, typer.Option(min=0.2, max=3600, metavar="SECONDS", help="Time between two looks.")
+        float,
+        typer.Option(
+            min=0.2, max=3600, metavar="SECONDS", help="Time between two looks.", rich_help_panel=ANSWER
+        ),
     ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and exit.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once, and exit.", rich_help_panel=ANSWER)
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object a look instead of tables, of a failure too."),
+    ] = False,
+    index_: Index = "127.0.0.1:50051",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a look instead of a table.")
-    ] = False,
 ) -> None:
     """Watch an index: its workers, what they hold, how far behind it is, hit ratios. Runs until Ctrl-C."""
     from kvpool.cli.index_connection import IndexConnection

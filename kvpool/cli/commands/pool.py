@@ -14,22 +14,38 @@ from kvpool.errors import ConfigError
 
 def demo(
     pool: Annotated[
-        str | None, typer.Option(help="URL of the store; without it a file store in a temporary folder.")
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="The pool. Without it, whatever KVPOOL_POOL says: a directory in a temporary folder.",
+        ),
     ] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="A setting of the connector, such as lookup_timeout_s=1."
+            "--set",
+            metavar="NAME=VALUE",
+            help="A setting of the connector, such as lookup_timeout_s=1; once for each.",
         ),
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option("--engine", metavar="NAME=VALUE", help="An option of vllm.LLM, such as dtype=bfloat16."),
+        typer.Option(
+            "--engine",
+            metavar="NAME=VALUE",
+            help="An option of vllm.LLM, such as dtype=bfloat16; once for each.",
+        ),
     ] = None,
     block_size: Annotated[
-        int, typer.Option(help="Tokens of a block (the CPU engine takes multiples of 32).")
+        int,
+        typer.Option(metavar="TOKENS", help="Tokens of a block (the CPU engine takes multiples of 32)."),
     ] = 128,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the logs and the pool.")] = False,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep", help="Keep the folder with the logs and the pool. Without it: the logs, if it fails."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """The main job: a second engine reuses the KV blocks that a first one computed.
@@ -64,48 +80,95 @@ def _pairs(option: str, given: list[str] | None) -> dict[str, Any]:
     return pairs
 
 
+PARTS = "What is examined"
+
+
 def doctor(
-    pool: Annotated[str | None, typer.Option(help="URL of the store to examine.")] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="KVPOOL_POOL",
+            help="The pool, its servers and settings, and the workers that announce themselves there.",
+            rich_help_panel=PARTS,
+        ),
+    ] = None,
     index: Annotated[
         list[str] | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Address of the index to examine; give it again for each of its replicas, to compare them.",
+            envvar="KVPOOL_INDEX",
+            help="An index; once for each of its replicas, to compare them.",
+            rich_help_panel=PARTS,
         ),
     ] = None,
-    tenant: Annotated[str, typer.Option(help="Whose part of the pool.")] = "default",
+    front: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Where requests are sent, such as http://HOST:8080: Envoy, a gateway or kvpool router; once for each.",
+            rich_help_panel=PARTS,
+        ),
+    ] = None,
+    picker: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="An index's --ext-proc, which Envoy asks; once for each.",
+            rich_help_panel=PARTS,
+        ),
+    ] = None,
+    tenant: Annotated[
+        str,
+        typer.Option(metavar="TENANT", help="Whose part of the pool.", rich_help_panel=PARTS),
+    ] = "default",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     as_json: Json = False,
 ) -> None:
-    """Say what keeps a pool, its workers or an index from working, and what to change.
+    """Examine a deployment: what works, what does not, and what to do next; one line each, OK, WARN or FAIL.
 
-    Exits with 1 when there is a problem. Writes one small block and takes it away again.
+    Exits with 1 when something fails, a part that is not there included. On a server it puts one block of 64 KiB,
+    reads it and deletes it; all else is only read.
     """
-    if pool is None and not index:
-        raise ConfigError("name what to examine: --pool URL, --index HOST:PORT, or both")
+    if pool is None and not index and not front and not picker:
+        raise ConfigError(
+            "name what to examine: --pool URL (or KVPOOL_POOL), --index HOST:PORT (or KVPOOL_INDEX), --front URL, "
+            "--picker HOST:PORT"
+        )
     from kvpool.cli.doctor import run_doctor
     from kvpool.cli.index_connection import IndexConnection
 
     ways = (token_file, tls_ca, tls_cert, tls_key)
-    indexes = [IndexConnection(target, *ways) for target in index or ()]
-    if not run_doctor(pool=pool, indexes=indexes, tenant=tenant, as_json=as_json):
+    if not run_doctor(
+        pool=pool,
+        indexes=[IndexConnection(target, *ways) for target in index or ()],
+        tenant=tenant,
+        fronts=front or (),
+        pickers=[IndexConnection(target, *ways) for target in picker or ()],
+        tls_ca=tls_ca,
+        as_json=as_json,
+    ):
         raise typer.Exit(EXIT_FAILED)
 
 
 def purge(
-    pool: Annotated[str, typer.Option(help="URL of the store to delete from.")],
-    tenant: Annotated[str | None, typer.Option(help="Delete all that this tenant has.")] = None,
+    pool: Annotated[str, typer.Option(metavar="URL", envvar="KVPOOL_POOL", help="The pool to delete from.")],
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Delete all that this tenant has.")
+    ] = None,
     namespace: Annotated[
         str | None,
-        typer.Option(metavar="HEX", help="Delete this namespace; 8 digits do, 32 are all of them."),
+        typer.Option(metavar="HEX", help="Delete this namespace; its first 8 digits do, 32 are all of them."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="Delete all blocks of all tenants.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask. Needed where there is no terminal.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Delete blocks and announcements of a tenant, of a namespace, or all; says what, and asks first."""

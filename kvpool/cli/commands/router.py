@@ -7,8 +7,15 @@ from typing import Annotated
 import typer
 
 from kvpool.cli.commands.fleet_options import (
+    ADDRESSES,
+    LIFE,
+    PLACING,
+    SECURITY,
+    WORKERS,
     Bootstrap,
     Drain,
+    LogFormatOption,
+    LogLevelOption,
     MaxBlocks,
     MaxMemory,
     MaxWaiting,
@@ -26,9 +33,11 @@ from kvpool.cli.commands.fleet_options import (
     SnapshotEvery,
     SnapshotFile,
     TokenizerOption,
+    Traces,
     WarmUp,
     WorkerOption,
 )  # fmt: skip
+from kvpool.cli.log_lines import LogFormat, LogLevel
 from kvpool.errors import ConfigError
 from kvpool.text import parse_nbytes
 
@@ -36,11 +45,20 @@ from kvpool.text import parse_nbytes
 def router(
     listen: Annotated[
         str,
-        typer.Option(metavar="HOST:PORT", help="Where to take requests over HTTP; port 0: any that is free."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where to take requests over HTTP; port 0: any that is free.",
+            rich_help_panel=ADDRESSES,
+        ),
     ] = "127.0.0.1:8080",
     pool: Pool = None,
     tenant: Annotated[
-        str, typer.Option(metavar="TENANT", help="Whose workers serve the requests; no others are followed.")
+        str,
+        typer.Option(
+            metavar="TENANT",
+            help="Whose workers serve the requests; no others are followed.",
+            rich_help_panel=WORKERS,
+        ),
     ] = "default",
     pool_keys_per_s: PoolKeys = 20_000,
     worker: WorkerOption = None,
@@ -50,6 +68,7 @@ def router(
         typer.Option(
             metavar="FILE",
             help="The authority that certificates of workers at https:// are of, PEM. Without it: those of the system.",
+            rich_help_panel=SECURITY,
         ),
     ] = None,
     max_blocks: MaxBlocks = 1 << 27,
@@ -62,6 +81,7 @@ def router(
             metavar="HOST:PORT",
             help="Where to answer over gRPC as kvpool index does: for kvpool top and lookup, and the --bootstrap of "
             "another router. Without it: nowhere.",
+            rich_help_panel=ADDRESSES,
         ),
     ] = None,
     tokens: Annotated[
@@ -70,6 +90,7 @@ def router(
             metavar="FILE",
             help="Callers of --grpc need a token of this file; kvpool token makes entries. Requests need none: workers "
             "check the keys of their callers.",
+            rich_help_panel=SECURITY,
         ),
     ] = None,
     place_timeout: PlaceTimeout = 1.0,
@@ -82,6 +103,7 @@ def router(
             min=0.1,
             max=86400,
             help="Longest silence of a worker; then the answer is 504, or a response that has begun is broken off.",
+            rich_help_panel=PLACING,
         ),
     ] = 600.0,
     snapshot: SnapshotFile = None,
@@ -101,8 +123,12 @@ def router(
             min=0,
             max=86400,
             help="After --drain, how long requests under way may take to end; no new ones are taken then.",
+            rich_help_panel=LIFE,
         ),
     ] = 60.0,
+    traces: Traces = None,
+    log_level: LogLevelOption = LogLevel.INFO,
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Serve OpenAI's API in front of a fleet: each request goes where its prompt costs least. Runs until SIGTERM."""
     from kvpool.cli.index import IndexSettings, run_index
@@ -111,6 +137,7 @@ def router(
         raise ConfigError("--tokens is for callers of --grpc: give it, too")
     run_index(
         IndexSettings(
+            traces=traces, log_level=log_level, log_format=log_format,
             listen=grpc, proxy=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=[tenant],
             worker_networks=worker_networks or [], workers=worker or [], worker_ca=worker_ca, max_blocks=max_blocks,
             max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),

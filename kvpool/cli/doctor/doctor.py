@@ -1,4 +1,4 @@
-"""``kvpool doctor``: what keeps a pool, its workers and its index from working, and what to change.
+"""``kvpool doctor``: what works in a deployment, what keeps it from working, and what to change.
 
 On a server it writes one small block and takes it away again; everything else it only reads.
 """
@@ -10,20 +10,24 @@ import os
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvpool.cli.doctor.file_system import file_system_findings
-from kvpool.cli.doctor.finding import Finding, note, ok, problem
+from kvpool.cli.doctor.finding import Finding, fail, ok, warn
+from kvpool.cli.doctor.fronts import front_findings, picker_findings
 from kvpool.cli.doctor.host_settings import host_findings
+from kvpool.cli.doctor.http_page import check_url
 from kvpool.cli.doctor.indexes import index_findings, replica_findings
 from kvpool.cli.doctor.server_settings import server_findings
+from kvpool.cli.doctor.serving import serving_findings
 from kvpool.cli.doctor.workers import announced_workers, worker_findings
 from kvpool.cli.index_connection import IndexConnection
+from kvpool.cli.tables import console, show
 from kvpool.discovery.facts import announced_namespaces, describe_differences
 from kvpool.discovery.worker import Worker
 from kvpool.errors import KVPoolError, StoreUnavailable
@@ -36,29 +40,63 @@ from kvpool.text import format_nbytes
 TRIAL_NBYTES = 64 << 10
 MAX_DIFFERENCES_SHOWN = 8
 
-_STYLE = {"ok": "green", "note": "yellow", "problem": "bold red"}
+_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def run_doctor(*, pool: str | None, indexes: Sequence[IndexConnection], tenant: str, as_json: bool) -> bool:
-    """Examine what is named and print what was found; True without a problem.
+def run_doctor(
+    *,
+    pool: str | None,
+    indexes: Sequence[IndexConnection],
+    tenant: str,
+    fronts: Sequence[str] = (),
+    pickers: Sequence[IndexConnection] = (),
+    tls_ca: str | None = None,
+    as_json: bool,
+) -> bool:
+    """Examine what is named and print what was found; True where nothing fails, and all that is named is there.
 
-    Blocking, for some seconds. Errors: ``ConfigError`` for a URL or tenant that is none.
+    ``tls_ca``: authority of fronts and workers at ``https://``. Blocking, for some seconds. Errors: ``ConfigError`` for
+    a URL or tenant that is none.
     """
+    urls = [check_url(url, "--front") for url in fronts]
     findings: list[Finding] = []
     announced: list[Worker] | None = None
     if pool is not None:
         examined = _Pool(StoreURL.parse(pool), pool, check_tenant(tenant))
         findings += examined.findings()
         announced = examined.workers
+    workers = {worker.id: worker for worker in announced or ()}
     for index in indexes:
-        findings += index_findings(index, announced, tenant)
+        told, followed = index_findings(index, announced, tenant)
+        findings += told
+        workers = {worker.id: worker for worker in followed} | workers
     for replica in indexes[1:]:
         findings += replica_findings(indexes[0], replica)
-    good = all(finding.level != "problem" for finding in findings)
+    findings += serving_findings(list(workers.values()), tls_ca)
+    for url in urls:
+        findings += front_findings(url, list(workers.values()), tls_ca)
+    for picker in pickers:
+        findings += picker_findings(picker)
+    left_out = [
+        option
+        for option, given in (
+            ("--pool URL", pool),
+            ("--index HOST:PORT", indexes),
+            ("--front URL", fronts),
+            ("--picker HOST:PORT", pickers),
+        )
+        if not given
+    ]
+    good = all(finding.level != "fail" for finding in findings)
     if as_json:
-        print(json.dumps({"ok": good, "findings": [finding._asdict() for finding in findings]}))
+        report = {
+            "ok": good,
+            "findings": [finding._asdict() for finding in findings],
+            "not_examined": [option.split()[0].removeprefix("--") for option in left_out],
+        }
+        print(json.dumps(report))
     else:
-        _print(findings, good)
+        _print(findings, left_out)
     return good
 
 
@@ -73,9 +111,16 @@ class _Pool:
         try:
             store = open_for_inspection(self._text)
         except KVPoolError as error:
-            yield problem("pool", str(error), "nothing can be shared before this works")
+            yield fail("pool", str(error), "nothing can be shared before this works")
             return
         with store:
+            if self._url.scheme == "memory":
+                yield fail(
+                    "pool",
+                    "memory:// is the memory of one process: nobody else reaches it",
+                    "name a pool that others reach",
+                )
+                return
             if self._url.scheme == "file":
                 yield from _directory(self._url, store.counters()["stored_nbytes"])
             else:
@@ -88,14 +133,12 @@ class _Pool:
                 yield from _namespaces(store, self._tenant)
                 self.workers, problems = announced_workers(store, self._tenant)
             except StoreUnavailable as error:
-                yield problem(
-                    "pool", f"announcements cannot be read: {error}", _ACL.format(tenant=self._tenant)
-                )
+                yield fail("pool", f"announcements cannot be read: {error}", _ACL.format(tenant=self._tenant))
                 return
         yield from worker_findings(self.workers, problems, self._tenant)
 
 
-_ACL = "allow this user all commands on kvpool:{tenant}:* (docs/stores.md has the rule)"
+_ACL = "allow this user all commands on kvpool:{tenant}:* (docs/how-to/valkey.md has the rule)"
 
 
 def _trial(store: Store, tenant: str) -> Finding:
@@ -106,14 +149,14 @@ def _trial(store: Store, tenant: str) -> Finding:
     started = time.perf_counter()
     try:
         if not store.put_many(keys, [value])[0]:
-            return problem("pool", "it is full and keeps nothing new", "raise its capacity, or let it evict")
+            return fail("pool", "it is full and keeps nothing new", "raise its capacity, or let it evict")
         found = store.contains_many(keys)[0] and store.get_many_into(keys, [copy])[0] and copy == value
         took_s = time.perf_counter() - started
         store.delete_many(keys)
     except StoreUnavailable as error:
-        return problem("pool", f"a block cannot be put and read back: {error}", _ACL.format(tenant=tenant))
+        return fail("pool", f"a block cannot be put and read back: {error}", _ACL.format(tenant=tenant))
     if not found:
-        return problem("pool", "a block that was just put is not there", "see whether it has any memory left")
+        return fail("pool", "a block that was just put is not there", "see whether it has any memory left")
     return ok(
         "pool",
         f"{store!r:.200} keeps blocks: {TRIAL_NBYTES >> 10} KiB written and read back in {took_s * 1e3:.1f} ms",
@@ -127,7 +170,7 @@ def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     ]
     if closed:
-        yield problem(
+        yield fail(
             "pool",
             f"this user cannot write in {', '.join(closed)}",
             "run as the user of the workers, or give this one the right; mount it writable",
@@ -137,7 +180,7 @@ def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
     usage = shutil.disk_usage(url.path)
     capacity, free = format_nbytes(url.capacity_nbytes), f"{usage.free / 2**30:,.1f} GiB"
     if usage.total < url.capacity_nbytes:
-        yield problem(
+        yield fail(
             "pool",
             f"its capacity is {capacity}, and the file system holds {usage.total / 2**30:,.1f} GiB in all",
             "write a smaller ?capacity= in the pool's URL",
@@ -152,29 +195,28 @@ def _namespaces(store: Store, tenant: str) -> Iterator[Finding]:
     for model, namespaces in announced_namespaces(store, tenant).items():
         first, *others = namespaces
         if not others:
-            yield ok("sharing", f'all workers of model "{model}" share one namespace, {first.hex[:8]}')
+            yield ok("sharing", f'workers of model "{model}" have one namespace, {first.hex[:8]}: they share')
         for other in others[:MAX_DIFFERENCES_SHOWN]:
-            yield note(
+            yield warn(
                 "sharing",
                 f'model "{model}" has workers that do not share, in namespaces {first.hex[:8]} (here) and '
                 f"{other.hex[:8]} (there): {describe_differences(first, other)}",
                 "make these the same where they should share; records of past set-ups go after 30 days",
             )
         if len(others) > MAX_DIFFERENCES_SHOWN:
-            yield note("sharing", f"{len(others) - MAX_DIFFERENCES_SHOWN} more namespaces of it differ", "")
+            yield warn("sharing", f"{len(others) - MAX_DIFFERENCES_SHOWN} more namespaces of it differ", "")
 
 
-def _print(findings: list[Finding], good: bool) -> None:
+def _print(findings: list[Finding], left_out: list[str]) -> None:
+    out = console()
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for _ in range(2):
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
         says = f"{finding.says}\n-> {finding.change}" if finding.change else finding.says
-        table.add_row(Text(finding.level, _STYLE[finding.level]), finding.about, Text(says))
-    console = Console()
-    console.print(table)
-    problems = sum(finding.level == "problem" for finding in findings)
-    notes = sum(finding.level == "note" for finding in findings)
-    verdict = "Everything works" if good else f"To be changed: {problems}"
-    console.print(f"{verdict}; could be better: {notes}.", highlight=False)
+        table.add_row(Text(finding.level.upper(), _STYLE[finding.level]), Text(finding.about), Text(says))
+    count = Counter(finding.level for finding in findings)
+    show(out, table, f"{count['fail']} FAIL, {count['warn']} WARN, {count['ok']} OK.")
+    if left_out:
+        show(out, f"Not examined, since not named: {', '.join(left_out)}.")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvpool.cli.doctor.finding import Finding, note
+from kvpool.cli.doctor.finding import Finding, warn
 
 MOUNTS = Path("/proc/mounts")
 
@@ -23,7 +23,7 @@ def file_system_findings(path: str, mounts: Path = MOUNTS) -> Iterator[Finding]:
     """Look at what holds the directory ``path``."""
     mount = _mount_of(path, mounts)
     if mount is None or mount.kind != "tmpfs":
-        yield note(
+        yield warn(
             "pool", "it is on a disk", "a folder on tmpfs, such as one in /dev/shm, is as fast as memory"
         )
         return
@@ -32,14 +32,14 @@ def file_system_findings(path: str, mounts: Path = MOUNTS) -> Iterator[Finding]:
         f"mount -o remount,huge=within_size {mount.place} (and the same option where it is mounted at boot)"
     )
     if huge == "always":
-        yield note(
+        yield warn(
             "pool",
             f"{mount.place} is mounted with huge=always: a block smaller than 2 MiB takes 2 MiB of memory",
             change,
         )
     elif huge != "within_size":
-        # Measured on Linux 6.18: docs/performance.md.
-        yield note(
+        # Measured on Linux 6.18: benchmarks/journal.md.
+        yield warn(
             "pool",
             f"{mount.place} is mounted with huge={huge}: with larger pages than 4 KiB, puts of 512 "
             "KiB or more were 2.5 times as fast, and gets twice",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Level = Literal["ok", "note", "problem"]
+Level = Literal["ok", "warn", "fail"]  # as --json says it; a table has OK, WARN and FAIL
 
 
 class Finding(NamedTuple):
     """``about``: the part of the system. ``change``: what to do; empty where nothing is to be done.
 
-    A ``problem`` keeps something from working; a ``note`` costs speed, memory or knowledge.
+    ``fail``: something is not there or does not work. ``warn``: it costs speed, memory or knowledge.
     """
 
     level: Level
@@ -24,11 +24,11 @@ def ok(about: str, says: str) -> Finding:
     return Finding("ok", about, says)
 
 
-def note(about: str, says: str, change: str) -> Finding:
+def warn(about: str, says: str, change: str) -> Finding:
     """Something could be better."""
-    return Finding("note", about, says, change)
+    return Finding("warn", about, says, change)
 
 
-def problem(about: str, says: str, change: str) -> Finding:
+def fail(about: str, says: str, change: str) -> Finding:
     """Something does not work."""
-    return Finding("problem", about, says, change)
+    return Finding("fail", about, says, change)

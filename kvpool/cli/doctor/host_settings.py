@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpool.cli.doctor.finding import Finding, note
+from kvpool.cli.doctor.finding import Finding, warn
 
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
@@ -24,7 +24,7 @@ def host_findings(congestion_control: Path = CONGESTION_CONTROL) -> Iterator[Fin
     if name.startswith("bbr"):
         # Measured on one host: 2 MiB puts 2.2 GB/s against 2.5 with cubic, gets 2.9 against 3.4; 512 KiB gets 2.1
         # against 3.1.
-        yield note(
+        yield warn(
             "host",
             f"TCP on this host uses {name}, which paces what is sent: in a data centre blocks move 15 to 35 % slower. "
             "It slows what workers of this host put; what they get, the server's host sends",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvpool.cli.doctor.finding import Finding, note, ok, problem
+from kvpool.cli.doctor.finding import Finding, fail, ok, warn
 from kvpool.cli.doctor.workers import EVENTS_ON
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.discovery.worker import Worker
@@ -19,51 +19,73 @@ COMPARISONS = 10  # of two indexes, until they say the same of every rank
 BETWEEN_S = 0.2
 
 
-def index_findings(index: IndexConnection, announced: list[Worker] | None, tenant: str) -> Iterator[Finding]:
-    """Judge an index. ``announced``: the workers announced in the pool; None: not asked."""
+def index_findings(
+    index: IndexConnection, announced: list[Worker] | None, tenant: str
+) -> tuple[list[Finding], list[Worker]]:
+    """Judge an index; also the workers that it follows. ``announced``: those in the pool; None: not asked. Blocking."""
     with index.open() as client:
         try:
             statuses = client.workers()
         except AccessDenied as error:
-            yield problem("index", str(error), "give a token with the right to read: --token-file")
-            return
+            return [fail("index", str(error), "give a token with the right to read: --token-file")], []
         except IndexUnavailable as error:
-            yield problem("index", str(error), "start it with kvpool index, or correct the address")
-            return
-        count = sum(len(status.publishers) for status in statuses)
-        yield ok("index", f"{index.target} answers: it follows {len(statuses)} workers with {count} ranks")
-        if not statuses:
-            yield note(
-                "index",
-                "it knows no worker",
-                "name the pool of the workers with --pool, or each stock vLLM with --worker",
-            )
-        for status in statuses:
-            yield from _followed(status)
-        yield from _hashing(client, statuses)
+            return [fail("index", str(error), "or correct the address")], []
+        findings = list(_judged(index, client, statuses, announced, tenant))
+    return findings, [status.worker for status in statuses]
+
+
+def _judged(
+    index: IndexConnection,
+    client: IndexClient,
+    statuses: list[WorkerStatus],
+    announced: list[Worker] | None,
+    tenant: str,
+) -> Iterator[Finding]:
+    count = sum(len(status.publishers) for status in statuses)
+    yield ok("index", f"{index.target} answers: it follows {len(statuses)} workers with {count} ranks")
+    if not statuses:
+        yield fail(
+            "index",
+            "it knows no worker, so it can tell nobody where a prompt is",
+            "name the pool of the workers with its --pool, or each stock vLLM with --worker",
+        )
+    elif not _serves(index):
+        yield warn(
+            "index",
+            f"{index.target} says that it does not serve yet: it warms up, or is ending",
+            "ask again in some seconds; its log says for whom it waits",
+        )
+    for status in statuses:
+        yield from _followed(status)
+    yield from _hashing(client, statuses)
     known = {status.worker.id for status in statuses}
     for worker in announced or ():
         if worker.id not in known:
-            yield problem(
+            yield fail(
                 "index",
                 f"worker {worker.name} of tenant {tenant} is in the pool and not in the index",
                 "start the index with the same --pool; it looks every second. If it has, its log says why it does "
-                "not follow this worker (docs/workers.md)",
+                "not follow this worker (docs/explanation/workers.md)",
             )
+
+
+def _serves(index: IndexConnection) -> bool:
+    try:
+        return index.is_serving()
+    except IndexUnavailable:
+        return False
 
 
 def _followed(status: WorkerStatus) -> Iterator[Finding]:
     name = status.worker.name
     if not status.publishers:
-        yield problem(
-            "index", f"worker {name} publishes no KV events: it is known and not followed", EVENTS_ON
-        )
+        yield fail("index", f"worker {name} publishes no KV events: it is known and not followed", EVENTS_ON)
     for one in status.publishers:
         if one.problem == LOOKAHEAD:
-            yield problem("index", f"rank {one.dp_rank} of worker {name}: {one.problem}", LOOKAHEAD_OFF)
+            yield fail("index", f"rank {one.dp_rank} of worker {name}: {one.problem}", LOOKAHEAD_OFF)
         elif one.stale:
             events = next((p.events for p in status.worker.publishers if p.dp_rank == one.dp_rank), "")
-            yield problem(
+            yield fail(
                 "index",
                 f"rank {one.dp_rank} of worker {name} is stale: {one.problem or 'it was not heard from'}",
                 f"see whether its events are on and {events} can be reached from the index; without a replay "
@@ -72,14 +94,14 @@ def _followed(status: WorkerStatus) -> Iterator[Finding]:
                 else EVENTS_ON,
             )
         elif one.resets:
-            yield note(
+            yield warn(
                 "index",
                 f"what rank {one.dp_rank} of worker {name} holds was forgotten {one.resets} times: "
                 f"{one.problem or 'it was started anew'}",
                 "give it a replay endpoint, if it has none",
             )
         elif one.problem:
-            yield note(
+            yield warn(
                 "index",
                 f"rank {one.dp_rank} of worker {name}: {one.problem}",
                 "it tells all it holds in its next step where it is asked; stock vLLM cannot be asked",
@@ -92,7 +114,7 @@ def _hashing(client: IndexClient, statuses: list[WorkerStatus]) -> Iterator[Find
         try:
             client.lookup(model, token_ids=[0], tenant=tenant)
         except UnknownModel as error:
-            yield problem("index", str(error), "or ask it by block hashes")
+            yield fail("index", str(error), "or ask it by block hashes")
 
 
 def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterator[Finding]:
@@ -127,7 +149,7 @@ def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterato
             if not differing and compared >= common:
                 break
     for (worker, _, dp_rank), (blocks, its_blocks) in sorted(differing.items()):
-        yield problem(
+        yield fail(
             "replicas",
             f"after the same batch of rank {dp_rank} of worker {worker}, {target.target} knows of {blocks} blocks and "
             f"{other.target} of {its_blocks}, and not of the same",
@@ -135,13 +157,13 @@ def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterato
             "other",
         )
     for worker in sorted({rank[0] for rank in here.keys() ^ there.keys()}):
-        yield note(
+        yield warn(
             "replicas",
             f"worker {worker} is not followed well, or as the same start, by both {target} and {other}",
             "give both the same --pool and --worker",
         )
     if full:
-        yield note(
+        yield warn(
             "replicas",
             f"{len(full)} ranks were not compared: an index that is full has forgotten blocks of theirs",
             "raise its --max-blocks or --max-memory",

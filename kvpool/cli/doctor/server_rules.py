@@ -37,25 +37,25 @@ class Rule(NamedTuple):
 
 def _maxmemory(value: str, info: Info) -> tuple[Level, str] | None:
     if value == "0":
-        return "problem", "maxmemory is 0: it grows until the host runs out of memory"
+        return "fail", "maxmemory is 0: it grows until the host runs out of memory"
     host_nbytes = int(info.get("total_system_memory", 0))
     if 0 < host_nbytes < int(value):
-        return "problem", "maxmemory is more than the memory of its host: it is killed before it is full"
+        return "fail", "maxmemory is more than the memory of its host: it is killed before it is full"
     return None
 
 
 def _policy(value: str, info: Info) -> tuple[Level, str] | None:
     if value == "noeviction":
-        return "problem", "maxmemory-policy is noeviction: once it is full, nothing new can be kept"
+        return "fail", "maxmemory-policy is noeviction: once it is full, nothing new can be kept"
     if value in ("allkeys-random", "volatile-random", "volatile-ttl"):
-        return "note", f"maxmemory-policy is {value}: blocks in use are evicted as soon as others"
+        return "warn", f"maxmemory-policy is {value}: blocks in use are evicted as soon as others"
     return None
 
 
 def _save(value: str, info: Info) -> tuple[Level, str] | None:
     if not value:
         return None
-    return "note", (
+    return "warn", (
         "save is on: a cache is written to disk for nothing, the fork for it takes memory, and when the disk "
         "is full the server refuses to keep anything"
     )
@@ -64,7 +64,7 @@ def _save(value: str, info: Info) -> tuple[Level, str] | None:
 def _appendonly(value: str, info: Info) -> tuple[Level, str] | None:
     if value == "no":
         return None
-    return "note", "appendonly is on: every block is written to disk as well, for nothing"
+    return "warn", "appendonly is on: every block is written to disk as well, for nothing"
 
 
 def _output_limit(value: str, info: Info) -> tuple[Level, str] | None:
@@ -73,12 +73,12 @@ def _output_limit(value: str, info: Info) -> tuple[Level, str] | None:
         return None
     hard, soft = (int(word) for word in words[words.index("normal") + 1 :][:2])
     if hard == 0 and soft == 0:
-        return "note", (
+        return "warn", (
             "client-output-buffer-limit has none for normal clients: readers that stall fill its memory with "
             "replies, and blocks are evicted for them"
         )
     if 0 < hard < LEAST_REPLY_NBYTES:
-        return "problem", (
+        return "fail", (
             f"client-output-buffer-limit ends connections at {hard / MIB:.3g} MiB of replies: larger blocks "
             "can never be read"
         )
@@ -88,12 +88,12 @@ def _output_limit(value: str, info: Info) -> tuple[Level, str] | None:
 def _clients(value: str, info: Info) -> tuple[Level, str] | None:
     most_nbytes = int(info["maxmemory"])
     if value == "0":
-        return "note", "maxmemory-clients is 0: what clients have in flight can push out the data"
+        return "warn", "maxmemory-clients is 0: what clients have in flight can push out the data"
     if value.endswith("%") and most_nbytes == 0:  # then it is no limit, and maxmemory is what is wrong
         return None
     allowed = int(value[:-1]) * most_nbytes // 100 if value.endswith("%") else int(value)
     if allowed < LEAST_CLIENTS_NBYTES:
-        return "problem", (
+        return "fail", (
             f"maxmemory-clients allows {allowed / MIB:.3g} MiB for all clients together: it ends connections on "
             "which large blocks arrive, each of which takes twice its size"
         )
@@ -103,7 +103,7 @@ def _clients(value: str, info: Info) -> tuple[Level, str] | None:
 def _flush(value: str, info: Info) -> tuple[Level, str] | None:
     if value == "yes":
         return None
-    return "note", (
+    return "warn", (
         "lazyfree-lazy-user-flush is no: a FLUSHALL blocks all clients for a tenth of a second for each GiB"
     )
 
@@ -111,7 +111,7 @@ def _flush(value: str, info: Info) -> tuple[Level, str] | None:
 def _listpack(value: str, info: Info) -> tuple[Level, str] | None:
     if int(value) <= MOST_LISTPACK_NBYTES:
         return None
-    return "note", (
+    return "warn", (
         f"hash-max-listpack-value is {value}: blocks up to this size take 1.25 times their memory"
     )
 
@@ -119,7 +119,7 @@ def _listpack(value: str, info: Info) -> tuple[Level, str] | None:
 def _io_threads(value: str, info: Info) -> tuple[Level, str] | None:
     if int(value) <= 1:
         return None
-    return "note", (
+    return "warn", (
         f"io-threads is {value}: threads were not seen to move large blocks faster, and slow everything down where "
         "they have no cores of their own"
     )
@@ -128,7 +128,7 @@ def _io_threads(value: str, info: Info) -> tuple[Level, str] | None:
 def _timeout(value: str, info: Info) -> tuple[Level, str] | None:
     if value == "0":
         return None
-    return "note", (
+    return "warn", (
         f"timeout is {value}: connections that are idle so many seconds are ended, and the next batch of their "
         "worker begins with dialling, or fails when it is sent in that moment"
     )
@@ -138,7 +138,7 @@ def _keepalive(value: str, info: Info) -> tuple[Level, str] | None:
     if value != "0":
         return None
     return (
-        "note",
+        "warn",
         "tcp-keepalive is 0: connections of hosts that vanished stay, with what they hold, for ever",
     )
 

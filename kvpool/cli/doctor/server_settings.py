@@ -6,17 +6,17 @@ Read with INFO and CONFIG GET, judged by ``RULES``; managed servers forbid the s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvpool.cli.doctor.finding import Finding, Level, note, ok, problem
+from kvpool.cli.doctor.finding import Finding, Level, fail, ok, warn
 from kvpool.cli.doctor.server_rules import RULES, Info, Rule
 from kvpool.errors import KVPoolError
 from kvpool.store.server.connection import connect
 from kvpool.store.server.notices import ADVICE, refusal
 from kvpool.store.server.rights import COSTS, refused_commands
 from kvpool.store.server.server import server_name
-from kvpool.store.server.topology import Primaries
+from kvpool.store.server.topology import LAST_SLOT, Primaries, Primary
 from kvpool.store.url import StoreURL
 
 if TYPE_CHECKING:
@@ -28,11 +28,12 @@ ABOUT = "server"
 
 def server_findings(url: StoreURL) -> list[Finding]:
     """Look at each server of ``url``. Blocking, for a few requests of 2 seconds each at most. Never raises."""
+    primaries = Primaries(url, server_name(url))
     try:
-        servers = Primaries(url, server_name(url)).urls()
+        servers = primaries.urls()
+        findings = list(_shards(primaries.find())) if url.scheme == "valkey+cluster" else []
     except KVPoolError as error:
-        return [problem(ABOUT, str(error), "see that its nodes or sentinels run and can be reached")]
-    findings: list[Finding] = []
+        return [fail(ABOUT, str(error), "see that its nodes or sentinels run and can be reached")]
     for server in servers:
         about = f"{ABOUT} {server.host}:{server.port}" if url.nodes else ABOUT
         findings += [finding._replace(about=about) for finding in _server_findings(server, url)]
@@ -47,25 +48,40 @@ def _server_findings(url: StoreURL, pool: StoreURL) -> list[Finding]:
         with connect(url, timeout_s=TIMEOUT_S, role="doctor") as server:
             found = list(_findings(server, in_cluster=pool.scheme == "valkey+cluster"))
         return found + list(_rights(url)) + list(_notices(url))
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        return [fail(ABOUT, f"it does not answer: {error}", "start it, or see that this host can reach it")]
     except redis.RedisError as error:
         return [
-            note(
+            warn(
                 ABOUT, f"its settings cannot be read: {error}", "allow INFO to this user, or ask its operator"
             )
         ]
 
 
+def _shards(primaries: Sequence[Primary]) -> Iterator[Finding]:
+    """Whether each key of a cluster has a server."""
+    slots = sum(last - first + 1 for primary in primaries for first, last in primary.slots)
+    if slots == LAST_SLOT + 1:
+        yield ok(ABOUT, f"{len(primaries)} shards serve all {slots:,} slots of the cluster")
+    else:
+        yield fail(
+            ABOUT,
+            f"{len(primaries)} shards serve {slots:,} of {LAST_SLOT + 1:,} slots: keys of the others are misses",
+            "start the nodes that are missing, or assign their slots (CLUSTER NODES shows who has which)",
+        )
+
+
 def _rights(url: StoreURL) -> Iterator[Finding]:
     for refused in refused_commands(url):
         puts_or_loads = COSTS[refused.command].startswith("nothing")
-        yield (problem if puts_or_loads else note)(
+        yield (fail if puts_or_loads else warn)(
             ABOUT, refused.says, f"allow +{refused.command.lower()} to this user"
         )
 
 
 def _notices(url: StoreURL) -> Iterator[Finding]:
     if why := refusal(url):
-        yield note(
+        yield warn(
             ABOUT,
             f"it does not tell this user which keys change ({why}): an index with this user sees evictions later, "
             "when it looks through the pool",
@@ -76,15 +92,15 @@ def _notices(url: StoreURL) -> Iterator[Finding]:
 def _findings(server: redis.Redis, *, in_cluster: bool) -> Iterator[Finding]:
     info = _info(server)
     if info is None:
-        yield note(
+        yield warn(
             ABOUT, "INFO is not allowed to this user, so nothing is known of its memory", "allow +info"
         )
         return
     yield ok(ABOUT, _name(info))
     if info.get("role") == "slave":
-        yield problem(ABOUT, "it is a replica, which takes no writes", "name its primary in the pool's URL")
+        yield fail(ABOUT, "it is a replica, which takes no writes", "name its primary in the pool's URL")
     if info.get("cluster_enabled") == 1 and not in_cluster:
-        yield problem(
+        yield fail(
             ABOUT,
             "it is a node of a cluster: keys of other nodes cannot be reached",
             "write valkey+cluster:// in the pool's URL",
@@ -96,7 +112,7 @@ def _findings(server: redis.Redis, *, in_cluster: bool) -> Iterator[Finding]:
             level, says = wrong
             yield Finding(level, ABOUT, says, _change(rule, live=asked is not None))
     if ended := int(info.get("evicted_clients", 0)):
-        yield note(
+        yield warn(
             ABOUT,
             f"it ended {ended:,} connections because all clients together held more than maxmemory-clients; "
             "their batches failed",
@@ -105,7 +121,7 @@ def _findings(server: redis.Redis, *, in_cluster: bool) -> Iterator[Finding]:
         )
     if asked is None:
         unknown = "; ".join(f"{rule.name} {rule.wanted}" for rule in RULES if rule.name not in settings)
-        yield note(
+        yield warn(
             ABOUT,
             "CONFIG is not allowed, as on managed servers: most settings cannot be judged",
             f"check in its console, under the names that it has for them: {unknown}; or allow +config|get",

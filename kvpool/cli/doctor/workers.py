@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-from kvpool.cli.doctor.finding import Finding, note, ok, problem
+from kvpool.cli.doctor.finding import Finding, fail, ok, warn
 from kvpool.discovery.worker import Worker
 from kvpool.discovery.worker_record import merge_ranks, unpack_worker
 from kvpool.key.key import is_request_key, workers_prefix
 from kvpool.store import Store
 
 CONNECT_S = 1.0
-MAX_ENDPOINTS = 64  # that are tried
+MAX_ENDPOINTS = 64  # of a worker, that are tried
+AT_ONCE = 16
 EVENTS_ON = (
     "start it with --kv-events-config "
-    '\'{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\''
+    '\'{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
 )
 
 
@@ -32,37 +34,43 @@ def announced_workers(store: Store, tenant: str) -> tuple[list[Worker], list[str
 
 
 def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> Iterator[Finding]:
-    """Judge the workers that announce themselves. Blocking, for a second an address that does not answer."""
+    """Judge the workers that announce themselves. Blocking, for a second for each 16 that do not answer."""
     if not workers:
-        yield note(
+        yield fail(
             "workers",
-            f"none of tenant {tenant} announces itself in the pool",
-            "start vLLM with KVPoolConnector (docs/vllm.md); a record lasts for its lease only",
+            f"none of tenant {tenant} announces itself in the pool: nobody shares anything there now",
+            "start vLLM with KVPoolConnector and this pool (docs/how-to/vllm.md), or name the --tenant of those "
+            "that run; a record lasts for its lease only",
         )
     for sentence in problems:
-        yield problem("workers", sentence, "see docs/workers.md")
+        yield fail("workers", sentence, "see docs/explanation/workers.md")
+    endpoints = [one.events for worker in workers for one in worker.publishers[:MAX_ENDPOINTS] if one.events]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        answers = dict(zip(endpoints, threads.map(_answers, endpoints), strict=True))
     for worker in workers:
-        yield from _worker(worker)
+        yield from _worker(worker, answers)
     yield from _schemes(workers)
 
 
-def _worker(worker: Worker) -> Iterator[Finding]:
+def _worker(worker: Worker, answers: Mapping[str, bool]) -> Iterator[Finding]:
     if not any(one.events for one in worker.publishers):
         says = f"worker {worker.name} publishes no KV events, so no index knows what it holds"
-        yield problem("workers", says, EVENTS_ON)
+        yield fail("workers", says, EVENTS_ON)
         return
-    silent = [one.events for one in worker.publishers[:MAX_ENDPOINTS] if not _answers(one.events)]
+    silent = [
+        one.events for one in worker.publishers[:MAX_ENDPOINTS] if one.events and not answers[one.events]
+    ]
     if silent:
-        yield problem(
+        yield fail(
             "workers",
             f"worker {worker.name} announces its events at {silent[0]}, where nothing answers",
             'set its "advertise_host" to a name that other hosts can reach, and open the port',
         )
     elif not all(one.replay for one in worker.publishers):
-        yield note(
+        yield warn(
             "workers",
             f"worker {worker.name} has no replay endpoint: what an index misses once stays unknown",
-            'add "replay_endpoint":"tcp://*:5558" to its --kv-events-config',
+            'add "replay_endpoint":"tcp://*:5657" to its --kv-events-config',
         )
     else:
         events = ", ".join(one.events for one in worker.publishers[:4])
@@ -96,7 +104,7 @@ def _schemes(workers: Iterable[Worker]) -> Iterator[Finding]:
         for other, other_name in others:
             words = ("hash algorithm", "PYTHONHASHSEED", "block size")
             differing = [word for word, a, b in zip(words, first, other, strict=True) if a != b]
-            yield problem(
+            yield fail(
                 "workers",
                 f"workers {name} and {other_name} of model {model} hash in different ways, so they never share",
                 f"give them the same {' and '.join(differing)}",

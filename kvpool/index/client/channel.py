@@ -44,6 +44,17 @@ _TLS_ADVICE = {
     "certificate, add tls_cert and tls_key, of an authority that it trusts and not expired",
 }
 
+# The same of a connection that was not made at all.
+_WHY = {
+    "Connection refused": "nothing listens there",
+    "Domain name not found": "the name of its host is not known",
+    "lookup error": "the name of its host cannot be resolved",
+    "No route to host": "there is no route to its host",
+    "Network is unreachable": "its network cannot be reached",
+    "imed out": "its host does not answer",
+    "imeout": "its host does not answer",
+}
+
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -151,6 +162,11 @@ def unanswered(target: str, count: int) -> KVPoolError:
     )
 
 
+def _why(words: str) -> str:
+    """What gRPC's words mean, in ours; they are of no use to who has to mend it."""
+    return next((f": {why}" for sign, why in _WHY.items() if sign in words), "")
+
+
 def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError:
     """The error of ours for one of gRPC's."""
     code: Any = error.code()
@@ -179,6 +195,6 @@ def refusal(target: str, timeout_s: float, code: grpc.StatusCode, text: str) -> 
         if "http1" in detail or "HTTP" in detail or "SETTINGS" in detail:
             return IndexUnavailable(f"what listens on {target} does not speak gRPC: it is no kvpool index")
         return IndexUnavailable(
-            f"no index answers on {target}; start one with: kvpool index --listen {target} ({detail})"
+            f"no index answers on {target}{_why(words)}; start one: kvpool index --listen {target}"
         )
     return IndexUnavailable(f"the index at {target} failed ({code.name}): {detail}")

@@ -8,16 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
+from kvpool.index.follow.pool_status import PoolStatus
 from kvpool.index.follow.roster import Roster
 from kvpool.key.names import check_tenant
 from kvpool.store import open_store
-from kvpool.store.store import Store
+from kvpool.store.store import Store, Usage
 from kvpool.store.url import StoreURL
 from kvpool.text import MAX_NBYTES
 
@@ -45,6 +47,8 @@ class PoolFollower:
         tenants: Sequence[str] | None = None,
     ) -> None:
         self._url = _pool_url(url)
+        in_directory = self._url.scheme == "file" and "capacity=" in url
+        self._capacity_nbytes = StoreURL.parse(url).capacity_nbytes if in_directory else None
         for tenant in tenants or ():
             check_tenant(tenant)
         self._roster, self._keys_per_s, self._tenants = roster, keys_per_s, tenants
@@ -54,6 +58,7 @@ class PoolFollower:
         self._store: Store | None = None
         self._watch: WorkerWatch | None = None
         self._reconciler: PoolReconciler | None = None
+        self._status: PoolStatus | None = None
         self._life = ""
         try:
             self._store = open_store(self._url, threads=1)
@@ -79,6 +84,16 @@ class PoolFollower:
         """Of the ``PoolReconciler``. Any thread."""
         return ReconcilerTotals() if self._reconciler is None else self._reconciler.totals()
 
+    @property
+    def servers(self) -> list[Usage]:
+        """How full the pool's servers are, as was read last; empty: not known. Any thread."""
+        return [] if self._status is None else self._status.servers
+
+    @property
+    def traffic(self) -> Mapping[str, Seen]:
+        """What the engines of this pool were asked for, by window, as was read last. Any thread."""
+        return {} if self._status is None else self._status.traffic
+
     def start(self) -> None:
         """Follow the pool from now on. Returns at once."""
         if self._store is not None:
@@ -92,7 +107,7 @@ class PoolFollower:
         self._closing.set()
         if self._opening is not None:
             self._opening.join(CLOSE_S)
-        for part in (self._watch, self._reconciler, self._store):
+        for part in (self._watch, self._reconciler, self._status, self._store):
             if part is not None:
                 part.close()
 
@@ -114,7 +129,7 @@ class PoolFollower:
     def _follow(self, store: Store) -> None:
         fleet = self._roster.fleet
         reconciler = self._reconciler = PoolReconciler(fleet, store, keys_per_s=self._keys_per_s)
-        self._watch = WorkerWatch(
+        watch = self._watch = WorkerWatch(
             store,
             on_worker=lambda worker, keep_s: self._roster.add(worker, "pool", keep_s),
             on_gone=lambda worker_id: self._roster.remove(worker_id, "pool"),
@@ -124,6 +139,7 @@ class PoolFollower:
             tenants=self._tenants,
             life=self._life,
         )
+        self._status = PoolStatus(store, tenants=lambda: watch.tenants, capacity_nbytes=self._capacity_nbytes)
 
 
 def _pool_url(text: str) -> StoreURL:

@@ -67,7 +67,7 @@ class Target(NamedTuple):
 class Placement:
     """``targets``: the best first, each with an endpoint of its own; empty: any worker will do. ``prompt_blocks``: 0
     where they are not known. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for
-    ``Placer.release``; empty: none.
+    ``Placer.release``; empty: none. ``held_blocks``: of the prompt, the most that one rank or the pool has.
     """
 
     tenant: str
@@ -77,16 +77,24 @@ class Placement:
     detail: str = ""
     reservation: str = ""
     made_s: float = 0.0
+    held_blocks: int = 0
+
+
+class _Ranked(NamedTuple):
+    """``held_blocks``: the most leading blocks of the prompt that one rank, of all candidates, or the pool has."""
+
+    route: Route
+    held_blocks: int = 0
 
 
 class _Found(NamedTuple):
-    """What a body says. ``why``: why its prompt is not known, with ``reason``. ``route``: where the prompt is known and
-    could be ranked. ``asks``: a worker may know its tokens."""
+    """What a body says. ``why``: why its prompt is not known, with ``reason``. ``ranked``: where the prompt is known
+    and could be ranked. ``asks``: a worker may know its tokens."""
 
     request: InferenceRequest
     reason: Reason = "load"
     why: str = ""
-    route: Route | None = None
+    ranked: _Ranked | None = None
     asks: bool = False
 
 
@@ -138,7 +146,7 @@ class Placer:
             if not names:
                 raise NoWorker("no worker is known at any of the endpoints that may serve this request")
         found = await self._find(path, body, tenant, names, ends_s)
-        reason, detail, route = found.reason, found.why, found.route
+        reason, detail, ranked = found.reason, found.why, found.ranked
         if found.asks:
             try:
                 prompt = await self._renderer.prompt(
@@ -150,12 +158,12 @@ class Placer:
                     max(0.0, ends_s - time.monotonic()),
                 )
                 reason, detail = "load", ""
-                route = await self._route_of(found.request, prompt, tenant, names, ends_s)
+                ranked = await self._route_of(found.request, prompt, tenant, names, ends_s)
             except NoTokens as error:
                 detail = f"{detail}; {error}" if detail else str(error)
-        if route is None:
-            route = self._by_load(found.request, tenant, names)
-        return await self._placement(route, tenant, reason, detail, ends_s)
+        if ranked is None:
+            ranked = _Ranked(self._by_load(found.request, tenant, names))
+        return await self._placement(ranked, tenant, reason, detail, ends_s)
 
     def models(self, tenant: str) -> list[str]:
         """Those that requests can name; not adapters, which only workers know."""
@@ -203,9 +211,9 @@ class Placer:
         self._under_way -= 1
 
     def _give_back(self, tenant: str, work: asyncio.Future[_Found]) -> None:
-        route = None if work.cancelled() or work.exception() else work.result().route
-        if route is not None and route.reservation:
-            self._router.release(tenant, route.reservation)
+        ranked = None if work.cancelled() or work.exception() else work.result().ranked
+        if ranked is not None and ranked.route.reservation:
+            self._router.release(tenant, ranked.route.reservation)
 
     def _found(self, path: str, body: bytes, tenant: str, names: list[str] | None) -> _Found:
         """Any thread; takes as long as the body is."""
@@ -223,7 +231,7 @@ class Placer:
             return _Found(request, "no-tokens", str(error), asks=True)
         if prompt is None:
             return _Found(request, "no-tokens", asks=True)
-        return _Found(request, route=self._route(prompt, names))
+        return _Found(request, ranked=self._ranked(prompt, names))
 
     def _prompt(self, request: InferenceRequest, tenant: str) -> Prompt | None:
         """In tokens; None: they are not made here. Errors: ``ConfigError``: they cannot be."""
@@ -240,18 +248,19 @@ class Placer:
 
     async def _route_of(
         self, request: InferenceRequest, prompt: Prompt, tenant: str, names: list[str] | None, ends_s: float
-    ) -> Route | None:
+    ) -> _Ranked | None:
         if prompt.nbytes <= INLINE_TOKENS_NBYTES:
-            return self._route(prompt, names)
+            return self._ranked(prompt, names)
         found = await self._in_thread(
-            lambda: _Found(request, route=self._route(prompt, names)), tenant, ends_s
+            lambda: _Found(request, ranked=self._ranked(prompt, names)), tenant, ends_s
         )
-        return found.route if found else None
+        return found.ranked if found else None
 
-    def _route(self, prompt: Prompt, names: list[str] | None) -> Route | None:
+    def _ranked(self, prompt: Prompt, names: list[str] | None) -> _Ranked | None:
         asked = prompt if names is None else replace(prompt, workers=names)
         try:
-            return self._router.rank(asked, limit=MAX_PICKS, reserve_s=RESERVE_S, until_computed=True).route()
+            ranking = self._router.rank(asked, limit=MAX_PICKS, reserve_s=RESERVE_S, until_computed=True)
+            return _Ranked(ranking.route(), max(ranking.most()[2:]))
         except KVPoolError:  # hashes that cannot be made, too many blocks, too much work
             return None
 
@@ -296,8 +305,9 @@ class Placer:
         raise NoTokens("no worker can be asked for its tokens")
 
     async def _placement(
-        self, route: Route, tenant: str, reason: Reason, detail: str, ends_s: float
+        self, ranked: _Ranked, tenant: str, reason: Reason, detail: str, ends_s: float
     ) -> Placement:
+        route = ranked.route
         try:
             picks = self._fit(route.picks)
             placed = await self._resolved(picks, tenant, ends_s)
@@ -330,6 +340,7 @@ class Placer:
             detail,
             reservation,
             time.monotonic(),
+            max(ranked.held_blocks, first.row.loadable_blocks),
         )
 
     def _fit(self, picks: tuple[Pick, ...]) -> list[Pick]:

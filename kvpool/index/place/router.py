@@ -165,8 +165,8 @@ class Router:
                 limit,
             )
             if not len(ranking) or not takes_turn:
-                return Ranking(ranking, "")
-            return Ranking(ranking, self._take(answers, ranking, reserve_s, until_computed))
+                return Ranking(ranking, "", answers)
+            return Ranking(ranking, self._take(answers, ranking, reserve_s, until_computed), answers)
 
     def release(self, tenant: str, reservation: str) -> bool:
         """End a reservation before its time; False if it has ended, or is not of this tenant."""
@@ -206,6 +206,16 @@ class Ranking(NamedTuple):
 
     native: _native.Ranking
     reservation: str
+    answers: Sequence[Answer]
+
+    def most(self) -> tuple[int, int, int, int]:
+        """Blocks of the prompt, and the most that one rank has of them on its device, locally and in the pool: of all
+        candidates, whether they are among the picks or not."""
+        most = (0, 0, 0, 0)
+        for answer in self.answers:  # one, unless workers of the model differ in how they hash
+            prompt, device, local, pool = map(max, most, answer.rows.most())
+            most = (prompt, device, local, pool)
+        return most
 
     def pack(self) -> bytes:
         """A packed ``RouteResponse``."""

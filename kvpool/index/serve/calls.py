@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import grpc
@@ -24,6 +24,7 @@ from kvpool.index.serve.call_room import SMALL_NBYTES, CallRoom, owner_of
 from kvpool.index.serve.fields import check_fields
 from kvpool.index.serve.limiter import Limiter
 from kvpool.index.serve.request_stats import RequestStats
+from kvpool.tracing import HEADERS, Tracing
 
 REQUEST_S = 10.0  # for the request of a call to arrive: 33 MiB at 28 Mbit/s
 LATE_S = 0.5  # after which one that is arriving needs room for the largest
@@ -77,10 +78,13 @@ class Calls:
     others gRPC receives the request, up to 33 MiB, before a handler can look at the token.
     """
 
-    def __init__(self, auth: TokenAuth, stats: RequestStats, budget: BufferBudget) -> None:
+    def __init__(
+        self, auth: TokenAuth, stats: RequestStats, budget: BufferBudget, tracing: Tracing | None = None
+    ) -> None:
         self._auth = auth
         self._stats = stats
         self._budget = budget
+        self._tracing = tracing
         self._open_calls = limiter.of_calls()
         self._open_streams = limiter.of_streams()
         self._open_watches = limiter.of_watches()
@@ -103,7 +107,10 @@ class Calls:
                 caller = self.caller(method.right, context)
                 opened.enter_context(self._open_calls.acquire(context.peer(), caller.tenants))
                 room = self.room(caller, context)
-                reply = await self.answer(method, await self.receive(name, context, room), caller, room)
+                packed = await self.receive(name, context, room)
+                with self._span(name, context):
+                    reply = await self.answer(method, packed, caller, room)
+                del packed
                 room.take_reply(len(reply) if isinstance(reply, bytes) else reply.ByteSize())
                 return reply
             except grpc.aio.AbortError:  # the request came too late
@@ -112,6 +119,13 @@ class Calls:
                 return await self._refuse(name, context, error)
 
         return serve
+
+    def _span(self, name: str, context: grpc.aio.ServicerContext) -> AbstractContextManager[object]:
+        """Around the answer to a call that is traced."""
+        if self._tracing is None:
+            return nullcontext()
+        sent = {key: value for key, value in context.invocation_metadata() or () if key in HEADERS}
+        return self._tracing.span(f"kvpool.{name}", sent)
 
     def answering(
         self, name: str, method: Method

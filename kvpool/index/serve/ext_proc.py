@@ -16,7 +16,6 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health
 
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
@@ -24,7 +23,7 @@ from kvpool.index.client.tls import ServerTls
 from kvpool.index.serve.calls import Calls
 from kvpool.index.serve.ext_proc_exchange import Exchange
 from kvpool.index.serve.grpc_server import open_server
-from kvpool.index.serve.health import Health
+from kvpool.index.serve.health import HEALTH, Health
 from kvpool.index.serve.limiter import of_placements
 from kvpool.index.serve.placements import Placements
 from kvpool.v1 import ext_proc_pb2 as pb
@@ -61,7 +60,7 @@ class ExtProcServer:
                     self._calls.stream("Process", "read", self._serve, self._limiter)
                 )
             },
-            health.SERVICE_NAME: self._health.handlers(self._calls),
+            HEALTH: self._health.handlers(self._calls),
         }
         self._server, port = open_server(listen, handlers, self._tls, calls_of_connection=CALLS_OF_CONNECTION)
         await self._server.start()

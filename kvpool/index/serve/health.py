@@ -6,6 +6,7 @@ and callers beside it are told the state of the index, whichever service they na
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -14,11 +15,13 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2
 
 from kvpool.errors import ConfigError
 from kvpool.index.client.messages import SERVICE
 from kvpool.index.serve.calls import Calls
+from kvpool.v1 import health_pb2
+
+HEALTH = "grpc.health.v1.Health"
 
 MAX_REQUEST_NBYTES = 1024
 # What proposal 004 of the Gateway API inference extension has probes and proxies ask an endpoint picker about.
@@ -31,24 +34,44 @@ logger = logging.getLogger("kvpool.index")
 class Health:
     """Says "not serving" until ``is_warm()``, for ``warm_up_s`` seconds after ``begin`` at most, then "serving".
 
-    ``servicer``: what answers. ``serves``: what was said last.
+    ``serves``: what was said last.
     """
 
     def __init__(self, is_warm: Callable[[], bool], warm_up_s: float) -> None:
         self._is_warm, self._warm_up_s = is_warm, warm_up_s
         self._serves_at_s = 0.0  # at the latest
         self.serves = False
-        self.servicer = health.aio.HealthServicer()
         self._receiving = False
+        self._ends = False
+        self._statuses = {"": health_pb2.HealthCheckResponse.NOT_SERVING}
+        self._changed = asyncio.Condition()  # _statuses
 
     def handlers(self, calls: Calls) -> dict[str, grpc.RpcMethodHandler]:
         """Of the calls of ``grpc.health.v1.Health``."""
 
         async def check(context: grpc.aio.ServicerContext) -> Any:
-            return await self.servicer.Check(await self._asked("Check", context, calls), context)
+            asked = await self._asked("Check", context, calls)
+            status = self._statuses.get(asked.service)
+            if status is None:
+                await context.abort(grpc.StatusCode.NOT_FOUND, "no service of this name is here")
+            return health_pb2.HealthCheckResponse(status=status)
 
         async def watch(context: grpc.aio.ServicerContext) -> None:
-            await self.servicer.Watch(await self._asked("Watch", context, calls), context)
+            asked = await self._asked("Watch", context, calls)
+            unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            told = None
+
+            def status() -> Any:
+                return self._statuses.get(asked.service, unknown)
+
+            def is_news() -> bool:
+                return bool(status() != told)
+
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(is_news)
+                told = status()
+                await context.write(health_pb2.HealthCheckResponse(status=told))
 
         packed = health_pb2.HealthCheckResponse.SerializeToString
         return {
@@ -92,12 +115,21 @@ class Health:
                 self._warm_up_s,
             )
         status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE, *NAMES_OF_PICKER):
-            await self.servicer.set(name, status.SERVING if self.serves else status.NOT_SERVING)
-        await self.servicer.set(LIVENESS, status.SERVING)
+        if self._ends:
+            return
+        said = status.SERVING if self.serves else status.NOT_SERVING
+        await self._say({**dict.fromkeys(("", SERVICE, *NAMES_OF_PICKER), said), LIVENESS: status.SERVING})
+
+    async def end(self) -> None:
+        """Say "not serving" of every service from now on."""
+        self._ends = True
+        await self._say(dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING))
 
     async def is_serving(self) -> bool:
-        """Whether the servicer says so; no longer once it shuts down."""
-        asked = health_pb2.HealthCheckRequest(service=SERVICE)
-        told = await self.servicer.Check(asked, None)
-        return bool(told.status == health_pb2.HealthCheckResponse.SERVING)
+        """Whether it says so of the index; no longer after ``end``."""
+        return self._statuses.get(SERVICE) == health_pb2.HealthCheckResponse.SERVING
+
+    async def _say(self, statuses: dict[str, Any]) -> None:
+        async with self._changed:
+            self._statuses = statuses
+            self._changed.notify_all()

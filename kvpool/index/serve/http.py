@@ -14,7 +14,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,12 +29,14 @@ from kvpool.discovery.worker import Worker
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.follow.roster import Roster
-from kvpool.index.serve import rfc1403
+from kvpool.index.serve import rfc1403, status_page
 from kvpool.index.serve.auth import EVERYTHING, Permissions, TokenAuth, WrongToken
 from kvpool.index.serve.call_room import owner_of
 from kvpool.index.serve.encoding import Encoding
+from kvpool.index.serve.http_call import HttpCall, HttpReply, HttpRequest, Refused
 from kvpool.index.serve.listening import open_listening
 from kvpool.index.serve.request_stats import Matched, RequestStats
+from kvpool.index.serve.status import Status
 from kvpool.key.names import check_tenant
 
 MAX_BODY_NBYTES = 8 << 20  # a million tokens; 400,000 hashes
@@ -56,21 +58,6 @@ logger = logging.getLogger("kvpool.index")
 HEALTH = "/health"
 
 
-class _Reply(NamedTuple):
-    """Bytes, in the encoding of the request."""
-
-    body: bytes
-    status: int = 200
-
-
-class _Body(NamedTuple):
-    """Of a request."""
-
-    raw: bytes
-    encoding: Encoding
-
-
-_Call = Callable[[_Body, Permissions], Awaitable[_Reply]]
 _STATUSES: tuple[tuple[type[KVPoolError], int, str], ...] = (
     (WrongToken, 401, "UNAUTHENTICATED"),
     (AccessDenied, 403, "PERMISSION_DENIED"),
@@ -80,19 +67,12 @@ _STATUSES: tuple[tuple[type[KVPoolError], int, str], ...] = (
 )
 
 
-class _Refused(Exception):
-    """No answer, but a status and one line."""
-
-    def __init__(self, status: int, name: str, line: str) -> None:
-        super().__init__(line)
-        self.status, self.name = status, name
-
-
 class HttpServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``stop``.
 
     ``stats`` counts what is answered. ``is_serving``: what ``/health`` says. ``auth``: who may do what; None: all may
-    do everything. ``tls``: None: without.
+    do everything. ``tls``: None: without. ``status``: what the status page shows; None: there is no such page. The
+    caller starts and closes it.
     """
 
     def __init__(
@@ -103,8 +83,10 @@ class HttpServer:
         *,
         auth: TokenAuth | None = None,
         tls: ServerTls | None = None,
+        status: Status | None = None,
     ) -> None:
         self._roster = roster
+        self._status = status
         self._budget = roster.fleet.buffers
         self._stats = stats
         self._is_serving = is_serving
@@ -157,7 +139,7 @@ class HttpServer:
     # ---- requests
 
     def _application(self) -> Starlette:
-        calls: dict[str, _Call] = {
+        calls: dict[str, HttpCall] = {
             "/query": lambda body, caller: self._query(body, caller, by_hash=False),
             "/query_by_hash": lambda body, caller: self._query(body, caller, by_hash=True),
             "/register": self._register,
@@ -165,18 +147,22 @@ class HttpServer:
         }
         routes = [self._route(path, "POST", call) for path, call in calls.items()]
         routes.append(self._route(HEALTH, "GET", self._health))
+        if self._status is not None:
+            routes.append(self._route("/status/data", "GET", self._status.data))
+            routes.append(self._route("/status/prompt", "POST", self._status.prompt))
+            routes += status_page.routes()
         return Starlette(routes=routes, exception_handlers={HTTPException: self._no_such})
 
-    def _route(self, path: str, method: str, call: _Call) -> Route:
+    def _route(self, path: str, method: str, call: HttpCall) -> Route:
         async def endpoint(request: Request) -> Response:
             return await self._answer(request, call)
 
         return Route(path, endpoint, methods=[method])
 
-    async def _answer(self, request: Request, call: _Call) -> Response:
+    async def _answer(self, request: Request, call: HttpCall) -> Response:
         """Every request passes here: callers without the right are refused before the body is read."""
         body = bytearray()
-        owner = request.client.host if request.client is not None else ""
+        owner = host = request.client.host if request.client is not None else ""
         encoding = Encoding.of(request.headers.get("content-type"))
         try:
             caller = EVERYTHING  # health is open to all
@@ -184,11 +170,12 @@ class HttpServer:
                 caller = self._auth.authenticate(request.headers.get("authorization"))
                 owner = owner_of(caller, owner)
             await self._read(request, body, owner)
-            reply = await call(_Body(bytes(body), encoding), caller)
-            return Response(reply.body, reply.status, media_type=encoding.value)
+            asked = HttpRequest(bytes(body), encoding, request.query_params, host)
+            reply = await call(asked, caller)
+            return Response(reply.body, reply.status, dict(reply.headers), encoding.value)
         except ClientDisconnect:
             return Response(status_code=400)
-        except _Refused as error:
+        except Refused as error:
             return self._refuse(encoding, error.status, error.name, str(error))
         except KVPoolError as error:
             _, status, name = next(one for one in _STATUSES if isinstance(error, one[0]))
@@ -226,60 +213,60 @@ class HttpServer:
             await asyncio.wait_for(self._read_all(request, body, owner), BODY_S)
         except (TimeoutError, asyncio.TimeoutError) as error:
             line = f"the request did not arrive within {BODY_S:g} s"
-            raise _Refused(408, "DEADLINE_EXCEEDED", line) from error
+            raise Refused(408, "DEADLINE_EXCEEDED", line) from error
 
     async def _read_all(self, request: Request, body: bytearray, owner: str) -> None:
         """Also of what is refused the rest is read: who still sends would not see the answer.
 
         ``body`` is in ``owner``'s part of the memory.
         """
-        refusal: _Refused | None = None
+        refusal: Refused | None = None
         nbytes = 0
         async for chunk in request.stream():
             nbytes += len(chunk)
             if nbytes > MAX_BODY_NBYTES:
                 line = f"a request has at most {MAX_BODY_NBYTES} bytes: send hashes, or ask over gRPC"
-                refusal = _Refused(413, "RESOURCE_EXHAUSTED", line)
+                refusal = Refused(413, "RESOURCE_EXHAUSTED", line)
             elif refusal is None and not self._budget.take(len(chunk), owner):
                 line = "the index has too many requests to answer now: send it again later, or raise --max-memory"
-                refusal = _Refused(503, "RESOURCE_EXHAUSTED", line)
+                refusal = Refused(503, "RESOURCE_EXHAUSTED", line)
             if refusal is None:
                 body += chunk
         if refusal is not None:
             raise refusal
 
-    async def _health(self, body: _Body, _: Permissions) -> _Reply:
+    async def _health(self, body: HttpRequest, _: Permissions) -> HttpReply:
         if not await self._is_serving():
-            raise _Refused(503, "UNAVAILABLE", "this index does not answer for now")
-        return _Reply(body.encoding.encode({"status": "ok"}))
+            raise Refused(503, "UNAVAILABLE", "this index does not answer for now")
+        return HttpReply(body.encoding.encode({"status": "ok"}))
 
-    async def _query(self, body: _Body, caller: Permissions, *, by_hash: bool) -> _Reply:
-        def answer() -> tuple[_Reply, Matched]:
+    async def _query(self, body: HttpRequest, caller: Permissions, *, by_hash: bool) -> HttpReply:
+        def answer() -> tuple[HttpReply, Matched]:
             query = rfc1403.decode_query(body.raw, by_hash=by_hash, encoding=body.encoding)
             caller.check("read", query.prompt.tenant)
             rows = self._roster.fleet.lookup_tiers(query.prompt)
             reply = body.encoding.encode(rfc1403.encode_answer(query, rows))
-            return _Reply(reply), Matched.of_tiers(rows)
+            return HttpReply(reply), Matched.of_tiers(rows)
 
         with self._stats.timed_lookup() as timer:
             reply, timer.matched = await self._in_thread(answer)
             return reply
 
-    async def _register(self, body: _Body, caller: Permissions) -> _Reply:
-        def register() -> _Reply:
+    async def _register(self, body: HttpRequest, caller: Permissions) -> HttpReply:
+        def register() -> HttpReply:
             asked = rfc1403.decode_registration(body.raw, body.encoding)
             caller.check("publish", asked.tenant)
             known = self._known(asked.tenant, asked.instance)
             worker = rfc1403.with_rank(asked, known, self._roster.fleet.seed_id)
             self._roster.add(worker, "call")
             said = body.encoding.encode(rfc1403.encode_registered(asked))
-            return _Reply(said, 201 if asked.as_dynamo else 200)
+            return HttpReply(said, 201 if asked.as_dynamo else 200)
 
         async with self._changing:
             return await self._in_thread(register)
 
-    async def _unregister(self, body: _Body, caller: Permissions) -> _Reply:
-        def unregister() -> _Reply:
+    async def _unregister(self, body: HttpRequest, caller: Permissions) -> HttpReply:
+        def unregister() -> HttpReply:
             asked = rfc1403.decode_removal(body.raw, body.encoding)
             caller.check("admin", asked.tenant)
             known = self._known(asked.tenant, asked.instance)
@@ -296,12 +283,12 @@ class HttpServer:
                 else:
                     self._roster.add(left, "call")
             if not ranks:
-                raise _Refused(
+                raise Refused(
                     404,
                     "NOT_FOUND",
                     f'unknown instance "{asked.instance:.80}" of tenant {asked.tenant}, or no such rank of it',
                 )
-            return _Reply(body.encoding.encode(rfc1403.encode_removed(asked, ranks)))
+            return HttpReply(body.encoding.encode(rfc1403.encode_removed(asked, ranks)))
 
         async with self._changing:
             return await self._in_thread(unregister)

@@ -22,6 +22,9 @@ MAX_STREAMS_OF_TENANT = 192
 MAX_PLACEMENTS = 4096  # from one host as from all: a proxy asks about each request of its clients
 MAX_REQUESTS = 4096  # that a router has under way
 MAX_REQUESTS_OF_HOST = 2048
+MAX_PAGES = 32  # requests of status pages, which one thread answers
+MAX_PAGES_OF_HOST = 16
+MAX_PAGES_OF_TENANT = 8
 MAX_WATCHES = 1024
 MAX_WATCHES_OF_HOST = 64
 
@@ -101,4 +104,12 @@ def of_watches() -> Limiter:
     return Limiter(
         "watches", "one for each process is enough",
         total=MAX_WATCHES, of_host=MAX_WATCHES_OF_HOST, of_tenant=MAX_WATCHES,
+    )  # fmt: skip
+
+
+def of_pages() -> Limiter:
+    """Of requests of status pages, each until it is answered."""
+    return Limiter(
+        "requests of status pages", "look less often",
+        total=MAX_PAGES, of_host=MAX_PAGES_OF_HOST, of_tenant=MAX_PAGES_OF_TENANT,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from threading import Thread
 from typing import Any
@@ -14,6 +14,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from kvpool import metrics
+from kvpool.discovery.traffic import Seen
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_follower import PoolFollower
@@ -21,6 +22,7 @@ from kvpool.index.serve.proxy_stats import ProxyStats, ProxyTotals
 from kvpool.index.serve.request_stats import Histogram, RequestStats
 from kvpool.index.table import TIERS
 from kvpool.metrics import Metric
+from kvpool.store.store import Usage
 from kvpool.text import parse_address
 
 # One by one, the first by name, so that a scrape shows the same ones as the last. Each is a time series of its own.
@@ -52,6 +54,8 @@ class Exporter(Collector):
         yield from self._of_stats()
         if self._pool is not None:
             yield from _families(metrics.POOL_RECONCILER, self._pool.totals()._asdict())
+            yield from _of_servers(self._pool.servers)
+            yield from _of_traffic(self._pool.traffic)
         if self._proxy is not None:
             yield from self._of_proxy(self._proxy.totals())
 
@@ -117,10 +121,29 @@ class Exporter(Collector):
 
 def _families(shown: Mapping[str, Metric], totals: Mapping[str, float]) -> Iterator[Family]:
     for field, metric in shown.items():
-        family = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+        family = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
         yield family(metric.name, metric.help, value=totals[field])
         if metric.former_name:
             yield family(metric.former_name, f"Renamed to {metric.name}.", value=totals[field])
+
+
+def _of_servers(servers: Sequence[Usage]) -> Iterator[Family]:
+    for field, metric in metrics.POOL_SERVERS.items():
+        family = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+        shown = family(metric.name, metric.help, labels=[metric.label])
+        for server in servers:
+            if (value := getattr(server, field)) is not None:
+                shown.add_metric([server.server], float(value))
+        yield shown
+
+
+def _of_traffic(windows: Mapping[str, Seen]) -> Iterator[Family]:
+    asked = {window: seen for window, seen in windows.items() if seen.prompt_tokens}
+    for metric, ratios in (
+        (metrics.INDEX_HIT_RATIO, {window: seen.hit_ratio for window, seen in asked.items()}),
+        (metrics.INDEX_HIT_CEILING_RATIO, {window: seen.ceiling for window, seen in asked.items()}),
+    ):
+        yield _by_label(GaugeMetricFamily, metric, ratios)
 
 
 def _by_label(

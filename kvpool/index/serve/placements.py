@@ -16,6 +16,7 @@ from kvpool.index.buffer_budget import INFERENCE, BufferBudget
 from kvpool.index.place.placer import AllBusy, NoWorker, Placement, Placer, Target
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.request_stats import RequestStats
+from kvpool.tracing import Span, Tracing
 
 DESTINATION = "x-gateway-destination-endpoint"
 WORKER, MATCHED, BLOCKS, REASON = (
@@ -74,9 +75,10 @@ class Placements:
         budget: BufferBudget,
         *,
         shows: bool = True,
+        tracing: Tracing | None = None,
     ) -> None:
         self._placer, self._health, self._stats, self._shows = placer, health, stats, shows
-        self._budget = budget
+        self._budget, self._tracing = budget, tracing or Tracing()
         self.held_nbytes = 0
 
     def hold(self, have_nbytes: int, nbytes: int) -> None:
@@ -103,12 +105,34 @@ class Placements:
     ) -> Placement:
         """Where a request goes; a placement without targets: a fault of ours, or of an index that does not know the
         fleet yet. Errors: ``Refusal``."""
+        with self._tracing.span("kvpool.place", headers) as span:
+            return await self._place(path, headers, body, tenant, subset, span)
+
+    async def _place(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        tenant: str,
+        subset: frozenset[str] | None,
+        span: Span,
+    ) -> Placement:
         began_s = time.perf_counter()
         outcome = ""
         asked = {name: headers[name] for name in ("authorization",) if name in headers}
         try:
             placement = await self._placer.place(path, body, tenant=tenant, subset=subset, headers=asked)
             outcome = placement.reason
+            span.set(prompt_blocks=placement.prompt_blocks)
+            if placement.targets:
+                best = placement.targets[0]
+                known = placement.prompt_blocks > 0
+                self._stats.record_placed(
+                    placement.prompt_blocks,
+                    best.matched_blocks if known else 0,
+                    placement.held_blocks if known else 0,
+                )
+                span.set(worker=best.worker, matched_blocks=best.matched_blocks)
             return placement
         except NoWorker as error:
             outcome = "no-worker"
@@ -123,6 +147,7 @@ class Placements:
             outcome = "failed"
             return Placement(tenant, "failed")
         finally:
+            span.set(outcome=outcome or "given up", tenant=tenant)
             if outcome:  # not of a request that was given up
                 self._stats.record_placement(time.perf_counter() - began_s, outcome)
 

@@ -44,6 +44,26 @@ class Matched(NamedTuple):
         return cls(*(max((getattr(row, column) for row in rows), default=0) for column in cls._fields))
 
 
+class Placed(NamedTuple):
+    """Requests that got a worker; ``prompt_blocks``, ``matched_blocks``: as ``IndexStatus`` has them."""
+
+    requests: int = 0
+    prompt_blocks: int = 0
+    matched_blocks: int = 0
+
+
+class Reuse(NamedTuple):
+    """What of prompts could be reused instead of computed, by what the index knew when it was asked; sums.
+
+    ``held_blocks``: the most leading blocks that one rank, or the pool, had of each: so much a request finds that is
+    sent to the best place, and their share of ``prompt_blocks`` is the ceiling of what routing can reach.
+    """
+
+    prompts: int = 0
+    prompt_blocks: int = 0
+    held_blocks: int = 0
+
+
 class Histogram:
     """Counts by upper bound, and their sum; for one thread at a time."""
 
@@ -76,6 +96,8 @@ class Totals(NamedTuple):
     streams: int
     placements: dict[str, int]  # requests of proxies, by why they went where they did
     placement_seconds: Histogram
+    placed: Placed
+    reuse: Reuse  # of lookups and placements
 
 
 class LookupTimer:
@@ -113,11 +135,13 @@ class RequestStats:
         self._seconds = Histogram(SECONDS)
         self._lookups = 0
         self._matched = Matched()
+        self._reuse = Reuse()
         self._ratios = {where: Histogram(RATIOS) for where in ("device", "local", "pool")}
         self._refused: Counter[str] = Counter()
         self._streams = 0
         self._placements: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._placement_seconds = Histogram(SECONDS)
+        self._placed = Placed()
 
     def timed_lookup(self) -> LookupTimer:
         """A context that records the lookup in it when it ends."""
@@ -134,6 +158,7 @@ class RequestStats:
                 return
             self._lookups += 1
             self._matched = Matched(*map(sum, zip(self._matched, matched, strict=True)))
+            self._add_reuse(matched.prompt_blocks, max(matched.local_blocks, matched.pool_blocks))
             for histogram, blocks in zip(self._ratios.values(), matched[1:], strict=True):
                 histogram.add(blocks / matched.prompt_blocks)
 
@@ -153,6 +178,23 @@ class RequestStats:
             self._placements[outcome] += 1
             self._placement_seconds.add(seconds)
 
+    def record_placed(self, prompt_blocks: int = 0, matched_blocks: int = 0, held_blocks: int = 0) -> None:
+        """One request got a worker, which need not compute ``matched_blocks`` of ``prompt_blocks`` (0: not known).
+        ``held_blocks``: as in ``Reuse``."""
+        with self._lock:
+            placed = self._placed
+            self._placed = Placed(
+                placed.requests + 1,
+                placed.prompt_blocks + prompt_blocks,
+                placed.matched_blocks + matched_blocks,
+            )
+            if prompt_blocks:
+                self._add_reuse(prompt_blocks, held_blocks)
+
+    def _add_reuse(self, prompt_blocks: int, held_blocks: int) -> None:
+        prompts, asked, held = self._reuse
+        self._reuse = Reuse(prompts + 1, asked + prompt_blocks, held + held_blocks)
+
     def totals(self) -> Totals:
         """All of it at one moment."""
         with self._lock:
@@ -166,4 +208,6 @@ class RequestStats:
                 self._streams,
                 dict(self._placements),
                 self._placement_seconds.copy(),
+                self._placed,
+                self._reuse,
             )

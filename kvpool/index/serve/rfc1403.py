@@ -2,8 +2,8 @@
 
 Two spellings are about, and a request is answered in its own: ``model`` is Mooncake's, ``model_name`` is that of
 Dynamo's standalone indexer. Mooncake's answer has changed since April 2026 and its question has not: in JSON both
-answers are given, in msgpack (August 2026) the later one. ``docs/protocol.md`` names what is followed, and where this
-differs.
+answers are given, in msgpack (August 2026) the later one. ``docs/reference/protocol.md`` names what is followed, and
+where this differs.
 
 What is read here was written by other processes: it is checked for its form. What it says is judged by ``Fleet`` and
 ``check_worker``. Errors: ``ConfigError`` that names the field, where no other is named.

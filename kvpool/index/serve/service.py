@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health
-from grpc_reflection.v1alpha import reflection
 
 from kvpool.discovery.admission import check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
@@ -42,15 +40,16 @@ from kvpool.index.serve import codec, worker_pages
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.grpc_server import open_server
-from kvpool.index.serve.health import Health
+from kvpool.index.serve.health import HEALTH, Health
 from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
 from kvpool.index.serve.publish_streams import PublishStreams
-from kvpool.index.serve.reflection_calls import reflection_handlers
+from kvpool.index.serve.reflection_calls import REFLECTION, reflection_handlers
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant
+from kvpool.tracing import Tracing
 from kvpool.v1 import index_pb2 as pb
 
 INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
@@ -77,7 +76,8 @@ class IndexServer:
     ``auth``: who may do what; None: every caller may do everything. ``tls``: None: without. Files of either are
     looked at again while it serves. ``max_connection_age_s``: after so long a caller is told to connect anew, so that
     a new replica gets its part; calls go on meanwhile. ``max_connection_grace_s``: after so long more its streams are
-    ended, too. 0, of either: never. ``calls``, ``health``: for other doors of the same index.
+    ended, too. 0, of either: never. ``tracing``: of calls with one
+    request; None: off. ``calls``, ``health``: for other doors of the same index.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class IndexServer:
         tls: ServerTls | None = None,
         max_connection_age_s: float = MAX_CONNECTION_AGE_S,
         max_connection_grace_s: float = 0.0,
+        tracing: Tracing | None = None,
     ) -> None:
         self._roster = roster
         self._stats = stats or RequestStats()
@@ -102,7 +103,7 @@ class IndexServer:
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
-        self.calls = Calls(self._auth, self._stats, roster.fleet.buffers)
+        self.calls = Calls(self._auth, self._stats, roster.fleet.buffers, tracing)
         self._lookups = LookupCalls(
             self.calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
         )
@@ -129,11 +130,9 @@ class IndexServer:
         return bound
 
     def _open(self, listen: str) -> int:
-        handlers = {SERVICE: self._handlers(), health.SERVICE_NAME: self.health.handlers(self.calls)}
+        handlers = {SERVICE: self._handlers(), HEALTH: self.health.handlers(self.calls)}
         if self._auth.is_open:
-            handlers[reflection.SERVICE_NAME] = reflection_handlers(
-                self.calls, (*handlers, reflection.SERVICE_NAME)
-            )
+            handlers[REFLECTION] = reflection_handlers(self.calls)
         most_nbytes = self._roster.fleet.buffers.limit_of_request_nbytes(MAX_REQUEST_NBYTES)
         self._server, bound = open_server(
             listen,
@@ -159,13 +158,13 @@ class IndexServer:
 
     async def drain(self, seconds: float, now: asyncio.Event) -> None:
         """Say "not serving", and answer for so long, or until ``now``: a load balancer sends callers elsewhere."""
-        await self.health.servicer.enter_graceful_shutdown()
+        await self.health.end()
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(now.wait(), seconds)
 
     async def stop(self) -> None:
         """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""
-        await self.health.servicer.enter_graceful_shutdown()
+        await self.health.end()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -262,7 +261,9 @@ class IndexServer:
     async def _route(self, request: Any, _: Permissions) -> Any:
         def answer(prompt: Prompt) -> tuple[Any, Matched]:
             ranking = self._router.rank(prompt, **codec.decode_route_options(request))
-            return ranking.pack(), Matched()  # the best rank may not be among the picks
+            if len(ranking.native):
+                self._stats.record_placed()
+            return ranking.pack(), Matched(*ranking.most())
 
         return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
 
@@ -325,7 +326,8 @@ class IndexServer:
             index = IndexStatus(
                 index.uptime_ms, told.lookups, *told.matched, held_blocks=totals.blocks,
                 held_pool_blocks=totals.pool_blocks, memory_nbytes=totals.memory_nbytes,
-                instance_id=self._instance_id,
+                instance_id=self._instance_id, placements=told.placed.requests,
+                placed_prompt_blocks=told.placed.prompt_blocks, placed_matched_blocks=told.placed.matched_blocks,
             )  # fmt: skip
         return index
 

@@ -1,4 +1,4 @@
-"""The commands that move one record, and what their replies mean (docs/stores.md, "On the server").
+"""The commands that move one record, and what their replies mean (docs/explanation/stores.md, "On the server").
 
 A reply that fits no command is ``LinkFault``: the connection can no longer be used.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 
 import redis
@@ -15,10 +16,11 @@ from kvpool.store.server.notices import ServerNotices
 from kvpool.store.server.rights import Refused, refused_commands
 from kvpool.store.server.scan import scan_keys, scan_server
 from kvpool.store.server.topology import Primaries
-from kvpool.store.store import Store, StoredBlock
+from kvpool.store.store import Store, StoredBlock, Usage
 from kvpool.store.url import SERVER_SCHEMES, StoreURL
 
 RUN_ID_S = 2.0
+USAGE_S = 2.0
 
 
 class ServerStore(Store):
@@ -78,6 +80,9 @@ class ServerStore(Store):
                 return ""
         return runs[0] if len(runs) == 1 else hashlib.sha256("".join(runs).encode()).hexdigest()
 
+    def _usage(self) -> list[Usage]:
+        return [usage_of(url) for url in self._primaries.urls()]
+
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
         for url in self._primaries.urls():
             yield from scan_server(url, self._name, prefix)
@@ -108,6 +113,31 @@ def _run_id(server: redis.Redis) -> str:
         return str(server.info("server").get("run_id", ""))
     except redis.exceptions.ResponseError:  # also without the permission
         return ""
+
+
+def usage_of(url: StoreURL) -> Usage:
+    """How full the server of ``url`` is. Blocking, for a second or two. Never raises."""
+    name = url.path or f"{_in_url(url.host)}:{url.port}"
+    try:
+        with connect(url, timeout_s=USAGE_S, role="usage") as server:
+            return _usage(name, server)
+    except Exception:  # whatever a client makes of what a server says
+        return Usage(name, up=False)
+
+
+def _usage(name: str, server: redis.Redis) -> Usage:
+    try:
+        info = server.info()
+    except redis.exceptions.ResponseError:  # also without the permission
+        return Usage(name)
+    databases = [part for database, part in info.items() if re.fullmatch(r"db[0-9]+", database)]
+    return Usage(
+        name,
+        used_nbytes=info.get("used_memory"),
+        capacity_nbytes=info.get("maxmemory") or None,
+        keys=sum(part["keys"] for part in databases),
+        evicted=info.get("evicted_keys"),
+    )
 
 
 def server_name(url: StoreURL) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,11 +41,18 @@ OURS_ALONE = {"bind", "protected-mode"}
 GOOD = ("--include", str(CONF), "--bind", "127.0.0.1")
 
 
+NOBODY = "none of tenant default announces itself"
+
+
 def examined(*arguments: str) -> tuple[int, list[dict[str, str]]]:
+    """Exit code and findings, both without that no worker is there: most tests have a pool alone."""
     ended = kvpool("doctor", *arguments, "--json")
     report: dict[str, Any] = json.loads(ended.stdout)
     assert report["ok"] is (ended.returncode == 0)
-    return ended.returncode, report["findings"]
+    findings = [one for one in report["findings"] if not one["says"].startswith(NOBODY)]
+    fails = any(one["level"] == "fail" for one in findings)
+    assert report["ok"] is not (fails or len(findings) < len(report["findings"]))
+    return int(fails), findings
 
 
 def about_the_server(findings: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -84,27 +92,27 @@ def test_a_server_with_our_file_has_nothing_to_change(server: Server) -> None:
 
 
 WRONG = [
-    ("maxmemory", "0", "problem", "maxmemory is 0"),
-    ("maxmemory", str(1 << 50), "problem", "maxmemory is more than the memory of its host"),
-    ("maxmemory-policy", "noeviction", "problem", "maxmemory-policy is noeviction"),
-    ("maxmemory-policy", "volatile-ttl", "note", "maxmemory-policy is volatile-ttl"),
-    ("save", "3600 1", "note", "save is on"),
-    ("appendonly", "yes", "note", "appendonly is on"),
-    ("client-output-buffer-limit", "normal 0 0 0", "note", "client-output-buffer-limit has none"),
+    ("maxmemory", "0", "fail", "maxmemory is 0"),
+    ("maxmemory", str(1 << 50), "fail", "maxmemory is more than the memory of its host"),
+    ("maxmemory-policy", "noeviction", "fail", "maxmemory-policy is noeviction"),
+    ("maxmemory-policy", "volatile-ttl", "warn", "maxmemory-policy is volatile-ttl"),
+    ("save", "3600 1", "warn", "save is on"),
+    ("appendonly", "yes", "warn", "appendonly is on"),
+    ("client-output-buffer-limit", "normal 0 0 0", "warn", "client-output-buffer-limit has none"),
     (
         "client-output-buffer-limit",
         "normal 4mb 0 0",
-        "problem",
+        "fail",
         "client-output-buffer-limit ends connections",
     ),
-    ("maxmemory-clients", "0", "note", "maxmemory-clients is 0"),
-    ("maxmemory-clients", "1%", "problem", "maxmemory-clients allows 10.2 MiB"),
-    ("maxmemory-clients", "20mb", "problem", "maxmemory-clients allows 20 MiB"),
-    ("lazyfree-lazy-user-flush", "no", "note", "lazyfree-lazy-user-flush"),
-    ("hash-max-listpack-value", "1048576", "note", "hash-max-listpack-value is 1048576"),
-    ("io-threads", "2", "note", "io-threads is 2"),
-    ("timeout", "300", "note", "timeout is 300"),
-    ("tcp-keepalive", "0", "note", "tcp-keepalive is 0"),
+    ("maxmemory-clients", "0", "warn", "maxmemory-clients is 0"),
+    ("maxmemory-clients", "1%", "fail", "maxmemory-clients allows 10.2 MiB"),
+    ("maxmemory-clients", "20mb", "fail", "maxmemory-clients allows 20 MiB"),
+    ("lazyfree-lazy-user-flush", "no", "warn", "lazyfree-lazy-user-flush"),
+    ("hash-max-listpack-value", "1048576", "warn", "hash-max-listpack-value is 1048576"),
+    ("io-threads", "2", "warn", "io-threads is 2"),
+    ("timeout", "300", "warn", "timeout is 300"),
+    ("tcp-keepalive", "0", "warn", "tcp-keepalive is 0"),
 ]
 
 
@@ -149,11 +157,11 @@ def test_a_server_without_config_is_judged_by_info(server: Server) -> None:
     server.client.execute_command("ACL", "SETUSER", "default", "-config")
     code, findings = examined("--pool", server.url)
     assert code == 1
-    problems = sentences(findings, "problem")
+    problems = sentences(findings, "fail")
     assert "maxmemory is 0" in problems
     assert "where the server is configured, set maxmemory 1gb" in problems
     assert "maxmemory-policy is noeviction" in problems
-    assert "appendonly is on" in sentences(findings, "note")
+    assert "appendonly is on" in sentences(findings, "warn")
 
 
 def test_connections_that_were_ended_for_their_memory_are_told(server: Server) -> None:
@@ -192,7 +200,7 @@ def test_the_doctor_looks_at_the_host_of_a_network_only(server: Server) -> None:
 def test_a_user_whom_the_server_does_not_tell_of_changes(server: Server) -> None:
     server.client.execute_command("ACL", "SETUSER", "default", "-client|tracking")
     (only,) = to_change(server)
-    assert only.level == "note"
+    assert only.level == "warn"
     assert "does not tell this user which keys change" in only.says
     assert (
         only.change
@@ -202,7 +210,7 @@ def test_a_user_whom_the_server_does_not_tell_of_changes(server: Server) -> None
     assert to_change(server) == []
 
 
-@pytest.mark.parametrize(("command", "level"), [("touch", "note"), ("pttl", "note"), ("hset", "problem")])
+@pytest.mark.parametrize(("command", "level"), [("touch", "warn"), ("pttl", "warn"), ("hset", "fail")])
 def test_a_right_that_is_missing_is_named(server: Server, command: str, level: str) -> None:
     server.client.execute_command("ACL", "SETUSER", "default", f"-{command}")
     (about,) = [one for one in to_change(server) if f"refuses {command.upper()} " in one.says]
@@ -214,14 +222,14 @@ def test_a_server_without_info_says_so(server: Server) -> None:
     server.client.execute_command("ACL", "SETUSER", "default", "-info", "-config")
     code, findings = examined("--pool", server.url)
     assert code == 0
-    assert "INFO is not allowed" in sentences(findings, "note")
+    assert "INFO is not allowed" in sentences(findings, "warn")
 
 
 def test_a_user_without_the_keys_is_told_which(server: Server) -> None:
     server.client.execute_command("ACL", "SETUSER", "worker", "on", ">pass-word", "~other:*", "+@all")
     code, findings = examined("--pool", f"valkey://worker:pass-word@127.0.0.1:{server.port}")
     assert code == 1
-    text = sentences(findings, "problem")
+    text = sentences(findings, "fail")
     assert "NOPERM" in text
     assert "kvpool:default:*" in text
     assert "pass-word" not in json.dumps(findings)
@@ -239,7 +247,7 @@ def test_a_wrong_password_is_a_problem_and_not_shown(server: Server) -> None:
     server.client.config_set("requirepass", "right-word")
     code, findings = examined("--pool", f"valkey://:wrong-word@127.0.0.1:{server.port}")
     assert code == 1
-    assert "correct user, password" in sentences(findings, "problem")
+    assert "correct user, password" in sentences(findings, "fail")
     assert "wrong-word" not in json.dumps(findings)
 
 
@@ -250,7 +258,7 @@ def test_a_replica_is_a_problem(tmp_path: Path, server: Server) -> None:
         replica.client.replicaof("127.0.0.1", server.port)
         code, findings = examined("--pool", replica.url)
     assert code == 1
-    assert "replica" in sentences(findings, "problem")
+    assert "replica" in sentences(findings, "fail")
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "foreign"])
@@ -265,7 +273,7 @@ def test_a_directory_that_is_no_pool_is_a_problem_and_stays_as_it_is(tmp_path: P
     code, findings = examined("--pool", f"file://{place}")
     assert code == 1
     says = {"missing": "no such directory", "empty": "no pool yet", "foreign": "it is not empty"}
-    assert says[kind] in sentences(findings, "problem")
+    assert says[kind] in sentences(findings, "fail")
     assert sorted(tmp_path.rglob("*")) == before
     ended = kvpool("doctor", "--pool", f"file://{place}")
     assert ended.returncode == 1
@@ -298,7 +306,7 @@ def test_a_directory(tmp_path: Path) -> None:
     assert "capacity 16MiB" in sentences(findings, "ok")
     code, findings = examined("--pool", f"file://{tmp_path}/pool?capacity=1000TiB")
     assert code == 1
-    assert "smaller ?capacity=" in sentences(findings, "problem")
+    assert "smaller ?capacity=" in sentences(findings, "fail")
 
 
 @pytest.mark.parametrize(
@@ -331,11 +339,11 @@ def test_namespaces_that_differ_are_told_apart(tmp_path: Path) -> None:
     with open_store(url) as store:
         announce_facts(store, Namespace("default", facts), "m")
         _, findings = examined("--pool", url)
-        assert "share one namespace" in sentences(findings, "ok")
+        assert "have one namespace" in sentences(findings, "ok")
         announce_facts(store, Namespace("default", facts | {"tensor_parallel": 2}), "m")
         announce_facts(store, Namespace("other", facts | {"tensor_parallel": 4}), "m")
     _, findings = examined("--pool", url)
-    text = sentences(findings, "note")
+    text = sentences(findings, "warn")
     assert "tensor_parallel is" in text
     assert "4" not in text.partition("tensor_parallel is")[2].partition(" ->")[0]
 
@@ -347,7 +355,7 @@ def test_weights_that_differ_are_named(tmp_path: Path) -> None:
         for digest in digests:
             announce_facts(store, Namespace("default", {"engine": "vllm", "weights": digest}), "m")
     _, findings = examined("--pool", url)
-    text = sentences(findings, "note")
+    text = sentences(findings, "warn")
     assert 'model "m" has workers that do not share' in text
     assert any(
         f'weights is "{one}" here and "{other}" there' in text for one, other in (digests, digests[::-1])
@@ -358,9 +366,12 @@ def test_the_table_names_what_to_change(tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
         ended = kvpool("doctor", "--pool", server.url)
     assert ended.returncode == 1
-    assert "problem" in ended.stdout
+    assert re.search(r"^FAIL +server +maxmemory is 0", ended.stdout, re.MULTILINE), ended.stdout
     assert "-> CONFIG SET maxmemory" in ended.stdout
-    assert "To be changed: 2" in ended.stdout
+    assert re.search(r"^FAIL +workers +none of tenant default announces itself", ended.stdout, re.MULTILINE)
+    assert re.search(r"^3 FAIL, [0-9]+ WARN, [0-9]+ OK\.$", ended.stdout, re.MULTILINE)
+    words = " ".join(ended.stdout.split())
+    assert "Not examined, since not named: --index HOST:PORT, --front URL, --picker HOST:PORT." in words
 
 
 def test_wrong_use_is_one_clear_line() -> None:
@@ -386,8 +397,11 @@ def announced(url: str, *workers: Worker) -> Iterator[None]:
 
 def test_a_pool_without_workers_says_so(tmp_path: Path) -> None:
     open_store(f"file://{tmp_path}/pool").close()
-    _, findings = examined("--pool", f"file://{tmp_path}/pool")
-    assert "none of tenant default announces itself" in sentences(findings, "note")
+    ended = kvpool("doctor", "--pool", f"file://{tmp_path}/pool", "--json")
+    report = json.loads(ended.stdout)
+    assert (ended.returncode, report["ok"]) == (1, False)
+    assert NOBODY in sentences(report["findings"], "fail")
+    assert report["not_examined"] == ["index", "front", "picker"]
 
 
 def test_workers_in_the_pool_are_judged(tmp_path: Path) -> None:
@@ -404,8 +418,8 @@ def test_workers_in_the_pool_are_judged(tmp_path: Path) -> None:
             code, findings = examined("--pool", url)
     assert code == 1
     assert "worker good of model m: blocks of 16 tokens, sha256_cbor" in sentences(findings, "ok")
-    assert "worker no-replay has no replay endpoint" in sentences(findings, "note")
-    problems = sentences(findings, "problem")
+    assert "worker no-replay has no replay endpoint" in sentences(findings, "warn")
+    problems = sentences(findings, "fail")
     assert "worker silent announces its events at" in problems
     assert "advertise_host" in problems
     assert "hash in different ways" in problems
@@ -417,7 +431,7 @@ def test_a_worker_without_events_is_named(tmp_path: Path) -> None:
     with announced(url, worker("mute", Publisher(0, ""))):
         code, findings = examined("--pool", url)
     assert code == 1
-    problems = sentences(findings, "problem")
+    problems = sentences(findings, "fail")
     assert "worker mute publishes no KV events" in problems
     assert "--kv-events-config" in problems
 
@@ -448,10 +462,10 @@ def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
         client.register(worker("salted", good.publisher, model="s", hash_seed_id="0" * 16))
         code, findings = examined("--index", index.address)
     assert code == 1
-    notes = sentences(findings, "note")
+    notes = sentences(findings, "warn")
     assert "rank 3 of worker late: incomplete for " in notes
     assert "its first 2 batches were not heard" in notes
-    problems = sentences(findings, "problem")
+    problems = sentences(findings, "fail")
     assert "rank 0 of worker lost is stale" in problems
     assert "PYTHONHASHSEED" in problems
 
@@ -468,7 +482,7 @@ def test_a_worker_that_no_prompt_can_match_is_a_problem(tmp_path: Path) -> None:
         def told() -> tuple[int, list[dict[str, str]]]:
             return examined("--index", index.address)
 
-        assert eventually(lambda: "EAGLE" in sentences(told()[1], "problem"), within_s=20)
+        assert eventually(lambda: "EAGLE" in sentences(told()[1], "fail"), within_s=20)
         code, findings = told()
     assert code == 1
     (found,) = [one for one in findings if "EAGLE" in one["says"]]
@@ -485,10 +499,8 @@ def test_a_worker_that_the_index_does_not_know_is_named(tmp_path: Path) -> None:
     ):
         code, findings = examined("--pool", here, "--index", index.address)
     assert code == 1
-    assert "worker good of tenant default is in the pool and not in the index" in sentences(
-        findings, "problem"
-    )
-    assert "it knows no worker" in sentences(findings, "note")
+    assert "worker good of tenant default is in the pool and not in the index" in sentences(findings, "fail")
+    assert "it knows no worker" in sentences(findings, "fail")
 
 
 def test_an_index_that_is_none_is_a_problem_in_one_sentence(server: Server) -> None:

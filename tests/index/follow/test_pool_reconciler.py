@@ -611,7 +611,7 @@ def test_who_may_not_listen_is_told_and_rounds_do_it(
 
 
 def test_the_rights_of_one_tenant_are_enough(valkey: Server) -> None:
-    """As docs/stores.md lists them; what others do with their keys is no trouble."""
+    """As docs/how-to/valkey.md lists them; what others do with their keys is no trouble."""
     rights = (
         "+ping +select +hset +pexpire +pttl +hmget +exists +touch +unlink +time +set +mget +zadd +zcard +zscore "
         "+zrange +zrem +zremrangebyscore +zremrangebyrank +multi +exec +scan +client|id +client|tracking +subscribe"

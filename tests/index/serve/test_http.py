@@ -208,7 +208,10 @@ def test_tenants_are_apart() -> None:
         status, reply = client.call("POST", "/query", {"model": "m", "token_ids": TOKENS})
         assert (status, reply) == (
             404,
-            {"error": 'unknown model "m": no worker of tenant "default" has joined this index yet'},
+            {
+                "error": 'unknown model "m": this index follows no worker of tenant "default"; kvpool top shows whom '
+                "it follows, kvpool doctor why not others"
+            },
         )
 
 

@@ -1,4 +1,4 @@
-"""Routers that are about, each asking as its source says (``docs/protocol.md`` names them), and real publishers."""
+"""Routers that are about, each asking as its source says (see ``docs/reference/protocol.md``), and real publishers."""
 
 from __future__ import annotations
 

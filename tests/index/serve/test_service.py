@@ -158,7 +158,7 @@ LOOKUP = pb.Scope(model="m")
          "INVALID_ARGUMENT", "tenant"),
         ("Lookup", pb.LookupRequest(scope=pb.Scope(model="x"), block_hashes=bytes(8)), "NOT_FOUND", "known are m"),
         ("Lookup", pb.LookupRequest(scope=pb.Scope(model="m", tenant="x"), block_hashes=bytes(8)), "NOT_FOUND",
-         'no worker of tenant "x" has joined this index yet'),
+         'this index follows no worker of tenant "x"; kvpool top shows whom it follows, kvpool doctor why not others'),
         ("RegisterWorker", b"", "INVALID_ARGUMENT", "holds a worker"),
         ("RegisterWorker", pb.RegisterWorkerRequest(worker=pb.Worker(name="b", model="m")), "INVALID_ARGUMENT",
          "the engine's --block-size"),

@@ -14,7 +14,7 @@ from kvpool.store.server.rights import COSTS, refused_commands
 from tests.store.conformance import key, keys, payload
 from tests.store.servers import Server, running, with_client
 
-# As docs/stores.md has it.
+# As docs/how-to/valkey.md has it.
 DOCUMENTED = [
     "+ping", "+select", "+client|setname", "+multi", "+exec", "+hset", "+pexpire", "+pttl", "+hmget", "+exists",
     "+touch", "+unlink", "+time", "+set", "+mget", "+zadd", "+zcard", "+zrange", "+zrem",

@@ -103,7 +103,7 @@ def test_a_client_certificate_and_a_user(
             assert store.announcements("kvpool:t:") == {"kvpool:t:x": b"document"}
             assert [len(blocks) for blocks in store.scan()] == [1]
             assert "hunter2" not in repr(store)
-        assert all(finding.level != "problem" for finding in server_findings(StoreURL.parse(url))[:1])
+        assert all(finding.level != "fail" for finding in server_findings(StoreURL.parse(url))[:1])
         assert server.client.dbsize() == 0  # it was in database 3
 
 

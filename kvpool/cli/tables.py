@@ -1,0 +1,111 @@
+"""Tables that lose nothing: off a terminal as wide as what is in them, on a narrow one without the least columns.
+
+Rich takes 80 columns for a pipe and cuts what does not fit. A table that a program or ``grep`` reads has to be whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+WIDE = 10_000  # columns of what is no terminal
+LEAST_WRAPPED = 24  # columns for a text that may take several lines, for which others are left out
+LEAST = 6  # columns for it where nothing is left to leave out
+
+
+@dataclass
+class Column:
+    """One column. ``drop``: which one is left out first where there is no room, the highest; 0: never.
+
+    ``wraps``: it is text, which may take several lines; others never do, but for the names in the first column.
+    """
+
+    name: str
+    drop: int = 0
+    wraps: bool = False
+    left: bool = False
+    cells: list[str] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """That it takes."""
+        natural = max(map(cell_len, (self.name, *self.cells)))
+        return min(natural, LEAST_WRAPPED) if self.wraps else natural
+
+
+def console(*, stderr: bool = False) -> Console:
+    """One as wide as its terminal; as wide as ``COLUMNS`` says, else without a limit, where there is none."""
+    made = Console(stderr=stderr)
+    if not made.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        made.width = WIDE
+    return made
+
+
+def fitted(
+    columns: Sequence[Column], width: int, *, title: str | None = None, styles: Iterable[str] = ()
+) -> tuple[Table, list[str]]:
+    """A table of at most ``width`` columns, and the names of those that were left out.
+
+    ``styles``: of its rows, in their order; empty: none.
+    """
+    kept = list(columns)
+    while len(kept) > 1 and sum(one.width + 2 for one in kept) > width:
+        least = max(kept, key=lambda one: one.drop)
+        if not least.drop:
+            break
+        kept.remove(least)
+    over = max(0, sum(one.width + 2 for one in kept) - width)
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for number, one in enumerate(kept):
+        folds = one.wraps or number == 0
+        table.add_column(
+            one.name,
+            justify="left" if one.left or one.wraps else "right",
+            no_wrap=not folds,
+            overflow="fold",
+            min_width=min(one.width, 12)
+            if number == 0
+            else max(LEAST, one.width - over)
+            if folds
+            else one.width,
+        )
+    given = iter(styles)
+    for cells in zip(*(one.cells for one in kept), strict=True):
+        table.add_row(*map(Text, cells), style=next(given, "") or None)
+    names = {one.name for one in kept}
+    return table, [one.name for one in columns if one.name not in names]
+
+
+def left_out(names: Sequence[str]) -> str:
+    """What a narrow table says of those; empty where there are none."""
+    return f"no room for {', '.join(names)}; --json has all" if names else ""
+
+
+def show(out: Console, *parts: RenderableType) -> None:
+    """Print tables and lines. A table that does not fit is printed as wide as it is: a terminal breaks its lines."""
+    for part in parts:
+        if isinstance(part, Table):
+            unlimited = out.options.update(width=WIDE)
+            for column in part.columns:
+                if column.no_wrap:  # rich cuts these where there is no room
+                    cells = (Measurement.get(out, unlimited, cell) for cell in (column.header, *column.cells))
+                    column.min_width = max(one.maximum for one in cells)
+            needed = Measurement.get(out, unlimited, part)
+            out.print(part, width=max(out.width, needed.minimum), crop=False)
+        else:
+            out.print(part, highlight=False, markup=False, soft_wrap=out.width >= WIDE)

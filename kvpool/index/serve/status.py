@@ -1,0 +1,296 @@
+"""``Status``: what the status page asks for: the fleet as it is now, the last hour, and who holds a prompt.
+
+Answers are made in one thread, ``_thread``, which owns ``_rows`` and ``_made_s``: looking at 10,000 workers takes a
+quarter of a second, so that is done once for all who ask within ``FRESH_S``, and never beside itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from kvpool.discovery.worker import DEFAULT_TENANT
+from kvpool.errors import ConfigError
+from kvpool.index.client.messages import MAX_U32
+from kvpool.index.fleet import Fleet
+from kvpool.index.follow.pool_follower import PoolFollower
+from kvpool.index.place.route import Pick
+from kvpool.index.place.router import Router
+from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.prompt import Prompt
+from kvpool.index.serve import limiter
+from kvpool.index.serve.auth import ALL_TENANTS, Permissions
+from kvpool.index.serve.encoding import Encoding
+from kvpool.index.serve.http_call import HttpReply, HttpRequest, Refused
+from kvpool.index.serve.request_stats import Placed, RequestStats, Reuse
+from kvpool.index.serve.status_history import EVERY_S, StatusHistory
+from kvpool.index.serve.worker_rows import HEALTHS, WorkerRow, rows_of
+from kvpool.key.hashing import len_tokens
+from kvpool.store.server.connection import library_version
+
+FRESH_S = 1.0
+MAX_ROWS = 200  # of workers in one answer
+ROWS = 50
+MAX_MODELS = 200  # that are named
+MAX_HOLDERS = 50  # ranks in an answer about a prompt
+MAX_PROMPT_NBYTES = 1 << 20  # of JSON: 200,000 tokens; decoded with the interpreter's lock held, 10 ms
+MAX_FIND_CHARS = 128
+HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+Value = TypeVar("Value")
+
+
+class _Question(msgspec.Struct, forbid_unknown_fields=True):
+    """Who holds this prompt? One of ``text`` and ``token_ids``."""
+
+    model: str
+    tenant: str = DEFAULT_TENANT
+    text: str | None = None
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, le=MAX_U32)]] | None = None
+
+
+class Status:
+    """``pool``: None: there is none. ``is_serving``: what health says. ``start`` it in the event loop, then ``close``.
+
+    What is asked here is counted in no hit rate. ``every_s``: between two samples of the last hour.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        tokenizers: Tokenizers,
+        stats: RequestStats,
+        pool: PoolFollower | None,
+        is_serving: Callable[[], Awaitable[bool]],
+        *,
+        every_s: float = EVERY_S,
+    ) -> None:
+        self._fleet, self._router, self._tokenizers = fleet, router, tokenizers
+        self._stats, self._pool, self._is_serving = stats, pool, is_serving
+        self._history = StatusHistory(self._sample, every_s=every_s)
+        self._limit = limiter.of_pages()
+        self._thread = ThreadPoolExecutor(1, "kvpool-status")
+        self._instance = uuid4().hex
+        self._rows: list[WorkerRow] = []
+        self._made_s = 0.0
+
+    def start(self) -> None:
+        """Take samples from now on."""
+        self._history.start()
+
+    async def close(self) -> None:
+        """Waits for what is under way, a few seconds at most."""
+        await self._history.close()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    # ---- the calls
+
+    async def data(self, request: HttpRequest, caller: Permissions) -> HttpReply:
+        """The fleet, as far as the caller may see it; a page of its workers. Errors: ``ConfigError`` for the query."""
+        caller.check("read", None)
+        limit = _whole(request.query, "limit", ROWS, MAX_ROWS)
+        since = _whole(request.query, "since", 0, 1 << 53)
+        if (health := request.query.get("health", "")) and health not in HEALTHS:
+            raise ConfigError(f"health is one of {', '.join(HEALTHS)}, not {health!r:.40}")
+        find = request.query.get("find", "")[:MAX_FIND_CHARS].casefold()
+        after = request.query.get("after", "").partition("/")
+        with self._limit.acquire(f"{request.host}:", caller.tenants):
+            is_serving = await self._is_serving()
+
+            def answer() -> bytes:
+                seen = [row for row in self._looked() if caller.sees(row.status.worker.tenant)]
+                shown: dict[str, Any] = {
+                    "index": {
+                        "instance": self._instance,
+                        "version": library_version(),
+                        "serving": is_serving,
+                        "uptime_s": time.monotonic() - self._stats.started_s,
+                    },
+                    "fleet": self._summary(seen),
+                    "workers": _page(seen, (after[0], after[2]), limit, health, find),
+                    "totals": None,  # sums over all tenants are for those who may see all
+                    "pool": None,
+                    "history": None,
+                }
+                if caller.sees(ALL_TENANTS):
+                    shown |= self._of_all(since)
+                return request.encoding.encode(shown)
+
+            return HttpReply(await self._in_thread(answer), headers=HEADERS)
+
+    async def prompt(self, request: HttpRequest, caller: Permissions) -> HttpReply:
+        """Which ranks hold how much of a prompt, those with the most first. Errors: as ``Fleet.lookup``."""
+        caller.check("read", None)
+        with self._limit.acquire(f"{request.host}:", caller.tenants):
+            question = await self._in_thread(lambda: _decode(request))
+            caller.check("read", question.tenant)
+            prompt = Prompt(question.model, question.token_ids, text=question.text, tenant=question.tenant)
+            if prompt.text is not None:
+                self._fleet.check_model(prompt.model, prompt.tenant)
+                if prompt.model not in self._tokenizers:
+                    raise ConfigError(
+                        f'this index has no tokenizer for "{prompt.model}": start it with '
+                        f"--tokenizer {prompt.model}=FOLDER, or give token ids"
+                    )
+                prompt = await self._tokenizers.in_tokens(prompt)
+            reply = await self._in_thread(lambda: request.encoding.encode(self._holders(prompt)))
+            return HttpReply(reply, headers=HEADERS)
+
+    def _sample(self) -> tuple[Reuse, Placed, int | None]:
+        totals = self._stats.totals()
+        servers = [] if self._pool is None else self._pool.servers
+        return totals.reuse, totals.placed, _sum(one.used_nbytes for one in servers)
+
+    # ---- in the thread
+
+    def _looked(self) -> list[WorkerRow]:
+        if time.monotonic() - self._made_s > FRESH_S:
+            self._rows = rows_of(self._fleet.workers(), self._router.loads)
+            self._made_s = time.monotonic()
+        return self._rows
+
+    def _summary(self, rows: Sequence[WorkerRow]) -> dict[str, Any]:
+        health = Counter(row.health for row in rows)
+        models = Counter((row.status.worker.tenant, row.status.worker.model) for row in rows)
+        named = sorted(models)[:MAX_MODELS]
+        return {
+            "workers": len(rows),
+            "ranks": sum(len(row.status.publishers) for row in rows),
+            "health": {name: health[name] for name in HEALTHS},
+            "staleness_ms": max((row.staleness_ms for row in rows if row.health != "silent"), default=0),
+            "tiers": {tier: sum(row.blocks(tier) for row in rows) for tier in ("device", "host", "disk")},
+            "models": [
+                {"tenant": tenant, "model": model, "tokenizer": model in self._tokenizers}
+                for tenant, model in named
+            ],
+            "models_left_out": len(models) - len(named),
+        }
+
+    def _of_all(self, since: int) -> dict[str, Any]:
+        totals, stats = self._fleet.totals(), self._stats.totals()
+        begin, samples = self._history.since(since)
+        servers = [] if self._pool is None else self._pool.servers
+        pool = {
+            "servers": len(servers),
+            "away": [one.server for one in servers if not one.up],
+            "used_nbytes": _sum(one.used_nbytes for one in servers),
+            "capacity_nbytes": _sum(one.capacity_nbytes for one in servers),  # None: one of them has no limit
+            "evicted_keys": _sum(one.evicted for one in servers),
+        }
+        return {
+            "totals": {
+                "blocks": totals.blocks,
+                "pool_blocks": totals.pool_blocks,
+                "evicted_blocks": totals.evicted_blocks,
+                "memory_nbytes": totals.memory_nbytes,
+                "lookups": stats.lookups,
+                "placements": sum(stats.placements.values()),
+            },
+            "pool": None if self._pool is None else pool,
+            "history": {
+                "every_s": self._history.every_s,
+                "first": begin,
+                "samples": [
+                    (round(one.at_s, 1), *one.reuse, *one.placed, one.pool_nbytes) for one in samples
+                ],
+            },
+        }
+
+    def _holders(self, prompt: Prompt) -> dict[str, Any]:
+        picks = self._router.rank(prompt, takes_turn=False).route().picks
+        ordered = sorted(picks, key=_by_held)
+        assert prompt.token_ids is not None
+        return {
+            "tokens": len_tokens(prompt.token_ids),
+            "ranks": len(picks),
+            "holding": sum(pick.row.loadable_blocks > 0 for pick in picks),
+            "rows": [_holder(pick, is_first=pick is picks[0]) for pick in ordered[:MAX_HOLDERS]],
+        }
+
+    async def _in_thread(self, work: Callable[[], Value]) -> Value:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    """None: one of them is not known, or there is none."""
+    known = list(values)
+    return sum(filter(None, known)) if known and None not in known else None
+
+
+def _page(
+    rows: Sequence[WorkerRow], after: tuple[str, str], limit: int, health: str, find: str
+) -> dict[str, Any]:
+    """The rows behind ``after``, by tenant and name."""
+    matching = [
+        row
+        for row in rows
+        if health in ("", row.health) and (not find or find in row.status.worker.name.casefold())
+    ]
+    following = [row for row in matching if row.position > after]
+    page = following[:limit]
+    return {
+        "matching": len(matching),
+        "before": len(matching) - len(following),
+        "rows": [row.as_json() for row in page],
+        "next": "/".join(page[-1].position) if len(page) < len(following) else "",
+    }
+
+
+def _by_held(pick: Pick) -> tuple[int, int, str, int]:
+    row = pick.row
+    size = row.block_tokens
+    return -row.loadable_blocks * size, -row.device_blocks * size, row.worker, row.dp_rank
+
+
+def _holder(pick: Pick, *, is_first: bool) -> dict[str, Any]:
+    row = pick.row
+    return {
+        "worker": row.worker,
+        "dp_rank": row.dp_rank,
+        "block_tokens": row.block_tokens,
+        "prompt_blocks": row.prompt_blocks,
+        "device_blocks": row.device_blocks,
+        "local_blocks": row.local_blocks,
+        "pool_blocks": row.pool_blocks,
+        "loadable_blocks": row.loadable_blocks,
+        "stale": row.stale,
+        "trust": pick.trust,
+        "asleep": pick.asleep,
+        "unreachable": pick.unreachable,
+        "cost": pick.cost,
+        "queue_cost": pick.queue_cost,
+        "first": is_first,
+    }
+
+
+def _decode(request: HttpRequest) -> _Question:
+    if request.encoding is not Encoding.JSON:
+        raise ConfigError("send the question as JSON")
+    if len(request.raw) > MAX_PROMPT_NBYTES:
+        line = f"the page asks about prompts of at most {MAX_PROMPT_NBYTES} bytes: use kvpool lookup"
+        raise Refused(413, "RESOURCE_EXHAUSTED", line)
+    try:
+        question = msgspec.json.decode(request.raw, type=_Question)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"the question is not what is read here: {said:.200}") from error
+    if question.text == "":
+        raise ConfigError("the prompt is empty")
+    return question
+
+
+def _whole(query: Mapping[str, str], name: str, default: int, most: int) -> int:
+    text = query.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 16 or not 0 <= int(text) <= most:
+        raise ConfigError(f"{name} is a whole number up to {most}, not {text!r:.40}")
+    return int(text)

@@ -1,0 +1,119 @@
+"""Spans of OpenTelemetry for requests that are traced: those whose ``traceparent`` (W3C) says that they are sampled.
+
+Nothing is imported while traces are off, and a request without ``traceparent`` costs one look into its headers. Whoever
+sends the request decides what is sampled; no trace begins here. Threads: any.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from kvpool.errors import ConfigError
+
+HEADERS = ("traceparent", "tracestate")
+CLOSE_MS = 3000  # for what was not sent yet
+Value = str | int | float | bool
+
+
+class Span:
+    """One that is under way; of a request that is not traced it does nothing."""
+
+    def __init__(self, span: Any = None) -> None:
+        self._span = span
+
+    def set(self, **attributes: Value) -> None:
+        """Attributes, each under ``kvpool.`` and its name."""
+        if self._span is not None:
+            for name, value in attributes.items():
+                self._span.set_attribute(f"kvpool.{name}", value)
+
+
+_NO_SPAN = nullcontext(Span())
+
+
+class Tracing:
+    """Makes spans with ``tracer``; None: traces are off. ``provider``: what ``close`` ends."""
+
+    def __init__(self, tracer: Any = None, provider: Any = None) -> None:
+        self._tracer, self._provider = tracer, provider
+
+    @classmethod
+    def to(cls, endpoint: str, service: str) -> Tracing:
+        """Sends spans to a collector over OTLP, HTTP: ``endpoint`` is its base, such as http://otel:4318.
+
+        They are sent from a thread; beyond 2,048 that wait, spans are dropped. Errors: ``ConfigError``.
+        """
+        if not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--traces {endpoint}: write the collector's URL, such as http://otel:4318")
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"--traces needs the package {error.name}: pip install 'kvpool[trace]'"
+            ) from error
+        provider = TracerProvider(resource=Resource.create({"service.name": service}))
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        return cls(provider.get_tracer("kvpool"), provider)
+
+    @classmethod
+    def of_process(cls) -> Tracing:
+        """Sends spans where this process sends its own, such as vLLM with ``--otlp-traces-endpoint``."""
+        try:
+            from opentelemetry import trace
+        except ModuleNotFoundError:
+            return cls()
+        return cls(trace.get_tracer("kvpool"))
+
+    def span(self, name: str, headers: Mapping[str, str]) -> AbstractContextManager[Span]:
+        """A span around the block, below what ``headers`` name."""
+        if self._tracer is None or HEADERS[0] not in headers:
+            return _NO_SPAN
+        return self._under_way(name, headers)
+
+    def record(
+        self, name: str, headers: Mapping[str, str] | None, seconds: float, **attributes: Value
+    ) -> None:
+        """A span that took ``seconds`` and ends now."""
+        if self._tracer is None or not headers or (context := _sampled(headers)) is None:
+            return
+        ended_ns = time.time_ns()
+        span = self._tracer.start_span(name, context=context, start_time=ended_ns - int(seconds * 1e9))
+        Span(span).set(**attributes)
+        span.end(ended_ns)
+
+    def close(self) -> None:
+        """Send what was not sent yet. Blocking, for some seconds at most."""
+        if self._provider is not None:
+            self._provider.force_flush(CLOSE_MS)
+            self._provider.shutdown()
+            self._provider = self._tracer = None
+
+    @contextmanager
+    def _under_way(self, name: str, headers: Mapping[str, str]) -> Iterator[Span]:
+        context = _sampled(headers)
+        if context is None:
+            yield Span()
+            return
+        span = self._tracer.start_span(name, context=context)
+        try:
+            yield Span(span)
+        finally:
+            span.end()
+
+
+def _sampled(headers: Mapping[str, str]) -> Any:
+    """The context that ``headers`` name; None: there is none, or it is not sampled."""
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier = {name: headers[name] for name in HEADERS if name in headers}
+    context = TraceContextTextMapPropagator().extract(carrier)
+    named = trace.get_current_span(context).get_span_context()
+    return context if named.is_valid and named.trace_flags.sampled else None

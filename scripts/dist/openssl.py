@@ -1,0 +1,69 @@
+"""A static OpenSSL for one processor, with what kvpool's core uses of it: TLS clients, certificates, SHA-256."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from sources import Source
+from toolchain import Toolchain
+
+# Where no system has files, so that no other OpenSSL's settings are read, and the core looks for authorities itself.
+NOWHERE = "/usr/lib/kvpool/no-openssl"
+TARGETS = {"x86_64": "linux-x86_64", "aarch64": "linux-aarch64"}
+# No code that is loaded at run time, no protocol but TLS over TCP, and none of the ciphers that TLS 1.2 and
+# 1.3 and today's certificates do not use.
+_CODE = ("shared", "tests", "dso", "module", "engine", "legacy", "ui-console")
+_PROTOCOLS = ("dtls", "quic", "comp", "cms", "ts", "ct", "srp", "cmp", "ssl3")
+_CIPHERS = (
+    "idea",
+    "seed",
+    "camellia",
+    "aria",
+    "bf",
+    "cast",
+    "rc2",
+    "rc4",
+    "md4",
+    "mdc2",
+    "whirlpool",
+    "rmd160",
+)
+WITHOUT = (*_CODE, *_PROTOCOLS, *_CIPHERS, "sm2", "sm3", "sm4")
+
+
+def build(source: Source, tree: Path, toolchain: Toolchain, scratch: Path) -> Path:
+    """Folder with ``include`` and ``lib``; built unless it is there."""
+    prefix = scratch / f"{source.folder}-{toolchain.arch}"
+    stamp = prefix / ".built"
+    unknown = {"quic"} if source.version.startswith("3.0.") else set()
+    options = [f"no-{name}" for name in WITHOUT if name not in unknown]
+    wanted = " ".join([toolchain.version, *options])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return prefix
+    print(f"building OpenSSL {source.version} for {toolchain.arch}", flush=True)
+    folder = scratch / "build" / f"{source.folder}-{toolchain.arch}"
+    for old in (prefix, folder):
+        shutil.rmtree(old, ignore_errors=True)
+        old.mkdir(parents=True)
+    environment = {**os.environ, **toolchain.environment()}
+    configure = [tree / "Configure", TARGETS[toolchain.arch], f"--prefix={NOWHERE}", "--libdir=lib"]
+    configure += [f"--openssldir={NOWHERE}", *options, "-fPIC", "-fvisibility=hidden"]
+    log = scratch / f"{folder.name}.log"
+    with log.open("wb") as out:
+        for command in (
+            configure,
+            ["make", f"--jobs={os.cpu_count()}", "build_libs"],
+            ["make", "install_dev", f"DESTDIR={prefix}"],
+        ):
+            try:
+                subprocess.run(command, check=True, cwd=folder, env=environment, stdout=out, stderr=out)
+            except subprocess.CalledProcessError:
+                raise SystemExit(f"OpenSSL could not be built; all that was said: {log}") from None
+    for part in ("include", "lib"):
+        (prefix / NOWHERE.lstrip("/") / part).rename(prefix / part)
+    shutil.rmtree(folder)
+    stamp.write_text(wanted)
+    return prefix

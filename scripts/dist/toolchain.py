@@ -1,0 +1,61 @@
+"""Compilers for one processor and an old glibc: zig, as its wheel on PyPI brings it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+GLIBC = "2.28"
+PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}"
+
+
+def zig_folder() -> Path:
+    found = importlib.util.find_spec("ziglang")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Small programs in ``folder`` that call zig as ``cc``, ``c++``, ``ar`` and ``ranlib``."""
+
+    arch: str
+    folder: Path
+    cache: Path
+
+    @property
+    def version(self) -> str:
+        return f"zig {importlib.metadata.version('ziglang')} glibc {GLIBC}"
+
+    def environment(self) -> dict[str, str]:
+        """For a build that asks for its tools by the usual variables. zig keeps what it compiled in ``cache``."""
+        tools = {"CC": "cc", "CXX": "c++", "AR": "ar", "RANLIB": "ranlib"}
+        paths = {name: str(self.folder / tool) for name, tool in tools.items()}
+        return {**paths, "ZIG_GLOBAL_CACHE_DIR": str(self.cache), "ZIG_LOCAL_CACHE_DIR": str(self.cache)}
+
+    def write(self) -> Path:
+        """The programs, and a file for CMake, whose path is returned."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        zig = zig_folder() / "zig"
+        target = f"{self.arch}-linux-gnu.{GLIBC}"
+        for tool in ("cc", "c++", "ar", "ranlib"):
+            program = self.folder / tool
+            options = f"-target {target} " if tool in ("cc", "c++") else ""
+            program.write_text(f'#!/bin/sh\nexec "{zig}" {tool} {options}"$@"\n')
+            program.chmod(0o755)
+        cmake = self.folder / "toolchain.cmake"
+        cmake.write_text(
+            "set(CMAKE_SYSTEM_NAME Linux)\n"
+            f"set(CMAKE_SYSTEM_PROCESSOR {self.arch})\n"
+            f'set(CMAKE_CXX_COMPILER "{self.folder / "c++"}")\n'
+            f'set(CMAKE_AR "{self.folder / "ar"}")\n'
+            f'set(CMAKE_RANLIB "{self.folder / "ranlib"}")\n'
+            'set(CMAKE_MODULE_LINKER_FLAGS_INIT "-s")\n'
+            f'set(CMAKE_PROJECT_INCLUDE "{self.folder / "project.cmake"}")\n'
+        )
+        # zig takes nothing from its cache where it is asked for a list of headers, and each build is from nothing.
+        (self.folder / "project.cmake").write_text('set(CMAKE_DEPFILE_FLAGS_CXX "")\n')
+        return cmake

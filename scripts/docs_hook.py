@@ -1,0 +1,66 @@
+"""For MkDocs: files of the repository that a page links to are part of the site, under ``repository/``.
+
+So one link works where the repository is browsed and in the site, and MkDocs checks all of them.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+DOCS = "docs/"
+OTHERS = "repository/"
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what pages link to outside of ``docs/``, and what those pages link to."""
+    unread = [DOCS + file.src_uri for file in files.documentation_pages()]
+    while unread:
+        page = unread.pop()
+        for target in LINK.finditer((ROOT / page).read_text()):
+            path = _path(page, target[1])
+            if (
+                path.startswith(DOCS)
+                or not (ROOT / path).is_file()
+                or files.get_file_from_path(OTHERS + path)
+            ):
+                continue
+            files.append(File.generated(config, OTHERS + path, abs_src_path=str(ROOT / path)))
+            if path.endswith(".md"):
+                unread.append(path)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links as they are in the repository become links within the site."""
+    here = page.file.src_uri
+    source = here.removeprefix(OTHERS) if here.startswith(OTHERS) else DOCS + here
+    return LINK.sub(_within_site(here, source), markdown)
+
+
+def _within_site(here: str, source: str) -> Callable[[re.Match[str]], str]:
+    def link(found: re.Match[str]) -> str:
+        path = _path(source, found[1])
+        if not (ROOT / path).is_file():
+            return found[0]  # MkDocs tells
+        site_path = path.removeprefix(DOCS) if path.startswith(DOCS) else OTHERS + path
+        return posixpath.relpath(site_path, posixpath.dirname(here) or ".") + (found[2] or "")
+
+    return link
+
+
+def _path(page: str, link: str) -> str:
+    """In the repository; a folder stands for its README or index."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+    for name in ("README.md", "index.md"):
+        if (ROOT / path / name).is_file():
+            return posixpath.join(path, name)
+    return path

@@ -1,0 +1,149 @@
+"""``kvpool doctor`` on the parts of a deployment beside pool and index: workers where they serve, fronts, pickers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import open_store
+from kvpool.cli.doctor.serving import samples
+from kvpool.cli.engine_process import free_ports
+from kvpool.index.fleet import Fleet
+from tests.cli.doctor.test_doctor import announced, examined, sentences, worker
+from tests.cli.test_app import kvpool, refused
+from tests.index.fleets import Served, a_worker, serving
+from tests.index.pages import PageServer, answer, serving_page
+from tests.index.publisher import misbehaving
+
+PAGE = b"""# HELP kvpool_lookup_requests_total Requests whose prefix was looked up in the pool.
+kvpool_lookup_requests_total{engine="0",model_name="m"} 7.0
+kvpool_lookup_requests_total{engine="1",model_name="m"} 3.0
+kvpool_loaded_blocks_total{engine="0",model_name="m"} 1200.0
+vllm:num_requests_running{engine="0"} 1.0
+"""
+FAULT = b'kvpool_lookup_failures_total{cause="timeout",engine="0"} 2.0\n'
+
+
+def shows(pages: PageServer, body: bytes, status: str = "200 OK") -> None:
+    pages.say = lambda connection: connection.sendall(answer(body, status))
+
+
+def test_samples_are_summed_over_their_labels() -> None:
+    assert samples(PAGE) == {"kvpool_lookup_requests_total": 10.0, "kvpool_loaded_blocks_total": 1200.0}
+    assert samples(b'kvpool_x{a="} 5"} 1e3\nkvpool_y nonsense\nkvpool_z -') == {"kvpool_x": 1000.0}
+
+
+def test_workers_are_asked_where_they_serve(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    nowhere = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with misbehaving() as publisher, serving_page() as pages:
+
+        def judged(address: str) -> tuple[str, str]:
+            with announced(url, worker("w", publisher.publisher, address=address)):
+                _, findings = examined("--pool", url)
+            (one,) = [one for one in findings if one["about"] == "serving"]
+            return one["level"], one["says"]
+
+        shows(pages, PAGE)
+        level, says = judged(pages.address)
+        assert (level, says) == (
+            "ok",
+            f"worker w at {pages.address}: since its start 10 requests looked up, 1,200 blocks loaded, 0 stored, no "
+            "fault",
+        )
+        shows(pages, PAGE + FAULT)
+        level, says = judged(pages.address)
+        assert level == "warn"
+        assert "kvpool_lookup_failures_total 2" in says
+        shows(pages, b"vllm:num_requests_running 1.0\n")
+        assert judged(pages.address)[1].endswith("its metrics have nothing of kvpool")
+        shows(pages, b"no", "404 Not Found")
+        assert "answers with 404" in judged(pages.address)[1]
+        level, says = judged(nowhere)
+        assert level == "warn"
+        assert "does not answer: Connection refused" in says
+
+
+def test_a_front_is_asked_for_its_models(tmp_path: Path) -> None:
+    models = json.dumps({"object": "list", "data": [{"id": "m"}]}).encode()
+    with serving_page() as pages:
+
+        def judged(*arguments: str) -> tuple[int, str]:
+            code, findings = examined("--front", pages.address, *arguments)
+            return code, sentences(findings, "fail" if code else "ok")
+
+        shows(pages, models)
+        assert judged() == (0, f"{pages.address} answers; models: m -> ")
+        assert b"GET /v1/models" in pages.asked[-1]
+        shows(pages, b"{}")
+        assert "is no front of vLLM workers" in judged()[1]
+        shows(pages, b"no healthy upstream", "503 Service Unavailable")
+        code, says = judged()
+        assert (code, "is answered with 503: no healthy upstream" in says) == (1, True)
+        shows(pages, b"{}", "401 Unauthorized")
+        _, findings = examined("--front", pages.address)
+        assert "wants a key (401)" in sentences(findings, "warn")
+        shows(pages, models)
+        url = f"file://{tmp_path}/pool"
+        with misbehaving() as publisher:
+            other = worker("w", publisher.publisher, model="other", address=pages.address)
+            with announced(url, other):
+                _, findings = examined("--pool", url, "--front", pages.address)
+        assert f'{pages.address} does not list "other"' in sentences(findings, "warn")
+    code, findings = examined("--front", pages.address)
+    assert code == 1
+    assert "does not answer: Connection refused -> start it" in sentences(findings, "fail")
+    assert "write http://HOST:PORT" in refused("doctor", "--front", "10.0.0.1:8080")
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_a_picker_and_an_index_are_asked_for_their_health() -> None:
+    fleet = Fleet()
+    fleet.add(a_worker("w"), "flag")
+    with serving(fleet, place={}, is_warm=lambda: False, warm_up_s=3600.0) as served:
+        code, findings = examined("--index", served.target, "--picker", served.ext_proc)
+        assert code == 1
+        assert f"{served.ext_proc} says that it does not serve" in sentences(findings, "fail")
+        assert f"{served.target} says that it does not serve yet" in sentences(findings, "warn")
+    with serving(fleet, place={}) as served:
+        _, findings = examined("--index", served.target, "--picker", served.ext_proc)
+        assert f"{served.ext_proc} picks endpoints" in sentences(findings, "ok")
+        assert "does not serve" not in sentences(findings, "warn")
+    code, findings = examined("--picker", "127.0.0.1:1")
+    assert code == 1
+    assert "no picker answers on 127.0.0.1:1: nothing listens there" in sentences(findings, "fail")
+
+
+def test_nothing_is_well_of_what_is_not_there(tmp_path: Path) -> None:
+    """A mistyped directory, a store of one process, an index without workers."""
+    mistyped = tmp_path / "pol"
+    code, _ = examined("--pool", f"file://{mistyped}")
+    assert (code, mistyped.exists()) == (1, False)
+    code, findings = examined("--pool", "memory://")
+    assert (code, len(findings)) == (1, 1)
+    served = Served(Fleet())
+    served.start()
+    try:
+        code, findings = examined("--index", served.target)
+    finally:
+        served.stop()
+    assert code == 1
+    assert "it knows no worker" in sentences(findings, "fail")
+
+
+def test_what_is_examined_can_stand_in_the_environment(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    open_store(url).close()
+
+    def report(**variables: str) -> dict[str, Any]:
+        ended = kvpool("doctor", "--json", env={**os.environ, **variables})
+        return dict(json.loads(ended.stdout))
+
+    assert report(KVPOOL_POOL=url)["not_examined"] == ["index", "front", "picker"]
+    both = report(KVPOOL_INDEX="127.0.0.1:1 127.0.0.1:2")
+    assert both["not_examined"] == ["pool", "front", "picker"]
+    assert len([one for one in both["findings"] if one["about"] == "index"]) == 2

@@ -1,0 +1,196 @@
+"""What the command line says of itself: help, completion, exit codes, failures as JSON, tables of any width."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvpool.cli import tables
+from kvpool.cli.exits import EXIT_FAILED, EXIT_USAGE, code_of
+from kvpool.cli.tables import Column, fitted, left_out, show
+from kvpool.config import PoolConfig
+from kvpool.errors import ConfigError, IndexUnavailable
+from tests.cli.test_app import kvpool, refused
+
+COMMANDS = [
+    ("demo",), ("index",), ("router",), ("doctor",), ("top",), ("lookup",), ("purge",), ("token",), ("bench",),
+    ("bench", "hash"), ("bench", "store"), ("bench", "device"),
+]  # fmt: skip
+
+
+def wide(columns: int) -> dict[str, str]:
+    return {**os.environ, "COLUMNS": str(columns)}
+
+
+@pytest.mark.parametrize("command", [(), *COMMANDS], ids=" ".join)
+def test_help_is_whole_at_every_width(command: tuple[str, ...]) -> None:
+    narrow, broad = (kvpool(*command, "-h", env=wide(columns)).stdout for columns in (80, 120))
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert max(map(len, broad.splitlines())) <= 120
+    assert "".join(narrow.split()) == "".join(broad.split()), "no text is cut"
+    assert "…" not in narrow
+    for dots in ("[ARGS]...", "[,...]", "0x...", "kvpool-...", '{"error": ...}'):
+        narrow = narrow.replace(dots, "")
+    assert "..." not in narrow
+    assert "-h, --help" in narrow
+    assert not any(kind in narrow for kind in ("<int", "<list", " TEXT ", " INTEGER ")), "units, and no types"
+
+
+def test_options_of_the_index_are_in_groups() -> None:
+    shown = kvpool("index", "--help", env=wide(80)).stdout
+    heads = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert heads == [
+        "Addresses:", "Pool and workers:", "Memory and limits:", "Placing requests:", "Start and end:",
+        "TLS and tokens:", "Logs and traces:", "Other:",
+    ]  # fmt: skip
+    assert shown.partition("Other:")[2].split() == [
+        "-h,",
+        "--help",
+        "Show",
+        "this",
+        "message",
+        "and",
+        "exit.",
+    ]
+
+
+@pytest.mark.parametrize("command", [(), ("bench",)], ids=" ".join)
+def test_without_a_command_there_is_help(command: tuple[str, ...]) -> None:
+    ended = kvpool(*command)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == kvpool(*command, "--help").stdout
+
+
+def test_completion_knows_commands_options_and_values() -> None:
+    def completed(words: str) -> list[str]:
+        last = len(words.split(" ")) - 1
+        variables = {"_KVPOOL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(last)}
+        return kvpool(env={**os.environ, **variables}).stdout.split()
+
+    assert completed("kvpool do") == ["doctor"]
+    assert completed("kvpool top --s") == ["--sort"]
+    assert completed("kvpool top --sort d") == ["device", "disk"]
+    assert completed("kvpool bench ha") == ["hash"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (["top", "--onse"], 2, "UsageError"),
+        (["nothing"], 2, "UsageError"),
+        (["lookup", "--model", "m"], 2, "ConfigError"),
+        (["lookup", "--model", "m", "--token-ids", "/nowhere/x"], 1, "ConfigError"),
+        (["top", "--once", "--index", "127.0.0.1:1"], 1, "IndexUnavailable"),
+        (["purge", "--pool", "file:///nowhere/x", "--everything", "--yes"], 1, "ConfigError"),
+        (["purge", "--pool", "valkey://127.0.0.1:1", "--everything", "--yes"], 1, "StoreUnavailable"),
+        (
+            ["index", "--listen", "127.0.0.1:0", "--tls-cert", "/nowhere/x", "--tls-key", "/nowhere/x"],
+            1,
+            "ConfigError",
+        ),
+        (["index", "--listen", "nowhere.invalid:0"], 1, "ConfigError"),
+        (["index", "--listen", "x"], 2, "ConfigError"),
+    ],
+)
+def test_exit_codes_tell_the_command_line_from_the_world(arguments: list[str], code: int, kind: str) -> None:
+    ended = kvpool(*arguments)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    (line,) = ended.stderr.splitlines()
+    as_json = kvpool(*arguments, "--json")
+    assert as_json.stderr == ""
+    if arguments[0] == "index":  # it has no --json, and says so in JSON
+        assert json.loads(as_json.stdout)["error"]["message"].startswith("No such option: --json")
+        return
+    error = json.loads(as_json.stdout)["error"]
+    assert (as_json.returncode, error["exit_code"], error["type"]) == (code, code, kind)
+    assert line == f"kvpool: {error['message']}"
+
+
+def test_what_a_file_has_caused_is_no_fault_of_the_command_line() -> None:
+    caused = ConfigError("x")
+    caused.__cause__ = FileNotFoundError()
+    assert [code_of(error) for error in (ConfigError("x"), caused, IndexUnavailable("x"))] == [
+        EXIT_USAGE, EXIT_FAILED, EXIT_FAILED,
+    ]  # fmt: skip
+
+
+def test_failures_say_nothing_of_grpc() -> None:
+    for target in ("127.0.0.1:1", "nowhere.invalid:5"):
+        line = refused("top", "--once", "--index", target)
+        assert f"no index answers on {target}: " in line
+        assert line.endswith(f"start one: kvpool index --listen {target}")
+        assert not any(
+            word in line for word in ("ipv4", "UNKNOWN", "errors resolving", "last error", "field:")
+        )
+    assert line.startswith("kvpool: no index answers on nowhere.invalid:5: the name of its host ")
+
+
+def test_pool_and_index_can_stand_in_the_environment(tmp_path: Path) -> None:
+    pool = {**os.environ, "KVPOOL_POOL": f"file://{tmp_path}/nowhere"}
+    assert f"file://{tmp_path}/nowhere: there is no such directory" in refused(
+        "purge", "--everything", "--yes", env=pool
+    )
+    index = {**os.environ, "KVPOOL_INDEX": "127.0.0.1:1"}
+    assert "no index answers on 127.0.0.1:1" in refused("top", "--once", env=index)
+    assert "no index answers on 127.0.0.1:1" in refused(
+        "lookup", "--model", "m", "--hashes", "-", env=index, input="1"
+    )
+    # A worker in such an environment does not take it for a misspelled setting.
+    assert PoolConfig.load({"pool": "memory://"}, environ={"KVPOOL_INDEX": "h:1"}).pool == "memory://"
+
+
+# ---- tables
+
+
+def columns() -> list[Column]:
+    return [
+        Column("worker", left=True, cells=["a-worker", "another-worker"]), Column("blocks", cells=["12345678", "0"]),
+        Column("least", drop=2, cells=["1234567890", "0"]), Column("less", drop=1, cells=["1234567890", "0"]),
+        Column("problem", wraps=True, cells=["", "it does not answer, and nobody knows why it does not answer"]),
+    ]  # fmt: skip
+
+
+def printed(width: int) -> str:
+    out = Console(file=io.StringIO(), width=width, color_system=None)
+    table, missing = fitted(columns(), out.width)
+    show(out, table, left_out(missing))
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("width", "missing"),
+    [(tables.WIDE, ""), (120, ""), (70, "least"), (60, "less, least"), (30, "less, least")],
+)
+def test_a_narrow_table_leaves_columns_out_and_cuts_nothing(width: int, missing: str) -> None:
+    shown = printed(width)
+    words = " ".join(shown.split())
+    assert "…" not in shown
+    assert all(one in words for one in ("another-wo", "12345678", "problem"))
+    assert ("1234567890" in shown) is (missing != "less, least")
+    if missing:
+        assert set(missing.split(", ")) == set(
+            words.partition("no room for ")[2].partition(";")[0].split(", ")
+        )
+    if width >= 60:
+        assert max(map(len, shown.splitlines())) <= width
+    if width == tables.WIDE:
+        assert "it does not answer, and nobody knows why it does not answer" in shown
+
+
+def test_a_table_of_plain_columns_is_printed_whole() -> None:
+    from rich.table import Table
+
+    out = Console(file=io.StringIO(), width=20, color_system=None)
+    table = Table()
+    for name in ("first", "second"):
+        table.add_column(name, no_wrap=True)
+    table.add_row("0123456789" * 2, "abcdefghij" * 2)
+    show(out, table)
+    assert isinstance(out.file, io.StringIO)
+    assert "abcdefghij" * 2 in out.file.getvalue()

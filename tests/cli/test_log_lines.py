@@ -1,0 +1,44 @@
+"""Log lines: what is below the level is left out, and each JSON line is one object."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.cli.log_lines import LogFormat, LogLevel, log_to_stderr
+
+
+@pytest.fixture(autouse=True)
+def logger() -> Iterator[logging.Logger]:
+    ours = logging.getLogger("kvpool")
+    before = (ours.handlers, ours.level, ours.propagate)
+    yield logging.getLogger("kvpool.index")
+    ours.handlers, ours.propagate = before[0], before[2]
+    ours.setLevel(before[1])
+
+
+def test_lines_are_objects(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stderr(LogLevel.INFO, LogFormat.JSON)
+    logger.debug("left out")
+    logger.info('worker %s\nis "gone"', "a")
+    try:
+        raise ValueError("no")
+    except ValueError:
+        logger.exception("it failed")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first.pop("time").endswith("Z")
+    assert first == {"level": "info", "logger": "kvpool.index", "message": 'worker a\nis "gone"'}
+    assert second["level"] == "error"
+    assert second["exception"].endswith("ValueError: no")
+
+
+def test_text_names_the_level(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stderr(LogLevel.WARNING, LogFormat.TEXT)
+    log_to_stderr(LogLevel.WARNING, LogFormat.TEXT)
+    logger.info("left out")
+    logger.warning("said once")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("WARNING said once")

@@ -1,0 +1,146 @@
+"""Every expression of the dashboard and every alert, on live services: under a load, without the server, after damage.
+
+Prints what each of them gave, as the table in docs/how-to/monitoring.md: ``pytest -s tests/e2e/test_monitoring.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvpool.key.key import KEY_PREFIX, is_key
+from tests.conftest import eventually
+from tests.e2e import monitored
+from tests.e2e.harness import prompt, write_model
+from tests.e2e.monitored import Fleet, Values
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+HOT = [
+    prompt(900 + i, 1060) for i in range(10)
+]  # 80 blocks of 2 MiB: more than the engine holds, less than the pool
+MAXMEMORY = "230mb"
+Seen = dict[str, Values]
+
+
+def look(fleet: Fleet) -> Seen:
+    """All expressions now, and of each alert what it compares; an alert that fires has ``FIRES``."""
+    seen = {name: fleet.ask(expression) for name, (_, expression) in monitored.expressions().items()}
+    for name, rule in fleet.rules().items():
+        seen[f"alert {name}"] = fleet.ask(rule.compared) | (
+            {"FIRES": 1.0} if rule["state"] == "firing" else {}
+        )
+    return seen
+
+
+def fires(fleet: Fleet, *names: str) -> bool:
+    rules = fleet.rules()
+    return all(rules[name]["state"] == "firing" for name in names)
+
+
+def load(fleet: Fleet, rounds: int, first_cold: int) -> None:
+    """Prompts that come again, and between them some that do not, so that the pool has to evict."""
+    for number in range(rounds):
+        fleet.complete(HOT[number % len(HOT)])
+        if number % 4 == 3:
+            fleet.complete(prompt(first_cold + number, 1060))
+        if number % 5 == 0:
+            fleet.look_up(HOT[number % len(HOT)])
+
+
+def test_what_prometheus_sees(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    with monitored.fleet(tmp_path, model, maxmemory=MAXMEMORY) as fleet:
+        load(fleet, 40, 5000)
+        assert eventually(lambda: bool(fleet.ask("kvpool_index_hit_ceiling_ratio")), within_s=60)
+        load(fleet, 8, 6000)
+        assert eventually(lambda: sum(fleet.ask("kvpool_requests_total").values()) >= 58, within_s=30)
+        healthy = look(fleet)
+
+        fleet.server.kill()
+        load_until(fleet, "KVPoolUnreachable", "KVPoolServerDown", "KVPoolLookupsFailing", first_cold=7000)
+        away = look(fleet)
+
+        fleet.server.start()
+        assert eventually(lambda: fleet.ask("min(kvpool_index_pool_up)") == {"": 1.0}, within_s=60)
+        load_until_up(fleet)
+        damage(fleet)
+        load_until(fleet, "KVPoolDamagedBlocks", first_cold=8000)
+        print(table(healthy, away, look(fleet)))
+        reset_in_use(fleet)
+        load_until(fleet, "KVPoolSwitchedOff", first_cold=9000)
+        damaged = look(fleet)
+    print(table(healthy, away, damaged))
+
+    panels = {name for name in healthy if not name.startswith("alert ")}
+    assert [name for name in sorted(panels) if not healthy[name]] == [], "an expression that gives nothing"
+    assert not any("FIRES" in values for values in healthy.values())
+    ratio, ceiling = (
+        healthy[f"Is it helping?/Hit ratio of the fleet/{legend}"]["1h"]
+        for legend in ("{{window}}", "ceiling {{window}}")
+    )
+    assert 0.3 < ratio <= ceiling + 0.05 < 1.0
+    results = healthy["Is it helping?/Requests by result/{{result}}"]
+    assert results["hit"] > 0 < results["miss"]
+    assert results["hit"] > 5 * results["load_failed"], "some blocks are evicted between lookup and load"
+    assert results["switched_off"] == results["no_answer"] == 0.0
+    assert 0 < healthy["Is it full?/Fill of each server/{{server}}"][""] <= 1.1
+    assert healthy["Is it helping?/Residence time/{{server}}"][""] > 0
+    assert away["Is it broken?/Connected/server {{server}}"] == {"": 0.0}
+    assert away["Is it broken?/Connected/engine {{instance}}"] == {"": 0.0}
+    assert damaged["Is it broken?/Switched on/{{instance}} {{engine}}"] == {"": 0.0}
+    assert damaged["Is it broken?/Damaged blocks/{{cause}}"]["checksum"] > 0
+
+
+def load_until(fleet: Fleet, *alerts: str, first_cold: int) -> None:
+    for number in range(60):
+        load(fleet, 2, first_cold + 10 * number)
+        if fires(fleet, *alerts):
+            return
+    raise AssertionError(f"{alerts} do not fire: {look(fleet)}")
+
+
+def load_until_up(fleet: Fleet) -> None:
+    """Until the engine has its connections again, and the pool what is asked for."""
+    for _ in range(30):
+        load(fleet, len(HOT), 9500)
+        if fleet.ask("min(kvpool_up)") == {"": 1.0} and fleet.server.client.dbsize() > 60:
+            return
+    raise AssertionError("the engine does not find the server again")
+
+
+def damage(fleet: Fleet) -> None:
+    """Turn a bit or two in every block that is in the pool."""
+    client = fleet.server.client
+    for key in client.scan_iter(f"{KEY_PREFIX}*"):
+        if is_key(key.decode()):
+            body = bytearray(client.hget(key, "b"))
+            body[100] ^= 0x11
+            client.hset(key, "b", bytes(body))
+
+
+def reset_in_use(fleet: Fleet) -> None:
+    """Reset the engine's caches while it computes: it keeps its blocks, and so cannot go on with the pool."""
+    long = threading.Thread(target=fleet.complete, args=(prompt(4, 300), 2500))
+    long.start()
+    assert eventually(fleet.computes, within_s=60)
+    fleet.reset()
+    long.join()
+
+
+def table(*phases: Seen) -> str:
+    rows = ["| | under load | server killed | damaged blocks, reset in use |", "|---|---|---|---|"]
+    for name in phases[0]:
+        rows.append(f"| {name} | " + " | ".join(shown(phase[name]) for phase in phases) + " |")
+    return "\n".join(rows)
+
+
+def shown(values: Values) -> str:
+    return ", ".join(f"{name} {number(value)}".strip() for name, value in values.items()) or "nothing"
+
+
+def number(value: float) -> str:
+    return "NaN" if math.isnan(value) else f"{value:.4g}"

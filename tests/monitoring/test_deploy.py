@@ -1,0 +1,92 @@
+"""What ``deploy/`` holds for Prometheus and Grafana: rules that promtool takes and that fire when they should."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import metrics
+from kvpool.metrics import Metric
+from tests.store.servers import find
+
+ROOT = Path(__file__).parents[2]
+ALERTS = ROOT / "deploy" / "alerts.yml"
+CASES = Path(__file__).parent / "alerts_test.yml"
+DASHBOARD = ROOT / "deploy" / "grafana" / "kvpool.json"
+_NAME = re.compile(r"\bkvpool_[a-z0-9_]+")
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    program = os.environ.get("PROMTOOL") or shutil.which("promtool") or find("promtool")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_promtool_takes_the_rules() -> None:
+    checked = promtool("check", "rules", ALERTS)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_alerts_fire_when_they_should_and_not_else() -> None:
+    tested = promtool("test", "rules", CASES)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_each_alert_has_a_case_in_which_it_fires() -> None:
+    alerts = set(re.findall(r"- alert: (\w+)", ALERTS.read_text()))
+    fired = set(re.findall(r"alertname: (\w+)\n\s+exp_alerts:\n\s+- exp_labels", CASES.read_text()))
+    assert len(alerts) > 15
+    assert alerts == fired
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("< 0.5", "> 0.5"), ("kvpool_enabled) == 0", "kvpool_enabled) == 1")]
+)
+def test_a_rule_that_is_wrong_is_found(tmp_path: Path, wrong: str, right: str) -> None:
+    """The cases tell a rule from its opposite."""
+    (tmp_path / "deploy").mkdir()
+    (tmp_path / "tests" / "monitoring").mkdir(parents=True)
+    rules = ALERTS.read_text()
+    assert wrong in rules
+    (tmp_path / "deploy" / "alerts.yml").write_text(rules.replace(wrong, right))
+    cases = tmp_path / "tests" / "monitoring" / "alerts_test.yml"
+    cases.write_text(CASES.read_text())
+    assert promtool("test", "rules", cases).returncode == 1
+
+
+def test_the_dashboard_is_what_its_script_writes(tmp_path: Path) -> None:
+    written = tmp_path / "kvpool.json"
+    subprocess.run([sys.executable, ROOT / "scripts" / "dashboard", written], check=True, timeout=60)
+    assert json.loads(written.read_text()) == json.loads(DASHBOARD.read_text()), "run scripts/dashboard"
+
+
+def test_all_metrics_that_are_asked_for_exist() -> None:
+    known = {name for metric in _all_metrics() for name in _series(metric)}
+    asked = set(_NAME.findall(ALERTS.read_text().partition("groups:")[2])) | {
+        name for target in _targets() for name in _NAME.findall(target["expr"])
+    }
+    assert len(asked) > 30
+    assert asked - known == set()
+
+
+def _targets() -> list[dict[str, Any]]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target for panel in panels for target in panel.get("targets", [])]
+
+
+def _all_metrics() -> list[Metric]:
+    found = [value for value in vars(metrics).values() if isinstance(value, Metric)]
+    for table in (metrics.INDEX, metrics.POOL_RECONCILER, metrics.POOL_SERVERS):
+        found += table.values()
+    return found
+
+
+def _series(metric: Metric) -> list[str]:
+    return [metric.name, *(f"{metric.name}_{part}" for part in ("bucket", "sum", "count"))]

@@ -1,0 +1,275 @@
+"""The status page in a headless Chromium, on a real index with real publishers and a real pool.
+
+``make test-pages`` installs what these need. All look at one fleet, whose load is there for as long as they run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import IndexClient
+from kvpool.discovery.worker import Publisher
+from tests.conftest import eventually
+from tests.index.fleets import a_worker, serving
+from tests.index.serve.test_status import HOSTILE
+from tests.index.tokens import write_tokens
+from tests.pages.browser import NARROW, WIDE, opened, page_of
+from tests.pages.live_fleet import MODEL, LiveFleet, live_fleet, seen
+
+pytestmark = [
+    pytest.mark.pages,
+    pytest.mark.allow_leaks("the fleet's load goes on beside each of them, and ends with the last"),
+]
+
+NAMES = ("worker-a", "worker-b", "worker-c")
+SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
+SIZES = pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with opened() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
+    with live_fleet(tmp_path_factory.mktemp("fleet"), NAMES) as one:
+        assert seen(one, len(NAMES))
+        one.workers["worker-c"].is_asleep = True
+        one.workers["worker-c"].show()
+        with IndexClient(one.target, 30) as client:  # a tenant of bad intent
+            events = one.workers["worker-a"].events
+            publisher = Publisher(0, events.replace("127.0.0.1", "localhost"), "")
+            client.register(
+                a_worker(HOSTILE, model=HOSTILE, address="javascript:alert(2)", publishers=(publisher,))
+            )
+        with one.load(clients=2):
+            assert eventually(lambda: placed(one) > 20, within_s=60)
+            yield one
+
+
+def placed(fleet: LiveFleet) -> int:
+    with urllib.request.urlopen(fleet.url + "/data", timeout=20) as reply:
+        return int(json.loads(reply.read())["totals"]["placements"])
+
+
+def show(page: Any, fleet: LiveFleet) -> None:
+    page.goto(fleet.url)
+    page.get_by_role("rowheader", name="worker-a").wait_for()
+
+
+def ask(page: Any, tokens: list[int]) -> None:
+    page.get_by_label("Model and tenant").select_option(label=f"{MODEL}, tenant default")
+    page.get_by_label("Token ids, between").fill(" ".join(map(str, tokens)))
+    page.get_by_role("button", name="Ask").click()
+    page.locator("#prompt-table tbody tr").first.wait_for()
+
+
+def is_quiet(page: Any) -> bool:
+    """No refused style or script, no failed request, no exception."""
+    return not [line for line in page.said if line.startswith(("error", "warning"))]
+
+
+# ---- what it shows
+
+
+def test_it_shows_the_fleet_as_the_index_knows_it(browser: Any, fleet: LiveFleet) -> None:
+    with page_of(browser) as page:
+        show(page, fleet)
+        row = page.get_by_role("row", name=re.compile("worker-a"))
+        assert row.get_by_text("Healthy").is_visible()
+        assert (
+            page.get_by_role("row", name=re.compile("worker-c"))
+            .get_by_text("Asleep", exact=True)
+            .is_visible()
+        )
+        assert page.locator("#serving").inner_text() == "Serving"
+        assert page.locator("#workers-figure").inner_text() == "4"
+        assert re.fullmatch(r"[0-9.]+ %", page.locator("#pool-figure").inner_text())
+        assert "of 12.0 MiB" in page.locator("#pool-note").inner_text()
+        page.locator("#reuse-chart path.chosen").wait_for(state="attached")
+        assert re.match(
+            r"Last minute: of .* held [0-9.]+ %; .* found [0-9.]+ %", page.locator("#reuse-text").inner_text()
+        )
+        assert page.locator("#tiers tbody tr").count() == 4
+        assert is_quiet(page), page.said
+
+
+def test_it_says_who_holds_a_prompt(browser: Any, fleet: LiveFleet) -> None:
+    assert eventually(lambda: fleet.workers["worker-a"].holds(fleet.prompt()), within_s=60)
+    with page_of(browser) as page:
+        show(page, fleet)
+        ask(page, fleet.prompt())
+        answer = page.locator("#prompt-answer")
+        assert re.match(r"384 tokens: worker-\w can reuse 24 of 24 full blocks;", answer.inner_text())
+        assert page.get_by_text("a request would go here now").count() == 1
+        page.get_by_label("Token ids, between").fill("1 two 3")
+        page.get_by_role("button", name="Ask").click()
+        assert answer.inner_text() == "“two” is no token id: give whole numbers."
+        assert page.locator("#prompt-table").is_hidden()
+        page.get_by_label("Text", exact=True).check()
+        page.get_by_label("Text, as in").fill("the user asks the system " * 9)
+        page.get_by_role("button", name="Ask").click()
+        assert eventually(lambda: "none of 3 ranks holds any" in answer.inner_text())
+        assert is_quiet(page), page.said
+
+
+def test_a_hostile_name_is_text(browser: Any, fleet: LiveFleet) -> None:
+    with page_of(browser) as page:
+        alerts: list[str] = []
+        page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        show(page, fleet)
+        page.get_by_text(HOSTILE).first.wait_for()
+        page.get_by_label("Model and tenant").select_option(label=f"{HOSTILE}, tenant default")
+        ask_of_it = "1 " * 16
+        page.get_by_label("Token ids, between").fill(ask_of_it)
+        page.get_by_role("button", name="Ask").click()
+        assert eventually(lambda: page.locator("#prompt-answer").inner_text().startswith("16 tokens"))
+        assert page.locator("main img").count() == 0
+        assert page.locator("a[href^=javascript]").count() == 0
+        assert not alerts
+        assert all(url.startswith(fleet.url) for url in asked), asked
+        # And if a line of ours made HTML of it, the page's own policy would stop it.
+        stopped = page.evaluate(
+            "name => { try { document.body.innerHTML = name; return 'made' } catch (error) { return error.name } }",
+            HOSTILE,
+        )
+        assert stopped == "TypeError"
+        assert not alerts
+
+
+def test_workers_are_found_by_health_and_name(browser: Any, fleet: LiveFleet) -> None:
+    with page_of(browser) as page:
+        show(page, fleet)
+        page.get_by_label("Health").select_option("Asleep")
+        assert eventually(lambda: page.locator("#workers-table tbody tr").count() == 1)
+        assert page.locator("#workers-count").inner_text() == "1 to 1 of 1 worker"
+        page.get_by_label("Health").select_option("All")
+        page.get_by_label("Name contains").fill("WORKER-B")
+        assert eventually(lambda: page.locator("#workers-table tbody tr").count() == 1)
+        assert page.get_by_role("rowheader", name="worker-b").is_visible()
+        page.get_by_label("Name contains").fill("nobody")
+        page.get_by_text("No worker matches.").wait_for()
+
+
+def test_it_goes_on_by_itself_and_says_when_the_index_is_away(browser: Any, fleet: LiveFleet) -> None:
+    with page_of(browser) as page:
+        show(page, fleet)
+        before = page.locator("#updated").inner_text()
+        assert eventually(lambda: page.locator("#updated").inner_text() != before, within_s=30)
+        page.route("**/status/data*", lambda route: route.abort())
+        page.get_by_text("The index does not answer; asking again.").wait_for()
+        page.unroute("**/status/data*")
+        page.locator("#notice").wait_for(state="hidden")
+
+
+# ---- tokens
+
+
+def test_with_tokens_it_asks_for_one_and_keeps_it_in_the_tab(browser: Any, tmp_path: Path) -> None:
+    from kvpool.index.fleet import Fleet
+    from kvpool.index.serve.auth import TokenAuth
+
+    tokens = write_tokens(tmp_path / "tokens.toml", me=(["read"], ["a"]))
+    guarded = Fleet()
+    for tenant in ("a", "b"):
+        guarded.add(a_worker(f"of-{tenant}", tenant=tenant), "flag")
+    with (
+        serving(guarded, auth=TokenAuth(str(tmp_path / "tokens.toml")), http=True) as served,
+        page_of(browser) as page,
+    ):
+        page.goto(f"http://{served.http}/")
+        page.get_by_role("textbox", name="Token").wait_for()
+        assert "of-a" not in page.content()
+        assert page.locator("#content").is_hidden()
+        page.keyboard.type("wrong")  # the focus is there
+        page.keyboard.press("Enter")
+        page.get_by_text("this index does not know this token.").wait_for()
+        page.keyboard.type(tokens["me"])
+        page.keyboard.press("Enter")
+        page.get_by_role("rowheader", name="of-a").wait_for()
+        assert "of-b" not in page.content()
+        assert page.locator("#pool-note").inner_text() == "For tokens of all tenants only"
+        assert tokens["me"] not in page.content()
+        assert page.evaluate("localStorage.length + document.cookie.length") == 0
+        assert tokens["me"] not in page.url
+        page.get_by_role("button", name="Forget the token").click()
+        page.get_by_role("textbox", name="Token").wait_for()
+        assert page.evaluate("sessionStorage.length") == 0
+
+
+# ---- for everybody
+
+
+@SCHEMES
+@SIZES
+def test_no_violation_and_nothing_to_scroll_sideways(
+    browser: Any, fleet: LiveFleet, scheme: str, size: tuple[int, int]
+) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    # Axe is a script of its own: the page's policy would not have it.
+    with page_of(browser, size, scheme, bypass_csp=True) as page:
+        show(page, fleet)
+        ask(page, fleet.prompt())
+        page.get_by_text("As a table").click()
+        found = Axe().run(page).response["violations"]
+        assert [(one["impact"], one["id"], one["nodes"][0]["html"][:200]) for one in found] == []
+        widths = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+        assert widths[0] <= widths[1], widths
+        over = page.evaluate(
+            "[...document.querySelectorAll('main *')].filter(one => one.getBoundingClientRect().right > innerWidth + 1"
+            " && !one.closest('.scroll, .visually-hidden, thead')).map(one => one.outerHTML.slice(0, 120))"
+        )
+        assert over == []
+
+
+def test_the_sign_in_has_no_violation(browser: Any, tmp_path: Path) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    from kvpool.index.serve.auth import TokenAuth
+
+    write_tokens(tmp_path / "tokens.toml", me=(["read"], ["a"]))
+    with serving(auth=TokenAuth(str(tmp_path / "tokens.toml")), http=True) as served:
+        for scheme in ("light", "dark"):
+            with page_of(browser, NARROW, scheme, bypass_csp=True) as page:
+                page.goto(f"http://{served.http}/status")
+                page.get_by_role("textbox", name="Token").wait_for()
+                assert Axe().run(page).response["violations"] == []
+
+
+def test_with_the_keyboard_alone(browser: Any, fleet: LiveFleet) -> None:
+    with page_of(browser) as page:
+        show(page, fleet)
+        reached: list[str] = []
+        for _ in range(20):
+            page.keyboard.press("Tab")
+            reached.append(
+                page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()")
+            )
+            outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+            assert outline != "none" or reached[-1] in ("", "workers"), reached
+            if reached[-1] == "model":  # from the hostile one to the other
+                page.keyboard.press("ArrowDown")
+            if reached[-1] == "prompt":
+                break
+        for wanted in ("Skip to the workers", "pause", "As a table", "health", "find", "model", "prompt"):
+            assert wanted in reached, reached
+        page.keyboard.insert_text(" ".join(map(str, fleet.prompt())))
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.locator("#prompt-table tbody tr").first.wait_for()
+        page.locator("#pause").focus()
+        page.keyboard.press("Space")
+        page.get_by_text("paused").wait_for()
+        assert page.locator("#pause").get_attribute("aria-pressed") == "true"

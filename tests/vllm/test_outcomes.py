@@ -1,0 +1,96 @@
+"""What is counted of requests: what the pool was to each, where its tokens came from, and how long it was held back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpool import metrics
+from kvpool.metrics import Samples
+from kvpool.vllm.scheduler import SchedulerHalf
+from tests.vllm.lifecycle import BLOCK_TOKENS, ScriptedEngine, Shape, World
+from tests.vllm.test_lifecycle import configured
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
+__all__ = ["configured"]
+
+PROMPT = [index * 5 % 43 for index in range(6 * BLOCK_TOKENS + 1)]
+SHAPE = Shape(slots=24)
+WHOLE = 6 * BLOCK_TOKENS
+
+
+@pytest.fixture
+def world() -> Any:
+    made = World(5, 1 << 20)
+    yield made
+    made.close()
+
+
+def asked(engine: ScriptedEngine, name: str, prompt: list[int]) -> Samples:
+    """What the engine tells of one request from its arrival to its end."""
+    engine.planner.counters.take()
+    engine.add(name, prompt, 2)
+    engine.drain()
+    return SchedulerHalf.stats(engine.planner)
+
+
+def results(samples: Samples) -> dict[str, Any]:
+    name = f"{metrics.REQUESTS.name}/"
+    return {key.removeprefix(name): value for key, value in samples.items() if key.startswith(name)}
+
+
+def sources(samples: Samples) -> dict[str, Any]:
+    name = f"{metrics.PROMPT_TOKENS.name}/"
+    return {key.removeprefix(name): value for key, value in samples.items() if key.startswith(name)}
+
+
+def test_a_hit_is_counted_when_it_is_loaded(world: World, configured: Callable[[Shape], Any]) -> None:
+    first, second = (ScriptedEngine(world, configured(SHAPE), SHAPE) for _ in range(2))
+    computed = asked(first, "a", PROMPT)
+    assert results(computed) == {"miss": 1}
+    assert sources(computed) == {"computed": len(PROMPT)}
+    assert len(computed["kvpool_lookup_wait_seconds/answered"]) == 1  # type: ignore[arg-type]
+
+    again = asked(first, "b", PROMPT)
+    assert results(again) == {"engine_cache": 1}
+    assert sources(again) == {"engine_cache": WHOLE, "computed": 1}
+
+    loaded = asked(second, "c", PROMPT)
+    assert results(loaded) == {"hit": 1}
+    assert sources(loaded) == {"pool": WHOLE, "computed": 1}
+    assert loaded[metrics.LOADED_TOKENS.name] == WHOLE
+    assert loaded[metrics.ENABLED.name] == 1.0
+    for engine in (first, second):
+        engine.shut_down()
+
+
+def test_a_load_that_fails_is_no_hit(world: World, configured: Callable[[Shape], Any]) -> None:
+    first, second = (ScriptedEngine(world, configured(SHAPE), SHAPE) for _ in range(2))
+    asked(first, "a", PROMPT)
+    ask = second.planner.matched_tokens
+
+    def gone_after_the_answer(request: Any, local_tokens: int) -> Any:
+        answer = ask(request, local_tokens)
+        if answer[0]:
+            world.records.delete_many(list(world.records._records))
+        return answer
+
+    second.planner.matched_tokens = gone_after_the_answer  # type: ignore[method-assign]
+    failed = asked(second, "b", PROMPT)
+    assert results(failed) == {"load_failed": 1}
+    assert sources(failed) == {"computed": len(PROMPT)}
+    assert metrics.LOADED_TOKENS.name not in failed
+    for engine in (first, second):
+        engine.shut_down()
+
+
+def test_a_pool_that_is_switched_off_shows(world: World, configured: Callable[[Shape], Any]) -> None:
+    engine = ScriptedEngine(world, configured(SHAPE), SHAPE)
+    assert asked(engine, "a", PROMPT)[metrics.ENABLED.name] == 1.0
+    engine.planner._break("as a test wants it")
+    off = asked(engine, "b", PROMPT)
+    assert off[metrics.ENABLED.name] == 0.0
+    assert results(off) == {"switched_off": 1}
+    engine.shut_down()
