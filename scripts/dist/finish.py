@@ -114,11 +114,13 @@ def finish(wheel: Path, parts: list[Part], arch: str, scratch: Path, out: Path) 
     packed.mkdir()
     _run("wheel", "pack", "--dest-dir", str(packed), str(tree))
     (one,) = packed.glob("*.whl")
-    before = set(out.glob("*.whl"))
-    tag = f"{PLATFORM}_{arch}"
-    _run("auditwheel", "repair", "--plat", tag, "--only-plat", "--wheel-dir", str(out), str(one))
-    made = set(out.glob("*.whl")) - before
-    (repaired,) = made or {out / one.name.replace(f"linux_{arch}", tag)}
+    for old in out.glob(one.name.replace(f"linux_{arch}", "*")):
+        old.unlink()
+    # auto: of the wheel's own processor; it knows the names of this machine's platforms alone. check.py reads the tag.
+    _run("auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(out), str(one))
+    repaired = out / one.name.replace(f"linux_{arch}", f"{PLATFORM}_{arch}")
+    if not repaired.exists():
+        raise SystemExit(f"{one.name} is for another platform than {PLATFORM}: auditwheel show {one}")
     return repaired
 
 
