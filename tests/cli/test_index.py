@@ -177,8 +177,8 @@ def test_from_a_publisher_to_a_table() -> None:
             code, lines = index.stop()
             assert code == 0
             assert lines[:2] == [
-                'worker default/w-1 joins: model "m", 1 rank, by flag',
-                "worker default/w-1 rank 0 is followed",
+                'INFO worker default/w-1 joins: model "m", 1 rank, by flag',
+                "INFO worker default/w-1 rank 0 is followed",
             ]
 
 
@@ -293,9 +293,9 @@ def test_who_announces_itself_in_the_pool_is_followed(tmp_path: Path) -> None:
             code, lines = index.stop()
             assert code == 0
             assert lines == [
-                'worker default/w joins: model "m", 1 rank, by pool',
-                "worker default/w rank 3 is followed",
-                "worker default/w is gone",
+                'INFO worker default/w joins: model "m", 1 rank, by pool',
+                "INFO worker default/w rank 3 is followed",
+                "INFO worker default/w is gone",
             ]
 
 
@@ -309,7 +309,7 @@ def test_an_index_ends_in_time_with_clients_and_no_publisher() -> None:
                 code, lines = index.stop()
                 assert code == 0
                 assert time.monotonic() - started_s < 20
-                assert lines[0] == 'worker default/w joins: model "m", 1 rank, by flag'
+                assert lines[0] == 'INFO worker default/w joins: model "m", 1 rank, by flag'
                 # On a busy machine it runs for as long as a handshake may take.
                 assert all(" is stale: no answer from tcp://127.0.0.1:" in line for line in lines[1:])
 
@@ -425,7 +425,7 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
             assert says in line, line
         code, lines = index.stop()
         assert code == 0
-        assert lines[0] == 'worker default/w joins: model "m", 1 rank, by flag'
+        assert lines[0] == 'INFO worker default/w joins: model "m", 1 rank, by flag'
         assert not [line for line in lines[1:] if "worker default/w rank 0 is stale" not in line]
         assert not any(secret in "\n".join(lines) for secret in secrets)
 
@@ -447,7 +447,7 @@ def test_after_sigterm_health_says_no_and_calls_are_answered_until_a_second_one(
         assert eventually(lambda: health() == 503)
         assert client.workers() == []
         code, lines = index.stop()
-        assert (code, lines) == (0, ["not serving any more; calls are answered for another 600 s"])
+        assert (code, lines) == (0, ["INFO not serving any more; calls are answered for another 600 s"])
 
 
 def test_an_index_that_others_reach_without_a_token_says_so() -> None:

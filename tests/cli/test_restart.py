@@ -73,7 +73,7 @@ def test_killed_and_warm_again_then_damaged_and_cold(tmp_path: Path) -> None:
             publisher.forget(1)
             code, lines = index.stop()
         assert code == 0
-        assert lines[0].startswith(f"1 workers with 10 blocks are back from {path}, ")
+        assert lines[0].startswith(f"INFO 1 workers with 10 blocks are back from {path}, ")
 
         packed = bytearray(path.read_bytes())  # written on SIGTERM
         packed[-1] ^= 1
@@ -81,7 +81,9 @@ def test_killed_and_warm_again_then_damaged_and_cold(tmp_path: Path) -> None:
         with running(*keeping, "86400") as index, IndexClient(index.target, 30) as client:
             assert eventually(lambda: row(client) == (0, 11, False), within_s=WITHIN_S)
             _, lines = index.stop()
-        assert lines[0] == ("no snapshot is taken over: no image of a prefix index: its checksum is wrong")
+        assert lines[0] == (
+            "WARNING no snapshot is taken over: no image of a prefix index: its checksum is wrong"
+        )
         assert path.read_bytes() != packed, "the next one takes its place"
 
 
@@ -99,7 +101,7 @@ def test_health_waits_for_the_publishers_and_a_peer_gives_what_it_knows() -> Non
             with running(*slow, "--bootstrap", index.target) as cold:
                 assert health(cold.target) == "NOT_SERVING"
                 _, lines = cold.stop()
-            assert lines[0].startswith("no snapshot is taken over: ")
+            assert lines[0].startswith("WARNING no snapshot is taken over: ")
             assert "it is not warm itself" in lines[0]
 
             publisher.mute = False

@@ -273,8 +273,9 @@ def test_nobody_listens() -> None:
         target = f"127.0.0.1:{gone.getsockname()[1]}"
     with pytest.raises(IndexUnavailable) as caught:
         by_either(target, "workers")
-    assert f"no index answers on {target}; start one with: kvpool index --listen {target}" in str(
-        caught.value
+    assert (
+        f"no index answers on {target}: nothing listens there; start one: kvpool index --listen {target}"
+        in str(caught.value)
     )
 
 

@@ -214,7 +214,7 @@ def test_what_cannot_be_sent_leaves_the_stream_as_it_was() -> None:
 
 def test_nobody_listens() -> None:
     async def use(stream: LookupStream) -> None:
-        with pytest.raises(IndexUnavailable, match="start one with"):
+        with pytest.raises(IndexUnavailable, match="nothing listens there; start one"):
             await matched(stream, 1)
 
     streaming("127.0.0.1:1", use)
