@@ -82,7 +82,7 @@ PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm script
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist test-compose compose-down compose-env kubernetes-secrets proto clean
+.PHONY: help demo image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist test-compose compose-down compose-env kubernetes-secrets proto clean
 
 help:
 	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
@@ -206,8 +206,11 @@ soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STA
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
 # The images' Python is 3.11: WHEELS names other wheels for another PYTHON_IMAGE.
-test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp $(DIST)/.stamp-tools
+# The one that the images take.
+image-wheel: $(DIST)/.stamp-tools
 	$(DIST)/tools/bin/python scripts/dist --for-tests $(DIST) dist $(or $(WHEELS),cp311-$(shell uname -m))
+
+test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp image-wheel
 	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker test
 
 compose-down:
