@@ -32,12 +32,14 @@ OPTIONS = (
 )
 
 
+_OTHER_HOST = "its certificate is not for this host: dial a name or address that it holds"
 # What stands in gRPC's words when a handshake has failed -> what is wrong, and what to change. The first counts.
 _TLS_ADVICE = {
     "certificate has expired": "its certificate has expired: renew it",
     "certificate is not yet valid": "its certificate is not yet valid: correct it, or this host's clock",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority in tls_ca: name the one that signed it",
-    "Hostname Verification Check failed": "its certificate is not for this host: dial a name or address that it holds",
+    "Hostname Verification Check failed": _OTHER_HOST,
+    "is not in peer certificate": _OTHER_HOST,  # gRPC 1.75
     "WRONG_VERSION_NUMBER": "what listens there speaks no TLS: leave tls_ca out",
     "handshake failed": "the handshake has failed; see that an index serves TLS there",
     "Socket closed": "it was closed at once. If the index serves TLS, name its authority with tls_ca; if it demands a "
