@@ -114,7 +114,7 @@ def finish(wheel: Path, parts: list[Part], arch: str, scratch: Path, out: Path) 
     packed.mkdir()
     _run("wheel", "pack", "--dest-dir", str(packed), str(tree))
     (one,) = packed.glob("*.whl")
-    for old in out.glob(one.name.replace(f"linux_{arch}", "*")):
+    for old in out.glob(one.name.replace(f"linux_{arch}", f"*_{arch}")):
         old.unlink()
     # auto: of the wheel's own processor; it knows the names of this machine's platforms alone. check.py reads the tag.
     _run("auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(out), str(one))
