@@ -13,7 +13,7 @@ from types import TracebackType
 from kvpool.cli.engine_process import child_environment
 from kvpool.errors import KVPoolError
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0  # as an engine has: a busy host reads its packages slowly
 STOP_TIMEOUT_S = 10.0
 _LISTENS = re.compile(r"listens on (\S+:[0-9]+)")
 
