@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from kvpool.cli.tables import Column, console, fitted, show
+from kvpool.cli.tables import Column, add_row, console, fitted, show
 from kvpool.key.hashing import BlockHasher
 
 SEED = 3
@@ -70,8 +70,8 @@ def run_bench_hash(*, tokens: int, block_tokens: int, rounds: int, as_json: bool
         Column("times kvpool's"),
         Column("hashes"),
     ]
-    for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
-        column.cells.extend(cells)
+    for cells in rows:
+        add_row(columns, *cells)
     out = console()
     show(out, f"sha256_cbor of {tokens:,} tokens in blocks of {block_tokens}, median of {rounds}")
     show(out, fitted(columns, out.width)[0])

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from kvpool.cli.tables import Column, console, fitted, show
+from kvpool.cli.tables import Column, add_row, console, fitted, show
 from kvpool.cli.timed_client import EXISTS_KEYS, VALUE_NBYTES, StoreClient, Values, server_memory
 from kvpool.errors import StoreUnavailable
 from kvpool.store import StoreURL, open_store
@@ -69,10 +69,9 @@ def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json
         for row in rows
     ]
     names = ("value", "put", "get", f"{EXISTS_KEYS:,} exist, ms", "server's memory")
-    columns = [
-        Column(name, cells=list(cells))
-        for name, cells in zip(names, zip(*rows_shown, strict=True), strict=True)
-    ]
+    columns = [Column(name) for name in names]
+    for cells in rows_shown:
+        add_row(columns, *cells)
     out = console()
     show(out, f"{redact(url)}: GB/s, median of {rounds}; batches of {format_nbytes(batch_nbytes)}")
     show(out, fitted(columns, out.width)[0])

@@ -29,7 +29,7 @@ from kvpool.cli.engine_process import (
     write_model,
 )
 from kvpool.cli.index_process import IndexProcess
-from kvpool.cli.tables import Column, console, fitted, show
+from kvpool.cli.tables import Column, add_row, console, fitted, show
 from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
 from kvpool.cli.workspace import workspace
 from kvpool.config import PoolConfig
@@ -322,8 +322,7 @@ def _engine_table(rows: Sequence[Row], width: int) -> Table:
             f"{row.warm_s * 1e3:,.0f} ms", "yes" if row.identical else "NO",
         )  # fmt: skip
         for cells in (first, second):
-            for column, cell in zip(columns, cells, strict=True):
-                column.cells.append(cell)
+            add_row(columns, *cells)
     return fitted(columns, width)[0]
 
 
@@ -335,6 +334,5 @@ def _index_table(rows: Sequence[Row], width: int) -> Table:
     for row in rows:
         for engine, (before, after) in (("first", row.first), ("second", row.second)):
             blocks = (before.device_blocks, before.pool_blocks, after.device_blocks, after.pool_blocks)
-            for column, cell in zip(columns, (engine, row.full_blocks, *blocks), strict=True):
-                column.cells.append(str(cell))
+            add_row(columns, engine, row.full_blocks, *blocks)
     return fitted(columns, width)[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.ranking import print_ranking, ranking_json
-from kvpool.cli.tables import Column, console, fitted, left_out, show
+from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
 from kvpool.errors import ConfigError
 from kvpool.index import Chat, Lookup, Prompt, Row
 from kvpool.index.prompt import PromptFields
@@ -220,8 +220,7 @@ def _columns(rows: Sequence[Row], shown: Sequence[Row], marks: str) -> list[Colu
             str(row.local_blocks), str(row.pool_blocks), str(row.loadable_blocks), str(row.sequence),
             f"{row.staleness_ms / 1000:.1f} s", "stale" if row.stale else "ok",
         )  # fmt: skip
-        for column, cell in zip(columns, cells, strict=True):
-            column.cells.append(cell)
+        add_row(columns, *cells)
     # Of most prompts it is the larger one of local and pool.
     if not any(row.loadable_blocks > max(row.local_blocks, row.pool_blocks) for row in rows):
         columns = [column for column in columns if column.name != "loadable"]

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvpool.cli.tables import Column, console, fitted, show
+from kvpool.cli.tables import Column, add_row, console, fitted, show
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
@@ -194,8 +194,7 @@ def _print(plan: Plan, pool: str, out: Console) -> None:
     if len(plan.parts) > MAX_SHOWN:
         rows.append(("", f"{len(plan.parts) - MAX_SHOWN:,} more", "", "", ""))
     for row in rows:
-        for column, cell in zip(columns, row, strict=True):
-            column.cells.append(cell)
+        add_row(columns, *row)
     show(out, f"{pool}: to be deleted")
     if rows:
         show(out, fitted(columns, out.width)[0])

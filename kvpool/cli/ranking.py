@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpool.cli.tables import Column, console, fitted, left_out, show
+from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
 from kvpool.index import Pick, Route
 
 
@@ -35,8 +35,7 @@ def print_ranking(model: str, route: Route) -> None:
             str(pick.waiting) if known else "?",
             "unreachable" if pick.unreachable else "asleep" if pick.asleep else pick.trust,
         )
-        for column, cell in zip(columns, cells, strict=True):
-            column.cells.append(cell)
+        add_row(columns, *cells)
     table, missing = fitted(columns, out.width)
     show(out, "cost = prefill + fetch + queue, in tokens; held: device/local/loadable blocks", table)
     if missing:

@@ -49,6 +49,12 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
+def add_row(columns: Sequence[Column], *cells: object) -> None:
+    """Put a cell into each of the columns, in their order."""
+    for column, cell in zip(columns, cells, strict=True):
+        column.cells.append(str(cell))
+
+
 def fitted(
     columns: Sequence[Column], width: int, *, title: str | None = None, styles: Iterable[str] = ()
 ) -> tuple[Table, list[str]]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvpool.cli.exits import code_of, error_object
 from kvpool.cli.index_connection import IndexConnection
-from kvpool.cli.tables import Column, console, fitted, left_out, show
+from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
@@ -290,8 +290,7 @@ def _columns(rows: Sequence[Row], most: int) -> list[Column]:
             "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}", f"{row.staleness_ms / 1000:.1f} s",
             str(row.gaps), str(row.replays), str(row.resets), row.problem,
         )  # fmt: skip
-        for column, cell in zip(columns, cells, strict=True):
-            column.cells.append(cell)
+        add_row(columns, *cells)
     if not any(row.problem for row in rows):
         columns.pop()
     return columns
