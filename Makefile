@@ -282,7 +282,7 @@ $(VENV)/.stamp-venv: | $(VENV)/.stamp-system
 	@touch $@
 
 $(VENV)/.stamp-core: $(CORE) | $(VENV)/.stamp-venv
-	@echo "building and installing kvpool with its development tools"
+	@echo "fetching kvpool's development tools, and building kvpool; this takes some minutes"
 	@$(BIN)/python -m pip install -qq --config-settings=cmake.args=$(WERROR) --editable '.[dev]'
 	@touch $@
 

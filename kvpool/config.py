@@ -208,7 +208,9 @@ class PoolConfig(_Settings):
         None,
         description="host by which indexes and routers reach this worker; unset: the one that faces the pool",
     )
-    http_port: int = Field(8000, ge=1, le=65535, description="port of the engine's own HTTP server")
+    http_port: int | None = Field(
+        None, ge=1, le=65535, description="port of the engine's own HTTP server; unset: its --port, or 8000"
+    )
     worker: str | None = Field(
         None, description="name of this worker in the index; unset: host and port of its events"
     )

@@ -58,6 +58,11 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     return f'unknown {kind} "{name}"; known are {", ".join(candidates)}'
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 worker``, ``2 workers``: a regular noun in its number."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def parse_nbytes(text: str) -> int:
     """Bytes of a size such as ``10GiB``, ``500 MB`` or ``1048576``.
 

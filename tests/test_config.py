@@ -28,7 +28,7 @@ def test_defaults() -> None:
         "max_store_nbytes_per_s": 0,
         "threads": None,
         "advertise_host": None,
-        "http_port": 8000,
+        "http_port": None,
         "worker": None,
         "lease_s": 10.0,
         "store_policy": "write_through",

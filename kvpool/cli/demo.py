@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -284,12 +286,25 @@ def _print(rows: Sequence[Row]) -> None:
             "",
             "Next, a model of your own. Engines of this host that are started like this share their blocks:",
         )
+        programs = Path(sys.executable).parent
+        serve = "serve" if (programs / "vllm").exists() else "-m vllm.entrypoints.openai.api_server --model"
+        program = _typed(
+            programs / ("vllm" if serve == "serve" else "python")
+        )  # vLLM's CPU build has no command
         for command in (
-            f"vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config '{config}'",
-            f"kvpool doctor --pool '{pool}'",
+            f"{program} {serve} MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config '{config}'",
+            f"{_typed(programs / 'kvpool')} doctor --pool '{pool}'",
         ):
             # One line, however long: it is to be copied.
             out.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _typed(program: Path) -> str:
+    """What to type for a program of this environment: its name where the shell finds this one, else its path."""
+    found = shutil.which(program.name)
+    if found is not None and Path(found) == program:
+        return program.name
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 
 
 def verdict(rows: Sequence[Row]) -> str:

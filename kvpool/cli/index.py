@@ -52,6 +52,7 @@ from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
 from kvpool.index.serve.status import Status
 from kvpool.index.snapshot import Snapshot, unpack
+from kvpool.text import counted
 from kvpool.tracing import Tracing
 
 BOOTSTRAP_TIMEOUT_S = 30.0
@@ -256,7 +257,7 @@ async def _serve(
         )
         parts.push_async_callback(server.stop)
         if settings.scrape:
-            scraper = Scraper(fleet, router.loads, resolver=resolver)
+            scraper = Scraper(fleet, router.loads, resolver=resolver, tls=worker_tls)
             parts.push_async_callback(scraper.close)
             scraper.start()
         port = await server.start(settings.listen)
@@ -269,10 +270,12 @@ async def _serve(
             status.start()
             http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls, status=status)
             parts.push_async_callback(http_server.stop)
-            shown += f", HTTP on port {await http_server.start(settings.http)}"
+            http_port = await http_server.start(settings.http)
+            page = f"{'http' if tls is None else 'https'}://{settings.http.rpartition(':')[0]}:{http_port}/status"
+            shown += f", HTTP on port {http_port} (status page {page})"
         proxy: Proxy | None = None
         if settings.ext_proc is not None or settings.proxy is not None:
-            renderer = Renderer()
+            renderer = Renderer(tls=worker_tls)
             parts.push_async_callback(renderer.close)
             placer = Placer(
                 fleet,
@@ -311,7 +314,6 @@ async def _serve(
         if file is not None:
             written = SnapshotFile(file, take, every_s=settings.snapshot_every_s, room=fleet.snapshot_room)
             parts.callback(written.close)
-        named = f"{len(workers)} workers" if len(workers) != 1 else "1 worker"
         host = front.rpartition(":")[0]
         what = "index" if proxy is None else "router"
         url = redact(settings.pool) if settings.pool else "none"
@@ -319,7 +321,10 @@ async def _serve(
             logger.warning(
                 "neither --pool nor --worker is given: no worker is known, and all is answered with 503"
             )
-        print(f"{what} listens on {host}:{port}, {named}, pool {url}{shown}", flush=True)
+        print(
+            f"{what} listens on {host}:{port}, {counted(len(workers), 'worker')}, pool {url}{shown}",
+            flush=True,
+        )
         await server.wait(ended)
         if proxy is not None:
             proxy.leave()

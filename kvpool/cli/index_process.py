@@ -79,5 +79,8 @@ class IndexProcess:
                 last = text.strip().splitlines()[-1:] or ["it wrote nothing"]
                 raise IndexFailed(f"the index did not start: {last[0].removeprefix('kvpool: ')}")
             if time.monotonic() > deadline:
-                raise IndexFailed(f"the index was not ready within {START_TIMEOUT_S:g} s; see {self.log}")
+                wrote = (
+                    f"see {self.log}" if text.strip() else "it wrote nothing: is the host busy? Run it again"
+                )
+                raise IndexFailed(f"the index was not ready within {START_TIMEOUT_S:g} s; {wrote}")
             time.sleep(0.05)

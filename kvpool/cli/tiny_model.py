@@ -100,7 +100,14 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    import sys
+    import argparse
 
-    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    write_tiny_model(Path(sys.argv[1]), **options)
+    parser = argparse.ArgumentParser(
+        "python -m kvpool.cli.tiny_model", description="Write a model of random weights."
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "options", type=json.loads, nargs="?", default={}, help="arguments of write_tiny_model, as JSON"
+    )
+    given = parser.parse_args()
+    write_tiny_model(given.folder, **given.options)

@@ -20,7 +20,7 @@ from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
-from kvpool.text import unknown
+from kvpool.text import counted, unknown
 
 TIMEOUT_S = 5.0
 HEAD_LINES = 9  # of a live screen that are no rows
@@ -165,6 +165,9 @@ class _Watch:
             parts.append(Text(f"this is {ago_s:.0f} s old: {self._away}; trying again"))
         parts += [Text(line) for line in _head(self._now, self._before)]
         rows = rows_of(self._now, self._before, self._sort)
+        if not rows:
+            parts.append(Text(self._no_rows()))
+            return parts
         table, missing = fitted(_columns(rows, most), width)
         parts.append(table)
         if most and len(rows) > most:
@@ -173,6 +176,11 @@ class _Watch:
         if missing:
             parts.append(Text(left_out(missing)))
         return parts
+
+    def _no_rows(self) -> str:
+        if self._tenant is not None or self._model is not None:
+            return "no worker of this tenant and model: see without --tenant and --model who is there"
+        return "no worker has joined this index: name the pool of the workers with its --pool, or each with --worker"
 
 
 # ---- from looks to numbers
@@ -257,16 +265,17 @@ def _head(now: Look, before: Look | None) -> list[str]:
         for where, ratio in zip(("device", "local", "pool"), rates[1:4], strict=True)
     )
     return [
-        f"up {_duration(index.uptime_ms / 1000)}: {len(status.workers)} workers, {len(ranks)} ranks, {stale} stale",
+        f"up {_duration(index.uptime_ms / 1000)}: {counted(len(status.workers), 'worker')}, "
+        f"{counted(len(ranks), 'rank')}, {stale} stale",
         f"{index.held_blocks} blocks, {index.held_pool_blocks} in the pool, {index.memory_nbytes / 1e6:.1f} MB",
-        f"{_counted(index.lookups, 'lookups', rates.lookups_per_s)}; best rank's share: {shares}",
-        f"{_counted(index.placements, 'placements', rates.placements_per_s)}; share that the worker had: "
+        f"{_rated(index.lookups, 'lookup', rates.lookups_per_s)}; best rank's share: {shares}",
+        f"{_rated(index.placements, 'placement', rates.placements_per_s)}; share that the worker had: "
         f"{_share(rates.placed_ratio)}",
     ]
 
 
-def _counted(count: int, what: str, per_s: float | None) -> str:
-    return f"{count} {what}" + (f", {per_s:.1f}/s" if per_s is not None else "")
+def _rated(count: int, what: str, per_s: float | None) -> str:
+    return counted(count, what) + (f", {per_s:.1f}/s" if per_s is not None else "")
 
 
 def _share(ratio: float | None) -> str:

@@ -112,7 +112,7 @@ class Announcer:
             self._said_twin = twin
             self._say(
                 f"another process announces a worker {self._worker.name} of tenant {self._worker.tenant}, too: "
-                'give each engine its own "worker" or "advertise_host"'
+                'give each engine a "worker" of its own, or a "http_port" or "advertise_host" of its own'
             )
         self._store.announce(self._key, self._record, lease_s=self._lease_s)
         self._kept = True

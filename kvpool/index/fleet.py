@@ -40,6 +40,7 @@ from kvpool.index.snapshot_room import SnapshotRoom
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
 from kvpool.key.hashing import seed_id
 from kvpool.key.names import check_tenant
+from kvpool.text import counted
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Unpack
@@ -121,9 +122,8 @@ class Fleet:
             if known is not None:
                 self._members.forget(known)
             self._members.enter(worker, source, expires_at_s, now_s)
-        ranks = f"{len(worker.publishers)} ranks" if len(worker.publishers) > 1 else "1 rank"
-        if not any(publisher.events for publisher in worker.publishers):
-            ranks = "no events"
+        followed = any(publisher.events for publisher in worker.publishers)
+        ranks = counted(len(worker.publishers), "rank") if followed else "no events"
         if known is None:
             logger.info('worker %s joins: model "%s", %s, by %s', worker.id, worker.model, ranks, source)
             return "new"

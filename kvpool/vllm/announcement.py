@@ -11,6 +11,8 @@ import ipaddress
 import re
 import secrets
 import socket
+import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm.config import VllmConfig
@@ -23,6 +25,7 @@ from kvpool.store import StoreURL
 from kvpool.vllm import internals
 
 LOOPBACK = "127.0.0.1"
+HTTP_PORT = 8000  # vLLM's, without --port
 _TCP = re.compile(r"tcp://(.+):([0-9]{1,5})")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _SEEN_BY_NONE = "indexes and routers will not see what this worker holds (the pool works all the same)"
@@ -42,23 +45,48 @@ class Announcement(NamedTuple):
 def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, namespace: str) -> Announcement:
     """What this rank announces. ``namespace``: 32 hex digits."""
     host = settings.advertise_host or local_host(settings.pool)
+    command = _Command.read(sys.argv)
+    http = f"{_bracketed(host)}:{settings.http_port or command.port}"
     dp_rank = _dp_rank(config)
     where = _where(config, host, dp_rank)
     served = config.model_config.served_model_name
     _, hash_block_tokens = internals.block_sizes(config, cache)
     worker = Worker(
-        name=settings.worker or where.name or f"{_bracketed(host)}:{settings.http_port}",
+        name=settings.worker or where.name or http,
         model=served[0] if isinstance(served, list) else served or config.model_config.model,
         block_tokens=hash_block_tokens,
         hash_seed_id=seed_id(hash_seed()),
         publishers=(Publisher(dp_rank, where.events, where.replay),),
         tenant=settings.tenant,
         hash_algorithm=config.cache_config.prefix_caching_hash_algo,
-        address=f"http://{_bracketed(host)}:{settings.http_port}",
+        address=f"{command.scheme}://{http}",
         incarnation=secrets.token_hex(8),
         namespace=namespace,
     )
     return Announcement(worker, where.problems, where.events_off)
+
+
+class _Command(NamedTuple):
+    """Where a server's command line has it serve HTTP.
+
+    All processes of an engine have the arguments of its command in ``sys.argv``, whether forked or spawned
+    (``multiprocessing.spawn.get_preparation_data``); vLLM's configuration does not say where its HTTP server listens.
+    """
+
+    port: int = HTTP_PORT
+    scheme: str = "http"
+
+    @classmethod
+    def read(cls, arguments: Sequence[str]) -> _Command:
+        given: dict[str, str] = {}
+        for text, after in zip(arguments, [*arguments[1:], ""], strict=True):
+            option, separator, value = text.partition("=")
+            given[option.replace("_", "-")] = value if separator else after
+        port = given.get("--port", "")
+        return cls(
+            int(port) if re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65535 else HTTP_PORT,
+            "https" if given.get("--ssl-certfile") else "http",
+        )
 
 
 class _Where(NamedTuple):
@@ -75,9 +103,12 @@ def _where(config: VllmConfig, host: str, dp_rank: int) -> _Where:
     events = config.kv_events_config
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
         wanted = (
-            '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
+            '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+            '"replay_endpoint": "tcp://*:5657"}'
         )
-        return _Where(problems=(f"{_SEEN_BY_NONE}: add --kv-events-config '{wanted}'",), events_off=True)
+        own = "with ports of its own for each engine of a host"
+        problem = f"{_SEEN_BY_NONE}: add --kv-events-config '{wanted}', {own}"
+        return _Where(problems=(problem,), events_off=True)
     try:
         published = internals.rank_endpoint(events.endpoint, dp_rank)
         replayed = internals.rank_endpoint(events.replay_endpoint, dp_rank)

@@ -22,6 +22,7 @@ from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.checkpoint import CheckpointDigest, checkpoint_digest
 from kvpool.key.key import Fact
+from kvpool.text import counted
 from kvpool.vllm import internals
 
 # What vLLM's loaders read from the folder: the first of these that exists, and no other.
@@ -193,6 +194,6 @@ def _path(config: VllmConfig) -> Path:
 
 def _described(path: Path, digest: CheckpointDigest, took_s: float) -> str:
     return (
-        f"{digest.hex}, of {digest.files} files with {digest.nbytes / 1e6:,.1f} MB in {path}; "
+        f"{digest.hex}, of {counted(digest.files, 'file')} with {digest.nbytes / 1e6:,.1f} MB in {path}; "
         f"read {digest.read_nbytes / 1e6:,.1f} MB in {took_s * 1e3:,.0f} ms"
     )

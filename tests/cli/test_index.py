@@ -68,6 +68,13 @@ class Index:
         assert found is not None, self.ready or self.stop()
         self.target = found[1]
 
+    @property
+    def http_port(self) -> int:
+        """Of one that was started with ``--http``."""
+        found = re.search(r"HTTP on port ([0-9]+)", self.ready)
+        assert found is not None, self.ready
+        return int(found[1])
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[str]]:
         """Exit code and the lines on standard error, without their time."""
         self.process.send_signal(number)
@@ -106,7 +113,8 @@ def test_from_a_publisher_to_a_table() -> None:
         worker = f"w-1={events},model=m,block=16,replay={replay},address=http://h:8000"
         with running("--worker", worker, "--metrics", "127.0.0.1:0", "--http", "127.0.0.1:0") as index:
             shown = re.fullmatch(
-                r"index listens on \S+, 1 worker, pool none, metrics on port ([0-9]+), HTTP on port ([0-9]+)",
+                r"index listens on \S+, 1 worker, pool none, metrics on port ([0-9]+), HTTP on port ([0-9]+) "
+                r"\(status page http://127\.0\.0\.1:\2/status\)",
                 index.ready,
             )
             assert shown is not None
@@ -402,7 +410,7 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
         )
         assert json.loads(found.stdout)["rows"][0]["worker"] == "w"
         doctor = kvpool("doctor", "--index", index.target, *trusting, "--token-file", router).stdout
-        assert f"{index.target} answers: it follows 1 workers" in " ".join(doctor.split())
+        assert f"{index.target} answers: it follows 1 worker with 1 rank" in " ".join(doctor.split())
         doctor = kvpool("doctor", "--index", index.target, *trusting).stdout
         assert "give a token with the right to read: --token-file" in " ".join(doctor.split())
         for arguments, says in [
@@ -433,7 +441,7 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("grpc_started")
 def test_after_sigterm_health_says_no_and_calls_are_answered_until_a_second_one() -> None:
     with running("--http", "127.0.0.1:0", "--drain", "600") as index, IndexClient(index.target, 30) as client:
-        page = f"http://127.0.0.1:{index.ready.rpartition(' ')[2]}/health"
+        page = f"http://127.0.0.1:{index.http_port}/health"
 
         def health() -> int:
             try:

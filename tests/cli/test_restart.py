@@ -138,7 +138,7 @@ def test_a_replica_that_is_full_is_not_compared() -> None:
             )["findings"]
             about = {one["level"]: one["says"] for one in findings if one["about"] == "replicas"}
             assert about.keys() == {"warn", "ok"}
-            assert about["warn"].startswith("1 ranks were not compared")
+            assert about["warn"].startswith("not compared are 1 rank:")
             assert about["ok"].endswith("know the same of 0 ranks")
 
 

@@ -75,7 +75,6 @@ def test_settings_are_those_of_the_connector(name: str) -> None:
         "events": int(events["endpoint"].rpartition(":")[2]),
         "replay": int(events["replay_endpoint"].rpartition(":")[2]),
     }
-    assert ports["http"] == PoolConfig.model_fields["http_port"].default
     (_, wait) = worker["lifecycle"]["preStop"]["exec"]["command"]
     assert (
         pod_of(workload)["terminationGracePeriodSeconds"] > int(wait) + int(given["--shutdown-timeout"]) + 10

@@ -132,9 +132,7 @@ def test_the_router_has_twenty_lines() -> None:
 def test_curl() -> None:
     with misbehaving() as publisher, an_index({}, "--http", "127.0.0.1:0") as index:
         holding(publisher, 3)
-        port = re.search(r"HTTP on port ([0-9]+)", index.ready)
-        assert port is not None
-        door = f"http://127.0.0.1:{port[1]}"
+        door = f"http://127.0.0.1:{index.http_port}"
         one = publisher.publisher
         ran = run("sh", EXAMPLES / "curl.sh", door, "m", one.events, one.replay)
         assert ran.returncode == 0, ran.stderr + ran.stdout

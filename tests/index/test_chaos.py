@@ -121,7 +121,7 @@ def test_answers_stay_true_and_in_time_whatever_others_do(tmp_path: Path) -> Non
             env={
                 **os.environ,
                 "TARGETS": " ".join(index.target for index in indexes),
-                "HTTP": " ".join(f"127.0.0.1:{index.ready.rpartition('HTTP on port ')[2]}" for index in indexes),
+                "HTTP": " ".join(f"127.0.0.1:{index.http_port}" for index in indexes),
                 "EVIL": tokens["evil"],
                 "POOL": server.url,
             },

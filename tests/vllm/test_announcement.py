@@ -59,6 +59,38 @@ def test_settings_name_the_worker_and_its_address(base: Any, monkeypatch: pytest
     check_worker(worker)
 
 
+@pytest.mark.parametrize(
+    ("command", "port"),
+    [
+        ("vllm serve model", 8000),
+        ("vllm serve model --port 8001 --host ::", 8001),
+        ("api_server.py --port=8002 --model m", 8002),
+        ("vllm serve model --port 8001 --port 8002", 8002),
+        ("vllm serve model --port", 8000),
+        ("vllm serve model --port many --data-parallel-rpc-port 9", 8000),
+        ("vllm serve model --port 0 --port=99999", 8000),
+    ],
+)
+def test_the_port_is_that_of_the_command(
+    base: Any, monkeypatch: pytest.MonkeyPatch, command: str, port: int
+) -> None:
+    monkeypatch.setattr("sys.argv", command.split())
+    worker = described(base, monkeypatch, None).worker
+    assert (worker.name, worker.address) == (f"127.0.0.1:{port}", f"http://127.0.0.1:{port}")
+    assert (
+        described(base, monkeypatch, None, settings={"http_port": 7}).worker.address == "http://127.0.0.1:7"
+    )
+
+
+@pytest.mark.parametrize("option", ["--ssl-certfile c.pem", "--ssl-certfile=c.pem", "--ssl_certfile c.pem"])
+def test_a_command_with_a_certificate_serves_https(
+    base: Any, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "model", *option.split(), "--ssl-keyfile", "k.pem"])
+    worker = described(base, monkeypatch, None, settings={"http_port": 443}).worker
+    assert (worker.name, worker.address) == ("127.0.0.1:443", "https://127.0.0.1:443")
+
+
 def test_the_host_is_the_one_that_faces_the_pool(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpool.vllm.announcement import local_host
 

@@ -249,13 +249,15 @@ class WatchedTier(KVPoolTier):
             super().submit_store(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        broken = self._broken
+        stumbled = self.engine.stumbled
         with self.engine.at_once("get_finished_jobs"):
             results = list(super().get_finished_jobs())
         for result in results:
             self.engine.ended(result)
         self.engine.check_batches()
-        if self._broken == broken:  # a fault of ours in this very call has the jobs ended by the next one
+        if (
+            self.engine.stumbled == stumbled
+        ):  # after a fault of ours in this very call the next one ends the jobs
             self.engine.check_overdue()
         return results
 
@@ -371,6 +373,7 @@ class TieredEngine:
         self.new: list[str] = []
         self.copies: list[Copy] = []
         self.jobs: dict[int, Flight] = {}
+        self.stumbled = 0  # faults that were planted, and happened
         self.submitted: set[int] = set()
         self.promoted: set[OffloadKey] = set()
         self.asked: dict[str, dict[OffloadKey, float]] = {}  # request: what it asked for, and when first
@@ -632,6 +635,7 @@ class TieredEngine:
 
         def stumbling(*arguments: Any, **more: Any) -> Any:
             delattr(holder, name)
+            self.stumbled += 1
             raise ZeroDivisionError("planted")
 
         setattr(holder, name, stumbling)

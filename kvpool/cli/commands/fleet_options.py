@@ -54,6 +54,15 @@ Networks = Annotated[
         rich_help_panel=WORKERS,
     ),
 ]
+WorkerCa = Annotated[
+    str | None,
+    typer.Option(
+        "--worker-ca",
+        metavar="FILE",
+        help="The authority that certificates of workers at https:// are of, PEM. Without it: those of the system.",
+        rich_help_panel=SECURITY,
+    ),
+]
 MaxBlocks = Annotated[
     int,
     typer.Option(

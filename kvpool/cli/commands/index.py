@@ -37,6 +37,7 @@ from kvpool.cli.commands.fleet_options import (
     Tokens,
     Traces,
     WarmUp,
+    WorkerCa,
     WorkerOption,
 )
 from kvpool.cli.commands.options import ACCESS, Index, Json, TlsCa, TlsCert, TlsKey, TokenFile
@@ -126,6 +127,7 @@ def index(
     tls_cert: ServerCert = None,
     tls_key: ServerKey = None,
     tls_client_ca: ClientCa = None,
+    worker_ca: WorkerCa = None,
     drain: Drain = 5.0,
     max_connection_age: Annotated[
         float,
@@ -158,7 +160,7 @@ def index(
         IndexSettings(
             traces=traces, log_level=log_level, log_format=log_format,
             listen=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=tenant or [],
-            worker_networks=worker_networks or [],
+            worker_networks=worker_networks or [], worker_ca=worker_ca,
             workers=worker or [], max_blocks=max_blocks,
             max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),
             reuse_reports=reuse_reports, metrics=metrics, http=http, ext_proc=ext_proc,

@@ -35,6 +35,7 @@ from kvpool.cli.commands.fleet_options import (
     TokenizerOption,
     Traces,
     WarmUp,
+    WorkerCa,
     WorkerOption,
 )  # fmt: skip
 from kvpool.cli.log_lines import LogFormat, LogLevel
@@ -63,14 +64,7 @@ def router(
     pool_keys_per_s: PoolKeys = 20_000,
     worker: WorkerOption = None,
     worker_networks: Networks = None,
-    worker_ca: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="The authority that certificates of workers at https:// are of, PEM. Without it: those of the system.",
-            rich_help_panel=SECURITY,
-        ),
-    ] = None,
+    worker_ca: WorkerCa = None,
     max_blocks: MaxBlocks = 1 << 27,
     reuse_reports: ReuseReports = True,
     max_memory: MaxMemory = None,

@@ -14,6 +14,7 @@ from kvpool.errors import AccessDenied, IndexUnavailable, UnknownModel
 from kvpool.index.answer import WorkerStatus
 from kvpool.index.client.client import IndexClient
 from kvpool.index.dp_rank import LOOKAHEAD, LOOKAHEAD_OFF
+from kvpool.text import counted
 
 COMPARISONS = 10  # of two indexes, until they say the same of every rank
 BETWEEN_S = 0.2
@@ -42,7 +43,10 @@ def _judged(
     tenant: str,
 ) -> Iterator[Finding]:
     count = sum(len(status.publishers) for status in statuses)
-    yield ok("index", f"{index.target} answers: it follows {len(statuses)} workers with {count} ranks")
+    yield ok(
+        "index",
+        f"{index.target} answers: it follows {counted(len(statuses), 'worker')} with {counted(count, 'rank')}",
+    )
     if not statuses:
         yield fail(
             "index",
@@ -55,8 +59,13 @@ def _judged(
             f"{index.target} says that it does not serve yet: it warms up, or is ending",
             "ask again in some seconds; its log says for whom it waits",
         )
+    in_pool = {worker.id for worker in announced or ()}
     for status in statuses:
-        yield from _followed(status)
+        if any(one.events for one in status.worker.publishers):
+            yield from _followed(status)
+        elif status.worker.id not in in_pool:  # of those in the pool that was said
+            says = f"worker {status.worker.name} publishes no KV events: it is known and not followed"
+            yield warn("index", says, EVENTS_ON)
     yield from _hashing(client, statuses)
     known = {status.worker.id for status in statuses}
     for worker in announced or ():
@@ -78,8 +87,6 @@ def _serves(index: IndexConnection) -> bool:
 
 def _followed(status: WorkerStatus) -> Iterator[Finding]:
     name = status.worker.name
-    if not status.publishers:
-        yield fail("index", f"worker {name} publishes no KV events: it is known and not followed", EVENTS_ON)
     for one in status.publishers:
         if one.problem == LOOKAHEAD:
             yield fail("index", f"rank {one.dp_rank} of worker {name}: {one.problem}", LOOKAHEAD_OFF)
@@ -165,11 +172,11 @@ def replica_findings(target: IndexConnection, other: IndexConnection) -> Iterato
     if full:
         yield warn(
             "replicas",
-            f"{len(full)} ranks were not compared: an index that is full has forgotten blocks of theirs",
+            f"not compared are {counted(len(full), 'rank')}: an index that is full has forgotten blocks of theirs",
             "raise its --max-blocks or --max-memory",
         )
     if not differing:
-        yield ok("replicas", f"{target} and {other} know the same of {len(compared)} ranks")
+        yield ok("replicas", f"{target} and {other} know the same of {counted(len(compared), 'rank')}")
 
 
 _Rank = tuple[str, str, int]  # worker, its incarnation, rank

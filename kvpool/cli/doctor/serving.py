@@ -47,8 +47,8 @@ def _judged(worker: Worker, page: Page | str) -> Finding:
         return warn(
             ABOUT,
             f"{where} does not answer: {page}; no router can send it requests",
-            'see that its server runs there; its "http_port" is the number of its --port, its "advertise_host" a name '
-            "that others reach",
+            'see that its server runs there; its "http_port", if set, is the number of its --port, its '
+            '"advertise_host" a name that others reach',
         )
     if page.status != 200:
         return warn(

@@ -18,7 +18,8 @@ MAX_ENDPOINTS = 64  # of a worker, that are tried
 AT_ONCE = 16
 EVENTS_ON = (
     "start it with --kv-events-config "
-    '\'{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
+    '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:5657"}\', with ports of its own for each engine of a host'
 )
 
 
@@ -55,7 +56,7 @@ def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> 
 def _worker(worker: Worker, answers: Mapping[str, bool]) -> Iterator[Finding]:
     if not any(one.events for one in worker.publishers):
         says = f"worker {worker.name} publishes no KV events, so no index knows what it holds"
-        yield fail("workers", says, EVENTS_ON)
+        yield warn("workers", says, EVENTS_ON)
         return
     silent = [
         one.events for one in worker.publishers[:MAX_ENDPOINTS] if one.events and not answers[one.events]
@@ -70,7 +71,8 @@ def _worker(worker: Worker, answers: Mapping[str, bool]) -> Iterator[Finding]:
         yield warn(
             "workers",
             f"worker {worker.name} has no replay endpoint: what an index misses once stays unknown",
-            'add "replay_endpoint":"tcp://*:5657" to its --kv-events-config',
+            'add "replay_endpoint": "tcp://*:5657" to its --kv-events-config, with a port of its own for each engine '
+            "of a host",
         )
     else:
         events = ", ".join(one.events for one in worker.publishers[:4])

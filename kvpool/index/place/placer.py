@@ -22,7 +22,7 @@ from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, parse_url
 from kvpool.index.place.inference_request import InferenceRequest, read_request
-from kvpool.index.place.renderer import NoTokens, Renderer
+from kvpool.index.place.renderer import Asked, NoTokens, Renderer
 from kvpool.index.place.route import Pick, Route
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizers import Tokenizers
@@ -154,7 +154,7 @@ class Placer:
                     tenant,
                     body,
                     headers or {},
-                    lambda without: self._url_to_ask(found.request, tenant, names, without),
+                    lambda without: self._worker_to_ask(found.request, tenant, names, without),
                     max(0.0, ends_s - time.monotonic()),
                 )
                 reason, detail = "load", ""
@@ -288,10 +288,10 @@ class Placer:
             return routes[0]
         return Route(tuple(sorted((pick for route in routes for pick in route.picks), key=_cost)))
 
-    async def _url_to_ask(
+    async def _worker_to_ask(
         self, request: InferenceRequest, tenant: str, names: list[str] | None, without: Collection[str]
-    ) -> str:
-        """Of the worker with the least to do, none of ``without``. Errors: ``NoTokens``."""
+    ) -> Asked:
+        """The worker with the least to do, at none of these URLs. Errors: ``NoTokens``."""
         for pick in self._by_load(request, tenant, names, takes_turn=False).picks:
             if pick.unreachable:
                 continue
@@ -300,8 +300,8 @@ class Placer:
                 at = await self._endpoints.resolve(pick.address, tenant, self._timeout_s)
             except KVPoolError:
                 continue
-            if not url.is_tls and (found := f"http://{at}") not in without:
-                return found
+            if (found := f"{'https' if url.is_tls else 'http'}://{at}") not in without:
+                return Asked(found, url.host)
         raise NoTokens("no worker can be asked for its tokens")
 
     async def _placement(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import ssl
 import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -41,7 +42,15 @@ _NO_RENDER = (403, 404, 405, 501)  # 403: vLLM without --enable-scale-out
 
 logger = logging.getLogger("kvpool.index")
 
-Ask = Callable[[Collection[str]], Awaitable[str]]
+
+class Asked(NamedTuple):
+    """A worker that may be asked: ``http://IP:PORT``, or ``https`` with the name that its certificate is for."""
+
+    url: str
+    name: str
+
+
+Ask = Callable[[Collection[str]], Awaitable[Asked]]
 
 
 class NoTokens(KVPoolError):
@@ -72,9 +81,13 @@ _RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
 
 
 class Renderer:
-    """Remembers the tokens of prompts, also of those that came too late for their request."""
+    """Remembers the tokens of prompts, also of those that came too late for their request.
 
-    def __init__(self) -> None:
+    ``tls``: for workers at https; None: with the system's authorities.
+    """
+
+    def __init__(self, *, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._known: OrderedDict[tuple[str, bytes], Prompt] = OrderedDict()
         self._known_nbytes = 0
         self._under_way: dict[tuple[str, bytes], asyncio.Task[Prompt]] = {}
@@ -99,8 +112,8 @@ class Renderer:
         ask: Ask,
         timeout_s: float,
     ) -> Prompt:
-        """The prompt of ``request``, in tokens. ``headers``: to send to a worker with it. ``ask``: the URL of a worker
-        that may be asked, none of those it is given. Errors: ``NoTokens``."""
+        """The prompt of ``request``, in tokens. ``headers``: to send to a worker with it. ``ask``: a worker
+        that may be asked, at none of the URLs it is given. Errors: ``NoTokens``."""
         if request.path not in RENDERED:
             raise NoTokens(f"requests to {request.path:.60} are placed by load")
         key = (tenant, prompt_key(request.path, body))
@@ -151,26 +164,28 @@ class Renderer:
                 return await self._ask(request, tenant, body, headers, worker)
             except (aiohttp.ClientConnectionError, _Unanswered) as error:
                 if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
-                    self._set_aside(worker)
+                    self._set_aside(worker.url)
                 if not has_next:
                     raise
-                without.add(worker)
+                without.add(worker.url)
         raise AssertionError
 
     async def _ask(
-        self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], worker: str
+        self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], worker: Asked
     ) -> Prompt:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MAX_UNDER_WAY, keepalive_timeout=KEEP_ALIVE_S),
+                connector=aiohttp.TCPConnector(
+                    limit=MAX_UNDER_WAY, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls or True
+                ),
                 timeout=aiohttp.ClientTimeout(RENDER_S, sock_connect=CONNECT_S),
                 auto_decompress=False,
                 trust_env=False,
             )
-        url = f"{worker}{request.path}/render"
+        url = f"{worker.url}{request.path}/render"
         sent = {**headers, "content-type": "application/json"}
         async with self._session.post(
-            url, data=io.BytesIO(body), headers=sent, allow_redirects=False
+            url, data=io.BytesIO(body), headers=sent, allow_redirects=False, server_hostname=worker.name
         ) as reply:
             if reply.status in _NO_RENDER:
                 if (tenant, request.model) not in self._without:
@@ -191,10 +206,10 @@ class Renderer:
             raise NoTokens(f"{url} answers with more than {MAX_RENDERED_NBYTES} bytes")
         return _prompt(request, tenant, _RENDERED.decode(packed))
 
-    def _set_aside(self, worker: str) -> None:
+    def _set_aside(self, url: str) -> None:
         """Ask it no more for ``AWAY_S``."""
-        self._away.pop(worker, None)
-        self._away[worker] = time.monotonic() + AWAY_S
+        self._away.pop(url, None)
+        self._away[url] = time.monotonic() + AWAY_S
         if len(self._away) > MAX_AWAY:
             del self._away[next(iter(self._away))]
 

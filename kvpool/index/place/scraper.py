@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,8 @@ logger = logging.getLogger("kvpool.index")
 class Scraper:
     """Tells ``loads`` how busy the workers of ``fleet`` are, and ``fleet`` which of them are asleep.
 
-    A worker whose address is no HTTP URL is left out. Use it in one event loop: ``start``, ``close``.
+    A worker whose address is no HTTP URL is left out. ``tls``: for those at https; None: with the system's authorities.
+    Use it in one event loop: ``start``, ``close``.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Scraper:
         *,
         resolver: Resolver | None = None,
         interval_s: float = INTERVAL_S,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._fleet = fleet
         self._loads = loads
@@ -56,6 +59,7 @@ class Scraper:
         self._task: asyncio.Task[None] | None = None
         # trust_env: a proxy in the environment is not meant for workers next door
         self._client = httpx.AsyncClient(
+            verify=tls or True,
             trust_env=False,
             follow_redirects=False,
             timeout=DEADLINE_S,

@@ -428,12 +428,16 @@ def test_workers_in_the_pool_are_judged(tmp_path: Path) -> None:
 
 def test_a_worker_without_events_is_named(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
-    with announced(url, worker("mute", Publisher(0, ""))):
-        code, findings = examined("--pool", url)
-    assert code == 1
-    problems = sentences(findings, "fail")
-    assert "worker mute publishes no KV events" in problems
-    assert "--kv-events-config" in problems
+    with announced(url, worker("mute", Publisher(0, ""))), IndexProcess(tmp_path, url) as index:
+        with IndexClient(index.address) as client:
+            assert eventually(lambda: bool(client.workers()))
+        code, findings = examined("--pool", url, "--index", index.address)
+        alone = sentences(examined("--index", index.address)[1], "warn")
+    said = sentences(findings, "warn")
+    assert said.count("worker mute publishes no KV events") == 1, "of the pool and the index, once"
+    assert "--kv-events-config" in said
+    assert code == 0, "it shares all the same"
+    assert "worker mute publishes no KV events" in alone
 
 
 def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
@@ -452,7 +456,7 @@ def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
         assert eventually(lambda: followed(1), within_s=20)
         code, findings = examined("--pool", url, "--index", index.address)
         assert code == 0, findings
-        assert "it follows 1 workers with 1 ranks" in sentences(findings, "ok")
+        assert "it follows 1 worker with 1 rank" in sentences(findings, "ok")
         for block in range(3):
             late.publish(batch(stored([block]), dp_rank=3))
         late.forget(2)

@@ -71,8 +71,7 @@ def test_a_request_without_a_token_is_refused_before_it_is_received(tmp_path: Pa
                 method = channel.unary_unary(f"/{SERVICE}/{name}")
                 futures = [method.future(request, timeout=WAIT_S) for _ in range(4)]
                 assert {code_of(future.result) for future in futures} == {"UNAUTHENTICATED"}
-        port = index.ready.rpartition("HTTP on port ")[2]
-        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=WAIT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", index.http_port, timeout=WAIT_S)
         connection.request("POST", "/query", headers={"Content-Length": str(8 << 20)})
         assert connection.getresponse().status == 401, "before its body came"
         connection.close()

@@ -55,7 +55,7 @@ export function drawChart(node, points, description) {
   const drawn = points.filter((_, place) => (points.length - 1 - place) % step === 0);
   for (const name of ["ceiling", "chosen"]) {
     const path = pathOf(drawn, name, x, y);
-    if (path) chart.append(drawing("path", { class: name, d: path, "stroke-linejoin": "round" }));
+    if (path) chart.append(drawing("path", { class: name, d: path, "stroke-linejoin": "round", "stroke-linecap": "round" }));
   }
   if (!points.some((point) => point.ceiling !== null)) {
     chart.append(drawing("text", { class: "empty", x: (LEFT + width) / 2, y: height / 2 - 8 }, "Nothing was asked yet"));
@@ -67,7 +67,8 @@ function pathOf(points, name, x, y) {
   let path = "";
   let goesOn = false;
   for (const point of points) {
-    if (point[name] !== null) path += `${goesOn ? "L" : "M"}${x(point.at).toFixed(1)},${y(point[name]).toFixed(1)}`;
+    // Of no length where it begins: a point between two gaps would not be drawn.
+    if (point[name] !== null) path += `${goesOn ? "L" : "M"}${x(point.at).toFixed(1)},${y(point[name]).toFixed(1)}${goesOn ? "" : "h0"}`;
     goesOn = point[name] !== null;
   }
   return path;

@@ -46,7 +46,7 @@ async function refresh() {
     byId("sign-in").hidden = true;
     byId("content").hidden = false; // before the chart is drawn, which is as wide as its place
     showOverview(data);
-    showWorkers(data.workers, data.fleet);
+    showWorkers(data.workers, data.fleet, Boolean(sessionStorage.getItem(TOKEN)));
     showModels(data.fleet);
     say("");
     write(byId("updated"), `· as of ${new Date().toTimeString().slice(0, 8)}${paused ? ", paused" : ""}`);

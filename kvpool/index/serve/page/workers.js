@@ -54,7 +54,7 @@ export function startWorkers(refresh) {
   });
 }
 
-export function showWorkers(workers, fleet) {
+export function showWorkers(workers, fleet, byToken) {
   next = workers.next;
   const several = new Set(fleet.models.map((one) => one.tenant)).size > 1;
   byId("workers-table").tBodies[0].replaceChildren(...workers.rows.map((worker) => row(worker, several)));
@@ -64,11 +64,11 @@ export function showWorkers(workers, fleet) {
     byId(id).disabled = !goes && document.activeElement !== byId(id);
     byId(id).setAttribute("aria-disabled", String(!goes));
   }
-  write(byId("workers-count"), shown(workers, fleet));
+  write(byId("workers-count"), shown(workers, fleet, byToken));
 }
 
-function shown({ matching, before, rows }, fleet) {
-  if (!fleet.workers) return "No worker has joined this index that this token may see.";
+function shown({ matching, before, rows }, fleet, byToken) {
+  if (!fleet.workers) return `No worker has joined this index${byToken ? " that this token may see" : ""}.`;
   if (!matching) return "No worker matches.";
   if (!rows.length) return `No more of ${count(matching, "worker", "workers")}.`;
   return `${whole(before + 1)} to ${whole(before + rows.length)} of ${count(matching, "worker", "workers")}`;

@@ -1,0 +1,93 @@
+"""Workers at https: an index that knows the authority of their certificates reads their metrics and their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvpool.index.client.tls import ServerTls, trusting
+from kvpool.index.fleet import Fleet
+from kvpool.index.place.endpoints import Endpoints
+from kvpool.index.place.load import LoadBoard
+from kvpool.index.place.placer import Placer
+from kvpool.index.place.renderer import Renderer
+from kvpool.index.place.router import Router
+from kvpool.index.place.scraper import Scraper
+from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.resolver import Resolver
+from tests.index.openai_worker import ScriptedWorker
+from tests.store.certificates import Authority
+
+WITHIN_S = 10.0
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def worker(authority: Authority) -> Iterator[ScriptedWorker]:
+    pair = authority.issue("worker", names=("localhost",))
+    worker = ScriptedWorker("a", tls=ServerTls(str(pair.cert), str(pair.key)).context)
+    worker.start()
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def fleet(worker: ScriptedWorker) -> Fleet:
+    fleet = Fleet()
+    fleet.add(worker.worker(address=f"https://localhost:{worker.port}"), "flag")
+    fleet.heard("default/a", 0)
+    return fleet
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_metrics(authority: Authority, fleet: Fleet, known: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvpool.index")
+
+    async def run() -> None:
+        board = LoadBoard()
+        scraper = Scraper(
+            fleet, board, interval_s=0.05, tls=trusting("ca", str(authority.ca)) if known else None
+        )
+        scraper.start()
+        try:
+            with anyio.fail_after(WITHIN_S):
+                while board.get("default/a", 0) is None and "cannot be read" not in caplog.text:
+                    await asyncio.sleep(0.01)
+        finally:
+            await scraper.close()
+        assert (board.get("default/a", 0) is not None) == known
+        assert ("CERTIFICATE_VERIFY_FAILED" in caplog.text) == (not known)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_tokens(authority: Authority, fleet: Fleet, worker: ScriptedWorker, known: bool) -> None:
+    async def run() -> None:
+        renderer = Renderer(tls=trusting("ca", str(authority.ca)) if known else None)
+        tokenizers = Tokenizers()
+        placer = Placer(
+            fleet, Router(fleet), tokenizers, renderer, Endpoints(fleet, Resolver()), timeout_s=WITHIN_S
+        )
+        try:
+            placement = await placer.place(
+                "/v1/completions", json.dumps({"model": "m", "prompt": "w3"}).encode()
+            )
+            placer.release(placement)
+        finally:
+            placer.close()
+            await renderer.close()
+            tokenizers.close()
+        assert worker.rendered == int(known), placement
+
+    asyncio.run(run())
