@@ -133,7 +133,7 @@ def _round_robin(folder: Path, fleet: RouteFleet, count: int) -> AbstractContext
         config = own / "envoy.yaml"
         config.write_text(_ROUND_ROBIN.format(listen=listen, endpoints=endpoints))
         return [
-            str(envoy.BINARY), "--config-path", str(config), "--concurrency", "1", "--use-dynamic-base-id",
+            str(envoy.BINARY), "--config-path", str(config), "--concurrency", "1", "--disable-hot-restart",
             "--log-level", "warning", "--drain-time-s", "1",
         ]  # fmt: skip
 

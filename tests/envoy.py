@@ -103,7 +103,7 @@ def started(folder: Path, config: str, *, listen: int, admin: int) -> Iterator[E
     process = subprocess.Popen(
         [
             str(BINARY), "--config-path", str(file), "--log-path", str(log), "--concurrency", "1",
-            "--use-dynamic-base-id", "--log-level", "warning", "--drain-time-s", "1",
+            "--disable-hot-restart", "--log-level", "warning", "--drain-time-s", "1",
         ],
         stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
     )  # fmt: skip

@@ -154,7 +154,7 @@ def test_envoy_names_the_services_of_the_cluster(kind: str, tmp_path: Path, secr
     file.write_text(text.replace("/run/secrets", str(secrets)))
     run = subprocess.run(
         [str(envoy.BINARY), "--mode", "validate", "--config-path", str(file), "--log-level", "error",
-         "--use-dynamic-base-id"], capture_output=True, text=True, timeout=60,
+         "--disable-hot-restart"], capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
 
