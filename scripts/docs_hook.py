@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -21,22 +22,28 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what pages link to outside of ``docs/``, and what those pages link to."""
-    unread = [DOCS + file.src_uri for file in files.documentation_pages()]
-    while unread:
-        page = unread.pop()
-        for target in LINK.finditer((ROOT / page).read_text()):
-            path = _path(page, target[1])
-            if (
-                path.startswith(DOCS)
-                or not (ROOT / path).is_file()
-                or files.get_file_from_path(OTHERS + path)
-            ):
-                continue
-            files.append(File.generated(config, OTHERS + path, abs_src_path=str(ROOT / path)))
-            if path.endswith(".md"):
-                unread.append(path)
+    """Add what the navigation and pages name outside of ``docs/``, and what those pages link to."""
+    pages = [DOCS + file.src_uri for file in files.documentation_pages()]
+    named = [path.removeprefix(OTHERS) for path in _leaves(config.nav) if path.startswith(OTHERS)]
+    while pages or named:
+        if not named:
+            page = pages.pop()
+            named = [_path(page, target[1]) for target in LINK.finditer((ROOT / page).read_text())]
+            continue
+        path = named.pop()
+        if path.startswith(DOCS) or not (ROOT / path).is_file() or files.get_file_from_path(OTHERS + path):
+            continue
+        files.append(File.generated(config, OTHERS + path, abs_src_path=str(ROOT / path)))
+        if path.endswith(".md"):
+            pages.append(path)
     return files
+
+
+def _leaves(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from _leaves(part)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -68,7 +68,8 @@ def routing(*options: str) -> Iterator[tuple[RouterProcess, dict[str, ScriptedWo
 
 @pytest.mark.usefixtures("grpc_started")
 def test_from_a_publisher_to_a_worker() -> None:
-    with routing("--metrics", "127.0.0.1:0", "--grpc", "127.0.0.1:0") as (router, workers, publishers):
+    doors = ("--metrics", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    with routing(*doors) as (router, workers, publishers):
         publishers["b"].publish(batch(stored(BlockHasher(16).hashes(TOKENS))))
         with IndexClient(f"127.0.0.1:{router.port('gRPC')}", 30) as client:
             # over the same loop, uvloop's, as the requests
@@ -99,6 +100,8 @@ def test_from_a_publisher_to_a_worker() -> None:
             shown
         )
         assert "uvloop" in Path(f"/proc/{router.process.pid}/maps").read_text()
+        page = get(f"http://127.0.0.1:{router.http_port}/status/data?page_size=10")
+        assert json.loads(page.body)["fleet"]["workers"] == 2, "the status page's"
         code, lines = router.stop()
         assert (code, [line for line in lines if "Traceback" in line]) == (0, [])
 
@@ -169,4 +172,4 @@ def test_refusals(tmp_path: Path) -> None:
     line = refused("index", "--ext-proc", "127.0.0.1:0", "--worker", f"{worker},address=127.0.0.1:8000")
     assert line.startswith("kvpool: --worker a: 127.0.0.1:8000: ")
     line = refused("router", "--tokens", str(tmp_path / "tokens.toml"))
-    assert line == "kvpool: --tokens is for callers of --grpc: give it, too"
+    assert line == "kvpool: --tokens is for callers of --grpc and --http: give one of them, too"

@@ -99,6 +99,15 @@ Metrics = Annotated[
         rich_help_panel=ADDRESSES,
     ),
 ]
+Http = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Where to show the status page (/status), and to answer lookups over HTTP (Mooncake's RFC 1403: "
+        "/query, /query_by_hash).",
+        rich_help_panel=ADDRESSES,
+    ),
+]
 PlaceTimeout = Annotated[
     float,
     typer.Option(

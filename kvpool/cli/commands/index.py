@@ -15,6 +15,7 @@ from kvpool.cli.commands.fleet_options import (
     Bootstrap,
     ClientCa,
     Drain,
+    Http,
     LogFormatOption,
     LogLevelOption,
     MaxBlocks,
@@ -73,15 +74,7 @@ def index(
     reuse_reports: ReuseReports = True,
     max_memory: MaxMemory = None,
     metrics: Metrics = None,
-    http: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Where to show the status page (/status), and to answer lookups over HTTP (Mooncake's RFC 1403: "
-            "/query, /query_by_hash).",
-            rich_help_panel=ADDRESSES,
-        ),
-    ] = None,
+    http: Http = None,
     ext_proc: Annotated[
         str | None,
         typer.Option(

@@ -14,6 +14,7 @@ from kvpool.cli.commands.fleet_options import (
     WORKERS,
     Bootstrap,
     Drain,
+    Http,
     LogFormatOption,
     LogLevelOption,
     MaxBlocks,
@@ -69,6 +70,7 @@ def router(
     reuse_reports: ReuseReports = True,
     max_memory: MaxMemory = None,
     metrics: Metrics = None,
+    http: Http = None,
     grpc: Annotated[
         str | None,
         typer.Option(
@@ -82,8 +84,8 @@ def router(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Callers of --grpc need a token of this file; kvpool token makes entries. Requests need none: workers "
-            "check the keys of their callers.",
+            help="Callers of --grpc and --http need a token of this file; kvpool token makes entries. Requests need "
+            "none: workers check the keys of their callers.",
             rich_help_panel=SECURITY,
         ),
     ] = None,
@@ -127,15 +129,15 @@ def router(
     """Serve OpenAI's API in front of a fleet: each request goes where its prompt costs least. Runs until SIGTERM."""
     from kvpool.cli.index import IndexSettings, run_index
 
-    if tokens is not None and grpc is None:
-        raise ConfigError("--tokens is for callers of --grpc: give it, too")
+    if tokens is not None and grpc is None and http is None:
+        raise ConfigError("--tokens is for callers of --grpc and --http: give one of them, too")
     run_index(
         IndexSettings(
             traces=traces, log_level=log_level, log_format=log_format,
             listen=grpc, proxy=listen, pool=pool, pool_keys_per_s=pool_keys_per_s, tenants=[tenant],
             worker_networks=worker_networks or [], workers=worker or [], worker_ca=worker_ca, max_blocks=max_blocks,
             max_memory_nbytes=None if max_memory is None else parse_nbytes(max_memory),
-            reuse_reports=reuse_reports, metrics=metrics, http=None,
+            reuse_reports=reuse_reports, metrics=metrics, http=http,
             place_timeout_s=place_timeout, place_headers=place_headers, max_waiting=max_waiting,
             response_timeout_s=response_timeout, snapshot=snapshot, snapshot_every_s=snapshot_every,
             bootstrap=bootstrap, warm_up_s=warm_up, tokenizers=tokenizer or [], scrape=scrape,
