@@ -178,7 +178,7 @@ def test_an_index_tells_of_calls(tmp_path: Path, collector: Collector) -> None:
     assert {span.parent_span_id.hex() for _, span in collector.spans} == {PARENT}
 
 
-def test_a_router_tells_of_placements(tmp_path: Path, collector: Collector) -> None:
+def test_a_router_tells_of_requests_and_placements(tmp_path: Path, collector: Collector) -> None:
     pool = f"file://{tmp_path}/pool?capacity=16MiB"
     with service(
         tmp_path, "router", "--listen", "127.0.0.1:0", "--pool", pool, "--traces", collector.url
@@ -192,6 +192,12 @@ def test_a_router_tells_of_placements(tmp_path: Path, collector: Collector) -> N
                 urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
             assert refused.value.code == 503
             refused.value.close()
-    ((name, span),) = collector.spans
-    assert (name, span.name) == ("kvpool-router", "kvpool.place")
-    assert attributes(span) == {"kvpool.outcome": "no-worker", "kvpool.tenant": "default"}
+    assert {name for name, _ in collector.spans} == {"kvpool-router"}
+    placed, request = (span for _, span in collector.spans)
+    assert (placed.name, request.name) == ("kvpool.place", "kvpool.request")
+    assert attributes(placed) == {"kvpool.outcome": "no-worker", "kvpool.tenant": "default"}
+    assert attributes(request) == {
+        "kvpool.outcome": "refused", "kvpool.path": "/v1/completions", "kvpool.method": "POST",
+    }  # fmt: skip
+    assert request.start_time_unix_nano <= placed.start_time_unix_nano
+    assert request.end_time_unix_nano >= placed.end_time_unix_nano

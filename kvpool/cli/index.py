@@ -299,6 +299,7 @@ async def _serve(
             proxy = Proxy(
                 placements, server.health, proxy_stats, tenant=(settings.tenants or [DEFAULT_TENANT])[0],
                 tls=tls, worker_tls=worker_tls, response_s=settings.response_timeout_s,
+                tracing=tracing,
             )  # fmt: skip
             parts.push_async_callback(proxy.stop)
             if port:

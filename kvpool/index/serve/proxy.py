@@ -22,6 +22,7 @@ from kvpool.index.serve.proxy_connection import HEAD_S, ConnectionCount, ProxyCo
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding
 from kvpool.index.serve.proxy_models import model_list
 from kvpool.index.serve.proxy_stats import ProxyStats
+from kvpool.tracing import Span, Tracing
 
 HEALTH, MODELS = "/health", "/v1/models"
 BACKLOG = 1024
@@ -35,7 +36,7 @@ class Proxy:
 
     ``health``: of the index, for ``/health``. ``tenant``: whose workers serve. ``tls``: None: without.
     ``worker_tls``: for workers at https; None: with the system's authorities. ``response_s``: longest silence of a
-    worker.
+    worker. ``tracing``: of requests, each until the end of its response.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Proxy:
         tls: ServerTls | None = None,
         worker_tls: ssl.SSLContext | None = None,
         response_s: float = RESPONSE_S,
+        tracing: Tracing | None = None,
     ) -> None:
         self._placements, self._health, self._stats = placements, health, stats
         self._tenant, self._tls, self._worker_tls = tenant, tls, worker_tls
+        self._tracing = tracing or Tracing()
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=response_s)
         self._limiter = of_requests()
         self._count = ConnectionCount()
@@ -119,14 +122,16 @@ class Proxy:
         assert isinstance(connection, ProxyConnection)
         connection.begin()
         try:
-            response = await self._respond(request)
+            with self._tracing.span("kvpool.request", request.headers) as span:
+                span.set(path=request.path, method=request.method)
+                response = await self._respond(request, span)
             if self._leaving:
                 response.force_close()
             return response
         finally:
             connection.end()
 
-    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _respond(self, request: web.BaseRequest, span: Span) -> web.StreamResponse:
         assert self._session is not None
         if request.path == HEALTH and request.method in ("GET", "HEAD"):
             if await self._health.is_serving():
@@ -162,6 +167,7 @@ class Proxy:
             outcome = "refused"
             return refused(Refusal(429, str(error)))
         finally:
+            span.set(outcome=outcome)
             self._stats.end(outcome)
             self._under_way -= 1
             if not self._under_way:
