@@ -230,7 +230,7 @@ ALL: tuple[Metric, ...] = (
 INDEX: Mapping[str, Metric] = {
     "workers": Metric("kvpool_index_workers", "Workers that the index follows."),
     "ranks": Metric("kvpool_index_ranks", "Their data-parallel ranks."),
-    "stale_ranks": Metric("kvpool_index_stale_ranks", "Ranks that are not trusted now, and not credited."),
+    "stale_ranks": Metric("kvpool_index_stale_ranks", "Ranks that publish events, and are not trusted now."),
     "incomplete_ranks": Metric(
         "kvpool_index_incomplete_ranks", "Ranks that hold more than the index knows, for batches were lost."
     ),

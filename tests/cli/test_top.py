@@ -83,6 +83,25 @@ def test_a_worker_that_no_prompt_can_match_says_so(served: Served) -> None:
 
 
 @pytest.mark.usefixtures("grpc_started")
+@pytest.mark.usefixtures("grpc_started")
+def test_a_worker_without_events_is_not_called_stale(served: Served) -> None:
+    served.fleet.add(a_worker("mute", publishers=(Publisher(0, ""),)), "call")
+    served.fleet.mark("default/mute", 0, stale=True, problem="it publishes no KV events")
+    shown = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": "120"}).stdout
+    assert "3 workers, 4 ranks, 2 stale" in shown
+    assert re.search(r"mute rank 0 +no events +0 +0 +0 +- +- +0 ", shown), shown
+    assert served.fleet.totals().stale_ranks == 2
+    assert not [line for line in shown.splitlines() if line != line.rstrip()], "blanks behind a line"
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_no_worker() -> None:
+    with serving(Fleet()) as running:
+        asked = ("top", "--index", running.target, "--once")
+        assert "no worker has joined this index: name the pool" in kvpool(*asked).stdout
+        assert "no worker of this tenant and model" in kvpool(*asked, "--model", "m").stdout
+
+
 def test_json_is_stable(served: Served) -> None:
     shown = json.loads(kvpool("top", "--index", served.target, "--once", "--json", "--sort", "host").stdout)
     assert list(shown) == ["index", "ranks"]
@@ -99,8 +118,8 @@ def test_json_is_stable(served: Served) -> None:
     assert first.pop("staleness_ms") >= 0
     assert first == {
         "tenant": "default", "worker": "w-1", "dp_rank": 0, "model": "m", "source": "flag", "device_blocks": 3,
-        "host_blocks": 1, "disk_blocks": 0, "batches": 1, "batches_per_s": None, "stale": False, "gaps": 0,
-        "replays": 0, "resets": 0, "problem": "",
+        "host_blocks": 1, "disk_blocks": 0, "batches": 1, "batches_per_s": None, "stale": False, "publishes": True,
+        "gaps": 0, "replays": 0, "resets": 0, "problem": "",
     }  # fmt: skip
     assert [(row["worker"], row["dp_rank"], row["stale"]) for row in (second, third)] == [
         ("w-1", 1, True), ("w-2", 0, True),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
 from kvpool import ConfigError, open_store
-from kvpool.discovery.announcer import Announcer
+from kvpool.discovery.announcer import TAKE_OVER_S, Announcer
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_record import pack_worker
 from kvpool.key.key import request_key, workers_prefix
@@ -54,6 +55,18 @@ def test_two_engines_of_one_name_are_told(store: Store) -> None:
         assert "another process announces a worker a of tenant default" in first[0]
         assert len(first) == 1
         assert len(second) == 1
+
+
+def test_an_engine_that_fails_at_once_does_not_take_the_name_of_one_that_runs(store: Store) -> None:
+    """As one does whose ports for events are those of the one that runs."""
+    with announced(store, worker("a", "one")):
+        assert eventually(lambda: bool(store.announcements(workers_prefix("default"))))
+        record = store.announcements(workers_prefix("default"))
+        with announced(store, worker("a", "two")):
+            time.sleep(TAKE_OVER_S / 4)
+            assert store.announcements(workers_prefix("default")) == record
+        assert store.announcements(workers_prefix("default")) == record
+    assert not store.announcements(workers_prefix("default"))
 
 
 def test_a_pool_that_is_away_asks_for_nothing(server: Server) -> None:

@@ -105,7 +105,8 @@ class Exporter(Collector):
             self._page = start_http_server(port, host.strip("[]"), self._registry)
         except (OSError, socket.gaierror) as error:
             raise ConfigError(
-                f"cannot show metrics on {listen}: {error.strerror}; choose another address"
+                f"cannot show metrics on {listen}: {error.strerror}; choose another address, "
+                "or port 0 for any free one"
             ) from error
         return int(self._page[0].server_port)
 
