@@ -155,6 +155,8 @@ def test_workers_are_found_by_health_and_name(browser: Any, fleet: LiveFleet) ->
         assert eventually(lambda: page.locator("#workers-table tbody tr").count() == 1)
         assert page.locator("#workers-count").inner_text() == "1 to 1 of 1 worker"
         page.get_by_label("Health").select_option("All")
+        # Else the one row would be that of before.
+        assert eventually(lambda: page.locator("#workers-table tbody tr").count() == 4)
         page.get_by_label("Name contains").fill("WORKER-B")
         assert eventually(lambda: page.locator("#workers-table tbody tr").count() == 1)
         assert page.get_by_role("rowheader", name="worker-b").is_visible()
