@@ -21,7 +21,7 @@ from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
 from kvpool.store import Store, open_for_inspection
-from kvpool.text import redact, unknown
+from kvpool.text import counted, redact, unknown
 
 DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
 MAX_SHOWN = 20
@@ -59,8 +59,8 @@ class Plan:
     def __str__(self) -> str:
         nbytes = sum(part.nbytes for part in self.parts)
         return (
-            f"{_counted(self.blocks, 'block')} ({_size(nbytes)}) in {_counted(len(self.parts), 'namespace')}, "
-            f"and {_counted(self.announcements, 'announcement')}"
+            f"{counted(self.blocks, 'block')} ({_size(nbytes)}) in {counted(len(self.parts), 'namespace')}, "
+            f"and {counted(self.announcements, 'announcement')}"
         )
 
 
@@ -99,7 +99,7 @@ def run_purge(
         print(json.dumps(report | {"deleted_blocks": blocks, "deleted_announcements": announcements}))
     else:
         shown.print(
-            f"Deleted {_counted(blocks, 'block')} and {_counted(announcements, 'announcement')}.",
+            f"Deleted {counted(blocks, 'block')} and {counted(announcements, 'announcement')}.",
             highlight=False,
         )
 
@@ -199,10 +199,6 @@ def _print(plan: Plan, pool: str, out: Console) -> None:
     if rows:
         show(out, fitted(columns, out.width)[0])
     show(out, f"In all: {plan}.")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _several(names: list[str]) -> str:
