@@ -254,11 +254,11 @@ class KVPoolTier(SecondaryTierManager):
 
     def _begin_epoch(self) -> None:
         """From now on in a namespace that no other engine knows: the weights may have changed."""
+        self._events.clear()  # of chunks that this engine finds no more; first, before anything that could fail
         first = "epoch" not in self._facts
         self._facts["epoch"] = secrets.token_hex(8)
         self._namespace = Namespace(self._config.tenant, self._facts)
         self._lookups.restart()
-        self._events.clear()  # of chunks that this engine finds no more
         (logger.warning if first else logger.info)(
             "kvpool: the caches were reset, perhaps for other weights: until this engine restarts its tier goes on in "
             "a namespace of its own, %s, and shares with no other one; where its weights never change in place, set "

@@ -126,6 +126,10 @@ class World:
         self.reachable = True
         # Simulated time stands for the real one where kvpool looks at it, and this pool for the one that is configured.
         self._patch = pytest.MonkeyPatch()
+        # The names of epochs, by which records are sorted, are the same each time, or no life could be replayed.
+        names = SimpleNamespace(token_hex=lambda nbytes: self.random.randbytes(nbytes).hex())
+        for module in ("kvpool.vllm.engine_namespace", "kvpool.vllm.tier"):
+            self._patch.setattr(f"{module}.secrets", names)
         for module in (
             "kvpool.vllm.scheduler",
             "kvpool.vllm.lookups",

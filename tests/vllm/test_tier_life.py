@@ -271,8 +271,8 @@ def engine(pool: ScriptedPool) -> Iterator[Callable[[], TieredEngine]]:
     """A function that starts an engine on the pool."""
     started: list[TieredEngine] = []
 
-    def start() -> TieredEngine:
-        started.append(TieredEngine(pool, 24))
+    def start(*, changes: bool = False) -> TieredEngine:
+        started.append(TieredEngine(pool, 24, changes=changes))
         return started[-1]
 
     yield start
@@ -319,6 +319,25 @@ def test_a_fault_of_ours_loses_no_job(where: str, engine: Callable[[], TieredEng
     for one in (first, second):
         one.rest()
         one.shut_down()
+
+
+def test_a_fault_in_a_reset_announces_nothing_of_before_it(
+    pool: ScriptedPool, engine: Callable[..., TieredEngine]
+) -> None:
+    """Under the namespace of the weights of now nobody has stored what was on its way."""
+    changing = engine(changes=True)
+    changing.add("stores", PROMPT)
+    while not changing.jobs:
+        changing.step()
+    pool.pass_time(0.1)
+    changing.stumble("_lookups.miss")
+    changing.reset()
+    assert changing.tier.reason == "ZeroDivisionError: planted"
+    assert changing.counts["stores good"] == 1
+    changing.step()
+    assert changing.counts["events stored"] == 0
+    changing.rest()
+    changing.shut_down()
 
 
 def test_a_shutdown_does_not_wait_for_ever(
