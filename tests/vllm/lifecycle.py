@@ -562,7 +562,9 @@ class ScriptedEngine:
         """
         scheduler = self.scheduler
         holding = list(getattr(scheduler, "kv_holding_waiting", ()))
-        if scheduler.running or self.queue or len(holding) < 2:
+        # An engine that overlaps its steps has one out at any time: such as these compute nothing and copy nothing.
+        computes = any(planned.total_num_scheduled_tokens for planned, _ in self.queue)
+        if scheduler.running or computes or self.stores._queue._pending or len(holding) < 2:
             return None
         first, *behind = holding
         loaded = scheduler.finished_recving_kv_req_ids
