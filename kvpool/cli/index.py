@@ -246,6 +246,7 @@ async def _serve(
             stats,
             router=router,
             tokenizers=tokenizers,
+            pool=pool,
             is_warm=is_warm,
             warm_up_s=settings.warm_up_s,
             take=take,

@@ -190,6 +190,10 @@ def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
     if not rows:
         show(out, f'no worker of model "{model}" that was asked about is there now')
         return
+    if not any(answer.prompt_blocks):
+        tokens = min(answer.block_tokens, default=0)
+        show(out, f"a prompt shorter than a block, of {tokens} tokens: no worker can hold any of it")
+        return
     marks = "█▓░·" if (out.encoding or "").lower().startswith("utf") else "#+-."
     lengths = sorted(set(answer.prompt_blocks))
     show(

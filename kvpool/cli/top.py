@@ -23,7 +23,7 @@ from kvpool.index.client.client import IndexClient
 from kvpool.text import counted, unknown
 
 TIMEOUT_S = 5.0
-HEAD_LINES = 9  # of a live screen that are no rows
+HEAD_LINES = 10  # of a live screen that are no rows
 
 
 class Row(NamedTuple):
@@ -46,6 +46,7 @@ class Row(NamedTuple):
     replays: int
     resets: int
     problem: str
+    address: str
 
 
 class Rates(NamedTuple):
@@ -164,8 +165,8 @@ class _Watch:
         if self._away is not None:  # first: the end of a screen that is too long is cut off
             ago_s = time.monotonic() - self._now.at_s
             parts.append(Text(f"this is {ago_s:.0f} s old: {self._away}; trying again"))
-        parts += [Text(line) for line in _head(self._now, self._before)]
         rows = rows_of(self._now, self._before, self._sort)
+        parts += [Text(line) for line in _head(self._now, self._before, rows)]
         if not rows:
             parts.append(Text(self._no_rows()))
             return parts
@@ -206,6 +207,7 @@ def rows_of(now: Look, before: Look | None, sort: str) -> list[Row]:
                     worker.tenant, worker.name, rank.dp_rank, worker.model, status.source, rank.device_blocks,
                     rank.host_blocks, rank.disk_blocks, rank.batches, rate, rank.staleness_ms, rank.stale,
                     rank.dp_rank in publishing, rank.gaps, rank.replays, rank.resets, rank.problem,
+                    worker.address,
                 )
             )  # fmt: skip
     return sorted(rows, key=lambda row: (SORTS[sort](row), row[:3]))
@@ -257,23 +259,32 @@ def _identity(status: WorkerStatus, rank: PublisherStatus) -> tuple[str, str, in
 # ---- from numbers to a screen
 
 
-def _head(now: Look, before: Look | None) -> list[str]:
-    status = now.status
-    index, ranks = status.index, [rank for worker in status.workers for rank in worker.publishers]
-    stale = sum(row.stale and row.publishes for row in rows_of(now, None, "name"))
+def _head(now: Look, before: Look | None, rows: Sequence[Row]) -> list[str]:
+    status, index = now.status, now.status.index
+    stale = sum(row.stale and row.publishes for row in rows)
     rates = rates_of(now, before)
     shares = ", ".join(
         f"{where} {_share(ratio)}"
-        for where, ratio in zip(("device", "local", "pool"), rates[1:4], strict=True)
+        for where, ratio in zip(
+            ("on its device", "in all its tiers", "with the pool"), rates[1:4], strict=True
+        )
     )
     return [
         f"up {_duration(index.uptime_ms / 1000)}: {counted(len(status.workers), 'worker')}, "
-        f"{counted(len(ranks), 'rank')}, {stale} stale",
+        f"{counted(len(rows), 'rank')}, {stale} stale",
+        *_pool_away(index),
         f"{index.held_blocks} blocks, {index.held_pool_blocks} in the pool, {index.memory_nbytes / 1e6:.1f} MB",
-        f"{_rated(index.lookups, 'lookup', rates.lookups_per_s)}; best rank's share: {shares}",
+        f"{_rated(index.lookups, 'lookup', rates.lookups_per_s)}, of which the best rank had: {shares}",
         f"{_rated(index.placements, 'placement', rates.placements_per_s)}; share that the worker had: "
         f"{_share(rates.placed_ratio)}",
     ]
+
+
+def _pool_away(index: IndexStatus) -> list[str]:
+    if not index.pool_servers_away:
+        return []
+    away = f"{index.pool_servers_away} of {counted(index.pool_servers, 'server')} of the pool"
+    return [f"{away} cannot be reached by the index: what the workers cannot load from there, they compute"]
 
 
 def _rated(count: int, what: str, per_s: float | None) -> str:
@@ -291,7 +302,8 @@ def _columns(rows: Sequence[Row], most: int) -> list[Column]:
     columns = [
         Column("worker", left=True), Column("state", left=True), Column("device"), Column("host", drop=2),
         Column("disk", drop=3), Column("batch/s", drop=1), Column("lag"), Column("gaps", drop=4),
-        Column("replays", drop=6), Column("resets", drop=5), Column("problem", wraps=True),
+        Column("replays", drop=6), Column("resets", drop=5), Column("address", drop=7, left=True),
+        Column("problem", wraps=True),
     ]  # fmt: skip
     for row in rows[: most or None]:
         worker = f"{row.tenant}/{row.worker}" if tenants else row.worker
@@ -299,12 +311,10 @@ def _columns(rows: Sequence[Row], most: int) -> list[Column]:
             f"{worker} rank {row.dp_rank}" if several else worker, _state(row),
             str(row.device_blocks), str(row.host_blocks), str(row.disk_blocks),
             "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}", _lag(row),
-            str(row.gaps), str(row.replays), str(row.resets), row.problem,
+            str(row.gaps), str(row.replays), str(row.resets), row.address, row.problem,
         )  # fmt: skip
         add_row(columns, *cells)
-    if not any(row.problem for row in rows):
-        columns.pop()
-    return columns
+    return [column for column in columns if column.name not in ("address", "problem") or any(column.cells)]
 
 
 def _lag(row: Row) -> str:

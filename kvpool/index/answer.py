@@ -142,7 +142,8 @@ class IndexStatus:
     pool, once for each namespace. ``instance_id``: of this start of this index; empty: an index of an earlier version.
     ``placements``: requests of Envoy and ``kvpool router`` that got a worker, and ``Route`` calls with a pick.
     ``placed_prompt_blocks``: of the former whose prompt was known, summed; ``placed_matched_blocks``: those of them
-    that the worker need not compute.
+    that the worker need not compute. ``pool_servers``: of the pool that it follows, as far as it knows them;
+    ``pool_servers_away``: those of them that did not answer last.
     """
 
     uptime_ms: int = 0
@@ -158,6 +159,8 @@ class IndexStatus:
     placements: int = 0
     placed_prompt_blocks: int = 0
     placed_matched_blocks: int = 0
+    pool_servers: int = 0
+    pool_servers_away: int = 0
 
 
 @dataclass(frozen=True)

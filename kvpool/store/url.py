@@ -116,7 +116,7 @@ class StoreURL:
         match = _URL.fullmatch(url) if isinstance(url, str) and len(url) <= MAX_URL_CHARS else None
         if match is None or not url.isprintable():
             raise ConfigError(
-                f"{_shown(url)} is not a store URL: write {AVAILABLE}; percent-encode spaces, # and ?"
+                f"{_shown(url)} is not a store URL: {_meant(url)}write {AVAILABLE}; percent-encode spaces, # and ?"
             )
         scheme = match["scheme"]
         if scheme not in SCHEMES:
@@ -163,6 +163,15 @@ def _shown(url: object) -> str:
     if not isinstance(url, str):
         return f"a {type(url).__name__}"
     return repr(redact(url)) if len(url) <= MAX_URL_CHARS else f"text of {len(url)} characters"
+
+
+def _meant(url: object) -> str:
+    """A question about what lacks a scheme only, for the middle of a line."""
+    if not isinstance(url, str):
+        return ""
+    if _HOST.fullmatch(url):
+        return f"did you mean valkey://{url}? Else "
+    return f"did you mean file://{url}? Else " if re.fullmatch(r"(/[\w.-]+)+", url, re.ASCII) else ""
 
 
 def _query(url: str, text: str, known: tuple[str, ...]) -> dict[str, str]:

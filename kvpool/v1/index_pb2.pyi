@@ -354,7 +354,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., index: _Optional[_Union[IndexStatus, _Mapping]] = ...) -> None: ...
 
 class IndexStatus(_message.Message):
-    __slots__ = ("uptime_ms", "lookups", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "held_blocks", "held_pool_blocks", "memory_nbytes", "instance_id", "placements", "placed_prompt_blocks", "placed_matched_blocks")
+    __slots__ = ("uptime_ms", "lookups", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "held_blocks", "held_pool_blocks", "memory_nbytes", "instance_id", "placements", "placed_prompt_blocks", "placed_matched_blocks", "pool_servers", "pool_servers_away")
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +368,8 @@ class IndexStatus(_message.Message):
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     PLACED_PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PLACED_MATCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    POOL_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    POOL_SERVERS_AWAY_FIELD_NUMBER: _ClassVar[int]
     uptime_ms: int
     lookups: int
     prompt_blocks: int
@@ -381,7 +383,9 @@ class IndexStatus(_message.Message):
     placements: int
     placed_prompt_blocks: int
     placed_matched_blocks: int
-    def __init__(self, uptime_ms: _Optional[int] = ..., lookups: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., local_blocks: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., held_pool_blocks: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., instance_id: _Optional[str] = ..., placements: _Optional[int] = ..., placed_prompt_blocks: _Optional[int] = ..., placed_matched_blocks: _Optional[int] = ...) -> None: ...
+    pool_servers: int
+    pool_servers_away: int
+    def __init__(self, uptime_ms: _Optional[int] = ..., lookups: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., local_blocks: _Optional[int] = ..., pool_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., held_pool_blocks: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., instance_id: _Optional[str] = ..., placements: _Optional[int] = ..., placed_prompt_blocks: _Optional[int] = ..., placed_matched_blocks: _Optional[int] = ..., pool_servers: _Optional[int] = ..., pool_servers_away: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker", "source", "lease_left_ms", "publishers")

@@ -145,6 +145,8 @@ def test_from_a_publisher_to_a_table() -> None:
             ).stdout  # fmt: skip
             assert re.search(r"w-1 +\|#{12}\.{8} +\| +3 \| +3 ", plain), plain
 
+            short = kvpool("lookup", *options, "--token-ids", "-", input="1 2 3").stdout
+            assert short.startswith("a prompt shorter than a block, of "), short
             line = refused("lookup", "--index", index.target, "--model", "mm", "--token-ids", "-", input="1")
             assert line == 'kvpool: unknown model "mm"; did you mean "m"?'
             ended = kvpool("lookup", "--index", index.target, "--model", "x", "--token-ids", "-", input="1")
@@ -223,6 +225,11 @@ def test_hashes_and_the_seed_of_the_index() -> None:
             assert code == 0
 
 
+def told_servers(client: IndexClient) -> tuple[int, int]:
+    index = client.status().index
+    return index.pool_servers, index.pool_servers_away
+
+
 @pytest.mark.usefixtures("grpc_started")
 def test_an_index_starts_without_its_pool_and_follows_it_when_it_comes(tmp_path: Path) -> None:
     with running_server("valkey-server", tmp_path, "--requirepass", "pass-word") as server:
@@ -230,6 +237,9 @@ def test_an_index_starts_without_its_pool_and_follows_it_when_it_comes(tmp_path:
         url = f"valkey://:pass-word@127.0.0.1:{server.port}"
         with running("--pool", url, "--warm-up", "1") as index, IndexClient(index.target, 30) as client:
             assert client.workers() == [], "it answers"
+            assert told_servers(client) == (1, 1)
+            shown = kvpool("top", "--index", index.target, "--once").stdout
+            assert "1 of 1 server of the pool cannot be reached by the index: " in shown
             server.start()
             with open_store(url) as store:
                 worker = Worker(
@@ -238,6 +248,9 @@ def test_an_index_starts_without_its_pool_and_follows_it_when_it_comes(tmp_path:
                 announcer = Announcer(store, worker, lease_s=5.0)
                 try:
                     assert eventually(lambda: len(client.workers()) == 1, within_s=30)
+                    assert eventually(lambda: told_servers(client) == (1, 0), within_s=30)
+                    shown = kvpool("top", "--index", index.target, "--once").stdout
+                    assert "of the pool cannot be reached" not in shown
                 finally:
                     announcer.close()
             code, lines = index.stop()

@@ -71,7 +71,9 @@ def test_once(served: Served) -> None:
     piped = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     whole = kvpool("top", "--index", served.target, "--once", env=piped)
     assert "no room" not in whole.stdout
-    assert re.search(r"w-1 rank 1 .* 0 +0 +0 +not heard from yet", whole.stdout), whole.stdout
+    assert re.search(r"w-1 rank 1 .* 0 +0 +0 +http://w-1:8000 +not heard from yet", whole.stdout), (
+        whole.stdout
+    )
 
 
 @pytest.mark.usefixtures("grpc_started")
@@ -112,14 +114,14 @@ def test_json_is_stable(served: Served) -> None:
         "lookups": 0, "prompt_blocks": 0, "device_blocks": 0, "local_blocks": 0, "pool_blocks": 0, "held_blocks": 4,
         "held_pool_blocks": 0, "lookups_per_s": None, "device_ratio": None, "local_ratio": None, "pool_ratio": None,
         "placements": 0, "placed_prompt_blocks": 0, "placed_matched_blocks": 0, "placements_per_s": None,
-        "placed_ratio": None,
+        "placed_ratio": None, "pool_servers": 0, "pool_servers_away": 0,
     }  # fmt: skip
     first, second, third = shown["ranks"]
     assert first.pop("staleness_ms") >= 0
     assert first == {
         "tenant": "default", "worker": "w-1", "dp_rank": 0, "model": "m", "source": "flag", "device_blocks": 3,
         "host_blocks": 1, "disk_blocks": 0, "batches": 1, "batches_per_s": None, "stale": False, "publishes": True,
-        "gaps": 0, "replays": 0, "resets": 0, "problem": "",
+        "gaps": 0, "replays": 0, "resets": 0, "problem": "", "address": "http://w-1:8000",
     }  # fmt: skip
     assert [(row["worker"], row["dp_rank"], row["stale"]) for row in (second, third)] == [
         ("w-1", 1, True), ("w-2", 0, True),

@@ -269,7 +269,8 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
                     "device_blocks": (4, "uint"), "local_blocks": (5, "uint"), "pool_blocks": (6, "uint"),
                     "held_blocks": (7, "uint"), "held_pool_blocks": (8, "uint"), "memory_nbytes": (9, "uint"),
                     "instance_id": (10, "string"), "placements": (11, "uint"), "placed_prompt_blocks": (12, "uint"),
-                    "placed_matched_blocks": (13, "uint")},
+                    "placed_matched_blocks": (13, "uint"), "pool_servers": (14, "uint"),
+                    "pool_servers_away": (15, "uint")},
     "WorkerStatus": {"worker": (1, "Worker"), "source": (2, "string"), "lease_left_ms": (3, "uint"),
                      "publishers": (4, "*PublisherStatus")},
     "PublisherStatus": {"dp_rank": (1, "uint"), "sequence": (2, "uint"), "batches": (3, "uint"), "gaps": (4, "uint"),
@@ -456,6 +457,7 @@ def make_protocol() -> list[dict[str, Any]]:
         "uptime_ms": 60_000, "lookups": 5, "prompt_blocks": 1_500, "device_blocks": 900, "local_blocks": 1_000,
         "pool_blocks": 1_100, "held_blocks": 310, "held_pool_blocks": 200, "memory_nbytes": 1 << 20,
         "placements": 7, "placed_prompt_blocks": 800, "placed_matched_blocks": 600,
+        "pool_servers": 3, "pool_servers_away": 1,
     }})  # fmt: skip
     message("ListWorkersResponse", {
         "workers": [{"worker": {"name": "w-1", "tenant": "t"}, "source": "flag"}], "next_page_token": "t/w-1",

@@ -31,6 +31,7 @@ from kvpool.index.client.messages import (
     decode_worker,
 )
 from kvpool.index.client.tls import ServerTls
+from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.follow.roster import Roster
 from kvpool.index.partition import merged
 from kvpool.index.place.router import Router
@@ -87,6 +88,7 @@ class IndexServer:
         *,
         router: Router | None = None,
         tokenizers: Tokenizers | None = None,
+        pool: PoolFollower | None = None,
         is_warm: Callable[[], bool] = lambda: True,
         warm_up_s: float = WARM_UP_S,
         take: Callable[[], Snapshot] | None = None,
@@ -100,6 +102,7 @@ class IndexServer:
         self._stats = stats or RequestStats()
         self._router = router or Router(roster.fleet)
         self._tokenizers = tokenizers or Tokenizers()
+        self._pool = pool
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
@@ -323,11 +326,13 @@ class IndexServer:
             int((time.monotonic() - self._stats.started_s) * 1000), instance_id=self._instance_id
         )
         if caller.sees(ALL_TENANTS):  # sums over all of them
+            servers = [] if self._pool is None else self._pool.servers
             index = IndexStatus(
                 index.uptime_ms, told.lookups, *told.matched, held_blocks=totals.blocks,
                 held_pool_blocks=totals.pool_blocks, memory_nbytes=totals.memory_nbytes,
                 instance_id=self._instance_id, placements=told.placed.requests,
                 placed_prompt_blocks=told.placed.prompt_blocks, placed_matched_blocks=told.placed.matched_blocks,
+                pool_servers=len(servers), pool_servers_away=sum(not one.up for one in servers),
             )  # fmt: skip
         return index
 
