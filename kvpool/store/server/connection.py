@@ -7,6 +7,7 @@ it is: ``CLIENT LIST`` shows ``kvpool:ROLE:WHO``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib.metadata
 import os
@@ -121,6 +122,14 @@ class DeadlineSocket(socket.socket):
 
 class _TlsDeadlineSocket(DeadlineSocket, ssl.SSLSocket):
     """The same under TLS."""
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError as error:
+            # Reset since it was connected. While it wraps, Python 3.11 would read from it then, and leave it open.
+            self.close()
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from error
 
 
 class Bounded(Connection):

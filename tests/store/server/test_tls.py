@@ -6,11 +6,14 @@ Over 400 lines because one authority signs all that these tests refuse and accep
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import re
 import socket
 import ssl
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +25,7 @@ from kvpool import open_store
 from kvpool.cli.doctor.server_settings import server_findings
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store import Store, StoreURL
-from kvpool.store.server.connection import connect
+from kvpool.store.server.connection import _under_tls, connect
 from kvpool.store.tls import Tls
 from tests.conftest import eventually
 from tests.store.certificates import Authority, Pair
@@ -274,6 +277,19 @@ def test_a_server_that_is_killed_in_the_middle(authority: Authority, tmp_path: P
             traffic.faults = 0
         assert traffic.longest_s < 2.0 + MARGIN_S
         assert store.counters()["damaged"] == 0
+
+
+def test_a_connection_that_is_reset_before_its_handshake_leaves_no_socket() -> None:
+    """A socket that nobody closes is a warning, which fails a test."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as ends:
+        plain = ends.enter_context(socket.create_connection(listener.getsockname()))
+        accepted, _ = listener.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        with pytest.raises(ConnectionResetError):
+            _under_tls(plain, Tls(), "127.0.0.1", time.monotonic() + 5)
+        gc.collect()  # a socket that is left open warns now
+        assert plain.fileno() == -1
 
 
 def test_a_server_that_is_stopped_in_the_middle(server: TlsServer) -> None:
