@@ -295,8 +295,9 @@ class RankLoad:
 
     pool_cost: float | None  # of a token from the pool, as measured
     reserved_cost: int
-    picked: int
     def __init__(self) -> None: ...
+    # It is the best for a request of this cost; numbers go up.
+    def pick(self, number: int, cost: float) -> None: ...
     # Requests; prompt tokens, None: not known; 0 to 1.
     def report(
         self, now_s: float, running: int, waiting: int, queued_tokens: int | None, kv_usage: float
@@ -320,8 +321,8 @@ class RankLoad:
 class Ranking:
     """The rows of some answers, the cheapest for the prompt first (kvpool/_native/index/ranking.h)."""
 
-    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, speed,
-    # measured.
+    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, speed;
+    # whether what is known of a rank takes the place of pool, and of waiting.
     def __init__(
         self,
         parts: list[tuple[Answer, list[RankLoad | None]]],

@@ -94,9 +94,9 @@ nb::object py_known(const RankLoad& load, double now_s, double keep_s) {
 // Under the GIL, as all that changes a RankLoad.
 class PyRanking {
  public:
-  using Costs7 = std::tuple<double, double, double, double, double, double, bool>;
+  using Costs8 = std::tuple<double, double, double, double, double, double, bool, bool>;
 
-  PyRanking(const nb::list& parts, const Costs7& costs, std::optional<std::uint64_t> prompt_tokens,
+  PyRanking(const nb::list& parts, const Costs8& costs, std::optional<std::uint64_t> prompt_tokens,
             double now_s, double keep_s, double keep_failed_s, std::optional<std::size_t> limit)
       : kept_(parts) {
     std::vector<Ranking::Part> native;
@@ -223,9 +223,9 @@ void bind_answer(nb::module_& m) {
       .def("known", &py_known, "now_s"_a, "keep_s"_a)
       .def_rw("pool_cost", &RankLoad::pool_cost)
       .def_rw("reserved_cost", &RankLoad::reserved_cost)
-      .def_rw("picked", &RankLoad::picked);
+      .def("pick", &RankLoad::pick, "number"_a, "cost"_a);
   nb::class_<PyRanking>(m, "Ranking")
-      .def(nb::init<const nb::list&, const PyRanking::Costs7&, std::optional<std::uint64_t>, double, double,
+      .def(nb::init<const nb::list&, const PyRanking::Costs8&, std::optional<std::uint64_t>, double, double,
                     double, std::optional<std::size_t>>(),
            "parts"_a, "costs"_a, "prompt_tokens"_a.none(), "now_s"_a, "keep_s"_a, "keep_failed_s"_a,
            "limit"_a.none())

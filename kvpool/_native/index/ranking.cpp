@@ -35,6 +35,7 @@ enum Field : unsigned {
 };
 
 constexpr double kFreeUsage = 0.8;  // of a KV cache, up to which it costs nothing
+constexpr double kMeanOf = 8;       // requests
 
 // Half to even, as Python rounds. Never negative here, and below 2^63 by the limits of what it is made of.
 std::uint64_t rounded(double value) { return static_cast<std::uint64_t>(std::nearbyint(value)); }
@@ -54,9 +55,14 @@ std::optional<RankLoad::Known> RankLoad::known(double now_s, double keep_s) cons
 
 std::uint64_t permille(const Load& load) { return rounded(load.kv_usage * 1000); }
 
-double queue_cost(const Load& load, const Costs& costs, double age_s) {
+void RankLoad::pick(std::uint64_t number, double cost) {
+  picked = number;
+  request_cost = request_cost ? *request_cost + (cost - *request_cost) / kMeanOf : cost;
+}
+
+double queue_cost(const Load& load, const Costs& costs, double waiting, double age_s) {
   const double told = load.queued_tokens ? static_cast<double>(*load.queued_tokens)
-                                         : costs.waiting * static_cast<double>(load.waiting);
+                                         : waiting * static_cast<double>(load.waiting);
   const double queued = std::max(0.0, told - age_s * costs.speed);
   // Of a KV cache that is half full a request takes blocks as of an empty one.
   const double tight = std::max(0.0, load.kv_usage - kFreeUsage) / (1 - kFreeUsage);
@@ -64,18 +70,18 @@ double queue_cost(const Load& load, const Costs& costs, double age_s) {
 }
 
 Ranking::Ranking(std::vector<Part> parts, const Options& options) : parts_(std::move(parts)) {
-  double sum = 0;
-  std::uint64_t known = 0;
+  std::uint64_t sum = 0, known = 0;
   for (std::uint32_t part = 0; part < parts_.size(); ++part) {
     for (std::uint32_t row = 0; row < parts_[part].rows->size(); ++row) {
       picks_.push_back(score(part, row, options));
       if (!picks_.back().load) continue;
-      sum += queue_cost(*picks_.back().load, options.costs, picks_.back().load_age_ms / 1000.0);
+      sum += picks_.back().queue - picks_.back().reserved;
       ++known;
     }
   }
   // A load that is not known is taken for the mean of those that are.
-  const std::uint64_t typical = known == 0 ? 0 : rounded(sum / static_cast<double>(known));
+  const std::uint64_t typical =
+      known == 0 ? 0 : rounded(static_cast<double>(sum) / static_cast<double>(known));
   for (Pick& pick : picks_) {
     if (!pick.load) pick.queue += typical;
   }
@@ -102,7 +108,7 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
   const double pool = answer.loadable[row] - answer.local[row];
   const RankLoad* const load = parts_[part].loads[row];
   const double pool_cost =
-      load != nullptr && costs.measured ? load->pool_cost.value_or(costs.pool) : costs.pool;
+      load != nullptr && costs.measures_pool ? load->pool_cost.value_or(costs.pool) : costs.pool;
   pick.fetch = rounded((costs.local * local + pool_cost * pool) * static_cast<double>(size));
 
   const auto known = load == nullptr ? std::nullopt : load->known(options.now_s, options.keep_s);
@@ -115,7 +121,9 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
     pick.source = known->source;
     pick.asleep = known->asleep;
     pick.load_age_ms = static_cast<std::uint32_t>(rounded(known->age_s * 1000));
-    pick.queue += rounded(queue_cost(*known->load, costs, known->age_s));
+    const double waiting =
+        costs.measures_waiting ? load->request_cost.value_or(costs.waiting) : costs.waiting;
+    pick.queue += rounded(queue_cost(*known->load, costs, waiting, known->age_s));
   } else if (is_stale) {
     const bool failed =
         load != nullptr && load->failed_at_s && options.now_s - *load->failed_at_s <= options.keep_failed_s;

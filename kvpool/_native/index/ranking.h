@@ -43,20 +43,26 @@ struct RankLoad {
   std::optional<double> failed_at_s;  // since the last page that was read
   bool asleep = false;                // as scraped
   std::optional<double> pool_cost;    // of a token from the pool, as measured; nothing: not known
+  // Of the requests that were placed here, mostly the last ones; nothing: none was.
+  std::optional<double> request_cost;
   std::uint64_t reserved_cost = 0;
   std::uint64_t picked = 0;  // when it was last the best, counted
+
+  // It is the best for a request of this cost.
+  void pick(std::uint64_t number, double cost);
 };
 
 // Coefficients, in tokens of a prompt to compute. `speed`: tokens of prompts that a rank computes in a second, by which
 // a queue is shorter than it was told.
 struct Costs {
   double local, pool, waiting, running, usage, speed;
-  bool measured;  // what was measured of a rank takes the place of `pool`
+  // What is known of a rank takes the place of `pool`, or `waiting`.
+  bool measures_pool, measures_waiting;
 };
 
 std::uint64_t permille(const Load& load);  // of its KV cache in use
-// What is there before a request, without reservations.
-double queue_cost(const Load& load, const Costs& costs, double age_s);
+// What is there before a request, without reservations. `waiting`: of a request that waits.
+double queue_cost(const Load& load, const Costs& costs, double waiting, double age_s);
 
 class Ranking {
  public:

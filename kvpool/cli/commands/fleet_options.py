@@ -194,8 +194,8 @@ RouteCost = Annotated[
         "--route-cost",
         metavar="NAME=NUMBER",
         help="A coefficient by which workers are ranked, in prompt tokens to compute; once for each: local (0.05 if "
-        "not given), pool (as measured), waiting (1024), running (64), usage (1024); and speed, tokens of prompts that "
-        "a worker computes in a second (8000). docs/explanation/placing.md has the formula.",
+        "not given), pool (as measured), waiting (as what was placed there), running (64), usage (1024); and speed, "
+        "tokens of prompts that a worker computes in a second (8000). docs/explanation/placing.md has the formula.",
         rich_help_panel=PLACING,
     ),
 ]

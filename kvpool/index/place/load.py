@@ -109,11 +109,11 @@ class LoadBoard:
             if (rank := self._of(worker_id, dp_rank)) is not None:
                 rank.reserved_cost = cost
 
-    def pick(self, worker_id: str, dp_rank: int, number: int) -> None:
-        """A rank was the best of a choice of this number; numbers go up."""
+    def pick(self, worker_id: str, dp_rank: int, number: int, cost: float) -> None:
+        """A rank was the best of a choice of this number, for a request of this cost; numbers go up."""
         with self._lock:
             if (rank := self._of(worker_id, dp_rank)) is not None:
-                rank.picked = number
+                rank.pick(number, cost)
 
     def get(self, worker_id: str, dp_rank: int) -> Known | None:
         """None: nothing was said for ``KEEP_S`` seconds."""

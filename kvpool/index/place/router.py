@@ -40,6 +40,7 @@ MAX_RESERVE_S = 600.0
 MAX_PROMPT_TOKENS = (1 << 32) - 1
 MAX_COEFFICIENT = 1e6
 POOL = 0.2  # of a token from the pool, until it is measured
+WAITING = 1024.0  # of a request that waits at a rank where none was placed yet
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,15 @@ class Costs:
 
     ``local``, ``pool``: for each token that is fetched from the worker's other tiers, or from the pool; 1 would say
     that fetching is no faster than computing. ``pool`` None: what was measured of each rank, and ``POOL`` where that is
-    not known. ``waiting``: for each waiting request. ``running``: for each running one. ``usage``: for a KV cache that
-    is full; up to four fifths it costs nothing. ``speed``: tokens of prompts that a worker computes in a second, by
+    not known. ``waiting``: for each waiting request; None: what the last requests that were placed at its rank cost,
+    and ``WAITING`` where none was. ``running``: for each running one. ``usage``: for a KV cache that is full; up to
+    four fifths it costs nothing. ``speed``: tokens of prompts that a worker computes in a second, by
     which queues and reservations end. Errors: ``ConfigError``.
     """
 
     local: float = 0.05
     pool: float | None = None
-    waiting: float = 1024.0
+    waiting: float | None = None
     running: float = 64.0
     usage: float = 1024.0
     speed: float = 8000.0
@@ -63,17 +65,19 @@ class Costs:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is None and one.name == "pool":
+            if value is None and one.name in ("pool", "waiting"):
                 continue
             if not 0 <= value <= MAX_COEFFICIENT:
                 raise ConfigError(
                     f"the coefficient {one.name} is a number from 0 to {MAX_COEFFICIENT:g}, not {value:g}"
                 )
 
-    def native(self) -> tuple[float, float, float, float, float, float, bool]:
+    def native(self) -> tuple[float, float, float, float, float, float, bool, bool]:
         """As ``_native.Ranking`` takes them."""
         pool = POOL if self.pool is None else self.pool
-        return self.local, pool, self.waiting, self.running, self.usage, self.speed, self.pool is None
+        waiting = WAITING if self.waiting is None else self.waiting
+        measures = self.pool is None, self.waiting is None
+        return self.local, pool, waiting, self.running, self.usage, self.speed, *measures
 
 
 class Router:
@@ -189,16 +193,15 @@ class Router:
     ) -> str:
         part, row, cost = ranking.best()
         key = answers[part].members.keys[row]
+        cost += round(self._costs.running)
         self._picks += 1
-        self.loads.pick(*key, self._picks)
+        self.loads.pick(*key, self._picks, min(cost, MAX_COEFFICIENT))
         if reserve_s is None:
             return ""
         # What runs there shows in the load, where that is known.
         ends = until_computed and self._costs.speed and self.loads.get(*key) is not None
         each_s = 1 / self._costs.speed if ends else None
-        return self._reservations.add(
-            key[0].partition("/")[0], *key, cost + round(self._costs.running), reserve_s, each_s
-        )
+        return self._reservations.add(key[0].partition("/")[0], *key, cost, reserve_s, each_s)
 
 
 class Ranking(NamedTuple):

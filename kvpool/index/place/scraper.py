@@ -95,8 +95,8 @@ class Scraper:
 
     async def _read(self, worker_id: str, address: str, ranks: tuple[int, ...]) -> None:
         """One worker's page, again and again. Said once when it cannot be read, and once when it can again."""
-        await asyncio.sleep(random.random() * self._interval_s)  # so that not all come at once
         failures = 0
+        part = random.random()  # of the first pause: those that came together are not read together for ever
         costs = {rank: PoolCost() for rank in ranks}
         while True:
             try:
@@ -113,7 +113,8 @@ class Scraper:
                 if failures:
                     logger.info("worker %s: its metrics are read again", worker_id)
                 failures = 0
-            await asyncio.sleep(min(self._interval_s * 2 ** min(failures, 16), MAX_BACKOFF_S))
+            await asyncio.sleep(part * min(self._interval_s * 2 ** min(failures, 16), MAX_BACKOFF_S))
+            part = 1.0
 
     async def _take(
         self, worker_id: str, address: str, ranks: tuple[int, ...], costs: Mapping[int, PoolCost]

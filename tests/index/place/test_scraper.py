@@ -118,6 +118,25 @@ def test_a_worker_that_does_not_answer_gets_no_first_pick_while_it_is_stale(flee
             scraping(fleet, body)
 
 
+def test_one_that_comes_is_read_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is placed there before its load is known is counted for too long."""
+    monkeypatch.setattr(scraper_module.random, "random", lambda: 0.99)
+    with serving_page() as server:
+        server.show({0: Engine(3)})
+        follow(fleet, "w", server.address)
+
+        async def run() -> None:
+            board = LoadBoard()
+            scraper = Scraper(fleet, board, interval_s=2 * WITHIN_S)
+            scraper.start()
+            try:
+                await until(lambda: running(board, "w") == 3)
+            finally:
+                await scraper.close()
+
+        asyncio.run(run())
+
+
 def test_a_rank_that_is_a_server_of_its_own(fleet: Fleet) -> None:
     with serving_page({0: Engine(3)}) as server:
         (third,) = a_worker(ranks=4).publishers[3:]
