@@ -17,7 +17,7 @@ from kvpool.metrics import Counters
 from kvpool.tracing import Tracing
 from kvpool.vllm.request_state import RequestState
 
-RATIOS_S = 10.0  # between two estimates
+RATIOS_S = 1.0  # between two estimates
 
 
 class Outcomes:
@@ -41,6 +41,7 @@ class Outcomes:
         self._traffic = Traffic(clock)
         self._tracing = tracing
         self._ratios_at_s = 0.0
+        self._untold = False  # a request was counted since the last estimate
 
     def waited(self, state: RequestState, now_s: float, *, answered: bool) -> None:
         """The lookup of a request has ended, or was given up; observed once for each lookup."""
@@ -86,9 +87,13 @@ class Outcomes:
             self._count(state, "hit" if ok else "load_failed", tokens if ok else 0)
 
     def tell_ratios(self) -> None:
-        """Set the gauges of the hit ratio and its ceiling, every ``RATIOS_S`` seconds: an estimate takes 30 us."""
-        if (now_s := self._clock()) < self._ratios_at_s:
+        """Set the gauges of the hit ratio and its ceiling, every ``RATIOS_S`` seconds: an estimate takes 30 us.
+
+        A step in which no request was counted tells nothing: an engine may rest from the next one on.
+        """
+        if not self._untold or (now_s := self._clock()) < self._ratios_at_s:
             return
+        self._untold = False
         self._ratios_at_s = now_s + RATIOS_S
         windows = self._traffic.windows()
         for window, seen in windows.items():
@@ -106,3 +111,4 @@ class Outcomes:
         self._counters.add(metrics.PROMPT_TOKENS, loaded, "pool")
         self._counters.add(metrics.PROMPT_TOKENS, max(0, prompt - local - loaded), "computed")
         self._traffic.spare(local + loaded)
+        self._untold = True

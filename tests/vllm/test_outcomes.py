@@ -66,6 +66,15 @@ def test_a_hit_is_counted_when_it_is_loaded(world: World, configured: Callable[[
         engine.shut_down()
 
 
+def test_requests_before_a_rest_are_told(world: World, configured: Callable[[Shape], Any]) -> None:
+    """The first step only asks the pool; an engine that is idle after the last one tells nothing any more."""
+    engine = ScriptedEngine(world, configured(SHAPE), SHAPE)
+    ratio = f"{metrics.HIT_RATIO.name}/1h"
+    assert ratio not in SchedulerHalf.stats(engine.planner)
+    assert asked(engine, "a", PROMPT)[ratio] == 0.0
+    engine.shut_down()
+
+
 def test_a_load_that_fails_is_no_hit(world: World, configured: Callable[[Shape], Any]) -> None:
     first, second = (ScriptedEngine(world, configured(SHAPE), SHAPE) for _ in range(2))
     asked(first, "a", PROMPT)
