@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import threading
 import zlib
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from kvpool.cli.engine_process import (
     write_model,
 )
 from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
+from tests.conftest import eventually
 
 BLOCK_TOKENS = 128
 GENERATED_TOKENS = 12
@@ -187,10 +189,26 @@ def processes_below(process: int) -> list[int]:
     return children + [pid for child in children for pid in processes_below(child)]
 
 
-def quiet(process: int) -> bool:
-    """Whether no thread of a process runs for a fifth of a second, or waits for a core, as on a busy machine."""
+@contextlib.contextmanager
+def held_worker(engine: EngineProcess) -> Iterator[int]:
+    """The engine's worker does not run until the end of the block; gives the process of its core.
+
+    The core asks the pool by itself, and then waits for its worker: ``rests``. In the middle of a step, such as those
+    after an answer, it would ask nothing: it is at rest before its worker is held.
+    """
+    core, worker = process_named(engine, "VLLM::EngineCor"), process_named(engine, "VLLM::Worker")
+    assert eventually(lambda: rests(core), within_s=60), "the core is busy"
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        yield core
+    finally:
+        os.kill(worker, signal.SIGCONT)
+
+
+def rests(process: int) -> bool:
+    """Whether no thread of a process runs for 0.4 s, or waits for a core, as on a busy machine."""
     before = ran_ns(process)
-    for _ in range(10):
+    for _ in range(20):
         threading.Event().wait(0.02)
         if "R" in states(process):
             return False
@@ -216,14 +234,15 @@ __all__ = [
     "ask",
     "corrupt",
     "engine_options",
+    "held_worker",
     "namespaces",
     "passing",
     "process_named",
     "processes_below",
     "prompt",
-    "quiet",
     "ran_ns",
     "records",
+    "rests",
     "started",
     "write_model",
 ]

@@ -26,12 +26,13 @@ from tests.e2e.harness import (
     call,
     corrupt,
     engine_options,
+    held_worker,
     passing,
     process_named,
     processes_below,
     prompt,
-    quiet,
     records,
+    rests,
     started,
 )
 
@@ -228,24 +229,15 @@ def test_pool_lost_while_a_load_is_in_flight(
 ) -> None:
     """The worker is held while its blocks go: the pool was asked and said yes, and the load finds them gone."""
     found = records(pair.pool, LONG[name])
-    core, worker = process_named(pair.second, "VLLM::EngineCor"), process_named(pair.second, "VLLM::Worker")
-    # In the middle of a step, as those that store what the request before computed, the core would ask nothing.
+    # Steps that store what the request before computed would keep the core from asking.
     assert eventually(lambda: _has_stored_all(pair), within_s=60)
     before = pair.metrics()
-    looked_up = found[-1].stat().st_mtime_ns
-    os.kill(worker, signal.SIGSTOP)
-    try:
+    with held_worker(pair.second) as core:
+        looked_up = found[-1].stat().st_mtime_ns
         pair.second.send({"do": "generate", "tokens": LONG[name], "max_tokens": GENERATED_TOKENS})
-
-        # The core asks the pool by itself, which touches what is there, and then waits for its worker without using
-        # the processor.
-        def waits_for_its_worker() -> bool:
-            return found[-1].stat().st_mtime_ns > looked_up and quiet(core) and quiet(core)
-
-        assert eventually(waits_for_its_worker, within_s=60)
-        damage(pair, found)
-    finally:
-        os.kill(worker, signal.SIGCONT)
+        asked = eventually(lambda: _touched_since(found[-1], looked_up) and rests(core), within_s=60)
+        if asked:
+            damage(pair, found)
     try:
         answer = pair.second.receive(60)
     finally:
@@ -257,6 +249,7 @@ def test_pool_lost_while_a_load_is_in_flight(
             else:
                 shutil.rmtree(blocks, ignore_errors=True)
             aside.rename(blocks)
+    assert asked, "no lookup while the worker was held"
     assert _same(pair, name, answer)
     after = pair.metrics()
     ended = {key: count - before.get(key, 0) for key, count in after.items() if "kvpool_load_requests" in key}

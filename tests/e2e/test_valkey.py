@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,10 +17,10 @@ from tests.e2e.harness import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
     engine_options,
+    held_worker,
     passing,
-    process_named,
     prompt,
-    quiet,
+    rests,
     started,
 )
 from tests.store.servers import Server, running
@@ -85,27 +83,21 @@ def touch_calls(pair: Pair) -> int:
 
 def test_a_server_that_stops_during_a_load_costs_a_recompute_and_the_budget(pair: Pair) -> None:
     """The server says what it holds, and stops before a block of it is read: the worker is held for that."""
-    core, worker = process_named(pair.second, "VLLM::EngineCor"), process_named(pair.second, "VLLM::Worker")
     failed = "kvpool_load_requests_total/store_unavailable"
     before = pair.second.ask({"do": "metrics"}).get(failed, 0)
     # What found no server in the last test is stored meanwhile; an idle engine steps on for that, with its worker.
-    assert eventually(lambda: quiet(core) and quiet(core), within_s=30)
-    os.kill(worker, signal.SIGSTOP)
-    asked = touch_calls(pair)
-    try:
+    with held_worker(pair.second) as core:
+        asked = touch_calls(pair)
         pair.second.send({"do": "generate", "tokens": PROMPTS["loading"], "max_tokens": 1})
-        # The core asks the server by itself, and then waits for its worker without using the processor.
-        assert eventually(lambda: touch_calls(pair) > asked, within_s=30)
-        assert eventually(lambda: quiet(core) and quiet(core), within_s=30)
+        was_asked = eventually(lambda: touch_calls(pair) > asked and rests(core), within_s=60)
         pair.server.stop()
-    finally:
-        os.kill(worker, signal.SIGCONT)
     started_s = time.monotonic()
     try:
         answer = pair.second.receive(60)  # one token, so it is the first
     finally:
         waited_s = time.monotonic() - started_s
         pair.server.go_on()
+    assert was_asked, "no lookup while the worker was held"
     assert answer["tokens"] == pair.reference["loading"]["tokens"][:1]
     assert waited_s < pair.cold["loading"]["first_token_s"] + BUDGET_S + MARGIN_S
     pair.second.generate(prompt(990, 60), 1)  # an idle engine does not report
