@@ -28,6 +28,10 @@ FOLDER = Path(__file__).parents[2] / ".cache" / "servers" / "bin"
 SERVERS = ("redis-server", "valkey-server")
 CLIENTS = ("native", "redis", "glide")
 
+PROCESSES = 8  # of pytest, at most, at a time
+_process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % PROCESSES
+_given: set[int] = set()
+
 # For tests, and for classes of them, that need no more than one: of what a module shares.
 ON_REDIS, ON_VALKEY = (pytest.mark.parametrize("server_of_module", [name], indirect=True) for name in SERVERS)
 
@@ -48,12 +52,21 @@ def find(name: str) -> str:
     return named
 
 
+def own_port() -> int:
+    """A free TCP port that no server of this or another test process was given: until one listens, it stays free."""
+    while True:
+        for port in free_ports(2 * PROCESSES):
+            if port % PROCESSES == _process and port not in _given:
+                _given.add(port)
+                return port
+
+
 class Server:
     """One running server. ``client`` is for the test's own questions."""
 
     def __init__(self, name: str, folder: Path, *options: str) -> None:
         self.name, self.folder, self.options = name, folder, options
-        (self.port,) = free_ports(1)
+        self.port = own_port()
         self.socket_path = folder / "socket"
         self.client = redis.Redis(port=self.port, protocol=2, socket_timeout=10, retry=Retry(NoBackoff(), 0))
         self._process: subprocess.Popen[bytes] | None = None
@@ -124,7 +137,7 @@ class TlsServer(Server):
     ) -> None:
         self.authority = authority
         self.pair = pair or authority.issue("server", names=("localhost", "127.0.0.1"))
-        (self.tls_port,) = free_ports(1)
+        self.tls_port = own_port()
         super().__init__(
             name, folder, "--tls-port", str(self.tls_port), "--tls-cert-file", str(self.pair.cert),
             "--tls-key-file", str(self.pair.key), "--tls-ca-cert-file", str(authority.ca),
@@ -218,7 +231,7 @@ class Cluster(Group):
     def _make(self, number: int) -> Server:
         folder = self._folder / str(number)
         folder.mkdir()
-        (bus_port,) = free_ports(1)
+        bus_port = own_port()
         options = (
             "--cluster-enabled", "yes", "--cluster-port", str(bus_port),
             # Soon enough to wait for where a replica may take over; else nobody is given up on a busy machine.
