@@ -20,6 +20,14 @@ def executable() -> str:
     return found
 
 
+def expect(locator: Any) -> Any:
+    """Playwright's assertions of a locator, which wait: the page follows the index, and the index its fleet."""
+    from playwright.sync_api import expect as expect_
+
+    expect_.set_options(timeout=20_000)
+    return expect_(locator)
+
+
 @contextmanager
 def opened() -> Iterator[Any]:
     """A browser of Playwright, until the end of the block."""

@@ -20,7 +20,7 @@ from tests.conftest import eventually
 from tests.index.fleets import a_worker, serving
 from tests.index.serve.test_status import HOSTILE
 from tests.index.tokens import write_tokens
-from tests.pages.browser import NARROW, WIDE, opened, page_of
+from tests.pages.browser import NARROW, WIDE, expect, opened, page_of
 from tests.pages.live_fleet import MODEL, LiveFleet, live_fleet, seen
 
 pytestmark = [
@@ -52,13 +52,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
                 a_worker(HOSTILE, model=HOSTILE, address="javascript:alert(2)", publishers=(publisher,))
             )
         with one.load(clients=2):
-            assert eventually(lambda: placed(one) > 20, within_s=60)
+            assert eventually(lambda: data(one)["totals"]["placements"] > 20, within_s=60)
+            # The index reads a worker's metrics every other second.
+            assert eventually(lambda: data(one)["fleet"]["health"].get("asleep") == 1, within_s=60)
             yield one
 
 
-def placed(fleet: LiveFleet) -> int:
+def data(fleet: LiveFleet) -> Any:
+    """What the page is made of."""
     with urllib.request.urlopen(fleet.url + "/data", timeout=20) as reply:
-        return int(json.loads(reply.read())["totals"]["placements"])
+        return json.loads(reply.read())
 
 
 def show(page: Any, fleet: LiveFleet) -> None:
@@ -85,40 +88,42 @@ def test_it_shows_the_fleet_as_the_index_knows_it(browser: Any, fleet: LiveFleet
     with page_of(browser) as page:
         show(page, fleet)
         row = page.get_by_role("row", name=re.compile("worker-a"))
-        assert row.get_by_text("Healthy").is_visible()
-        assert (
-            page.get_by_role("row", name=re.compile("worker-c"))
-            .get_by_text("Asleep", exact=True)
-            .is_visible()
-        )
-        assert page.locator("#serving").inner_text() == "Serving"
-        assert page.locator("#workers-figure").inner_text() == "4"
-        assert re.fullmatch(r"[0-9.]+ %", page.locator("#pool-figure").inner_text())
-        assert "of 12.0 MiB" in page.locator("#pool-note").inner_text()
+        expect(row.get_by_text("Healthy")).to_be_visible()
+        asleep = page.get_by_role("row", name=re.compile("worker-c"))
+        expect(asleep.get_by_text("Asleep", exact=True)).to_be_visible()
+        expect(page.locator("#serving")).to_have_text("Serving")
+        expect(page.locator("#workers-figure")).to_have_text("4")
+        expect(page.locator("#pool-figure")).to_have_text(re.compile(r"^[0-9.]+ %$"))
+        expect(page.locator("#pool-note")).to_contain_text("of 12.0 MiB")
         page.locator("#reuse-chart path.chosen").wait_for(state="attached")
-        assert re.match(
-            r"Last minute: of .* held [0-9.]+ %; .* found [0-9.]+ %", page.locator("#reuse-text").inner_text()
+        expect(page.locator("#reuse-text")).to_have_text(
+            re.compile(r"^Last minute: of .* held [0-9.]+ %; .* found [0-9.]+ %")
         )
-        assert page.locator("#tiers tbody tr").count() == 4
+        expect(page.locator("#tiers tbody tr")).to_have_count(4)
         assert is_quiet(page), page.said
 
 
 def test_it_says_who_holds_a_prompt(browser: Any, fleet: LiveFleet) -> None:
     assert eventually(lambda: fleet.workers["worker-a"].holds(fleet.prompt()), within_s=60)
     with page_of(browser) as page:
-        show(page, fleet)
-        ask(page, fleet.prompt())
         answer = page.locator("#prompt-answer")
-        assert re.match(r"384 tokens: worker-\w can reuse 24 of 24 full blocks;", answer.inner_text())
-        assert page.get_by_text("a request would go here now").count() == 1
+
+        def is_told() -> bool:
+            show(page, fleet)
+            ask(page, fleet.prompt())
+            wanted = r"384 tokens: worker-\w can reuse 24 of 24 full blocks;"
+            return re.match(wanted, answer.inner_text()) is not None
+
+        assert eventually(is_told, within_s=60), answer.inner_text()
+        expect(page.get_by_text("a request would go here now")).to_have_count(1)
         page.get_by_label("Token ids, between").fill("1 two 3")
         page.get_by_role("button", name="Ask").click()
-        assert answer.inner_text() == "“two” is no token id: give whole numbers."
-        assert page.locator("#prompt-table").is_hidden()
+        expect(answer).to_have_text("“two” is no token id: give whole numbers.")
+        expect(page.locator("#prompt-table")).to_be_hidden()
         page.get_by_label("Text", exact=True).check()
         page.get_by_label("Text, as in").fill("the user asks the system " * 9)
         page.get_by_role("button", name="Ask").click()
-        assert eventually(lambda: "none of 3 ranks holds any" in answer.inner_text())
+        expect(answer).to_contain_text("none of 3 ranks holds any")
         assert is_quiet(page), page.said
 
 
@@ -134,7 +139,7 @@ def test_a_hostile_name_is_text(browser: Any, fleet: LiveFleet) -> None:
         ask_of_it = "1 " * 16
         page.get_by_label("Token ids, between").fill(ask_of_it)
         page.get_by_role("button", name="Ask").click()
-        assert eventually(lambda: page.locator("#prompt-answer").inner_text().startswith("16 tokens"))
+        expect(page.locator("#prompt-answer")).to_have_text(re.compile("^16 tokens"))
         assert page.locator("main img").count() == 0
         assert page.locator("a[href^=javascript]").count() == 0
         assert not alerts
@@ -152,14 +157,14 @@ def test_workers_are_found_by_health_and_name(browser: Any, fleet: LiveFleet) ->
     with page_of(browser) as page:
         show(page, fleet)
         page.get_by_label("Health").select_option("Asleep")
-        assert eventually(lambda: page.locator("#workers-table tbody tr").count() == 1)
-        assert page.locator("#workers-count").inner_text() == "1 to 1 of 1 worker"
+        rows = page.locator("#workers-table tbody tr")
+        expect(rows).to_have_count(1)
+        expect(page.locator("#workers-count")).to_have_text("1 to 1 of 1 worker")
         page.get_by_label("Health").select_option("All")
-        # Else the one row would be that of before.
-        assert eventually(lambda: page.locator("#workers-table tbody tr").count() == 4)
+        expect(rows).to_have_count(4)  # else the one row would be that of before
         page.get_by_label("Name contains").fill("WORKER-B")
-        assert eventually(lambda: page.locator("#workers-table tbody tr").count() == 1)
-        assert page.get_by_role("rowheader", name="worker-b").is_visible()
+        expect(rows).to_have_count(1)
+        expect(page.get_by_role("rowheader", name="worker-b")).to_be_visible()
         page.get_by_label("Name contains").fill("nobody")
         page.get_by_text("No worker matches.").wait_for()
 
@@ -168,7 +173,7 @@ def test_it_goes_on_by_itself_and_says_when_the_index_is_away(browser: Any, flee
     with page_of(browser) as page:
         show(page, fleet)
         before = page.locator("#updated").inner_text()
-        assert eventually(lambda: page.locator("#updated").inner_text() != before, within_s=30)
+        expect(page.locator("#updated")).not_to_have_text(before)
         page.route("**/status/data*", lambda route: route.abort())
         page.get_by_text("The index does not answer; asking again.").wait_for()
         page.unroute("**/status/data*")
@@ -200,8 +205,8 @@ def test_with_tokens_it_asks_for_one_and_keeps_it_in_the_tab(browser: Any, tmp_p
         page.keyboard.type(tokens["me"])
         page.keyboard.press("Enter")
         page.get_by_role("rowheader", name="of-a").wait_for()
+        expect(page.locator("#pool-note")).to_have_text("For tokens of all tenants only")
         assert "of-b" not in page.content()
-        assert page.locator("#pool-note").inner_text() == "For tokens of all tenants only"
         assert tokens["me"] not in page.content()
         assert page.evaluate("localStorage.length + document.cookie.length") == 0
         assert tokens["me"] not in page.url
@@ -274,4 +279,4 @@ def test_with_the_keyboard_alone(browser: Any, fleet: LiveFleet) -> None:
         page.locator("#pause").focus()
         page.keyboard.press("Space")
         page.get_by_text("paused").wait_for()
-        assert page.locator("#pause").get_attribute("aria-pressed") == "true"
+        expect(page.locator("#pause")).to_have_attribute("aria-pressed", "true")
