@@ -89,7 +89,7 @@ help:
 	@echo "make test      test-parts, all that needs no engine; test-sglang; test-smoke, a few real vLLM engines: minutes"
 	@echo "make test-engines  all tests with real vLLM engines: every layout, fault, setting and command"
 	@echo "make test-benchmarks  the tests of benchmarks/, which no user runs, and of recipes for vllm-router and smg"
-	@echo "make test-pages  the status page in a headless Chromium: themes, sizes, keyboard, axe; make pictures takes its pictures"
+	@echo "make test-pages  status page and documentation in a headless Chromium: themes, sizes, keyboard, axe; make pictures takes pictures"
 	@echo "make check     style, types, import directions"
 	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
 	@echo "make fuzz      replies of servers, records, events of engines, lookups and lists in JSON, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
@@ -146,7 +146,7 @@ test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(S
 	  $(or $(PYTEST),tests/benchmarks tests/docs/test_peers.py)
 
 # One process: Playwright's calls must come from one thread, and the tests share a fleet.
-test-pages: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PAGES)/.stamp
+test-pages: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PAGES)/.stamp docs
 	PYTHONPATH=$(PAGES) $(RUN_PYTEST) -m pages --durations=3 $(or $(PYTEST),tests/pages) || [[ $$? == 5 ]]
 
 # Of a fleet with a load, for docs/: five minutes.
