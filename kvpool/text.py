@@ -32,8 +32,9 @@ _EXTRAS = {
 }  # fmt: skip
 
 _SIZE = re.compile(r"([0-9]{1,19}) ?([A-Za-z]*)")
-# The part of a URL that may hold credentials reaches to the last "@": a password can hold "/" or "@" itself.
-_USERINFO = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]*://)(.*)@", re.DOTALL)
+# The part of a URL that may hold credentials reaches to the last "@": a password can hold "/" or "@" itself. The scheme
+# may have been forgotten; what begins as a path has no credentials.
+_USERINFO = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]*://|(?![/.]))(.*)@", re.DOTALL)
 _SECRET_PARAMETER = re.compile(
     r"([?&;](?:[^=&;?]*(?:pass|secret|token|auth|cred)[^=&;?]*)=)[^&;#]*", re.IGNORECASE
 )

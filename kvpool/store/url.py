@@ -101,6 +101,14 @@ class StoreURL:
     sentinel_password: str = field(default="", repr=False)
     opened_by: str = ""
 
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The servers that the URL names, as ``host:port`` each, or a directory's or socket's path."""
+        if self.path:
+            return (self.path,)
+        nodes = self.nodes or ((self.host, self.port),)
+        return tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in nodes)
+
     @classmethod
     def parse(cls, url: str) -> StoreURL:
         """Read ``memory://[?capacity=1GiB]``, ``file:///dir[?capacity=10GiB][&threads=2]``,
@@ -167,9 +175,10 @@ def _shown(url: object) -> str:
 
 def _meant(url: object) -> str:
     """A question about what lacks a scheme only, for the middle of a line."""
-    if not isinstance(url, str):
+    if not isinstance(url, str) or len(url) > MAX_URL_CHARS:
         return ""
-    if _HOST.fullmatch(url):
+    host = _HOST.fullmatch(url)
+    if host and not url.isdecimal() and int(host["port"] or DEFAULT_PORT) <= 65535:
         return f"did you mean valkey://{url}? Else "
     return f"did you mean file://{url}? Else " if re.fullmatch(r"(/[\w.-]+)+", url, re.ASCII) else ""
 

@@ -108,6 +108,21 @@ def test_parse(url: str, expected: StoreURL) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "servers"),
+    [
+        ("valkey://u:hunter2@h", ("h:6379",)),
+        ("valkeys://[::1]:7000/3", ("[::1]:7000",)),
+        ("valkey+cluster://:hunter2@a:1,[::1]", ("a:1", "[::1]:6379")),
+        ("valkey+sentinel://a,b:2/x", ("a:26379", "b:2")),
+        ("valkey+unix:///run/valkey", ("/run/valkey",)),
+        ("file:///var/kv", ("/var/kv",)),
+    ],
+)
+def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
+    assert StoreURL.parse(url).servers == servers
+
+
+@pytest.mark.parametrize(
     ("url", "words"),
     [
         ("flie:///x", 'unknown store "flie"; did you mean "file"?'),
@@ -143,6 +158,12 @@ def test_parse(url: str, expected: StoreURL) -> None:
         ("file:///x?threads=two", "1 to 64"),
         ("file:///x%00y", "zero byte"),
         ("file:///x%ff", "UTF-8"),
+        ("localhost:99999", "is not a store URL: write file:///dir, "),
+        ("6379", "is not a store URL: write file:///dir, "),
+        ("/" + "a" * 9000, "is not a store URL: write file:///dir, "),
+        (":hunter2@127.0.0.1:6379", "':***@127.0.0.1:6379' is not a store URL"),
+        ("bob:hunter2@10.0.0.1:6379", "'bob:***@10.0.0.1:6379' is not a store URL"),
+        ("/var/a@b", "'/var/a@b' is not a store URL"),
         ("127.0.0.1:6379", "did you mean valkey://127.0.0.1:6379? Else write file:///dir, "),
         ("[::1]:6379", "did you mean valkey://[::1]:6379? "),
         ("/var/kv", "did you mean file:///var/kv? Else write file:///dir, valkey://host:6379, "),

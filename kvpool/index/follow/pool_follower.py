@@ -21,7 +21,7 @@ from kvpool.key.names import check_tenant
 from kvpool.store import open_store
 from kvpool.store.store import Store, Usage
 from kvpool.store.url import StoreURL
-from kvpool.text import MAX_NBYTES, redact
+from kvpool.text import MAX_NBYTES
 
 RETRY_S = 2.0  # between two tries to reach the pool
 CLOSE_S = 10.0  # a try that is under way takes a few seconds
@@ -46,7 +46,7 @@ class PoolFollower:
         keys_per_s: int = DEFAULT_KEYS_PER_S,
         tenants: Sequence[str] | None = None,
     ) -> None:
-        self._url, self._name = _pool_url(url), redact(url)
+        self._url = _pool_url(url)
         in_directory = self._url.scheme == "file" and "capacity=" in url
         self._capacity_nbytes = StoreURL.parse(url).capacity_nbytes if in_directory else None
         for tenant in tenants or ():
@@ -88,11 +88,11 @@ class PoolFollower:
     def servers(self) -> list[Usage]:
         """How full the pool's servers are, as was read last; empty: not known. Any thread.
 
-        A pool that was never reached is one server that is not up.
+        Of a pool that was never reached: those that its URL names, not up.
         """
         if self._status is not None:
             return self._status.servers
-        return [] if self._store is not None else [Usage(self._name, up=False)]
+        return [] if self._store is not None else [Usage(name, up=False) for name in self._url.servers]
 
     @property
     def traffic(self) -> Mapping[str, Seen]:

@@ -117,7 +117,7 @@ def _run_id(server: redis.Redis) -> str:
 
 def usage_of(url: StoreURL) -> Usage:
     """How full the server of ``url`` is. Blocking, for a second or two. Never raises."""
-    name = url.path or f"{_in_url(url.host)}:{url.port}"
+    (name,) = url.servers
     try:
         with connect(url, timeout_s=USAGE_S, role="usage") as server:
             return _usage(name, server)
@@ -144,12 +144,8 @@ def server_name(url: StoreURL) -> str:
     """The name of the server of ``url`` for errors, without secrets."""
     assert url.scheme in SERVER_SCHEMES, url.scheme
     if url.nodes:
-        hosts = ",".join(f"{_in_url(host)}:{port}" for host, port in url.nodes)
+        hosts = ",".join(url.servers)
         return f"{url.scheme}://{hosts}" + (f"/{url.service}/{url.database}" if url.service else "")
     if url.path:
         return f"{url.scheme}://{url.path}?db={url.database}"
-    return f"{url.scheme}://{_in_url(url.host)}:{url.port}/{url.database}"
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"{url.scheme}://{url.servers[0]}/{url.database}"
