@@ -34,8 +34,9 @@ enum Field : unsigned {
   kUnreachable,
 };
 
-constexpr double kFreeUsage = 0.8;  // of a KV cache, up to which it costs nothing
-constexpr double kMeanOf = 8;       // requests
+constexpr double kFreeUsage = 0.8;   // of a KV cache, up to which it costs nothing
+constexpr double kMeanOf = 8;        // requests
+constexpr double kFirstCost = 8192;  // at most, of the first request at a rank
 
 // Half to even, as Python rounds. Never negative here, and below 2^63 by the limits of what it is made of.
 std::uint64_t rounded(double value) { return static_cast<std::uint64_t>(std::nearbyint(value)); }
@@ -57,6 +58,8 @@ std::uint64_t permille(const Load& load) { return rounded(load.kv_usage * 1000);
 
 void RankLoad::pick(std::uint64_t number, double cost) {
   picked = number;
+  // One long prompt among short ones moves the mean to less than twice what it was.
+  cost = std::min(cost, request_cost ? kMeanOf * *request_cost : kFirstCost);
   request_cost = request_cost ? *request_cost + (cost - *request_cost) / kMeanOf : cost;
 }
 
@@ -70,18 +73,18 @@ double queue_cost(const Load& load, const Costs& costs, double waiting, double a
 }
 
 Ranking::Ranking(std::vector<Part> parts, const Options& options) : parts_(std::move(parts)) {
-  std::uint64_t sum = 0, known = 0;
+  double sum = 0;  // a number of 64 bits is too small for thousands of the longest queues that can be told
+  std::uint64_t known = 0;
   for (std::uint32_t part = 0; part < parts_.size(); ++part) {
     for (std::uint32_t row = 0; row < parts_[part].rows->size(); ++row) {
       picks_.push_back(score(part, row, options));
       if (!picks_.back().load) continue;
-      sum += picks_.back().queue - picks_.back().reserved;
+      sum += static_cast<double>(picks_.back().queue - picks_.back().reserved);
       ++known;
     }
   }
   // A load that is not known is taken for the mean of those that are.
-  const std::uint64_t typical =
-      known == 0 ? 0 : rounded(static_cast<double>(sum) / static_cast<double>(known));
+  const std::uint64_t typical = known == 0 ? 0 : rounded(sum / static_cast<double>(known));
   for (Pick& pick : picks_) {
     if (!pick.load) pick.queue += typical;
   }

@@ -186,6 +186,16 @@ def test_a_load_that_is_not_known_is_the_mean() -> None:
     assert {pick.load_source for pick in Router(a_fleet("a")).route("m", token_ids=[1]).picks} == {"none"}
 
 
+def test_the_mean_of_the_longest_queues_is_a_number() -> None:
+    """The sum of these is none of 64 bits."""
+    names = [f"w-{number}" for number in range(2_200)]
+    router = Router(a_fleet("a", *names), clock=Clock())
+    longest = (1 << 53) - 1
+    loads = [Load(name, queued_tokens=longest) for name in names]
+    queues = {pick.worker: pick.queue_cost for pick in router.route("m", token_ids=[1], loads=loads).picks}
+    assert queues["a"] == pytest.approx(longest)
+
+
 def test_reported_loads_stay_for_others_and_end() -> None:
     clock = Clock()
     router = Router(a_fleet("a", "b"), clock=clock)
@@ -232,8 +242,22 @@ def test_a_waiting_request_costs_no_more_than_a_coefficient_may() -> None:
     most = (1 << 32) - 1
     router = Router(a_fleet("a"), clock=Clock())
     router.loads.report("default/a", Load("a", waiting=most))
-    router.route("m", hashes64=packed64(TEN), prompt_tokens=most)
-    assert queues(router) == {"a": most * 1_000_000}
+    for _ in range(400):
+        router.route("m", hashes64=packed64(TEN), prompt_tokens=most)
+    assert queues(router)["a"] == pytest.approx(most * 1_000_000, rel=1e-6)
+    assert queues(router)["a"] <= most * 1_000_000
+
+
+def test_one_long_prompt_among_short_ones_weighs_little() -> None:
+    router = Router(a_fleet("a", "b"), costs=Costs(running=16), clock=Clock())
+    for name in "ab":
+        router.loads.report(f"default/{name}", Load(name, waiting=1))
+    for _ in range(80):
+        router.route("m", hashes64=packed64([77, 78]), workers=["a"])  # 32 tokens
+    for name in "ab":
+        router.route("m", hashes64=packed64([77, 78]), prompt_tokens=1 << 20, workers=[name])
+    assert queues(router)["a"] < 2 * (32 + 16)
+    assert queues(router)["b"] == 8192, "the first that is placed there"
 
 
 def test_a_waiting_request_costs_what_was_set() -> None:
