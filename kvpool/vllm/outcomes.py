@@ -17,7 +17,8 @@ from kvpool.metrics import Counters
 from kvpool.tracing import Tracing
 from kvpool.vllm.request_state import RequestState
 
-RATIOS_S = 1.0  # between two estimates
+RATIOS_S = 1.0  # between two estimates of an engine that is asked
+AGED_S = 10.0  # and of one that only goes on with what it has, for windows end
 
 
 class Outcomes:
@@ -40,8 +41,8 @@ class Outcomes:
         self._tell, self._clock = tell, clock
         self._traffic = Traffic(clock)
         self._tracing = tracing
-        self._ratios_at_s = 0.0
-        self._untold = False  # a request was counted since the last estimate
+        self._ratios_at_s = clock() - RATIOS_S
+        self._counted_more = False  # since the last estimate
 
     def waited(self, state: RequestState, now_s: float, *, answered: bool) -> None:
         """The lookup of a request has ended, or was given up; observed once for each lookup."""
@@ -87,14 +88,14 @@ class Outcomes:
             self._count(state, "hit" if ok else "load_failed", tokens if ok else 0)
 
     def tell_ratios(self) -> None:
-        """Set the gauges of the hit ratio and its ceiling, every ``RATIOS_S`` seconds: an estimate takes 30 us.
-
-        A step in which no request was counted tells nothing: an engine may rest from the next one on.
+        """Set the gauges of the hit ratio and its ceiling: ``RATIOS_S`` after the last time when a request was counted
+        since, else after ``AGED_S``. An estimate takes 30 us.
         """
-        if not self._untold or (now_s := self._clock()) < self._ratios_at_s:
+        passed_s = self._clock() - self._ratios_at_s
+        if passed_s < (RATIOS_S if self._counted_more else AGED_S):
             return
-        self._untold = False
-        self._ratios_at_s = now_s + RATIOS_S
+        self._counted_more = False
+        self._ratios_at_s += passed_s
         windows = self._traffic.windows()
         for window, seen in windows.items():
             if seen.prompt_tokens:
@@ -111,4 +112,4 @@ class Outcomes:
         self._counters.add(metrics.PROMPT_TOKENS, loaded, "pool")
         self._counters.add(metrics.PROMPT_TOKENS, max(0, prompt - local - loaded), "computed")
         self._traffic.spare(local + loaded)
-        self._untold = True
+        self._counted_more = True

@@ -9,6 +9,7 @@ import pytest
 
 from kvpool import metrics
 from kvpool.metrics import Samples
+from kvpool.vllm.outcomes import AGED_S
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.vllm.lifecycle import BLOCK_TOKENS, ScriptedEngine, Shape, World
 from tests.vllm.test_lifecycle import configured
@@ -72,6 +73,27 @@ def test_requests_before_a_rest_are_told(world: World, configured: Callable[[Sha
     ratio = f"{metrics.HIT_RATIO.name}/1h"
     assert ratio not in SchedulerHalf.stats(engine.planner)
     assert asked(engine, "a", PROMPT)[ratio] == 0.0
+    engine.shut_down()
+
+
+def test_what_was_asked_for_ages_while_an_engine_only_goes_on(
+    world: World, configured: Callable[[Shape], Any]
+) -> None:
+    engine = ScriptedEngine(world, configured(SHAPE), SHAPE)
+    asked(engine, "a", PROMPT)
+    outcomes = engine.planner._outcomes
+    told: list[Any] = []
+    now_s = outcomes._clock()
+    outcomes._clock = lambda: now_s
+    outcomes._tell = told.append
+    for _ in range(3):
+        outcomes.tell_ratios()
+    count = len(told)
+    assert count <= 1, "no request was counted since"
+    now_s += AGED_S
+    for _ in range(3):
+        outcomes.tell_ratios()
+    assert len(told) == count + 1
     engine.shut_down()
 
 
