@@ -23,7 +23,6 @@ from kvpool.index.client.client import IndexClient
 from kvpool.text import counted, unknown
 
 TIMEOUT_S = 5.0
-HEAD_LINES = 10  # of a live screen that are no rows
 
 
 class Row(NamedTuple):
@@ -113,8 +112,7 @@ def run_top(
                 with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
                     while True:
                         watch.try_to_look()
-                        fitting = max(1, out.height - HEAD_LINES)
-                        live.update(Group(*watch.parts(out.width, fitting)), refresh=True)
+                        live.update(_fitted_to(out, watch), refresh=True)
                         time.sleep(interval_s)
     except (KeyboardInterrupt, BrokenPipeError):  # the watcher has gone, or who read for him
         return
@@ -125,6 +123,13 @@ def _print(out: Console, watch: _Watch, most: int, as_json: bool) -> None:
         print(json.dumps(watch.as_json()), flush=True)
     else:
         show(out, *watch.parts(out.width, most))
+
+
+def _fitted_to(out: Console, watch: _Watch) -> Group:
+    """As many rows as leave room for what stands before and behind them, where long lines take several."""
+    group = Group(*watch.parts(out.width, out.height))
+    too_many = len(out.render_lines(group, pad=False)) - out.height
+    return group if too_many <= 0 else Group(*watch.parts(out.width, max(1, out.height - too_many - 1)))
 
 
 class _Watch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -15,13 +16,18 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
+from kvpool.cli import top
 from kvpool.cli.top import Look, rates_of, rows_of
 from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, Worker, WorkerStatus
+from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
 from tests.cli.test_app import kvpool, refused
@@ -225,6 +231,24 @@ def test_live(served: Served) -> None:
         os.close(screen)
         if terminal >= 0:
             os.close(terminal)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (240, 60)])
+def test_the_end_of_a_full_screen_is_seen_though_lines_before_it_wrap(width: int, height: int) -> None:
+    workers = tuple(
+        replace(
+            look(0).status.workers[0], worker=replace(a_worker(f"w-{number}"), address="http://10.0.0.1:8000")
+        )
+        for number in range(70)
+    )
+    status = FleetStatus(IndexStatus(pool_servers=3, pool_servers_away=1), workers)
+    watch = top._Watch(cast(IndexClient, SimpleNamespace(status=lambda **_: status)), None, None, "name")
+    watch.look()
+    out = Console(file=io.StringIO(), force_terminal=True, width=width, height=height)
+    lines = ["".join(part.text for part in line) for line in out.render_lines(top._fitted_to(out, watch))]
+    assert height - 1 <= len(lines) <= height
+    assert any("1 of 3 servers of the pool cannot be reached" in line for line in lines)
+    assert any(re.search("and [0-9]+ more ranks", line) for line in lines[-2:])
 
 
 # ---- two looks
