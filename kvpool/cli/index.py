@@ -319,11 +319,11 @@ async def _serve(
         host = front.rpartition(":")[0]
         what = "index" if proxy is None else "router"
         url = redact(settings.pool) if settings.pool else "none"
-        if pool is None and not workers:
+        if pool is None and not workers and file is None and settings.bootstrap is None:
             alone = proxy is not None and settings.listen is None
             logger.warning(
                 "neither --pool nor --worker is given: no worker is known, and %s",
-                "all is answered with 503" if alone else "none comes but by RegisterWorker",
+                "all is answered with 503" if alone else "none is until one registers",
             )
         print(
             f"{what} listens on {host}:{port}, {counted(len(workers), 'worker')}, pool {url}{shown}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -116,7 +117,10 @@ class Announcer:
         if other and not self._kept and not self._has_waited:
             # The one of before, or one that runs: then this engine fails in a moment, for that one has its ports.
             self._has_waited = True
-            self._woken.wait(TAKE_OVER_S)
+            ends_s = time.monotonic() + TAKE_OVER_S
+            while not self._closing and (left_s := ends_s - time.monotonic()) > 0:  # enter() wakes it, too
+                self._woken.wait(left_s)
+                self._woken.clear()
             if self._closing:
                 return
         twin = other if self._kept else ""

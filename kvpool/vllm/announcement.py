@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import re
 import secrets
 import socket
@@ -79,7 +80,7 @@ class _Command(NamedTuple):
     @classmethod
     def read(cls, arguments: Sequence[str]) -> _Command:
         given: dict[str, str] = {}
-        for text, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        for text, after in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
             option, separator, value = text.partition("=")
             given[option.replace("_", "-")] = value if separator else after
         port = given.get("--port", "")
