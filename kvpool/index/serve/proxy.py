@@ -21,6 +21,7 @@ from kvpool.index.serve.placements import Placements, Refusal
 from kvpool.index.serve.proxy_connection import HEAD_S, ConnectionCount, ProxyConnection, refused
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding
 from kvpool.index.serve.proxy_models import model_list
+from kvpool.index.serve.proxy_sending import WorkerConnector
 from kvpool.index.serve.proxy_stats import ProxyStats
 from kvpool.tracing import Span, Tracing
 
@@ -72,9 +73,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         # limits: of requests under way; auto_decompress: bytes pass as they are; cookies are the clients' own
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=WORKER_KEEP_ALIVE_S, ssl=self._worker_tls or True
-            ),
+            connector=WorkerConnector(keepalive_s=WORKER_KEEP_ALIVE_S, tls=self._worker_tls),
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

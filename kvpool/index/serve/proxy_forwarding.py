@@ -7,7 +7,6 @@ worker, chooses by it, and vLLM does not read it.
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import time
 from typing import NamedTuple
@@ -21,12 +20,12 @@ from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.placer import Placement, Target
 from kvpool.index.serve.placements import MAX_BODY_NBYTES, OURS, RANK, Placements, Refusal
 from kvpool.index.serve.proxy_connection import break_off
+from kvpool.index.serve.proxy_sending import Sending
 from kvpool.index.serve.proxy_stats import ProxyStats, Retry
 
 BODY_S = 30.0  # for a body to arrive: 16 MiB at 4.5 Mbit/s
 RESPONSE_S = 600.0  # longest silence of a worker: a prompt may wait for long
 WHOLE_NBYTES = 64 << 10  # a response of a length up to this is sent as one
-LARGE_NBYTES = 1 << 20  # above it aiohttp warns of bytes in one piece
 
 FORWARDED_FOR, FORWARDED_PROTO = "x-forwarded-for", "x-forwarded-proto"
 # Of one connection, not of what is sent over it (RFC 9110, 7.6.1).
@@ -39,7 +38,7 @@ _OF_CONNECTION = frozenset(
 _NOT_FORWARDED = _OF_CONNECTION | {"content-length", "expect", "host", RANK, *OURS}
 _NOT_RETURNED = _OF_CONNECTION | {*OURS}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# No worker has begun to answer.
+# The worker has not begun to answer.
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 
@@ -162,20 +161,28 @@ class Forwarding:
         self, placement: Placement, not_forwarded: frozenset[str] = _NOT_FORWARDED
     ) -> tuple[aiohttp.ClientResponse, Target]:
         """The first response that comes, and of whom. Errors: ``Refusal``."""
-        targets = placement.targets
-        attempts = [(target, bool(targets[number:])) for number, target in enumerate(targets, 1)]
-        if len(targets) == 1:  # its connection may have been an idle one that it closed at that moment
-            attempts = [(targets[0], False)] * 2
+        left = list(placement.targets)
         headers = self._forwarded(not_forwarded)
-        why = ""
-        for number, (target, has_next) in enumerate(attempts, 1):
+        may_repeat = True
+        while True:
+            target = left.pop(0)
+            sending = Sending(self._body)
             retry: Retry
             try:
-                reply = await self._ask(placement, target, headers)
+                reply = await self._ask(placement, target, headers, sending)
             except _UNREACHABLE as error:
                 retry, why = "unreachable", _line(error)
             except _LOST as error:
                 retry, why = "lost", _line(error)
+                if sending.is_late:
+                    raise Refusal(504, f"worker {target.worker} has not taken the request in time") from error
+                if sending.is_reused and may_repeat:  # the worker may have closed it at that moment, as idle
+                    may_repeat = False
+                    left = left or [target]
+                elif sending.is_whole:  # what has broken one engine could break the next
+                    raise Refusal(
+                        502, f"worker {target.worker} has ended the connection without an answer: {why}"
+                    ) from error
             except aiohttp.ServerTimeoutError as error:
                 raise Refusal(504, f"worker {target.worker} has not answered in time") from error
             except (aiohttp.ClientError, ValueError) as error:
@@ -186,14 +193,14 @@ class Forwarding:
                 if not 200 <= reply.status <= 599:  # such as 101, for a request that asks for no upgrade
                     reply.close()
                     raise Refusal(502, f"worker {target.worker} answers with HTTP status {reply.status}")
-                if reply.status != 503 or not has_next:
+                if reply.status != 503 or not left:
                     return reply, target
                 reply.release()
                 retry, why = "503", "it answers with 503"
             self._release()
-            if number < len(attempts):
-                self._stats.record_retry(retry)
-        raise Refusal(503, f"worker {target.worker} cannot be reached: {why}")
+            if not left:
+                raise Refusal(503, f"worker {target.worker} cannot be reached: {why}")
+            self._stats.record_retry(retry)
 
     def _forwarded(self, not_forwarded: frozenset[str]) -> CIMultiDict[str]:
         """The request's headers, and where it came from, as proxies say it: only the last address is ours to know."""
@@ -204,7 +211,7 @@ class Forwarding:
         return headers
 
     async def _ask(
-        self, placement: Placement, target: Target, headers: CIMultiDict[str]
+        self, placement: Placement, target: Target, headers: CIMultiDict[str], sending: Sending
     ) -> aiohttp.ClientResponse:
         at = parse_url(target.address)
         host = f"[{at.host}]" if ":" in at.host else at.host
@@ -214,25 +221,25 @@ class Forwarding:
             sent[RANK] = str(target.dp_rank)
         sent.extend(self._placements.shown(placement, target))
         url = self._request.rel_url
-        data: bytes | io.BytesIO | None = self._body
-        if not self._body and "content-length" not in self._request.headers:
-            data = None
-        elif len(self._body) > LARGE_NBYTES:
-            data = io.BytesIO(self._body)
-        return await self._session.request(
-            self._request.method,
-            URL.build(
-                scheme="https" if at.is_tls else "http",
-                authority=target.endpoint,
-                path=url.raw_path,
-                query_string=url.raw_query_string,
-                encoded=True,
-            ),
-            data=data,
-            headers=sent,
-            allow_redirects=False,
-            server_hostname=at.host if at.is_tls else None,
-        )
+        has_body = bool(self._body) or "content-length" in self._request.headers
+        try:
+            return await self._session.request(
+                self._request.method,
+                URL.build(
+                    scheme="https" if at.is_tls else "http",
+                    authority=target.endpoint,
+                    path=url.raw_path,
+                    query_string=url.raw_query_string,
+                    encoded=True,
+                ),
+                data=sending if has_body else None,
+                headers=sent,
+                allow_redirects=False,
+                server_hostname=at.host if at.is_tls else None,
+            )
+        except BaseException:
+            sending.abort()
+            raise
 
     # ---- to the client
 

@@ -280,30 +280,6 @@ def beside(bad: BadWorker, *good: str) -> Iterator[Cluster]:
         bad.stop()
 
 
-def test_a_connection_that_ends_before_a_response_costs_no_request() -> None:
-    bad = BadWorker("bad", request_of)
-    with beside(bad, "a") as there:
-        assert post(there.url, ASKED).worker == "a"
-        assert bad.connections == 1
-        assert there.retries() == {"lost": 1}
-        assert eventually(there.ends)
-
-
-def test_a_connection_that_its_worker_has_closed_meanwhile_costs_no_request() -> None:
-    def once(client: socket.socket) -> None:
-        if request_of(client):
-            client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-            request_of(client)  # and no answer
-
-    bad = BadWorker("bad", once)
-    with beside(bad, "a") as there:
-        there.index.fleet.remove("default/a")
-        for number in (1, 2, 3):
-            assert post(there.url, ASKED).status == 200
-            assert bad.connections == number
-        assert there.retries() == {"lost": 2}
-
-
 BEGUN = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n6\r\ndata: \r\n"
 )
