@@ -24,7 +24,7 @@ Render = Callable[[dict[str, Any]], list[int]]
 
 def render_bytes(body: dict[str, Any]) -> list[int]:
     """A byte is a token."""
-    prompt = body.get("prompt")
+    prompt = body.get("prompt", body.get("input"))
     if isinstance(prompt, list):
         prompt = prompt[0]
     if prompt is None:
@@ -118,7 +118,7 @@ class ScriptedWorker:
         if self.render is None or self.render_status != 200:
             return web.Response(status=404 if self.render is None else self.render_status)
         made = {"token_ids": self.render(await request.json())}
-        return web.json_response([made] if "chat" not in request.path else made)
+        return web.json_response([made] if request.path == "/v1/completions/render" else made)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -22,6 +22,7 @@ from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, parse_url
 from kvpool.index.place.inference_request import InferenceRequest, read_request
+from kvpool.index.place.named_model import named_model
 from kvpool.index.place.renderer import Asked, NoTokens, Renderer
 from kvpool.index.place.route import Pick, Route
 from kvpool.index.place.router import Router
@@ -123,6 +124,7 @@ class Placer:
         self._timeout_s, self._max_waiting, self._max_endpoints = timeout_s, max_waiting, max_endpoints
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
         self._under_way = 0
+        self._turn = 0  # requests that were placed on workers of several models
 
     def close(self) -> None:
         """Blocking, for as long as the bodies that are read take."""
@@ -185,12 +187,18 @@ class Placer:
     ) -> _Found:
         if len(body) <= INLINE_NBYTES:
             return self._found(path, body, tenant, names)
-        request = InferenceRequest(path, len(body))
-        if self._under_way >= MAX_UNDER_WAY:
-            return _Found(request, "no-tokens", f"{MAX_UNDER_WAY} other bodies are being read")
-        found = await self._in_thread(lambda: self._found(path, body, tenant, names), tenant, ends_s)
-        late = f"its tokens were not made within {self._timeout_s:g} s"
-        return found or _Found(request, "no-tokens", late)
+        why = f"{MAX_UNDER_WAY} other bodies are being read"
+        if self._under_way < MAX_UNDER_WAY:
+            found = await self._in_thread(lambda: self._found(path, body, tenant, names), tenant, ends_s)
+            if found is not None:
+                return found
+            why = f"its tokens were not made within {self._timeout_s:g} s"
+        return _Found(self._unread(path, body, tenant), "no-tokens", why)
+
+    def _unread(self, path: str, body: bytes, tenant: str) -> InferenceRequest:
+        """A request that is placed without its prompt. Its model is not read where all workers have the same."""
+        has_several = len(self._fleet.models(tenant)) > 1
+        return InferenceRequest(path, len(body), named_model(path, body) if has_several else "")
 
     async def _in_thread(self, find: Callable[[], _Found], tenant: str, ends_s: float) -> _Found | None:
         """None: it takes too long. What it reserves then, or after a cancellation, is given back."""
@@ -217,14 +225,13 @@ class Placer:
 
     def _found(self, path: str, body: bytes, tenant: str, names: list[str] | None) -> _Found:
         """Any thread; takes as long as the body is."""
-        request = InferenceRequest(path, len(body))
         try:
             request = read_request(path, body)
             self._fleet.check_model(request.model, tenant)
         except UnknownModel as error:
             return _Found(request, "unknown-model", str(error))
         except ConfigError as error:  # a body, or a model's name, that is none
-            return _Found(request, "unreadable", str(error))
+            return _Found(self._unread(path, body, tenant), "unreadable", str(error))
         try:
             prompt = self._prompt(request, tenant)
         except ConfigError as error:  # images, or a chat that the template refuses
@@ -271,22 +278,33 @@ class Placer:
         models = self._fleet.models(tenant)
         if request.model in models:
             models = [request.model]
-        # Of several models only the best of all would have to have a reservation.
-        reserve_s = RESERVE_S if len(models) == 1 else None
-        routes = [
-            self._router.rank(
+
+        def ranked(model: str, *, takes_turn: bool) -> Route:
+            return self._router.rank(
                 Prompt(model, hashes64=NOBODY, tenant=tenant, workers=names),
                 limit=MAX_PICKS,
-                reserve_s=reserve_s,
+                reserve_s=RESERVE_S,
                 prompt_tokens=request.tokens_estimate,
                 until_computed=True,
                 takes_turn=takes_turn,
             ).route()
-            for model in models
+
+        if len(models) == 1:
+            return ranked(models[0], takes_turn=takes_turn)
+        self._turn += takes_turn
+        at = self._turn % max(1, len(models))  # so that of equals it is not always the first model's
+        found = [
+            (pick, model)
+            for model in (*models[at:], *models[:at])
+            for pick in ranked(model, takes_turn=False).picks
         ]
-        if len(routes) == 1:
-            return routes[0]
-        return Route(tuple(sorted((pick for route in routes for pick in route.picks), key=_cost)))
+        found.sort(key=lambda one: _cost(one[0]))
+        if not found or not takes_turn:
+            return Route(tuple(pick for pick, _ in found))
+        best = found[0][1]
+        taken = ranked(best, takes_turn=True)  # the best of all has the reservation
+        others = (*taken.picks[1:], *(pick for pick, model in found if model != best))
+        return Route((*taken.picks[:1], *sorted(others, key=_cost)), taken.reservation)
 
     async def _worker_to_ask(
         self, request: InferenceRequest, tenant: str, names: list[str] | None, without: Collection[str]

@@ -56,14 +56,15 @@ class Placing:
 
 
 @asynccontextmanager
-async def placing(timeout_s: float = 20.0) -> AsyncIterator[Placing]:
-    """Worker b holds LONG."""
+async def placing(timeout_s: float = 20.0, models: str = "mm") -> AsyncIterator[Placing]:
+    """Worker b holds LONG. ``models``: of the workers a and b."""
     fleet = Fleet()
-    for place, name in enumerate("ab"):
-        fleet.add(a_worker(name, port=5000 + 2 * place, address=f"http://127.0.0.1:{7000 + place}"), "flag")
+    for place, (name, model) in enumerate(zip("ab", models, strict=True)):
+        address = f"http://127.0.0.1:{7000 + place}"
+        fleet.add(a_worker(name, port=5000 + 2 * place, address=address, model=model), "flag")
     say(fleet, "default/b", 0, 0, batch(stored(BlockHasher(16).hashes(list(LONG.encode())))))
     router, tokenizer = Router(fleet), ByteTokenizer()
-    tokenizers = Tokenizers({"m": tokenizer})  # type: ignore[dict-item]
+    tokenizers = Tokenizers(dict.fromkeys(models, tokenizer))  # type: ignore[arg-type]
     renderer = Renderer()
     placer = Placer(fleet, router, tokenizers, renderer, Endpoints(fleet, Resolver()), timeout_s=timeout_s)
     try:

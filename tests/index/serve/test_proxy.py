@@ -195,6 +195,32 @@ def test_a_request_goes_to_the_worker_that_holds_its_prompt() -> None:
         assert eventually(there.ends)
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt", "rendered"),
+    [
+        ("/v1/responses", {"input": TEXT}, TEXT),
+        ("/v1/messages", {"messages": [{"role": "user", "content": TEXT}]}, f"user: {TEXT}\n"),
+    ],
+    ids=["responses", "messages"],
+)
+def test_a_request_whose_tokens_only_a_worker_makes_goes_to_the_holder_of_its_prompt(
+    path: str, prompt: dict[str, Any], rendered: str
+) -> None:
+    with cluster() as there:
+        there.hold("b", rendered)
+        for _ in range(2):
+            reply = post(there.url, {"model": "m", **prompt}, path)
+            assert (reply.status, reply.worker, reply.headers["x-kvpool-reason"]) == (200, "b", "prefix")
+            assert reply.headers["x-kvpool-matched-blocks"] == str(len(rendered) // 16)
+        assert json.loads(reply.body)["path"] == path
+        assert sum(worker.rendered for worker in there.workers.values()) == 1, "the tokens are remembered"
+        for worker in there.workers.values():
+            worker.render = None
+        reply = post(there.url, {"model": "m", **prompt, "tools": []}, path)
+        assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "no-tokens")
+        assert eventually(there.ends)
+
+
 def test_decision_headers_can_be_left_out() -> None:
     with cluster("a", place={"shows": False}) as there:
         reply = post(there.url, ASKED)
@@ -564,6 +590,23 @@ def test_what_is_wrong_with_a_request_is_for_a_worker_to_say(body: bytes) -> Non
         assert post(there.url, body).status == 400
         assert there.workers["a"].bodies == [body]
         assert get(f"{there.url}/v1/models").status == 400
+        assert eventually(there.ends)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_a_worker_says_of_a_prompt_that_is_too_long_passes_as_it_is(streams: bool) -> None:
+    message = "This model's maximum context length is 64 tokens. However, your request has 87 input tokens."
+    error = {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}
+    with cluster() as there:
+        there.hold("b")
+        worker = there.workers["b"]
+        worker.status, worker.reply = 400, json.dumps({"error": error}, indent=1).encode()
+        worker.reply_headers = {"content-type": "application/json"}
+        reply = post(there.url, {**ASKED, "stream": streams})
+        assert (reply.status, reply.body) == (400, worker.reply)
+        assert (reply.headers["content-type"], reply.headers["x-kvpool-worker"]) == ("application/json", "b")
+        assert [len(there.workers[name].bodies) for name in "abc"] == [0, 1, 0]
+        assert (there.retries(), there.outcomes()) == ({}, {"4xx": 1})
         assert eventually(there.ends)
 
 
