@@ -20,7 +20,7 @@ from kvpool.index.serve.listening import open_listening
 from kvpool.index.serve.placements import Placements, Refusal
 from kvpool.index.serve.proxy_connection import HEAD_S, ConnectionCount, ProxyConnection, refused
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding
-from kvpool.index.serve.proxy_models import model_list
+from kvpool.index.serve.proxy_models import ModelLists
 from kvpool.index.serve.proxy_sending import WorkerConnector
 from kvpool.index.serve.proxy_stats import ProxyStats
 from kvpool.tracing import Span, Tracing
@@ -58,6 +58,7 @@ class Proxy:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=response_s)
         self._limiter = of_requests()
         self._count = ConnectionCount()
+        self._model_lists = ModelLists()
         self._under_way = 0
         self._leaving = False
         self._idle = asyncio.Event()
@@ -111,6 +112,7 @@ class Proxy:
         if self._manager is not None:
             self._manager.pre_shutdown()
             await self._manager.shutdown(STOP_TIMEOUT_S)
+        await self._model_lists.close()
         if self._session is not None:
             await self._session.close()
 
@@ -154,7 +156,7 @@ class Proxy:
                     and request.method == "GET"
                     and len(models := self._placements.models(self._tenant)) > 1
                 ):
-                    response = await model_list(models, forward)
+                    response = await self._model_lists.get(request, models, forward)
                 else:
                     response = await forwarding.run()
             outcome = "broken" if forwarding.is_broken else f"{response.status // 100}xx"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -59,6 +62,7 @@ def test_the_models_of_all_workers_each_once() -> None:
 
 def test_a_model_whose_workers_list_nothing_is_listed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_models, "LIST_S", 1.0)
+    monkeypatch.setattr(proxy_models, "KEEP_S", 0.0)
     monkeypatch.setattr(proxy_models, "MAX_LIST_NBYTES", 1000)
     with scripted("a", "b", "c", "d", "e", "f") as workers, cluster(workers=[]) as there:
         for worker in workers:
@@ -89,7 +93,8 @@ def test_a_model_whose_workers_list_nothing_is_listed_by_its_name(monkeypatch: p
         assert eventually(there.ends)
 
 
-def test_what_all_workers_refuse_is_refused() -> None:
+def test_what_all_workers_refuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_models, "KEEP_S", 0.0)
     with scripted("a", "b") as workers, cluster(workers=[]) as there:
         for worker in workers:
             join(there, worker, f"of-{worker.name}")
@@ -100,6 +105,75 @@ def test_what_all_workers_refuse_is_refused() -> None:
         workers[1].status = 200
         listed = json.loads(get(f"{there.url}/v1/models").body)["data"]
         assert listed == [card("of-b")], "not those that the caller may not see"
+
+
+@contextmanager
+def two_models() -> Iterator[tuple[Cluster, list[ScriptedWorker]]]:
+    with scripted("a", "b") as workers, cluster(workers=[]) as there:
+        for worker in workers:
+            join(there, worker, f"of-{worker.name}")
+            lists(worker, card(f"of-{worker.name}"))
+        yield there, workers
+
+
+def asked(workers: list[ScriptedWorker]) -> list[int]:
+    return [len(worker.bodies) for worker in workers]
+
+
+def test_callers_who_ask_the_same_share_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_models, "KEEP_S", 600.0)
+    monkeypatch.setattr(proxy_models, "LIST_S", 30.0)
+    with two_models() as (there, workers), ThreadPoolExecutor(4) as callers:
+        workers[0].hold.clear()
+        url = f"{there.url}/v1/models"
+        mine, other = {"authorization": "Bearer mine"}, {"authorization": "Bearer other"}
+        with there.connect() as gone:
+            gone.sendall(
+                b"GET /v1/models HTTP/1.1\r\nhost: x\r\nAuthorization: Bearer mine\r\nx-request-id: 1\r\n\r\n"
+            )
+            assert eventually(lambda: asked(workers) == [1, 1])
+        waiting = [callers.submit(get, url, headers=mine) for _ in range(4)]
+        assert eventually(lambda: there.outcomes() == {"gone": 1})
+        assert eventually(lambda: there.index.proxy_stats.totals().under_way == 4)
+        workers[0].hold.set()
+        answers = [json.loads(one.result().body)["data"] for one in waiting]
+        assert answers == [[card("of-a"), card("of-b")]] * 4
+        assert get(url, headers=mine).status == 200
+        assert (asked(workers), workers[0].given_up) == ([1, 1], 0), (
+            "also for one whose first caller has gone"
+        )
+        for worker in workers:
+            worker.status, worker.reply = 401, b'{"error": "no key"}'
+        for number, headers in enumerate((other, {**mine, "x-api-key": "1"}, {}), 2):
+            assert (get(url, headers=headers).status, asked(workers)) == (401, [number] * 2)
+        assert get(url, headers=mine).status == 200
+        assert get(f"{url}?limit=1", headers=mine).status == 401, "of another question"
+        there.index.fleet.add(a_worker("c", port=6000, model="of-c", address="http://127.0.0.1:1"), "flag")
+        assert get(url, headers=mine).status == 401, "of another fleet"
+        assert eventually(there.ends)
+
+
+def test_an_answer_is_kept_for_a_while_and_a_failure_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_models, "KEEP_S", 0.05)
+    with two_models() as (there, workers):
+        url = f"{there.url}/v1/models"
+        assert eventually(lambda: get(url).status == 200 and asked(workers) >= [2, 2])
+        monkeypatch.setattr(proxy_models, "KEEP_S", 600.0)
+        for worker in workers:
+            worker.stop()
+        assert eventually(lambda: get(url).status == 503)
+        for worker in workers:
+            worker.start()
+        assert get(url).status == 200
+
+
+def test_answers_that_are_kept_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_models, "KEEP_S", 600.0)
+    monkeypatch.setattr(proxy_models, "MAX_KEPT", 1)
+    with two_models() as (there, workers):
+        for number, key in enumerate(("1", "1", "2", "2", "1")):
+            assert get(f"{there.url}/v1/models", headers={"authorization": key}).status == 200
+            assert asked(workers) == [[1, 1, 2, 3, 3][number]] * 2
 
 
 def test_the_worker_of_an_only_model_answers_itself() -> None:
