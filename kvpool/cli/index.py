@@ -240,7 +240,7 @@ async def _serve(
             parts.callback(tracing.close)
         proxy_stats = None if settings.proxy is None else ProxyStats()
         exporter = Exporter(fleet, stats, pool, proxy_stats)
-        parts.callback(exporter.close)
+        parts.push_async_callback(exporter.close)
         server = IndexServer(
             roster,
             stats,
@@ -262,14 +262,17 @@ async def _serve(
             parts.push_async_callback(scraper.close)
             scraper.start()
         port = await server.start(settings.listen)
-        shown = (
-            f", metrics on port {exporter.serve(settings.metrics)}" if settings.metrics is not None else ""
-        )
+        shown = ""
+        if settings.metrics is not None:
+            shown = f", metrics on port {await exporter.serve(settings.metrics)}"
         if settings.http is not None:
             status = Status(fleet, router, tokenizers, stats, pool, server.is_serving)
             parts.push_async_callback(status.close)
             status.start()
-            http_server = HttpServer(roster, stats, server.is_serving, auth=auth, tls=tls, status=status)
+            http_server = HttpServer(
+                roster, stats, server.is_serving, auth=auth, tls=tls, status=status,
+                max_connection_age_s=settings.max_connection_age_s,
+            )  # fmt: skip
             parts.push_async_callback(http_server.stop)
             http_port = await http_server.start(settings.http)
             page = f"{'http' if tls is None else 'https'}://{settings.http.rpartition(':')[0]}:{http_port}/status"

@@ -122,6 +122,7 @@ class Served:
             auth=self._options.get("auth"),
             tls=self._options.get("tls"),
             status=status,
+            max_connection_age_s=self._options.get("max_connection_age_s", 0.0),
         )
         parts = AsyncExitStack()
         try:

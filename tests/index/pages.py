@@ -1,13 +1,15 @@
-"""Metrics pages as a vLLM server shows them, and servers that show them, or something else."""
+"""Metrics pages as a vLLM server shows them, and servers that show them, or something else; and an index's own."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
 
 from kvpool.index.place.metrics_page import Engine
+from kvpool.index.serve.metrics import Exporter
 
 
 def page(engines: dict[int, Engine], model: str = "m") -> bytes:
@@ -95,3 +97,21 @@ def serving_page(engines: dict[int, Engine] | None = None) -> Iterator[PageServe
         yield server
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def showing(exporter: Exporter) -> Iterator[int]:
+    """The metrics page of an index, in an event loop of its own; its port."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        try:
+            yield asyncio.run_coroutine_threadsafe(exporter.serve("127.0.0.1:0"), loop).result(30)
+        finally:
+            asyncio.run_coroutine_threadsafe(exporter.close(), loop).result(30)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()

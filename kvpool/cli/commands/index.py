@@ -128,7 +128,8 @@ def index(
             metavar="SECONDS",
             min=0,
             max=86400,
-            help="Age at which connections over gRPC are ended, so that callers spread over new replicas; 0: never.",
+            help="Age at which connections over gRPC and HTTP are ended, so that callers spread over new replicas; "
+            "0: never.",
             rich_help_panel=LIFE,
         ),
     ] = 1800.0,

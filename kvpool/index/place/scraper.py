@@ -1,7 +1,8 @@
 """``Scraper``: reads the metrics pages of a fleet's workers, each once a second, in the index's event loop.
 
 Each worker is read by a task of its own, so a slow one delays no other; at most ``MAX_AT_A_TIME`` pages are
-under way. Pages are parsed in a thread, and names are resolved by ``Resolver``. All state belongs to the event loop.
+under way, ``MAX_OF_TENANT`` of them of one tenant's workers: slow pages of one hide the loads of no other. Pages are
+parsed in a thread, and names are resolved by ``Resolver``. All state belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from kvpool.index.place.load import Load, LoadBoard
 from kvpool.index.place.metrics_page import BadPage, read_page
 from kvpool.index.place.pool_cost import PoolCost
 from kvpool.index.resolver import Resolver
+from kvpool.index.turns import Turns
 
 INTERVAL_S = 1.0
 DEADLINE_S = 2.0  # for all of a page
 MAX_BACKOFF_S = 10.0
 MAX_AT_A_TIME = 32
+MAX_OF_TENANT = 16
 MAX_KEPT_OPEN = 512  # connections
 MAX_PAGE_NBYTES = 2 << 20  # one of vLLM's has about 50 KiB an engine
 
@@ -54,7 +57,7 @@ class Scraper:
         self._interval_s = interval_s
         self._resolver = resolver or Resolver()
         self._parser = ThreadPoolExecutor(1, "kvpool-metrics-page")
-        self._turns = asyncio.Semaphore(MAX_AT_A_TIME)
+        self._turns = Turns(MAX_AT_A_TIME, MAX_OF_TENANT)
         self._readers: dict[tuple[str, str, tuple[int, ...]], asyncio.Task[None]] = {}  # by what they read
         self._task: asyncio.Task[None] | None = None
         # trust_env: a proxy in the environment is not meant for workers next door
@@ -98,9 +101,10 @@ class Scraper:
         failures = 0
         part = random.random()  # of the first pause: those that came together are not read together for ever
         costs = {rank: PoolCost() for rank in ranks}
+        tenant = worker_id.partition("/")[0]
         while True:
             try:
-                async with self._turns:
+                async with self._turns.take(tenant):
                     await self._take(worker_id, address, ranks, costs)
             except Exception as error:  # of many kinds: of addresses, names, sockets, TLS, HTTP and pages
                 failures += 1

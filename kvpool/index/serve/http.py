@@ -1,54 +1,45 @@
 """``HttpServer``: Mooncake's RFC 1403 over HTTP, for routers that speak it, beside the index's own protocol.
 
 It runs in the event loop of the ``IndexServer``. Bodies are read there; whatever takes long (decoding, hashing, changes
-of the roster) is done in ``_threads``. JSON is decoded with the interpreter's lock held, 10 ms a MiB: hence
-``MAX_BODY_NBYTES``.
-
-uvicorn bounds neither how long a request may take to arrive nor how many connections there are: ``_Connection`` does.
+of the roster) is done in ``_threads``, of which one tenant has a part at a time. JSON is decoded with the interpreter's
+lock held, 10 ms a MiB: hence ``MAX_BODY_NBYTES``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvpool.discovery.admission import check_name
 from kvpool.discovery.worker import Worker
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.follow.roster import Roster
-from kvpool.index.serve import rfc1403, status_page
+from kvpool.index.serve import limiter, rfc1403, status_page
 from kvpool.index.serve.auth import EVERYTHING, Permissions, TokenAuth, WrongToken
 from kvpool.index.serve.call_room import owner_of
 from kvpool.index.serve.encoding import Encoding
 from kvpool.index.serve.http_call import HttpCall, HttpReply, HttpRequest, Refused
-from kvpool.index.serve.listening import open_listening
+from kvpool.index.serve.http_listener import HttpListener
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.status import Status
+from kvpool.index.turns import Turns
 from kvpool.key.names import check_tenant
 
 MAX_BODY_NBYTES = 8 << 20  # a million tokens; 400,000 hashes
-MAX_HEAD_NBYTES = 16 << 10
-MAX_CONNECTIONS = 1024
-MAX_CONNECTIONS_OF_HOST = 256
-HEAD_S = 5.0  # how long a request's line and headers may take
 BODY_S = 5.0
-REQUEST_S = 30.0  # from its headers to its answer
-KEEP_ALIVE_S = 30
-STOP_TIMEOUT_S = 5
-THREADS = 2
+THREADS = 4
+THREADS_OF_OWNER = 2
 
 Value = TypeVar("Value")
 
@@ -71,8 +62,8 @@ class HttpServer:
     """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``stop``.
 
     ``stats`` counts what is answered. ``is_serving``: what ``/health`` says. ``auth``: who may do what; None: all may
-    do everything. ``tls``: None: without. ``status``: what the status page shows; None: there is no such page. The
-    caller starts and closes it.
+    do everything. ``tls``, ``max_connection_age_s``: as of ``HttpListener``. ``status``: what the status page shows;
+    None: there is no such page. The caller starts and closes it.
     """
 
     def __init__(
@@ -83,6 +74,7 @@ class HttpServer:
         *,
         auth: TokenAuth | None = None,
         tls: ServerTls | None = None,
+        max_connection_age_s: float = 0.0,
         status: Status | None = None,
     ) -> None:
         self._roster = roster
@@ -91,49 +83,19 @@ class HttpServer:
         self._stats = stats
         self._is_serving = is_serving
         self._auth = auth or TokenAuth()
-        self._tls = tls
+        self._open_calls = limiter.of_calls()
+        self._turns = Turns(THREADS, THREADS_OF_OWNER)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-http")
-        self._changing = asyncio.Lock()  # a registration adds to what it has read
-        self._socket: socket.socket | None = None
-        self._server: uvicorn.Server | None = None
+        self._changing = threading.Lock()  # of the roster: a registration adds to what it has read
+        self._listener = HttpListener(self._application(), tls=tls, max_age_s=max_connection_age_s)
 
     async def start(self, listen: str) -> int:
         """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
-        self._socket = open_listening(listen, "serve HTTP on")
-        self._socket.setblocking(False)
-        config = uvicorn.Config(
-            self._application(),
-            http=_Connection,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            log_level="critical",  # it warns of every request that is no HTTP
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=STOP_TIMEOUT_S,
-            h11_max_incomplete_event_size=MAX_HEAD_NBYTES,
-        )
-        config.load()
-        config.ssl = None if self._tls is None else self._tls.context
-        server = uvicorn.Server(config)
-        # Not serve(): it takes over the signals of the process.
-        server.lifespan = config.lifespan_class(config)
-        await server.startup(sockets=[self._socket])
-        self._server = server
-        return int(self._socket.getsockname()[1])
+        return await self._listener.start(listen, "serve HTTP on")
 
     async def stop(self) -> None:
         """Take no more requests, give those under way a few seconds, and end."""
-        if self._server is not None:
-            await self._server.shutdown(sockets=[] if self._socket is None else [self._socket])
-            for connection in list(self._server.server_state.connections):
-                connection.transport.abort()
-        elif self._socket is not None:
-            self._socket.close()
+        await self._listener.stop()
         self._threads.shutdown()
 
     # ---- requests
@@ -165,13 +127,16 @@ class HttpServer:
         owner = host = request.client.host if request.client is not None else ""
         encoding = Encoding.of(request.headers.get("content-type"))
         try:
-            caller = EVERYTHING  # health is open to all
-            if request.url.path != HEALTH:
-                caller = self._auth.authenticate(request.headers.get("authorization"))
-                owner = owner_of(caller, owner)
-            await self._read(request, body, owner)
-            asked = HttpRequest(bytes(body), encoding, request.query_params, host)
-            reply = await call(asked, caller)
+            if request.url.path == HEALTH:  # open to all: so no body is read
+                reply = await call(HttpRequest(b"", encoding, host=host), EVERYTHING)
+                headers = {"connection": "close"} if _has_body(request) else {}
+                return Response(reply.body, reply.status, headers, encoding.value)
+            caller = self._auth.authenticate(request.headers.get("authorization"))
+            owner = owner_of(caller, host)
+            with self._open_calls.acquire(f"{host}:", caller.tenants):
+                await self._read(request, body, owner)
+                asked = HttpRequest(bytes(body), encoding, request.query_params, host)
+                reply = await call(asked, caller)
             return Response(reply.body, reply.status, dict(reply.headers), encoding.value)
         except ClientDisconnect:
             return Response(status_code=400)
@@ -249,39 +214,28 @@ class HttpServer:
             return HttpReply(reply), Matched.of_tiers(rows)
 
         with self._stats.timed_lookup() as timer:
-            reply, timer.matched = await self._in_thread(answer)
+            reply, timer.matched = await self._in_thread(answer, owner_of(caller, body.host))
             return reply
 
     async def _register(self, body: HttpRequest, caller: Permissions) -> HttpReply:
         def register() -> HttpReply:
             asked = rfc1403.decode_registration(body.raw, body.encoding)
             caller.check("publish", asked.tenant)
-            known = self._known(asked.tenant, asked.instance)
-            worker = rfc1403.with_rank(asked, known, self._roster.fleet.seed_id)
-            self._roster.add(worker, "call")
+            with self._changing:
+                known = self._known(asked.tenant, asked.instance)
+                worker = rfc1403.with_rank(asked, known, self._roster.fleet.seed_id)
+                self._roster.add(worker, "call")
             said = body.encoding.encode(rfc1403.encode_registered(asked))
             return HttpReply(said, 201 if asked.as_dynamo else 200)
 
-        async with self._changing:
-            return await self._in_thread(register)
+        return await self._in_thread(register, owner_of(caller, body.host))
 
     async def _unregister(self, body: HttpRequest, caller: Permissions) -> HttpReply:
         def unregister() -> HttpReply:
             asked = rfc1403.decode_removal(body.raw, body.encoding)
             caller.check("admin", asked.tenant)
-            known = self._known(asked.tenant, asked.instance)
-            if known is None:
-                ranks = []
-            elif asked.dp_rank is None:
-                ranks = [one.dp_rank for one in known.publishers]
-            else:
-                ranks = [one.dp_rank for one in known.publishers if one.dp_rank == asked.dp_rank]
-            if known is not None and ranks:
-                left = None if asked.dp_rank is None else rfc1403.without_rank(known, asked.dp_rank)
-                if left is None:
-                    self._roster.remove(known.id)
-                else:
-                    self._roster.add(left, "call")
+            with self._changing:
+                ranks = self._remove(asked)
             if not ranks:
                 raise Refused(
                     404,
@@ -290,58 +244,31 @@ class HttpServer:
                 )
             return HttpReply(body.encoding.encode(rfc1403.encode_removed(asked, ranks)))
 
-        async with self._changing:
-            return await self._in_thread(unregister)
+        return await self._in_thread(unregister, owner_of(caller, body.host))
+
+    def _remove(self, asked: rfc1403.Removal) -> list[int]:
+        """Which ranks have gone."""
+        known = self._known(asked.tenant, asked.instance)
+        if known is None:
+            return []
+        ranks = [one.dp_rank for one in known.publishers if asked.dp_rank in (None, one.dp_rank)]
+        if ranks:
+            left = None if asked.dp_rank is None else rfc1403.without_rank(known, asked.dp_rank)
+            if left is None:
+                self._roster.remove(known.id)
+            else:
+                self._roster.add(left, "call")
+        return ranks
 
     def _known(self, tenant: str, instance: str) -> Worker | None:
         workers = self._roster.fleet.workers(tenant=check_tenant(tenant))
         name = check_name(instance)
         return next((status.worker for status in workers if status.worker.name == name), None)
 
-    async def _in_thread(self, work: Callable[[], Value]) -> Value:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _in_thread(self, work: Callable[[], Value], owner: str) -> Value:
+        async with self._turns.take(owner):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-class _Connection(H11Protocol):
-    """uvicorn's, with ends to its patience. ``_ends``: the timer that closes it, one at a time."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._ends: asyncio.TimerHandle | None = None
-        self._in_request = False
-        hosts = [one.client and one.client[0] for one in self.connections if isinstance(one, _Connection)]
-        of_host = hosts.count(self.client and self.client[0])
-        if len(self.connections) > MAX_CONNECTIONS or of_host > MAX_CONNECTIONS_OF_HOST:
-            transport.abort()
-        else:
-            self._end_after(HEAD_S)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        in_request = self.cycle is not None and not self.cycle.response_complete
-        if in_request != self._in_request or self._ends is None:
-            self._in_request = in_request
-            self._end_after(REQUEST_S if in_request else HEAD_S)
-
-    def on_response_complete(self) -> None:
-        self._cancel()  # from now on uvicorn's timer for idle connections runs
-        super().on_response_complete()
-        self._in_request = not self.cycle.response_complete  # the next one was there already
-        if self._in_request:
-            self._end_after(REQUEST_S)
-
-    def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # not close(): that waits for a client that does not read
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel()
-        super().connection_lost(exc)
-
-    def _end_after(self, seconds: float) -> None:
-        self._cancel()
-        self._ends = self.loop.call_later(seconds, self.transport.abort)
-
-    def _cancel(self) -> None:
-        if self._ends is not None:
-            self._ends.cancel()
-            self._ends = None
+def _has_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers

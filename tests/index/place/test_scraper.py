@@ -201,6 +201,10 @@ def drip(connection: socket.socket) -> None:
         threading.Event().wait(0.05)
 
 
+def wait_for(closing: threading.Event) -> None:
+    closing.wait(2 * WITHIN_S)
+
+
 def endless_head(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 200 OK\r\n")
     while True:
@@ -293,6 +297,27 @@ def test_slow_ones_hold_up_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch)
     finally:
         for server in servers:
             server.close()
+
+
+def test_slow_ones_of_one_tenant_hide_no_load_of_another(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They kept all turns: a load was known for ten seconds, and read again later than that."""
+    monkeypatch.setattr(scraper_module, "DEADLINE_S", 2 * WITHIN_S)  # none gives its turn back
+    with serving_page() as slow, serving_page({0: Engine(1)}) as good:
+        slow.say = lambda connection: wait_for(slow.closing)
+        for place in range(200):
+            follow(fleet, f"slow-{place}", slow.address, port=7000 + 2 * place, tenant="slow")
+
+        async def body(board: LoadBoard) -> None:
+            await until(lambda: len(slow.asked) == scraper_module.MAX_OF_TENANT)
+            follow(fleet, "good", good.address)
+            for number in range(1, 4):
+                good.show({0: Engine(number)})
+                await until(lambda number=number: running(board, "good") == number)
+            assert len(slow.asked) == scraper_module.MAX_OF_TENANT
+
+        scraping(fleet, body)
 
 
 def test_one_that_cannot_be_reached(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

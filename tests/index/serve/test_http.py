@@ -10,9 +10,10 @@ import http.client
 import json
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.serve import http as http_module
+from kvpool.index.serve import http_listener as listener_module
+from kvpool.index.serve import limiter, rfc1403
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.request_stats import RequestStats
@@ -366,6 +369,29 @@ def test_bodies_in_memory_are_bounded_and_given_back(served: Served, monkeypatch
         assert eventually(lambda: client.call("POST", "/query", request)[0] == 200)
 
 
+@pytest.mark.parametrize("head", ["Content-Length: 8000000", "Transfer-Encoding: chunked"])
+def test_a_body_sent_to_health_takes_no_memory_of_others(
+    served: Served, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    """It takes no token: two hosts that sent bodies there had all that is held beside the tables."""
+    buffers = served.fleet.buffers
+    taken: list[int] = []
+    take = buffers.take
+    monkeypatch.setattr(buffers, "take", lambda nbytes, owner: (taken.append(nbytes), take(nbytes, owner))[1])
+    host, port = served.http.split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(f"GET /health HTTP/1.1\r\nHost: h\r\n{head}\r\n\r\n".encode())
+        reply = b"".join(iter(lambda: connection.recv(4096), b""))  # it ends before any of the body has come
+    assert reply.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in reply
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        connection.sendall(
+            f"GET /health HTTP/1.1\r\nHost: h\r\n{head}\r\n\r\n10000\r\n".encode() + b"x" * 65536
+        )
+        assert eventually(lambda: cut_off(connection) or True)
+    assert not taken
+
+
 def cut_off(connection: socket.socket) -> bool:
     """Wait until the other side has ended it; False: it has sent something."""
     try:
@@ -396,7 +422,7 @@ def test_a_body_that_drips(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("sent", [b"", b"POST /query HTTP/1.1\r\nHost: h\r\nX: "])
 def test_headers_that_drip(served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """Each byte comes in time, and the whole does not."""
-    monkeypatch.setattr(http_module, "HEAD_S", 0.5)
+    monkeypatch.setattr(listener_module, "HEAD_S", 0.5)
     host, port = served.http.split(":")
     with socket.create_connection((host, int(port)), timeout=0.05) as connection:
         connection.sendall(sent)
@@ -415,7 +441,7 @@ def test_headers_that_drip(served: Served, monkeypatch: pytest.MonkeyPatch, sent
 
 
 def test_a_second_request_may_not_drip_either(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "HEAD_S", 0.3)
+    monkeypatch.setattr(listener_module, "HEAD_S", 0.3)
     with asking(served.http) as client:
         client.query()
         connection = client.connection.sock
@@ -426,8 +452,8 @@ def test_a_second_request_may_not_drip_either(served: Served, monkeypatch: pytes
 def test_an_idle_connection_outlives_the_time_for_headers(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "HEAD_S", 1.5)
-    monkeypatch.setattr(http_module, "REQUEST_S", 1.0)
+    monkeypatch.setattr(listener_module, "HEAD_S", 1.5)
+    monkeypatch.setattr(listener_module, "REQUEST_S", 1.0)
     with asking(served.http) as client, asking(served.http) as other:
         client.query()
         held = client.connection.sock
@@ -451,8 +477,8 @@ def test_what_is_no_http_is_turned_away(served: Served, sent: bytes) -> None:
 
 @pytest.mark.parametrize("limit", ["MAX_CONNECTIONS", "MAX_CONNECTIONS_OF_HOST"])
 def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(http_module, limit, 2)
-    monkeypatch.setattr(http_module, "HEAD_S", 2.0 * WAIT_S)
+    monkeypatch.setattr(listener_module, limit, 2)
+    monkeypatch.setattr(listener_module, "HEAD_S", 2.0 * WAIT_S)
     host, port = served.http.split(":")
     with asking(served.http) as client, asking(served.http) as second:
         assert client.call("GET", "/health")[0] == second.call("GET", "/health")[0] == 200
@@ -463,6 +489,70 @@ def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch
             with socket.create_connection((host, int(port)), WAIT_S, ("127.0.0.2", 0)) as another:
                 another.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
                 assert another.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_connection_of_some_age_is_ended_after_an_answer() -> None:
+    with serving(http=True, max_connection_age_s=0.2) as served, asking(served.http) as client:
+        ages_s, begun_s = [], time.monotonic()
+        while True:
+            client.connection.request("GET", "/health")
+            reply = client.connection.getresponse()
+            assert reply.read() == b'{"status":"ok"}'
+            ages_s.append(time.monotonic() - begun_s)
+            if reply.headers["connection"] == "close":
+                break
+            assert ages_s[-1] < WAIT_S
+        assert len(ages_s) > 1
+        assert ages_s[-1] >= 0.2
+
+
+def test_calls_of_one_tenant_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limiter, "MAX_CALLS_OF_TENANT", 1)
+    tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), b=(["read"], ["b"]))
+    fleet = Fleet()
+    for tenant in ("a", "b"):
+        fleet.add(a_worker("w", tenant=tenant), "flag")
+    with (
+        serving(fleet, http=True, auth=TokenAuth(str(tmp_path / "t.toml"))) as served,
+        slowly(served, b"{", f"POST /query HTTP/1.1\r\nAuthorization: Bearer {tokens['a']}"),
+        asking(served.http, tokens["a"]) as same, asking(served.http, tokens["b"]) as other,
+    ):  # fmt: skip
+        asked = {"model": "m", "token_ids": TOKENS}
+        said = (429, {"error": "1 calls are open for this tenant: ask again later"})
+        assert eventually(lambda: same.call("POST", "/query", {**asked, "tenant_id": "a"}) == said)
+        assert other.call("POST", "/query", {**asked, "tenant_id": "b"})[0] == 200
+
+
+def test_questions_of_one_tenant_leave_threads_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), b=(["read"], ["b"]))
+    fleet = Fleet()
+    for tenant in ("a", "b"):
+        fleet.add(a_worker("w", tenant=tenant), "flag")
+    decode, go_on, held = rfc1403.decode_query, threading.Event(), threading.Semaphore(0)
+
+    def slow(raw: bytes, **options: Any) -> rfc1403.Query:
+        query = decode(raw, **options)
+        if query.prompt.tenant == "a":
+            held.release()
+            go_on.wait(WAIT_S)
+        return query
+
+    monkeypatch.setattr(rfc1403, "decode_query", slow)
+    with serving(fleet, http=True, auth=TokenAuth(str(tmp_path / "t.toml"))) as served, ExitStack() as parts:
+        body = json.dumps({"model": "m", "token_ids": TOKENS, "tenant_id": "a"})
+        for _ in range(8):
+            client = parts.enter_context(asking(served.http, tokens["a"]))
+            client.connection.request("POST", "/query", body, client.headers)
+        try:
+            for _ in range(http_module.THREADS_OF_OWNER):
+                assert held.acquire(timeout=WAIT_S)
+            with asking(served.http, tokens["b"]) as other:
+                asked = {"model": "m", "token_ids": TOKENS, "tenant_id": "b"}
+                assert other.call("POST", "/query", asked)[0] == 200
+        finally:
+            go_on.set()
 
 
 @contextmanager
@@ -491,7 +581,7 @@ def sockets() -> int:
 
 
 def test_who_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "REQUEST_S", 2.0)
+    monkeypatch.setattr(listener_module, "REQUEST_S", 2.0)
     before = sockets()
     with deaf(served.fleet, served.http):
         assert eventually(lambda: sockets() == before + 2)
@@ -510,7 +600,7 @@ def test_it_ends_with_somebody_who_does_not_read() -> None:
             answered.append(stats.totals().results["answered"])
         started_s = time.monotonic()
         served.stop()
-        assert time.monotonic() - started_s < http_module.STOP_TIMEOUT_S + WAIT_S / 2
+        assert time.monotonic() - started_s < listener_module.STOP_TIMEOUT_S + WAIT_S / 2
 
 
 def test_it_ends_while_somebody_drips(served: Served) -> None:
@@ -518,7 +608,7 @@ def test_it_ends_while_somebody_drips(served: Served) -> None:
         client.call("GET", "/health")
         started_s = time.monotonic()
         served.stop()
-        assert time.monotonic() - started_s < http_module.STOP_TIMEOUT_S + WAIT_S / 2
+        assert time.monotonic() - started_s < listener_module.STOP_TIMEOUT_S + WAIT_S / 2
 
 
 def test_health_is_that_of_the_index() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import socket
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.index.fleet import Fleet
+from kvpool.index.serve import http_listener as listener_module
 from kvpool.index.serve import metrics as exporter_module
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.request_stats import Matched, RequestStats
+from tests.conftest import eventually
 from tests.index.fleets import Clock, a_worker, say
+from tests.index.pages import showing
 from tests.index.wire import batch, stored
 
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -27,7 +32,7 @@ class Page:
         self.fleet = Fleet(clock=self.clock)
         self.stats = RequestStats()
         self.exporter = Exporter(self.fleet, self.stats)
-        self.port = self.exporter.serve("127.0.0.1:0")
+        self.port = 0
 
     def read(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         with OPENER.open(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as reply:
@@ -43,10 +48,11 @@ class Page:
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+    monkeypatch.setattr(exporter_module, "FRESH_S", -1.0)
     made = Page()
-    yield made
-    made.exporter.close()
+    with showing(made.exporter) as made.port:
+        yield made
 
 
 def labelled(figures: dict[Any, float], name: str) -> dict[tuple[str, ...], float]:
@@ -128,3 +134,29 @@ def test_lookups(page: Page) -> None:
     assert (ratios["local", "0.99"], ratios["local", "1.0"]) == (1, 2)
     assert (ratios["pool", "0.25"], ratios["pool", "0.5"]) == (1, 2)
     assert labelled(figures, "matched_ratio_sum") == {("device",): 0.5, ("local",): 1.0, ("pool",): 0.3}
+
+
+def test_many_who_ask_are_shown_one_page(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had one of its own, for which all workers were looked at."""
+    monkeypatch.setattr(exporter_module, "FRESH_S", 1e9)
+    looked: list[int] = []
+    totals = page.fleet.totals
+    monkeypatch.setattr(page.fleet, "totals", lambda: (looked.append(1), totals())[1])
+    readers = [http.client.HTTPConnection("127.0.0.1", page.port, timeout=30) for _ in range(8)]
+    for reader in readers:
+        reader.request("GET", "/metrics")
+    pages = {reader.getresponse().read() for reader in readers}
+    for reader in readers:
+        reader.close()
+    assert len(pages) == len(looked) == 1
+    monkeypatch.setattr(exporter_module, "FRESH_S", -1.0)
+    page.read()
+    assert len(looked) == 2
+
+
+@pytest.mark.parametrize("limit", ["MAX_CONNECTIONS", "HEAD_S"])
+def test_silent_connections_are_ended(page: Page, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """Each kept a thread for ever."""
+    monkeypatch.setattr(listener_module, limit, 0.5)
+    with socket.create_connection(("127.0.0.1", page.port), timeout=30) as silent:
+        assert eventually(lambda: silent.recv(1) == b"")

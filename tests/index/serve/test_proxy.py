@@ -36,6 +36,7 @@ from kvpool.index.serve.request_stats import RequestStats
 from tests.conftest import eventually
 from tests.index.fleets import Served, say, serving
 from tests.index.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
+from tests.index.pages import showing
 from tests.index.serve.test_ext_proc import TEXT, get, post
 from tests.index.wire import batch, stored
 from tests.store.certificates import Authority
@@ -661,14 +662,13 @@ def test_metrics() -> None:
         there.index.fleet.remove("default/b")
         assert post(there.url, ASKED).status == 503
         exporter = Exporter(there.index.fleet, RequestStats(), proxy=there.index.proxy_stats)
-        port = exporter.serve("127.0.0.1:0")
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
-                figures = dict(
-                    line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#"
-                )
-        finally:
-            exporter.close()
+        with (
+            showing(exporter) as port,
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page,
+        ):
+            figures = dict(
+                line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#"
+            )
         assert figures["kvpool_router_requests"] == "0.0"
         assert figures['kvpool_router_responses_total{outcome="2xx"}'] == "1.0"
         assert figures['kvpool_router_responses_total{outcome="refused"}'] == "1.0"

@@ -1,0 +1,140 @@
+"""``HttpListener``: one port that speaks HTTP, in the event loop, with the limits that every such port of an index has.
+
+uvicorn bounds neither how long a request may take to arrive nor how many connections there are, nor how long one
+lives: ``_Connection`` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvpool.index.client.tls import ServerTls
+from kvpool.index.serve.listening import open_listening
+
+MAX_HEAD_NBYTES = 16 << 10
+MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS_OF_HOST = 256
+HEAD_S = 5.0  # how long a request's line and headers may take
+REQUEST_S = 30.0  # from its headers to its answer
+KEEP_ALIVE_S = 30
+STOP_TIMEOUT_S = 5
+
+_CLOSE = (b"connection", b"close")
+
+
+class HttpListener:
+    """Serves ``application``. Use it in one event loop: ``start``, ``stop``.
+
+    ``tls``: None: without. ``max_age_s``: the first answer after so long ends its connection, so that callers spread
+    over new replicas; 0: never.
+    """
+
+    def __init__(
+        self, application: Starlette, *, tls: ServerTls | None = None, max_age_s: float = 0.0
+    ) -> None:
+        self._application, self._tls, self._max_age_s = application, tls, max_age_s
+        self._socket: socket.socket | None = None
+        self._server: uvicorn.Server | None = None
+
+    async def start(self, listen: str, what: str) -> int:
+        """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. ``what``: what cannot be done where it
+        fails. Errors: ``ConfigError``."""
+
+        class Connection(_Connection):
+            max_age_s = self._max_age_s
+
+        self._socket = open_listening(listen, what)
+        self._socket.setblocking(False)
+        config = uvicorn.Config(
+            self._application,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",  # it warns of every request that is no HTTP
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S,
+            h11_max_incomplete_event_size=MAX_HEAD_NBYTES,
+        )
+        config.load()
+        config.ssl = None if self._tls is None else self._tls.context
+        server = uvicorn.Server(config)
+        # Not serve(): it takes over the signals of the process.
+        server.lifespan = config.lifespan_class(config)
+        await server.startup(sockets=[self._socket])
+        self._server = server
+        return int(self._socket.getsockname()[1])
+
+    async def stop(self) -> None:
+        """Take no more requests, give those under way a few seconds, and end."""
+        if self._server is not None:
+            await self._server.shutdown(sockets=[] if self._socket is None else [self._socket])
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+        elif self._socket is not None:
+            self._socket.close()
+
+
+class _Connection(H11Protocol):
+    """uvicorn's, with ends to its patience. ``_ends``: the timer that closes it, one at a time."""
+
+    max_age_s = 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._ends: asyncio.TimerHandle | None = None
+        self._in_request = False
+        self._made_s = self.loop.time()
+        hosts = [one.client and one.client[0] for one in self.connections if isinstance(one, _Connection)]
+        of_host = hosts.count(self.client and self.client[0])
+        if len(self.connections) > MAX_CONNECTIONS or of_host > MAX_CONNECTIONS_OF_HOST:
+            transport.abort()
+        else:
+            self._end_after(HEAD_S)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        in_request = self.cycle is not None and not self.cycle.response_complete
+        if in_request != self._in_request or self._ends is None:
+            self._in_request = in_request
+            self._end_after(REQUEST_S if in_request else HEAD_S)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        is_old = self.max_age_s and self.loop.time() - self._made_s >= self.max_age_s
+        if is_old and self.cycle is not None and _CLOSE not in self.headers:
+            self.headers.append(_CLOSE)  # as if the caller had asked for it
+
+    def on_response_complete(self) -> None:
+        self._cancel()  # from now on uvicorn's timer for idle connections runs
+        super().on_response_complete()
+        self._in_request = not self.cycle.response_complete  # the next one was there already
+        if self._in_request:
+            self._end_after(REQUEST_S)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.transport.abort()  # not close(): that waits for a client that does not read
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel()
+        super().connection_lost(exc)
+
+    def _end_after(self, seconds: float) -> None:
+        self._cancel()
+        self._ends = self.loop.call_later(seconds, self.transport.abort)
+
+    def _cancel(self) -> None:
+        if self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
