@@ -25,6 +25,9 @@ LOOKAHEAD = (
     f"its hashes cover tokens behind their blocks (EAGLE or MTP), so no prompt matches: {LOOKAHEAD_OFF}"
 )
 
+ONE_SEED = "set the same PYTHONHASHSEED for all workers and the index"
+UNHASHED = "no prompt in tokens or text matches its blocks"
+
 MAX_PROBLEM_CHARS = 300
 MAX_STALENESS_MS = (1 << 32) - 1
 
@@ -40,7 +43,8 @@ class Progress(NamedTuple):
 
 class DpRank(_native.RankState):
     """``holder``: its name in the table. What an answer says of it is native: ``version``, ``sequence``, ``stale`` (not
-    to be trusted now) and ``heard_at_ms`` (when it was last known that no later batch is missing)."""
+    to be trusted now) and ``heard_at_ms`` (when it was last known that no later batch is missing). ``no_hasher``: as of
+    its ``Partition``."""
 
     __slots__ = (
         "asked",
@@ -58,6 +62,7 @@ class DpRank(_native.RankState):
         "lock",
         "malformed",
         "marked",
+        "no_hasher",
         "pool",
         "problem",
         "publisher",
@@ -68,7 +73,13 @@ class DpRank(_native.RankState):
     )  # fmt: skip
 
     def __init__(
-        self, worker: Worker, publisher: Publisher, index: PrefixIndex, holder: str, now_s: float
+        self,
+        worker: Worker,
+        publisher: Publisher,
+        index: PrefixIndex,
+        holder: str,
+        now_s: float,
+        no_hasher: str = "",
     ) -> None:
         super().__init__()
         self.worker = worker
@@ -76,6 +87,7 @@ class DpRank(_native.RankState):
         self.index = index
         self.holder = holder
         self.pool = pool_holder(worker.namespace)
+        self.no_hasher = no_hasher
         self.lock = threading.Lock()
         self.batch_digest = 0  # of the batch of that number; 0: there is none
         self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
@@ -133,6 +145,12 @@ class DpRank(_native.RankState):
     def _problem(self, now_s: float, evicted: int) -> str:
         if self.unmatchable:
             return self.unmatchable
+        passing = self._passing_problem(now_s, evicted)
+        if self.no_hasher:  # prompts in hashes match, so it is not stale
+            return _one_line("; ".join(filter(None, (unhashed(self.no_hasher), passing))))
+        return passing
+
+    def _passing_problem(self, now_s: float, evicted: int) -> str:
         if self.incomplete_reason and not self.stale:
             asked = " and asked for all it holds" if self.asked else ""
             return _one_line(
@@ -312,6 +330,11 @@ class DpRank(_native.RankState):
 
     def __str__(self) -> str:
         return f"worker {self.worker.id} rank {self.publisher.dp_rank}"
+
+
+def unhashed(no_hasher: str) -> str:
+    """The problem of a rank whose partition has no hasher."""
+    return f"{UNHASHED}, for such workers {no_hasher}"
 
 
 def pool_holder(namespace: str) -> str:

@@ -11,6 +11,7 @@ value in them is replaced whole.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from kvpool.discovery.admission import MAX_PUBLISHERS
 from kvpool.discovery.worker import MAX_WORKERS, Position, Worker
 from kvpool.errors import KVPoolError, SnapshotRefused
 from kvpool.index.buffer_budget import BufferBudget
-from kvpool.index.dp_rank import DpRank, pool_holder
+from kvpool.index.dp_rank import DpRank, pool_holder, unhashed
 from kvpool.index.partition import Key, Members, Partition
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import PrefixIndex
@@ -45,6 +46,8 @@ RESTORED_LEASE_S = 60.0
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
 assert MAX_PUBLISHERS <= MAX_RANKS
 
+
+logger = logging.getLogger("kvpool.index")
 
 _HOLDER = re.compile(r"rank/([0-9]{1,18})")
 
@@ -285,11 +288,13 @@ class Membership:
             state = (known or {}).get(publisher.dp_rank)
             holder = f"rank/{self._next_holder}" if state is None else state.holder
             self._next_holder += 1
-            rank = DpRank(worker, publisher, partition.index, holder, now_s)
+            rank = DpRank(worker, publisher, partition.index, holder, now_s, partition.no_hasher)
             if state is not None and state.position is not None:
                 rank.restore(state.position, state.incomplete_reason, now_s)
             ranks.append(rank)
             self.ranks[worker.id, publisher.dp_rank] = rank
+        if partition.no_hasher:
+            logger.warning("worker %s: %s", worker.id, unhashed(partition.no_hasher))
         partition.members = Members((*partition.members.ranks, *ranks))
         self._shares.enter(worker)
         self.entries[worker.id] = entry = Entry(worker, source, expires_at_s, partition, tuple(ranks))

@@ -21,7 +21,7 @@ from kvpool import _native
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.index.answer import Lookup, TierRow
-from kvpool.index.dp_rank import DpRank
+from kvpool.index.dp_rank import ONE_SEED, DpRank
 from kvpool.index.prompt import Prompt
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import BlockHasher, seed_id
@@ -139,12 +139,12 @@ class Partition:
         self.no_hasher = ""
         self._clock = clock
         if key.hash_seed_id != seed_id(seed):
-            self.no_hasher = "hash with another seed than the index: start it with their PYTHONHASHSEED"
+            self.no_hasher = f"hash with another seed than the index: {ONE_SEED}"
         else:
             try:
                 self.hasher = BlockHasher(key.block_tokens, key.hash_algorithm, seed)
             except ConfigError:  # the one case that check_worker leaves: xxhash_cbor without a seed
-                self.no_hasher = f"hash with {key.hash_algorithm}: start the index with their PYTHONHASHSEED"
+                self.no_hasher = f"hash with {key.hash_algorithm}, which needs a seed: {ONE_SEED}"
 
     def hashes(self, prompt: Prompt) -> Buffer:
         """Of a prompt in tokens, as its workers make them; only where there is a ``hasher``."""

@@ -145,10 +145,14 @@ def test_tokens_are_hashed_for_each_block_size() -> None:
 def test_tokens_that_nobody_hashes_in_a_known_way_are_an_error() -> None:
     fleet = Fleet()
     fleet.add(a_worker(hash_seed_id=seed_id("6")), "flag")
-    with pytest.raises(UnknownModel, match="PYTHONHASHSEED, or send block hashes"):
+    with pytest.raises(
+        UnknownModel, match="PYTHONHASHSEED for all workers and the index, or send block hashes"
+    ):
         fleet.lookup("m", token_ids=[1, 2])
     fleet.add(a_worker("x", model="x", hash_algorithm="xxhash_cbor"), "flag")
-    with pytest.raises(UnknownModel, match="xxhash_cbor: start the index with their PYTHONHASHSEED"):
+    with pytest.raises(
+        UnknownModel, match="xxhash_cbor, which needs a seed: set the same PYTHONHASHSEED for all"
+    ):
         fleet.lookup("x", token_ids=[1, 2])
     assert len(fleet.lookup("x", hashes64=packed64([1]))) == 1
 

@@ -13,7 +13,7 @@ from kvpool.discovery.worker import Worker
 from kvpool.errors import AccessDenied, IndexUnavailable, UnknownModel
 from kvpool.index.answer import WorkerStatus
 from kvpool.index.client.client import IndexClient
-from kvpool.index.dp_rank import LOOKAHEAD, LOOKAHEAD_OFF
+from kvpool.index.dp_rank import LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
 from kvpool.text import counted
 
 COMPARISONS = 10  # of two indexes, until they say the same of every rank
@@ -100,6 +100,8 @@ def _followed(status: WorkerStatus) -> Iterator[Finding]:
                 if events
                 else EVENTS_ON,
             )
+        elif one.problem.startswith(UNHASHED):
+            yield fail("index", f"rank {one.dp_rank} of worker {name}: {one.problem}", ONE_SEED)
         elif one.resets:
             yield warn(
                 "index",

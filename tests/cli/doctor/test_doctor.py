@@ -27,6 +27,7 @@ from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.errors import StoreUnavailable
+from kvpool.index.dp_rank import UNHASHED
 from kvpool.key.hashing import seed_id
 from kvpool.store.url import StoreURL
 from tests.cli.test_app import kvpool, refused
@@ -464,6 +465,7 @@ def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
         assert eventually(lambda: followed(2), within_s=20)
         client.register(worker("lost", Publisher(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"), model="n"))
         client.register(worker("salted", good.publisher, model="s", hash_seed_id="0" * 16))
+        client.register(worker("beside", good.publisher, hash_seed_id="0" * 16))  # of the model of good
         code, findings = examined("--index", index.address)
     assert code == 1
     notes = sentences(findings, "warn")
@@ -472,6 +474,7 @@ def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
     problems = sentences(findings, "fail")
     assert "rank 0 of worker lost is stale" in problems
     assert "PYTHONHASHSEED" in problems
+    assert re.search(f"rank 3 of worker beside.*: {UNHASHED}", problems), problems
 
 
 def test_a_worker_that_no_prompt_can_match_is_a_problem(tmp_path: Path) -> None:
