@@ -417,6 +417,8 @@ def make_protocol() -> list[dict[str, Any]]:
     message(
         "RouteRequest", {"scope": {"model": "m"}, "chat": {"messages": [{"role": "user", "content": ["x"]}]}}
     )
+    message("RouteRequest", {"scope": scope, "token_ids": whole["token_ids_packed"], "most": 1})
+    message("RouteRequest", {"scope": {"model": "m"}, "text": "Gr\u00fc\u00df dich"})
     message("RouteResponse", {
         "rows": {
             "worker": ["w-1", "w-1"], "dp_rank": [1, 0], "address": ["http://10.0.0.7:8000", ""],

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,22 @@ def test_the_vectors_know_every_field() -> None:
         for name, message in index_pb2.DESCRIPTOR.message_types_by_name.items()
     }
     assert found == MESSAGES
+
+
+def fields_set(name: str, fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The fields of a vector, and of the messages in it."""
+    for field, value in fields.items():
+        yield name, field
+        kind = MESSAGES[name][field][1]
+        if kind.lstrip("*") in MESSAGES:
+            for one in value if kind[0] == "*" else [value]:
+                yield from fields_set(kind.lstrip("*"), one)
+
+
+def test_every_field_is_set_in_a_vector() -> None:
+    every = {(name, field) for name, fields in MESSAGES.items() for field in fields}
+    vectors = golden("message")
+    assert every == {one for case in vectors for one in fields_set(case["message"], case["fields"])}
 
 
 def built(name: str, fields: dict[str, Any]) -> Any:
