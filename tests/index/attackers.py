@@ -1,7 +1,8 @@
 """Hostile callers, publishers and tenants of an index, all at once: ``python -m tests.index.attackers``.
 
-Told by the environment: ``TARGETS``, ``HTTP``, the token ``EVIL`` (read and publish, for tenant evil), ``POOL``. Each
-attack has a thread and goes on until standard input ends; what it is answered does not matter.
+Told by the environment: ``TARGETS``, ``HTTP``, the token ``EVIL`` (read and publish, for tenant evil), ``POOL``,
+``VICTIM`` (events and replay endpoint of another tenant's worker). Each attack has a thread and goes on until standard
+input ends; what it is answered does not matter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -28,7 +30,8 @@ from kvpool.index.client.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2 as pb
 from tests.index.follow.test_broken_feeds import frames, raw_publisher
-from tests.index.wire import batch, packed64, stored
+from tests.index.publisher import misbehaving
+from tests.index.wire import batch, cleared, packed64, stored
 
 TENANT = "evil"
 PAUSE_S = 0.2
@@ -38,10 +41,13 @@ HEALTH = "/grpc.health.v1.Health"
 
 
 class Attackers:
-    """``targets``: of indexes over gRPC; ``pages``: over HTTP."""
+    """``targets``: of indexes over gRPC; ``pages``: over HTTP; ``victim``: endpoints of an honest worker."""
 
-    def __init__(self, targets: list[str], pages: list[str], token: str, pool: str) -> None:
+    def __init__(
+        self, targets: list[str], pages: list[str], token: str, pool: str, victim: list[str]
+    ) -> None:
         self._targets, self._pages, self._token, self._pool = targets, pages, token, pool
+        self._victim = victim
         self._metadata = (("authorization", f"Bearer {token}"),)
         self.begun: set[str] = set()
 
@@ -140,6 +146,75 @@ class Attackers:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(request, timeout=5).read()
 
+    def bodies_sent_to_health(self, _: str) -> None:
+        self._send_halves("GET /health HTTP/1.1", "127.0.0.2", "127.0.0.3")
+
+    def bodies_sent_by_halves(self, _: str) -> None:
+        head = f"POST /query_by_hash HTTP/1.1\r\nauthorization: Bearer {self._token}"
+        self._send_halves(head, "127.0.0.4", "127.0.0.5", "127.0.0.6")
+
+    def _send_halves(self, head: str, *hosts: str) -> None:
+        """Bodies that do not end, four from each address."""
+        sent = f"{head}\r\nhost: h\r\ncontent-length: {7 * MiB}\r\n\r\n".encode() + b" " * (7 * MiB - 1)
+        for page in self._pages:
+            name, _, port = page.rpartition(":")
+            with ExitStack() as held:
+                for host in hosts * 4:
+                    with contextlib.suppress(OSError):
+                        connection = socket.create_connection((name, int(port)), 5, (host, 0))
+                        held.enter_context(connection).sendall(sent)
+                time.sleep(2)
+
+    def endpoints_of_others_spelled_in_other_ways(self, target: str) -> None:
+        events, replay = self._victim
+        names = ("localhost", "127.1", "0x7f.1", "2130706433", "[::ffff:127.0.0.1]")
+        with self._client(target) as client:
+            for number, name in enumerate(names):
+                first, second = (one.replace("127.0.0.1", name) for one in (events, replay))
+                self._register(client, f"spelled-{number}", first, replay=second)
+                self._register(client, f"turned-{number}", second, replay=first)
+        time.sleep(2)
+
+    def batches_that_store_and_clear(self, target: str) -> None:
+        events = [stored(list(range(1, 100_000))), *[cleared()] * 20_000]
+        by_turns = [event for _ in range(2000) for event in (stored(list(range(1, 50))), cleared())]
+        with misbehaving() as publisher, self._client(target) as client:
+            self._follow(client, "clears", publisher.publisher)
+            for _ in range(10):
+                publisher.publish(batch(*events, dp_rank=3))
+                publisher.publish(batch(*by_turns, dp_rank=3))
+            time.sleep(4)
+
+    def known_hashes_in_turns(self, target: str) -> None:
+        with misbehaving() as publisher, self._client(target) as client:
+            self._follow(client, "turns", publisher.publisher)
+            publisher.publish(batch(stored([1, 2]), dp_rank=3))
+            time.sleep(1)
+            for _ in range(20):
+                with contextlib.suppress(Exception):
+                    client.lookup("m", tenant=TENANT, hashes64=packed64([1, 2] * 30_000))
+
+    def known_hashes_of_many_workers(self, target: str) -> None:
+        prompt = list(range(1, 8001))
+        with ExitStack() as parts:
+            client = parts.enter_context(self._client(target))
+            for number in range(16):
+                publisher = parts.enter_context(misbehaving())
+                self._follow(client, f"part-{number}", publisher.publisher)
+                publisher.publish(batch(stored([one for one in prompt if one % 17 != number]), dp_rank=3))
+                publisher.publish(batch(stored(prompt[: 400 * (number + 1)], medium="CPU"), dp_rank=3))
+            time.sleep(2)
+            for _ in range(20):
+                with contextlib.suppress(Exception):
+                    client.lookup("m", tenant=TENANT, hashes64=packed64(prompt))
+
+    def slow_pages_of_many_workers(self, target: str) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as silent, self._client(target) as client:
+            address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            for number in range(200):
+                self._register(client, f"slow-{number}", "push", address=address)
+            time.sleep(10)
+
     def announcements_that_are_none(self, _: str) -> None:
         host, _, port = self._pool.removeprefix("valkey://").rpartition(":")
         with redis.Redis(host, int(port), socket_timeout=2) as server:
@@ -159,7 +234,10 @@ class Attackers:
             self.large_requests_without_a_token, self.calls_that_send_nothing, self.prompts_that_go_in_circles,
             self.bad_questions_on_streams, self.names_that_do_not_resolve, self.workers_without_end,
             self.endpoints_of_others, self.messages_without_end, self.batches_of_the_largest_size,
-            self.pages_of_megabytes, self.bodies_over_http, self.announcements_that_are_none,
+            self.pages_of_megabytes, self.bodies_over_http, self.bodies_sent_to_health, self.bodies_sent_by_halves,
+            self.endpoints_of_others_spelled_in_other_ways, self.batches_that_store_and_clear,
+            self.known_hashes_in_turns, self.known_hashes_of_many_workers, self.slow_pages_of_many_workers,
+            self.announcements_that_are_none,
         ]  # fmt: skip
 
     def run(self) -> None:
@@ -181,13 +259,16 @@ class Attackers:
     def _client(self, target: str) -> IndexClient:
         return IndexClient(target, timeout_s=5, token=self._token)
 
-    def _register(self, client: IndexClient, name: str, events: str, **fields: Any) -> None:
+    def _register(self, client: IndexClient, name: str, events: str, replay: str = "", **fields: Any) -> None:
+        self._follow(client, name, Publisher(0, events, replay), **fields)
+
+    def _follow(self, client: IndexClient, name: str, publisher: Publisher, **fields: Any) -> None:
         known: dict[str, Any] = {"model": "m", "tenant": TENANT, "incarnation": "1", **fields}
         worker = Worker(
             name=name,
             block_tokens=16,
             hash_seed_id=seed_id(None),
-            publishers=(Publisher(0, events),),
+            publishers=(publisher,),
             **known,
         )
         with contextlib.suppress(Exception):
@@ -196,4 +277,6 @@ class Attackers:
 
 if __name__ == "__main__":
     told = os.environ
-    Attackers(told["TARGETS"].split(), told["HTTP"].split(), told["EVIL"], told["POOL"]).run()
+    Attackers(
+        told["TARGETS"].split(), told["HTTP"].split(), told["EVIL"], told["POOL"], told["VICTIM"].split()
+    ).run()

@@ -113,6 +113,7 @@ def test_answers_stay_true_and_in_time_whatever_others_do(tmp_path: Path) -> Non
                     client.register(worker)
         for client in clients:
             assert eventually(lambda client=client: len(client.workers()) == 2 * WORKERS, within_s=30)  # type: ignore[misc]
+        victim = fleet.worker("called", "called-0").publishers[0]
         before = [peak_mib(index) for index in indexes]
 
         attackers = subprocess.Popen(
@@ -124,6 +125,7 @@ def test_answers_stay_true_and_in_time_whatever_others_do(tmp_path: Path) -> Non
                 "HTTP": " ".join(f"127.0.0.1:{index.http_port}" for index in indexes),
                 "EVIL": tokens["evil"],
                 "POOL": server.url,
+                "VICTIM": f"{victim.events} {victim.replay}",
             },
         )  # fmt: skip
         askers = [
@@ -155,7 +157,7 @@ def test_answers_stay_true_and_in_time_whatever_others_do(tmp_path: Path) -> Non
                 process.communicate()
         after = [peak_mib(index) for index in indexes]
         print(json.dumps({"askers": told, "credited": credited / judged, "VmHWM MiB": [before, after]}))
-        assert set(begun.split()) == {attack.__name__ for attack in Attackers([], [], "", "").all()}
+        assert set(begun.split()) == {attack.__name__ for attack in Attackers([], [], "", "", []).all()}
         assert credited > judged / 2, "most of what is held is credited meanwhile"
         for one in told:
             assert one["failures"] == 0, one
