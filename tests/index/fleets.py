@@ -112,8 +112,8 @@ class Served:
         self._options.setdefault("tokenizers", Tokenizers())
         server = IndexServer(self.roster, self._stats, **self._options)
         status = Status(
-            self.fleet, self._options["router"], self._options["tokenizers"], self._stats, None, server.is_serving,
-            every_s=self._every_s,
+            self.fleet, self._options["router"], self._options["tokenizers"], self._stats,
+            self._options.get("pool"), server.is_serving, every_s=self._every_s,
         )  # fmt: skip
         http = HttpServer(
             self.roster,

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import msgspec
 
+from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.client.messages import MAX_U32
@@ -118,6 +119,7 @@ class Status:
                     "workers": _page(seen, (after[0], after[2]), limit, health, find),
                     "totals": None,  # sums over all tenants are for those who may see all
                     "pool": None,
+                    "traffic": None,
                     "history": None,
                 }
                 if caller.sees(ALL_TENANTS):
@@ -195,6 +197,7 @@ class Status:
                 "placements": sum(stats.placements.values()),
             },
             "pool": None if self._pool is None else pool,
+            "traffic": None if self._pool is None else _windows(self._pool.traffic),
             "history": {
                 "every_s": self._history.every_s,
                 "first": begin,
@@ -223,6 +226,15 @@ def _sum(values: Iterable[int | None]) -> int | None:
     """None: one of them is not known, or there is none."""
     known = list(values)
     return sum(filter(None, known)) if known and None not in known else None
+
+
+def _windows(traffic: Mapping[str, Seen]) -> dict[str, Any]:
+    """What the engines were asked for, by window; without those in which it was nothing."""
+    return {
+        window: {"hit_ratio": seen.hit_ratio, "ceiling": seen.ceiling}
+        for window, seen in traffic.items()
+        if seen.prompt_tokens
+    }
 
 
 def _page(

@@ -1,4 +1,7 @@
-"""The calls of the status page: what they show to whom, their limits, and files that forbid everything foreign."""
+"""The calls of the status page: what they show to whom, their limits, and files that forbid everything foreign.
+
+Over 400 lines because all its calls share the fixtures of one index.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import pytest
 
 from kvpool import BlockHasher
+from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.load import Load
@@ -123,6 +128,19 @@ def test_the_page_needs_no_token_and_forbids_what_is_foreign(guarded: tuple[Serv
             assert making_html not in reply.raw, (name, making_html)
     assert call(served, "GET", "/status/..%2fhttp.py").status == 404
     assert call(served, "POST", "/status").status == 405
+
+
+def test_the_hit_ratio_of_the_engines_and_its_ceiling(fleet: Fleet, tmp_path: Path) -> None:
+    """The index read them from the pool, and only its metrics showed them."""
+    half = Seen(blocks=1, block_tokens=80, prompt_tokens=100, spared_tokens=50)
+    pool = SimpleNamespace(servers=(), traffic={"15m": half, "1h": Seen()})
+    tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), everyone=(["read"], ["*"]))
+    with serving(fleet, auth=TokenAuth(str(tmp_path / "t.toml")), http=True, pool=pool) as served:
+        shown = data(served, tokens["everyone"])["traffic"]
+        assert shown == {"15m": {"hit_ratio": 0.5, "ceiling": half.ceiling}}, (
+            "nothing was asked for in the hour"
+        )
+        assert data(served, tokens["a"])["traffic"] is None, "sums over all tenants"
 
 
 def test_every_file_of_the_page_is_served() -> None:

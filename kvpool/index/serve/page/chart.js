@@ -1,4 +1,4 @@
-// Two lines over the last hour: the ceiling of the hit rate, and the rate of requests that the index placed itself.
+// Two lines over the last hour: what the best holder had, and the rate of requests that the index placed itself.
 
 import { drawing, element } from "./dom.js";
 import { percent, whole } from "./format.js";
@@ -24,7 +24,7 @@ export function pointsOf(samples) {
     points.push({
       at: sample[AT],
       asked,
-      ceiling: asked > 0 ? Math.min(1, (sample[HELD] - before[HELD]) / asked) : null,
+      best: asked > 0 ? Math.min(1, (sample[HELD] - before[HELD]) / asked) : null,
       chosen: placed > 0 ? Math.min(1, (sample[CHOSEN] - before[CHOSEN]) / placed) : null,
     });
   });
@@ -53,11 +53,11 @@ export function drawChart(node, points, description) {
   }
   const step = Math.max(1, Math.ceil(points.length / MAX_POINTS));
   const drawn = points.filter((_, place) => (points.length - 1 - place) % step === 0);
-  for (const name of ["ceiling", "chosen"]) {
+  for (const name of ["best", "chosen"]) {
     const path = pathOf(drawn, name, x, y);
     if (path) chart.append(drawing("path", { class: name, d: path, "stroke-linejoin": "round", "stroke-linecap": "round" }));
   }
-  if (!points.some((point) => point.ceiling !== null)) {
+  if (!points.some((point) => point.best !== null)) {
     chart.append(drawing("text", { class: "empty", x: (LEFT + width) / 2, y: height / 2 - 8 }, "Nothing was asked yet"));
   }
   node.replaceChildren(chart);
@@ -76,7 +76,7 @@ function pathOf(points, name, x, y) {
 
 // The same in numbers, one row a minute, the last minute first.
 export function drawTable(table, points) {
-  const head = element("tr", {}, ...["Minutes ago", "Ceiling", "Reused where placed", "Blocks asked for"].map(
+  const head = element("tr", {}, ...["Minutes ago", "Best holder", "Reused where placed", "Blocks asked for"].map(
     (label) => element("th", { scope: "col" }, label),
   ));
   const rows = [];
@@ -85,7 +85,7 @@ export function drawTable(table, points) {
     const point = points[place];
     if (point.at > wanted) continue;
     const ago = Math.round((points[points.length - 1].at - point.at) / 60);
-    const cells = [percent(point.ceiling), percent(point.chosen), whole(point.asked)];
+    const cells = [percent(point.best), percent(point.chosen), whole(point.asked)];
     rows.push(element("tr", {}, element("th", { scope: "row" }, String(ago)), ...cells.map((cell) => element("td", {}, cell))));
     wanted = point.at - WINDOW_S;
   }

@@ -18,6 +18,7 @@ const TIERS = [
   ["host", "Host", "main memory of workers"],
   ["disk", "Disk", "disks of workers"],
 ];
+const WINDOWS = [["15m", "15 min"], ["1h", "1 h"], ["24h", "24 h"]];
 const ALL_ONLY = "For tokens of all tenants only";
 const MAX_SAMPLES = 720;
 
@@ -33,6 +34,7 @@ export function showOverview(data) {
   showPool(data);
   showBehind(data.fleet);
   showReuse(data);
+  showTraffic(data);
   showTiers(data);
 }
 
@@ -103,14 +105,14 @@ function showReuse({ totals }) {
     return;
   }
   const placedNow = Boolean(last) && last.chosen !== null;
-  write(byId("reuse-name"), placedNow ? "Hit rate" : "Hit rate, ceiling");
-  if (placedNow) fill(figure, note, percent(last.chosen), `Of prompt blocks, last minute. Ceiling ${percent(last.ceiling)}`);
-  else fill(figure, note, last ? percent(last.ceiling) : "–", "Of prompt blocks, last minute: held by the best worker or the pool");
+  write(byId("reuse-name"), placedNow ? "Hit rate" : "Best holder");
+  if (placedNow) fill(figure, note, percent(last.chosen), `Of prompt blocks, last minute. Best holder ${percent(last.best)}`);
+  else fill(figure, note, last ? percent(last.best) : "–", "Of prompt blocks, last minute: held by the best worker or the pool");
   const text = sentence(last);
   write(byId("reuse-text"), text);
   const placed = points.some((point) => point.chosen !== null);
   legend(byId("reuse-legend"), [
-    ["ceiling", "Ceiling: held by the best worker or the pool"],
+    ["best", "Best holder: what the best worker or the pool had"],
     ...(placed ? [["chosen", "Hit rate: found where this index placed the request"]] : []),
   ]);
   drawChart(byId("reuse-chart"), points, `Hit rate over the last hour. ${text}`);
@@ -118,10 +120,19 @@ function showReuse({ totals }) {
 }
 
 function sentence(last) {
-  if (!last || last.ceiling === null) return "Nothing was asked in the last minute.";
-  const asked = `Last minute: of ${compact(last.asked)} prompt blocks that were asked for, the best worker or the pool held ${percent(last.ceiling)}`;
+  if (!last || last.best === null) return "Nothing was asked in the last minute.";
+  const asked = `Last minute: of ${compact(last.asked)} prompt blocks that were asked for, the best worker or the pool held ${percent(last.best)}`;
   if (last.chosen === null) return `${asked}.`;
   return `${asked}; requests that this index placed found ${percent(last.chosen)} where they went.`;
+}
+
+// What the engines themselves count, of windows in which they were asked something.
+function showTraffic({ traffic }) {
+  const windows = WINDOWS.filter(([name]) => traffic?.[name]).map(
+    ([name, label]) => `${label}: hit rate ${percent(traffic[name].hit_ratio)}, ceiling ${percent(traffic[name].ceiling)}`,
+  );
+  byId("traffic-text").hidden = !windows.length;
+  if (windows.length) write(byId("traffic-text"), `Of all tokens that the engines were asked for, last ${windows.join("; ")}. Ceiling: asked for before.`);
 }
 
 function legend(list, entries) {
