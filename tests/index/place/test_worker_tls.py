@@ -24,7 +24,7 @@ from kvpool.index.resolver import Resolver
 from tests.index.openai_worker import ScriptedWorker
 from tests.store.certificates import Authority
 
-WITHIN_S = 10.0
+WITHIN_S = 20.0
 
 
 @pytest.fixture
@@ -50,8 +50,19 @@ def fleet(worker: ScriptedWorker) -> Fleet:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_metrics(authority: Authority, fleet: Fleet, known: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics(
+    authority: Authority,
+    fleet: Fleet,
+    known: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     caplog.set_level(logging.INFO, "kvpool.index")
+    # Only the first failure is said, so on a busy machine it must not be that a page came too late.
+    monkeypatch.setattr("kvpool.index.place.scraper.DEADLINE_S", WITHIN_S)
+
+    def is_told(board: LoadBoard) -> bool:
+        return board.get("default/a", 0) is not None if known else "cannot be read" in caplog.text
 
     async def run() -> None:
         board = LoadBoard()
@@ -61,7 +72,7 @@ def test_metrics(authority: Authority, fleet: Fleet, known: bool, caplog: pytest
         scraper.start()
         try:
             with anyio.fail_after(WITHIN_S):
-                while board.get("default/a", 0) is None and "cannot be read" not in caplog.text:
+                while not is_told(board):
                     await asyncio.sleep(0.01)
         finally:
             await scraper.close()
@@ -72,7 +83,16 @@ def test_metrics(authority: Authority, fleet: Fleet, known: bool, caplog: pytest
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_tokens(authority: Authority, fleet: Fleet, worker: ScriptedWorker, known: bool) -> None:
+def test_tokens(
+    authority: Authority,
+    fleet: Fleet,
+    worker: ScriptedWorker,
+    known: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A handshake takes longer on a busy machine than a request may wait for it.
+    monkeypatch.setattr("kvpool.index.place.renderer.CONNECT_S", WITHIN_S, raising=False)
+
     async def run() -> None:
         renderer = Renderer(tls=trusting("ca", str(authority.ca)) if known else None)
         tokenizers = Tokenizers()
