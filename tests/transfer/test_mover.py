@@ -19,6 +19,7 @@ from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import ABANDON_AFTER_S, Block
 from kvpool.transfer.mover import Finished
 from tests.conftest import eventually
+from tests.store.stopwatch import ends_within
 from tests.transfer.block_store import BlockStore
 
 NAMESPACE = Namespace("default", {"model": "test"})
@@ -265,12 +266,10 @@ def test_a_load_that_the_store_never_ends_fails_in_time_and_late_bytes_go_nowher
     fill(caches, 5)
     before = [layer.clone() for layer in caches[0]]
     engine = engine_on(store, caches, slots=4)
-    started = time.monotonic()
-    engine.load("job", blocks(range(4), groups=1), timeout_s=0.2, max_s=5)
-    (load,) = run(engine).loads
+    with ends_within(0.2 + ABANDON_AFTER_S):  # the budget, and the grace for a batch that is stopping
+        engine.load("job", blocks(range(4), groups=1), timeout_s=0.2, max_s=5)
+        (load,) = run(engine).loads
     assert not load.ok
-    # The budget, the grace for a batch that is stopping, and half a second for a busy machine.
-    assert time.monotonic() - started < 0.2 + ABANDON_AFTER_S + 0.5
     assert engine.slots_in_use == 4, "the store may still write into them"
     for batch, views in store.batches:
         assert batch.cancelled
