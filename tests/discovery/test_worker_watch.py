@@ -60,11 +60,14 @@ def test_a_worker_that_dies_is_gone_when_its_lease_ends(store: Store) -> None:
         assert told.pool_losses == 0
 
 
-def test_another_start_is_told_and_the_one_before_does_not_withdraw_it(store: Store) -> None:
+def test_another_start_is_told_and_the_one_before_does_not_withdraw_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "READ_S", 600.0)
     told = Watched()
     leave_facts(store)
     with watching(store, told, ["default"]) as watch:
-        with announced(store, worker("a", "one"), lease_s=600):  # renewed later than it is looked at
+        with announced(store, worker("a", "one"), lease_s=600):  # not renewed: it would replace the other
             assert eventually(lambda: told.starts == ["one"])
             second = Announcer(store, worker("a", "two"), lease_s=600)
             assert eventually(lambda: "two" in told.starts)
