@@ -595,6 +595,7 @@ def test_it_ends_with_somebody_who_does_not_read() -> None:
     fleet, stats = Fleet(), RequestStats()
     with serving(fleet, stats=stats, http=True) as served, deaf(fleet, served.http):
         answered = [-1, 0]
+        assert eventually(lambda: stats.totals().results["answered"] > 0, within_s=WAIT_S)
         while answered[-1] != answered[-2]:  # then no more goes out
             time.sleep(0.5)
             answered.append(stats.totals().results["answered"])

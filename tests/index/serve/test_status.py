@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
+import select
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,9 +365,10 @@ def test_who_asks_too_often_is_refused_and_others_are_not(
     guarded: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, tokens = guarded
+    goes_on = threading.Event()
 
     def slowly(*_: Any) -> Any:
-        time.sleep(0.5)
+        assert goes_on.wait(WAIT_S)
         return []
 
     monkeypatch.setattr(status, "rows_of", slowly)
@@ -377,6 +379,9 @@ def test_who_asks_too_often_is_refused_and_others_are_not(
     try:
         for connection in connections:
             connection.request("GET", "/status/data", headers={"authorization": f"Bearer {tokens['a']}"})
+        sockets = [connection.sock for connection in connections]
+        assert eventually(lambda: len(select.select(sockets, [], [], 0)[0]) >= 3, within_s=WAIT_S)
+        goes_on.set()
         replies = [connection.getresponse() for connection in connections]
         codes = [reply.status for reply in replies]
         assert codes.count(429) == 3, codes
@@ -384,6 +389,7 @@ def test_who_asks_too_often_is_refused_and_others_are_not(
         refused = next(reply for reply in replies if reply.status == 429)
         assert "status pages" in json.loads(refused.read())["error"]
     finally:
+        goes_on.set()
         for connection in connections:
             connection.close()
     assert call(served, "GET", "/health").status == 200
