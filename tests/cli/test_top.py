@@ -91,7 +91,6 @@ def test_a_worker_that_no_prompt_can_match_says_so(served: Served) -> None:
 
 
 @pytest.mark.usefixtures("grpc_started")
-@pytest.mark.usefixtures("grpc_started")
 def test_a_worker_without_events_is_not_called_stale(served: Served) -> None:
     served.fleet.add(a_worker("mute", publishers=(Publisher(0, ""),)), "call")
     served.fleet.mark("default/mute", 0, stale=True, problem="it publishes no KV events")
@@ -110,6 +109,7 @@ def test_no_worker() -> None:
         assert "no worker of this tenant and model" in kvpool(*asked, "--model", "m").stdout
 
 
+@pytest.mark.usefixtures("grpc_started")
 def test_json_is_stable(served: Served) -> None:
     shown = json.loads(kvpool("top", "--index", served.target, "--once", "--json", "--sort", "host").stdout)
     assert list(shown) == ["index", "ranks"]

@@ -53,7 +53,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
             )
         with one.load(clients=2):
             assert eventually(lambda: data(one)["totals"]["placements"] > 20, within_s=60)
-            # The index reads a worker's metrics every other second.
+            # The index reads a worker's metrics once a second.
             assert eventually(lambda: data(one)["fleet"]["health"].get("asleep") == 1, within_s=60)
             yield one
 
