@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.conftest import eventually
 from tests.e2e.harness import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
+    call,
     engine_options,
     held_worker,
     passing,
@@ -24,12 +24,14 @@ from tests.e2e.harness import (
     started,
 )
 from tests.store.servers import Server, running
+from tests.store.stopwatch import Stopwatch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.smoke, pytest.mark.timeout(420)]
 
 PROMPTS = {name: prompt(40 + i, 2200) for i, name in enumerate(["hit", "stopped", "killed", "loading"])}
 BUDGET_S = 0.5
-# A stalled pool may delay a request by the budget; this much more is for a busy machine.
+# A stalled pool may delay a request by the budget; this much more is for a busy machine. What waits for a core is not
+# counted: ``Stopwatch``.
 MARGIN_S = 2.0
 
 
@@ -43,7 +45,9 @@ class Pair:
     reference: dict[str, dict[str, Any]]
 
     def ask(self, name: str) -> dict[str, Any]:
+        watch = Stopwatch()
         answer = self.second.generate(PROMPTS[name], GENERATED_TOKENS)
+        answer["first_token_s"] -= watch.waited_s()
         assert answer["tokens"] == self.reference[name]["tokens"]
         return answer
 
@@ -61,8 +65,13 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
 
 
 def test_second_engine_loads_from_the_server(pair: Pair) -> None:
-    answer = pair.ask("hit")
-    assert answer["pool_tokens"] == (len(PROMPTS["hit"]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    whole = (len(PROMPTS["hit"]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def loads_all() -> bool:
+        """A busy machine may take longer than the budget; then it computes, and is asked again."""
+        return call(pair.second, "reset_prefix_cache") and pair.ask("hit")["pool_tokens"] == whole
+
+    assert eventually(loads_all, within_s=60)
 
 
 def test_a_stopped_server_costs_a_recompute_and_the_budget(pair: Pair) -> None:
@@ -91,11 +100,11 @@ def test_a_server_that_stops_during_a_load_costs_a_recompute_and_the_budget(pair
         pair.second.send({"do": "generate", "tokens": PROMPTS["loading"], "max_tokens": 1})
         was_asked = eventually(lambda: touch_calls(pair) > asked and rests(core), within_s=60)
         pair.server.stop()
-    started_s = time.monotonic()
+    watch = Stopwatch()
     try:
         answer = pair.second.receive(60)  # one token, so it is the first
     finally:
-        waited_s = time.monotonic() - started_s
+        waited_s = watch.ran_s()
         pair.server.go_on()
     assert was_asked, "no lookup while the worker was held"
     assert answer["tokens"] == pair.reference["loading"]["tokens"][:1]
@@ -117,4 +126,4 @@ def test_a_killed_server_costs_a_recompute_and_comes_back(pair: Pair) -> None:
         pair.second.generate(prompt(next(seeds), 3 * BLOCK_TOKENS), 2)
         return bool(pair.server.client.dbsize())
 
-    assert eventually(stored, within_s=20), "what is computed goes to the pool again"
+    assert eventually(stored, within_s=60), "what is computed goes to the pool again"

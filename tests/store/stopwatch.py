@@ -22,8 +22,11 @@ class Stopwatch:
 
     def ran_s(self) -> float:
         ran_s = time.monotonic() - self._started_s
+        return ran_s - self.waited_s()
+
+    def waited_s(self) -> float:
         waited_ns = sum(ns - self._before_ns.get(thread, 0) for thread, ns in _waited_ns().items())
-        return ran_s - waited_ns * 1e-9
+        return waited_ns * 1e-9
 
 
 @contextlib.contextmanager
