@@ -181,11 +181,7 @@ def process_named(engine: EngineProcess, name: str) -> int:
 
 
 def processes_below(process: int) -> list[int]:
-    children = [
-        int(child)
-        for task in Path(f"/proc/{process}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
+    children = [int(child) for text in _of_threads(process, "children") for child in text.split()]
     return children + [pid for child in children for pid in processes_below(child)]
 
 
@@ -194,10 +190,11 @@ def held_worker(engine: EngineProcess) -> Iterator[int]:
     """The engine's worker does not run until the end of the block; gives the process of its core.
 
     The core asks the pool by itself, and then waits for its worker: ``rests``. In the middle of a step, such as those
-    after an answer, it would ask nothing: it is at rest before its worker is held.
+    after an answer, it would ask nothing: both are at rest before the worker is held. A core whose worker computes for
+    more than a second is at rest in mid-step, too (``SpinCondition`` in vLLM's ``shm_broadcast``).
     """
     core, worker = process_named(engine, "VLLM::EngineCor"), process_named(engine, "VLLM::Worker")
-    assert eventually(lambda: rests(core), within_s=60), "the core is busy"
+    assert eventually(lambda: rests(core) and rests(worker), within_s=60), "the engine is busy"
     os.kill(worker, signal.SIGSTOP)
     try:
         yield core
@@ -217,15 +214,22 @@ def rests(process: int) -> bool:
 
 def states(process: int) -> set[str]:
     """The states of a process's threads, as ``/proc`` has them: R runs or waits for a core."""
-    texts = [(task / "stat").read_text() for task in Path(f"/proc/{process}/task").iterdir()]
-    return {text.rpartition(")")[2].split()[0] for text in texts}
+    return {text.rpartition(")")[2].split()[0] for text in _of_threads(process, "stat")}
 
 
 def ran_ns(process: int) -> int:
     """How long the threads of a process have run."""
-    return sum(
-        int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{process}/task").iterdir()
-    )
+    return sum(int(text.split()[0]) for text in _of_threads(process, "schedstat"))
+
+
+def _of_threads(process: int, file: str) -> list[str]:
+    """What ``/proc`` has in this file of each of a process's threads, but of Gloo's, which never rest."""
+    texts = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (task / "comm").read_text() != "gloo_tcp_loop\n":
+                texts.append((task / file).read_text())
+    return texts
 
 
 __all__ = [
