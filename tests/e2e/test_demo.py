@@ -91,8 +91,8 @@ def _interrupt(tmp_path: Path) -> None:
     assert "Traceback" not in errors
     assert errors.strip().splitlines()[-1] == "kvpool: interrupted"
     assert list(tmp_path.iterdir()) == []
-    assert eventually(lambda: not any(path.exists() for path in shared))
-    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine))
+    assert eventually(lambda: not any(path.exists() for path in shared), within_s=60)
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine), within_s=60)
 
 
 def test_block_size_that_the_engine_refuses_is_one_line_and_its_log_is_kept() -> None:

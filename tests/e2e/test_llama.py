@@ -305,7 +305,7 @@ def test_aborted_load_leaks_nothing(pair: Pair) -> None:
         if pair.metrics().get(ended, 0) >= cancelled + 2:
             break
     assert pair.metrics().get(ended, 0) > cancelled, "no load was under way when its request was aborted"
-    assert eventually(lambda: _held(driver) == before), (before, _held(driver))
+    assert eventually(lambda: _held(driver) == before, within_s=60), (before, _held(driver))
     answer = pair.ask("after abort")
     assert answer["cached_tokens"] == (len(PROMPTS["after abort"]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert _same(pair, "after abort", answer)

@@ -38,7 +38,9 @@ def test_one_engine_prefills_and_the_other_decodes(llama: Path, tmp_path: Path) 
         for tokens in asked:
             assert prefills.generate(tokens, 1)["pool_tokens"] == 0
         whole = [len(tokens) // BLOCK_TOKENS for tokens in asked]
-        assert eventually(lambda: [len(records(tmp_path / "pool", tokens)) for tokens in asked] == whole)
+        assert eventually(
+            lambda: [len(records(tmp_path / "pool", tokens)) for tokens in asked] == whole, within_s=60
+        )
         with passing("decodes", tmp_path, role("kv_consumer")) as decodes:
             for tokens, blocks, one in zip(asked, whole, expected, strict=True):
                 answer = decodes.generate(tokens, GENERATED_TOKENS)
