@@ -7,6 +7,7 @@ others took meanwhile, and what share of the prompts was not computed before and
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ AWAY_S = 240.0  # for a part to be back, on a machine that is busy with what els
 MAY_LOSE = 0.1  # of the hit ratio, for what the part that died held is computed once more
 MAX_LOST = 2 * CALLERS  # two workers are restarted, at most
 BURST = 24
+SPREAD_S = 60.0
 REST_S = 2.0  # for the indexes to see in the metrics of the workers that they have nothing to do
 FULL = SHARED_BLOCKS * BLOCK_TOKENS
 
@@ -106,17 +108,27 @@ def test_a_prefix_goes_to_its_holder_and_away_from_it_under_load(cluster: Cluste
 
     from concurrent.futures import ThreadPoolExecutor
 
+    # How busy the holder is, the indexes see in its metrics, once a second: callers go on until they have seen it.
+    loaded_by_other, end_s = threading.Event(), time.monotonic() + SPREAD_S
+
+    def call(number: int) -> list[Answer]:
+        answers: list[Answer] = []
+        while not answers or not (loaded_by_other.is_set() or time.monotonic() > end_s):
+            answers.append(front.ask(f"{text} {words(f'{number} {len(answers)}', 8)}", 48))
+            # Of a request that the index did not place in time, no worker is told.
+            if answers[-1].worker not in ("", first.worker) and answers[-1].cached_tokens == FULL:
+                loaded_by_other.set()
+        return answers
+
     with ThreadPoolExecutor(BURST) as callers:
-        burst = list(
-            callers.map(lambda number: front.ask(f"{text} {words(str(number), 8)}", 48), range(BURST))
-        )
+        burst = [answer for answers in callers.map(call, range(BURST)) for answer in answers]
     assert {one.error for one in burst} == {""}
-    # Of a request that the index did not place in time, no worker is told.
-    served = {one.worker for one in burst} - {""}
-    assert len(served) == 2, "all went to the holder, however much it had to do"
+    assert {one.worker for one in burst} - {"", first.worker}, (
+        "all went to the holder, however much it had to do"
+    )
     # The other one loads the blocks from the pool, but for those whose lookup found no time on a busy machine.
-    assert sum(one.cached_tokens == FULL for one in burst) > 0.75 * BURST
-    assert {one.cached_tokens for one in burst if one.worker != first.worker} >= {FULL}
+    assert sum(one.cached_tokens == FULL for one in burst) > 0.75 * len(burst)
+    assert loaded_by_other.is_set()
 
 
 class Stops:
