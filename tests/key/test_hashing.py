@@ -4,7 +4,6 @@ import array
 import json
 import random
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from kvpool import BlockHasher
 from kvpool.errors import ConfigError
 from tests import vllm_oracle
+from tests.store.stopwatch import ends_within
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "hashes.json").read_text())
 TOKENS = list(range(1000, 1100))
@@ -159,10 +159,9 @@ def test_refuse_a_prompt(tokens: Any, extra: dict[str, Any]) -> None:
 def test_extra_keys_cost_little() -> None:
     tokens = list(range(131_072))
     hasher = BlockHasher(16)
-    begin_s = time.perf_counter()
-    hashes = hasher.hashes(tokens, lora=("a", "/a"), multimodal=[("i", 16 * n, 16) for n in range(1000)])
+    with ends_within(0.5):
+        hashes = hasher.hashes(tokens, lora=("a", "/a"), multimodal=[("i", 16 * n, 16) for n in range(1000)])
     assert len(hashes) == 8192
-    assert time.perf_counter() - begin_s < 1.0
 
 
 # ---------------------------------------------------------------------- against the installed vLLM
