@@ -26,6 +26,10 @@ class AnnouncementsRefused(StoreUnavailable):
     """
 
 
+class RepliesTooLarge(StoreUnavailable):
+    """A server says more than its caller takes; the rest was not read. What others keep there may be read."""
+
+
 class StoreClosed(StoreUnavailable):
     """The store was closed by this process; no further call on it will succeed."""
 

@@ -9,6 +9,7 @@ import msgpack
 from kvpool.errors import ConfigError
 from kvpool.key.key import (
     EPOCH_FACT,
+    FACTS_SUFFIX,
     MAX_FACTS,
     Fact,
     Namespace,
@@ -54,7 +55,7 @@ def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]
     Blocking, for a few small reads. Errors: ``StoreUnavailable``. Records that cannot be read are passed over.
     """
     found: dict[str, list[Namespace]] = {}
-    for key, document in store.announcements(tenant_prefix(tenant)).items():
+    for key, document in store.announcements(tenant_prefix(tenant), FACTS_SUFFIX).items():
         parsed, described = parse_facts_key(key), _described(tenant, document)
         if parsed is not None and described is not None and described[1].hex == parsed[1]:
             found.setdefault(described[0], []).append(described[1])

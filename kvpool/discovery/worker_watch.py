@@ -25,6 +25,7 @@ MAX_ASKED = 32  # ranks in one round
 INTERVAL_S = 1.0
 TENANTS_INTERVAL_S = 5.0
 REFUSED_S = 10.0  # until announcements that could not be read are tried again
+REFUSED_TIMES = 10  # as long as that took, at least: one tenant takes a tenth of the watch's time at most
 KEEP_S = 60.0  # many rounds of a watch, failed ones included
 CLOSE_S = 5.0
 MAX_LOGGED = 1024  # sentences that are remembered so that they are logged once
@@ -187,7 +188,9 @@ class WorkerWatch:
         except AnnouncementsRefused as error:
             if not tenant.refused:
                 logger.warning("workers of tenant %s cannot be read; those known are kept: %s", name, error)
-            tenant.refused, tenant.next_s = True, now_s + REFUSED_S
+            ended_s = time.monotonic()
+            tenant.refused = True
+            tenant.next_s = ended_s + max(REFUSED_S, REFUSED_TIMES * (ended_s - now_s))
             return
         if tenant.refused:
             logger.warning("workers of tenant %s can be read again", name)

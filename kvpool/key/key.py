@@ -28,6 +28,7 @@ BlockHash = NewType("BlockHash", bytes)
 Fact = str | int | bool
 
 KEY_PREFIX = "kvpool:"  # what every key starts with
+FACTS_SUFFIX = ":facts"  # of the key of a namespace's facts
 EPOCH_FACT = "epoch"  # of one engine alone, whose weights may be others than those it started with
 FINGERPRINT_NBYTES = 16
 MIN_HASH_NBYTES = 8
@@ -40,7 +41,7 @@ _INDEX_PATTERN = r"0|[1-9][0-9]{0,4}"
 _KEY = re.compile(
     rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}):((?:[0-9a-f]{{2}}){{8,64}}):({_INDEX_PATTERN}):({_INDEX_PATTERN})"
 )
-_FACTS_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}):facts")
+_FACTS_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}){FACTS_SUFFIX}")
 _ANY_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):")
 _TRAFFIC_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):traffic:[0-9a-f]{{16}}")
 _ASKED = "?"  # which no worker's name has
@@ -217,7 +218,7 @@ class Namespace:
     @property
     def facts_key(self) -> str:
         """Under this key the pool keeps a readable record of the facts."""
-        return f"{self._prefix}facts"
+        return f"{self._prefix[:-1]}{FACTS_SUFFIX}"
 
     def key(self, block_hash: bytes, group: int, rank: int) -> str:
         """The key of one block; see ``keys``."""

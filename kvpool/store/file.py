@@ -61,9 +61,10 @@ class FileStore(NativeStore):
         with _mapped(self._name, "cannot withdraw an announcement"):
             return self._announced.remove(key)
 
-    def _announcements(self, prefix: str) -> dict[str, bytes]:
+    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
         with _mapped(self._name, "cannot read announcements"):
-            return self._announced.all(prefix)
+            found = self._announced.all(prefix)
+        return {key: document for key, document in found.items() if key.endswith(suffix)}
 
     def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
         with _mapped(self._name, "cannot read announcements"):

@@ -187,10 +187,11 @@ class MemoryStore(Store):
             self._end_leases(time.monotonic())
             return self._announced.pop(key, None) is not None
 
-    def _announcements(self, prefix: str) -> dict[str, bytes]:
+    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
         with self._lock:
             self._end_leases(time.monotonic())
-            return {key: self._announced[key][0] for key in sorted(self._announced) if key.startswith(prefix)}
+            found = [key for key in self._announced if key.startswith(prefix) and key.endswith(suffix)]
+            return {key: self._announced[key][0] for key in sorted(found)}
 
     def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
         with self._lock:

@@ -208,14 +208,15 @@ class Store(ABC):
         _check_announcement_key(key)
         return self._withdraw(key)
 
-    def announcements(self, prefix: str = "") -> dict[str, bytes]:
-        """The documents under keys that start with ``prefix`` whose lease still runs, sorted by key.
+    def announcements(self, prefix: str = "", suffix: str = "") -> dict[str, bytes]:
+        """The documents under keys that start with ``prefix`` and end with ``suffix`` whose lease still runs, by key.
 
         Those that have run out are removed on the way. Blocking, for one small read a document.
-        Errors: ``StoreUnavailable``, ``StoreClosed``.
+        Errors: ``StoreUnavailable``, ``StoreClosed``; ``AnnouncementsRefused``, of a server, where they have more than
+        32 MiB.
         """
         self._check_open()
-        return self._announcements(prefix)
+        return self._announcements(prefix, suffix)
 
     def announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
         """The documents under exactly these keys whose lease still runs, however many others there are.
@@ -341,7 +342,7 @@ class Store(ABC):
     def _withdraw(self, key: str) -> bool: ...
 
     @abstractmethod
-    def _announcements(self, prefix: str) -> dict[str, bytes]: ...
+    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]: ...
 
     def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
         found = {key: self._announcements(key).get(key) for key in keys}

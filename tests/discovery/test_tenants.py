@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+import redis
 
-from kvpool import open_store
+from kvpool import Namespace, open_store
 from kvpool.discovery import worker_watch
+from kvpool.discovery.facts import announce_facts, announced_namespaces
 from kvpool.discovery.worker_record import pack_worker
 from kvpool.discovery.worker_watch import WorkerWatch
+from kvpool.errors import AnnouncementsRefused
+from kvpool.store.server import documents
+from kvpool.store.store import MAX_DOCUMENT_NBYTES
 from tests.conftest import eventually
 from tests.discovery.workers import Watched, announced, leave_facts, rounds, watching, worker
-from tests.store.servers import Server
+from tests.store.proxy import proxied
+from tests.store.servers import Cluster, Server
 
 
 def spoil(server: Server, way: str) -> None:
@@ -26,11 +34,23 @@ def spoil(server: Server, way: str) -> None:
             key = f"kvpool:t:worker:{number}:huge"
             server.client.zadd("kvpool:t::announced", {key: 4e12})
             server.client.setrange(f"{key}:announced", 60 << 20, b"x")
+    elif way == "many records":
+        announce_many(server, 1000)
     else:
         server.client.zadd("kvpool:t::announced", {b"x" * (40 << 20): 4e12})
 
 
-@pytest.mark.parametrize("way", ["another kind", "huge records", "huge names"])
+def announce_many(server: Server, count: int) -> None:
+    """Records of the largest size, of tenant t."""
+    with server.client.pipeline(transaction=False) as together:
+        for number in range(count):
+            key = f"kvpool:t:worker:{number}:large"
+            together.zadd("kvpool:t::announced", {key: 4e12})
+            together.set(f"{key}:announced", b"x" * MAX_DOCUMENT_NBYTES)
+        together.execute()
+
+
+@pytest.mark.parametrize("way", ["another kind", "huge records", "many records", "huge names"])
 def test_a_tenant_that_spoils_its_announcements_hurts_itself_alone(
     server: Server, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,12 +79,16 @@ def test_a_tenant_that_spoils_its_announcements_hurts_itself_alone(
     assert sum("workers of tenant t cannot be read" in text for text in caplog.messages) == 1
 
 
-def test_reading_what_a_tenant_spoiled_takes_bounded_memory(server: Server) -> None:
-    """Two values of 200 MiB, in a process of its own: what it takes at most is known then."""
-    for number in range(2):
-        key = f"kvpool:t:worker:{number}:huge"
-        server.client.zadd("kvpool:t::announced", {key: 4e12})
-        server.client.setrange(f"{key}:announced", (200 << 20) - 1, b"x")
+@pytest.mark.parametrize("way", ["two of 200 MiB", "4,000 of 64 KiB"])
+def test_reading_what_a_tenant_spoiled_takes_bounded_memory(server: Server, way: str) -> None:
+    """In a process of its own: what it takes at most is known then."""
+    if way == "two of 200 MiB":
+        for number in range(2):
+            key = f"kvpool:t:worker:{number}:huge"
+            server.client.zadd("kvpool:t::announced", {key: 4e12})
+            server.client.setrange(f"{key}:announced", (200 << 20) - 1, b"x")
+    else:
+        announce_many(server, 4000)
     program = f"""
 import resource
 from kvpool import open_store
@@ -84,6 +108,69 @@ with open_store("{server.url}") as store:
     sentence, more_mib = ended.stdout.splitlines()
     assert "its replies are too large" in sentence
     assert int(more_mib) < 160, "five times the limit of 32 MiB"
+
+
+def test_facts_are_read_however_much_the_workers_of_a_tenant_announce(server: Server) -> None:
+    """What 3,000 engines were asked for has more bytes than one reading may bring, and is none of it."""
+    namespace = Namespace("t", {"model": "m"})
+    with open_store(server.url) as store:
+        announce_facts(store, namespace, "m")
+        announce_many(server, 1000)
+        with pytest.raises(AnnouncementsRefused):
+            store.announcements("kvpool:t:")
+        assert announced_namespaces(store, "t") == {"m": [namespace]}
+
+
+def test_a_tenant_whose_reading_takes_too_long_delays_itself_alone(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its 25 MiB are fewer than a reading may bring, and more than this link carries meanwhile."""
+    monkeypatch.setattr(documents, "READ_S", 2.0)
+    announce_many(server, 400)
+    told = Watched()
+    with (
+        proxied(server.port, nbytes_per_s=2e6) as proxy,
+        open_store(f"valkey://127.0.0.1:{proxy.port}") as store,
+        open_store(server.url) as direct,
+        watching(store, told, ["t", "u"]) as watch,
+    ):
+        assert eventually(
+            lambda: any("workers of tenant t cannot be read" in text for text in caplog.messages),
+            within_s=30,
+        )
+        (line,) = [text for text in caplog.messages if "workers of tenant t cannot be read" in text]
+        assert "while the server answers others" in line
+        later_s = worker_watch.REFUSED_S + 1  # ten times as long as it took, from its end on
+        assert eventually(lambda: watch._tenants["t"].next_s > time.monotonic() + later_s, within_s=30)
+        with announced(direct, worker("c", tenant="u")):
+            assert eventually(lambda: "u/c" in told.workers, within_s=30)
+        assert eventually(lambda: "u/c" not in told.workers, within_s=30)
+
+
+def test_a_name_of_another_slot_hides_no_worker_of_a_cluster(tmp_path: Path) -> None:
+    told = Watched()
+    with (
+        Cluster("valkey-server", tmp_path) as cluster,
+        open_store(cluster.url) as store,
+        watching(store, told, ["t", "u"]),
+        announced(store, worker("a", tenant="t"), 600),
+        announced(store, worker("c", tenant="u"), 600),
+    ):
+        assert eventually(lambda: set(told.workers) == {"t/a", "u/c"})
+        index = "kvpool:t::{announced}"
+        (owner,) = [one for one in cluster.servers if is_owner(one, index)]
+        owner.client.zadd(index, {f"kvpool:t:worker:0:{name}": 4e12 for name in ("{x}", "{", "{}")})
+        announced_now = set(store.announcements("kvpool:t:worker:"))
+        assert announced_now == {"kvpool:t:worker:3:a"}
+        with announced(store, worker("b", tenant="t"), 600):
+            assert eventually(lambda: set(told.workers) == {"t/a", "t/b", "u/c"})
+
+
+def is_owner(server: Server, key: str) -> bool:
+    try:
+        return bool(server.client.exists(key))
+    except redis.exceptions.ResponseError:  # MOVED
+        return False
 
 
 def test_a_tenant_that_is_emptied_is_told_alone(server: Server) -> None:

@@ -534,6 +534,7 @@ class StoreConformance:
             ("kvpool:t:a", b"\x00\xff"),
             ("kvpool:t:b", b"bee"),
         ]
+        assert list(store.announcements("kvpool:t:", ":b")) == ["kvpool:t:b"]
         assert len(store.announcements("")) == 3
         store.announce("kvpool:t:b", b"new", lease_s=60)
         assert store.announcements("kvpool:t:b") == {"kvpool:t:b": b"new"}

@@ -14,7 +14,7 @@ class BlockStore(Store):
 
     def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...
 
-    def _announcements(self, prefix: str) -> dict[str, bytes]:
+    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
         return {}
 
     def _withdraw(self, key: str) -> bool:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from kvpool.discovery.facts import announced_namespaces
-from kvpool.errors import AnnouncementsRefused, ConfigError, KVPoolError
+from kvpool.errors import AnnouncementsRefused, ConfigError, KVPoolError, RepliesTooLarge
 from kvpool.index.fleet import Fleet
 from kvpool.index.partition import Pool
 from kvpool.key.key import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
@@ -214,11 +214,10 @@ class PoolReconciler:
                     cursor, slices = pool.table.mark(pool.holder, cursor), slices + 1
                     if slices % SLICES == 0:
                         yield 0
-            for keys in self._store.scan_keys(_common_prefix(self._known)):
-                # Each block once, by its first rank: without that one it is not there.
-                found = [(key, block) for key, block in self._ours(keys) if block.rank == 0]
-                yield max(LOOK_KEYS, len(keys)) + self._settle(found, set(keys))
+            left_out = yield from self._walk_keys()
             for pool in pools:
+                if pool.tenant in left_out:
+                    continue
                 left, slices = 1, 0
                 while left:
                     removed, left = pool.table.sweep(pool.holder)
@@ -229,6 +228,33 @@ class PoolReconciler:
         round_s = time.monotonic() - started_s
         self._count(rounds=1)
         self._totals = self._totals._replace(round_s=round_s, max_staleness_s=2 * round_s + self._pause_s)
+
+    def _walk_keys(self) -> Generator[int, None, set[str]]:
+        """All keys at once; where that is refused, for names of many MiB among them, each tenant's by themselves.
+
+        Returns the tenants whose own names are such: nothing is known of what they have lost. Errors: ``KVPoolError``.
+        """
+        left_out: dict[str, str] = {}
+        tenants = sorted({tenant for tenant, _ in self._known})
+        try:
+            yield from self._walk_under(_common_prefix(self._known))
+        except RepliesTooLarge:
+            for tenant in tenants:
+                known = {name for name in self._known if name[0] == tenant}
+                try:
+                    yield from self._walk_under(_common_prefix(known))
+                except RepliesTooLarge as error:
+                    left_out[tenant] = str(error)
+        for tenant in tenants:
+            trouble = f"{_SCAN_FAILED}: of tenant {tenant}"
+            self._say(trouble, left_out.get(tenant, ""))
+        return set(left_out)
+
+    def _walk_under(self, prefix: str) -> Generator[int, None, None]:
+        for keys in self._store.scan_keys(prefix):
+            # Each block once, by its first rank: without that one it is not there.
+            found = [(key, block) for key, block in self._ours(keys) if block.rank == 0]
+            yield max(LOOK_KEYS, len(keys)) + self._settle(found, set(keys))
 
     # ---- what is there
 

@@ -5,6 +5,7 @@ Threads: one of its own reads; any may call ``servers`` and ``traffic``, which a
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 
@@ -15,6 +16,8 @@ from kvpool.store.store import Store, Usage
 
 EVERY_S = 5.0
 CLOSE_S = 5.0  # a read that is under way takes a few seconds
+
+logger = logging.getLogger("kvpool.index")
 
 
 class PoolStatus:
@@ -36,6 +39,7 @@ class PoolStatus:
         self._every_s = every_s
         self.servers: list[Usage] = []
         self.traffic: dict[str, Seen] = {}  # by window
+        self._refused: set[str] = set()  # tenants of whom that was said; its thread only
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpool-pool-status", daemon=True)
         self._thread.start()
@@ -67,8 +71,12 @@ class PoolStatus:
             for tenant in self._tenants():
                 try:
                     documents += self._store.announcements(traffic_prefix(tenant)).values()
-                except AnnouncementsRefused:  # of this tenant; the watch of its workers says so
-                    continue
+                except AnnouncementsRefused as error:
+                    if tenant not in self._refused:
+                        logger.warning(
+                            "what engines of tenant %s were asked for is not counted: %s", tenant, error
+                        )
+                    self._refused.add(tenant)
         except KVPoolError:  # the pool is away: what was read last stays
             return
         self.traffic = together(documents)

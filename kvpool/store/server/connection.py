@@ -28,22 +28,27 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection
 from redis.retry import Retry
 
-from kvpool.errors import AnnouncementsRefused, KVPoolError, StoreUnavailable
+from kvpool.errors import AnnouncementsRefused, KVPoolError, RepliesTooLarge, StoreUnavailable
 from kvpool.store.tls import Tls
 from kvpool.store.url import StoreURL
 
 # Until when all that this thread asks has to be answered (monotonic).
 _END_S: ContextVar[float] = ContextVar("end_s", default=float("inf"))
-
+# Of all the replies to what this thread asks; None: each step has a room of its own.
+_ROOM: ContextVar[_Room | None] = ContextVar("room", default=None)
 
 _NOT_IN_A_NAME = re.compile(r"[^!-~]+")  # of a connection: no spaces
 _NAME_CHARS = 100
-# Of what a server says in one step where no blocks are read; a list of 65,536 announcements is about 6 MiB.
+# Of what a server says in one step, or of one tenant's announcements, where no blocks are read: 32,768 ranks, their
+# names and their records are about 20 MiB.
 MAX_REPLIES_NBYTES = 32 << 20
 
 
-class RepliesTooLarge(Exception):
-    """A server says more than its caller takes; the rest was not read."""
+class _Room:
+    """How many bytes of replies may still come."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left_nbytes = nbytes
 
 
 @functools.cache
@@ -70,13 +75,13 @@ def introduction(url: StoreURL, role: str) -> list[tuple[str, ...]]:
 class DeadlineSocket(socket.socket):
     """A connected socket of which every call that may block ends at ``deadline_s`` (monotonic).
 
-    ``moved_s``: when it last took or brought something. ``left_nbytes``: how much more it may bring; beyond that it
-    raises ``RepliesTooLarge``.
+    ``moved_s``: when it last took or brought something. ``room``: for what it may still bring; beyond that it raises
+    ``RepliesTooLarge``.
     """
 
     deadline_s = 0.0
     moved_s = 0.0
-    left_nbytes = sys.maxsize
+    room = _Room(sys.maxsize)
 
     def recv(self, *arguments: Any) -> bytes:
         self._bound()
@@ -115,8 +120,8 @@ class DeadlineSocket(socket.socket):
 
     def _note_received(self, nbytes: int) -> None:
         self._note_move()
-        self.left_nbytes -= nbytes
-        if self.left_nbytes < 0:
+        self.room.left_nbytes -= nbytes
+        if self.room.left_nbytes < 0:
             raise RepliesTooLarge("its replies are too large")
 
 
@@ -182,7 +187,7 @@ class Bounded(Connection):
         """A step begins now."""
         if self.socket is not None:
             self.socket.deadline_s = self._end_s()
-            self.socket.left_nbytes = self._max_replies_nbytes
+            self.socket.room = _ROOM.get() or _Room(self._max_replies_nbytes)
 
     def _end_s(self) -> float:
         return min(time.monotonic() + self.step_s, self._dialled_s, _END_S.get())
@@ -232,6 +237,16 @@ def within(timeout_s: float) -> Iterator[None]:
         _END_S.reset(before)
 
 
+@contextmanager
+def replies_within(nbytes: int) -> Iterator[None]:
+    """All that servers say to this thread in the block has so many bytes at most, or raises ``RepliesTooLarge``."""
+    before = _ROOM.set(_Room(nbytes))
+    try:
+        yield
+    finally:
+        _ROOM.reset(before)
+
+
 class KeptServer:
     """One connection to where ``server`` says, kept between calls: for what is asked every few seconds. Any thread.
 
@@ -264,9 +279,9 @@ class KeptServer:
             with within(timeout_s):
                 client = self._current()
                 yield client
-        except KVPoolError:
-            raise
         except Exception as error:
+            if isinstance(error, KVPoolError) and not isinstance(error, RepliesTooLarge):
+                raise
             if isinstance(error, RepliesTooLarge) or _is_about_keys(error):
                 raise AnnouncementsRefused(f"{self._name}: {action}: {error}") from error
             with self._lock:
@@ -276,6 +291,14 @@ class KeptServer:
         finally:
             if client is not None:
                 self._ended(client)
+
+    def answers(self) -> bool:
+        """Whether the server answers a PING now. Blocking, for ``STEP_S`` at most."""
+        try:
+            with self.asked("cannot be reached", self.STEP_S) as server:
+                return bool(server.ping())
+        except StoreUnavailable:
+            return False
 
     def close(self) -> None:
         with self._lock:

@@ -22,18 +22,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from kvpool.errors import StoreUnavailable
+import redis
+
+from kvpool.errors import AnnouncementsRefused, StoreUnavailable
 from kvpool.key.key import parse_tenant, tenant_of
-from kvpool.store.server.connection import KeptServer
+from kvpool.store.server.connection import MAX_REPLIES_NBYTES, KeptServer, replies_within, within
 from kvpool.store.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S, SCAN_KEYS
-
-if TYPE_CHECKING:
-    import redis
 
 WRITE_S = 4.0  # a whole call that writes, with the connection that it may need
 READ_S = 10.0  # one that reads, or takes away, what there is
+READ_SHARE = (
+    0.8  # of it, in which all is read; the rest is for a PING, to know whether it is the server that is slow
+)
 MAX_TENANTS = 4096
 READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
 INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
@@ -55,7 +56,7 @@ class ServerAnnouncements:
     """
 
     def __init__(self, server: KeptServer, name: str, *, in_cluster: bool = False) -> None:
-        self._server, self._name = server, name
+        self._server, self._name, self._in_cluster = server, name, in_cluster
         self._word = "{announced}" if in_cluster else "announced"
         self._list = f"kvpool:::{self._word}"  # of the tenants
         # Replaced whole, so that any thread may.
@@ -92,15 +93,31 @@ class ServerAnnouncements:
         with self._server.asked("cannot read announcements", READ_S) as server:
             return self._read(server, keys)
 
-    def all(self, prefix: str) -> dict[str, bytes]:
-        """Documents under keys with ``prefix`` whose lease still runs; those that ran out leave the index."""
+    def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
+        """Documents under keys with this beginning and end whose lease still runs; others leave the index.
+
+        Errors: ``AnnouncementsRefused`` also for a tenant that the server says too much of, or is too slow with, while
+        it answers others.
+        """
+        with within(READ_S):
+            try:
+                return self._all(prefix, suffix)
+            except StoreUnavailable as error:
+                slow = isinstance(error.__cause__, TimeoutError | redis.exceptions.TimeoutError)
+                if slow and tenant_of(prefix) and self._server.answers():
+                    raise AnnouncementsRefused(f"{error}, while the server answers others") from error
+                raise
+
+    def _all(self, prefix: str, suffix: str) -> dict[str, bytes]:
         documents: dict[str, bytes] = {}
-        with self._server.asked("cannot read announcements", READ_S) as server:
+        with self._server.asked("cannot read announcements", READ_S * READ_SHARE) as server:
             for tenant in self._tenants(server, prefix):
                 index = self._index(tenant)
-                # Atomic, and by the lease that stands now: one that was renewed just before stays.
-                server.zremrangebyscore(index, "-inf", self._now_ms(server))
-                documents |= self._read(server, _announced(server, index, prefix))
+                with replies_within(MAX_REPLIES_NBYTES):
+                    # Atomic, and by the lease that stands now: one that was renewed just before stays.
+                    server.zremrangebyscore(index, "-inf", self._now_ms(server))
+                    names = self._names(server, index, prefix)
+                    documents |= self._read(server, [name for name in names if name.endswith(suffix)])
         return dict(sorted(documents.items()))
 
     def tenants(self) -> list[str]:
@@ -121,7 +138,7 @@ class ServerAnnouncements:
                 tenants |= self._unlisted(server)
             for tenant in sorted(tenants):
                 index = self._index(tenant)
-                keys = _announced(server, index, prefix)
+                keys = self._names(server, index, prefix)
                 for start in range(0, len(keys), READ_AT_ONCE):
                     part = keys[start : start + READ_AT_ONCE]
                     with server.pipeline(transaction=True) as together:
@@ -137,6 +154,15 @@ class ServerAnnouncements:
             return [tenant_of(prefix)]
         server.zremrangebyscore(self._list, "-inf", self._now_ms(server))
         return [_text(member) for member in server.zrange(self._list, 0, MAX_TENANTS - 1)]
+
+    def _names(self, server: redis.Redis, index: str, prefix: str) -> list[str]:
+        """The announcements in the index of a tenant.
+
+        In a cluster one with a brace has another slot than its index: nobody can have announced it, and a question
+        that names it is refused whole.
+        """
+        found = [_text(member) for member in server.zrange(index, 0, MAX_ANNOUNCEMENTS - 1)]
+        return [key for key in found if key.startswith(prefix) and not (self._in_cluster and "{" in key)]
 
     def _read(self, server: redis.Redis, keys: Sequence[str]) -> dict[str, bytes]:
         documents: dict[str, bytes] = {}
@@ -167,8 +193,6 @@ class ServerAnnouncements:
 
     def _register(self, server: redis.Redis, tenant: str, index: str) -> None:
         """Keep the index of the tenant, and the tenant in the list of tenants."""
-        import redis
-
         server.pexpire(index, INDEX_LEASE_MS)
         try:
             server.zadd(self._list, {tenant: self._now_ms(server) + LIST_LEASE_MS})
@@ -197,8 +221,6 @@ class ServerAnnouncements:
 
     def _unregister(self, server: redis.Redis, tenant: str, index: str) -> None:
         """Take a tenant without announcements off the list, unless one is announced just now."""
-        import redis
-
         with (
             contextlib.suppress(redis.exceptions.NoPermissionError, redis.exceptions.WatchError),
             server.pipeline(transaction=True) as together,
@@ -217,11 +239,6 @@ class ServerAnnouncements:
         """The tenants that have an index, whether they are in the list or not."""
         found = server.scan_iter(match=self._index("*"), count=SCAN_KEYS)
         return {tenant_of(_text(name)) for name in found if name != self._list.encode()}
-
-
-def _announced(server: redis.Redis, index: str, prefix: str) -> list[str]:
-    found = [_text(member) for member in server.zrange(index, 0, MAX_ANNOUNCEMENTS - 1)]
-    return [key for key in found if key.startswith(prefix)]
 
 
 def _text(member: object) -> str:

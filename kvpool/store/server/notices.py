@@ -15,7 +15,7 @@ import time
 from contextlib import closing
 from typing import Any
 
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, RepliesTooLarge
 from kvpool.key.key import KEY_PREFIX, is_key
 from kvpool.store.notices import Invalidations
 from kvpool.store.server.connection import connect, within
@@ -28,7 +28,7 @@ PING_S = 5.0  # of silence, then the server is sent a PING
 LINGER_S = 0.01  # so long notices are gathered before take() returns
 SERVERS_S = 5.0  # between two looks at which servers there are
 RETRY_S = 1.0
-REFUSED_S = 30.0  # until a server that refused is asked again
+REFUSED_S = 30.0  # until a server that refused, or said too much at once, is asked again
 MAX_KEYS = 1 << 16  # wait for take(); of more, all count as missed
 CLOSE_S = 5.0
 
@@ -151,8 +151,9 @@ class _Subscriber:
                 self._inbox.miss()  # whatever was before
                 while not (self._inbox.closed.is_set() or self._dismissed.is_set()):
                     tracking.read(self._inbox)
-        except (redis.RedisError, OSError, ValueError) as error:
-            refused = isinstance(error, redis.exceptions.ResponseError)
+        except (redis.RedisError, OSError, ValueError, RepliesTooLarge) as error:
+            # Too large: who writes keys with names of many MiB would have them read, and a round made, every second.
+            refused = isinstance(error, redis.exceptions.ResponseError | RepliesTooLarge)
             self._again_s = time.monotonic() + (REFUSED_S if refused else RETRY_S)
             advice = (
                 f"; {ADVICE} to this user" if isinstance(error, redis.exceptions.NoPermissionError) else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvpool.errors import StoreUnavailable
+from kvpool.errors import RepliesTooLarge, StoreUnavailable
 from kvpool.key.key import is_key
 from kvpool.store.server.connection import connect
 from kvpool.store.store import LOOK_KEYS, SCAN_KEYS, StoredBlock
@@ -24,7 +24,7 @@ def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBl
     """``Store.scan`` on the server of ``url``; ``name``: of the store, for errors.
 
     The server walks about a thousand of its keys in each step, those of others among them; of these nothing but
-    the name is read. Errors: ``StoreUnavailable``.
+    the name is read. Errors: ``StoreUnavailable``; ``RepliesTooLarge`` for names, under ``prefix``, of many MiB.
     """
     with _looking(url, name) as server:
         for keys in _walk(server, prefix, SCAN_KEYS):
@@ -33,7 +33,7 @@ def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBl
 
 
 def scan_keys(url: StoreURL, name: str, prefix: str) -> Iterator[list[str]]:
-    """``Store.scan_keys`` on the server of ``url``. Errors: ``StoreUnavailable``."""
+    """``Store.scan_keys`` on the server of ``url``. Errors: as ``scan_server``."""
     with _looking(url, name) as server:
         yield from _walk(server, prefix, LOOK_KEYS)
 
@@ -45,8 +45,9 @@ def _looking(url: StoreURL, name: str) -> Iterator[redis.Redis]:
     try:
         with connect(url, timeout_s=TIMEOUT_S, role="scan") as server:
             yield server
-    except redis.RedisError as error:
-        raise StoreUnavailable(f"{name}: cannot look at its blocks: {error}") from error
+    except (redis.RedisError, RepliesTooLarge) as error:
+        fault = RepliesTooLarge if isinstance(error, RepliesTooLarge) else StoreUnavailable
+        raise fault(f"{name}: cannot look at its blocks: {error}") from error
 
 
 def _walk(server: redis.Redis, prefix: str, count: int) -> Iterator[list[str]]:

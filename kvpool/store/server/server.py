@@ -56,8 +56,8 @@ class ServerStore(Store):
     def _withdraw(self, key: str) -> bool:
         return self._announced.remove(key)
 
-    def _announcements(self, prefix: str) -> dict[str, bytes]:
-        return self._announced.all(prefix)
+    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
+        return self._announced.all(prefix, suffix)
 
     def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
         return self._announced.of(keys)
