@@ -20,7 +20,7 @@ from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.index_options import load_tokenizers, parse_costs, parse_worker
 from kvpool.cli.log_lines import LogFormat, LogLevel, log_to_stderr
 from kvpool.config import hash_seed, redact
-from kvpool.discovery.networks import WorkerNetworks, hosts_of
+from kvpool.discovery.networks import WorkerNetworks, places_of
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
 from kvpool.errors import ConfigError, IndexUnavailable, SnapshotRefused
 from kvpool.index.client.channel import check_target
@@ -202,7 +202,7 @@ async def _serve(
 
     # On a host by itself the workers are there, too.
     networks = WorkerNetworks(settings.worker_networks, loopback=is_loopback(front))
-    trusted = {host for worker in workers for host in hosts_of(worker)}
+    trusted = {(worker.tenant, *place) for worker in workers for place in places_of(worker)}
     file = None if settings.snapshot is None else Path(settings.snapshot)
     loop = asyncio.get_running_loop()
 
@@ -217,7 +217,7 @@ async def _serve(
         parts.push_async_callback(_calls_end)
         if file is not None:
             parts.enter_context(snapshot_file.lock(file))
-        resolver = Resolver(allows=lambda host, address: host in trusted or networks.allows(address))
+        resolver = Resolver(allows=networks.allows, trusted=trusted)
         roster = Roster(fleet, Subscriber(fleet, budget=fleet.buffers, resolver=resolver), networks=networks)
         parts.callback(roster.close)
         if settings.pool is not None:

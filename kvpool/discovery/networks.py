@@ -6,28 +6,40 @@ that the operator names by a flag are not judged.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os.path
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from kvpool.discovery.worker import PUSHED, Worker
 from kvpool.errors import ConfigError
+from kvpool.key.names import check_tenant
 
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network | str  # the text: IPC
 IPC = "ipc"  # among networks: Unix sockets of the index's own host
 MAX_NETWORKS = 1024
+_PORTS = {"http": 80, "https": 443}
 
 
 class WorkerNetworks:
-    """``networks``: such as ``10.0.0.0/8``, and ``ipc``; none: every address but those of the host itself and its link.
+    """``networks``: such as ``10.0.0.0/8``, and ``ipc``, several with commas between; none: every address but those of
+    the host itself and its link. ``TENANT=`` before them: that tenant's workers are there and nowhere else, and no
+    other's are, but for tenants that name the same ones.
 
     ``loopback``: whether addresses of the host itself are allowed besides. Immutable. Errors: ``ConfigError``.
     """
 
     def __init__(self, networks: Sequence[str] = (), *, loopback: bool = False) -> None:
-        if len(networks) > MAX_NETWORKS:
-            raise ConfigError(f"at most {MAX_NETWORKS} networks of workers can be named, not {len(networks)}")
-        self._ipc = IPC in networks
-        self._networks = tuple(_network(text) for text in networks if text != IPC)
+        named = [_parsed(text) for text in networks]
+        if sum(len(several) for _, several in named) > MAX_NETWORKS:
+            raise ConfigError(f"at most {MAX_NETWORKS} networks of workers can be named")
+        self._shared = [network for tenant, several in named if not tenant for network in several]
+        self._own: dict[str, list[_Network]] = {}
+        for tenant, several in named:
+            if tenant:
+                self._own.setdefault(tenant, []).extend(several)
         self._loopback = loopback
 
     def check(self, worker: Worker) -> None:
@@ -36,36 +48,57 @@ class WorkerNetworks:
         A host name passes: what it resolves to is to be shown to ``allows``.
         """
         for field, endpoint in _endpoints(worker):
-            if not self._passes(endpoint):
+            if not self._passes(worker.tenant, endpoint):
                 raise ConfigError(
                     f"worker {worker.name}: {field}: this index does not connect to {endpoint:.80}; "
                     "its --worker-networks say where workers are; without that, anywhere but on its own host and link. "
                     "For workers of this host: --worker-networks 127.0.0.0/8"
                 )
 
-    def allows(self, address: str) -> bool:
-        """Whether the index may connect to this IP address."""
-        found = ipaddress.ip_address(address.partition("%")[0])
-        if found.version == 6 and found.ipv4_mapped is not None:
-            found = found.ipv4_mapped
+    def allows(self, tenant: str, address: str) -> bool:
+        """Whether the index may connect to this IP address for a worker of the tenant."""
+        found = unmapped(address)
         if self._loopback and found.is_loopback:
             return True
-        if self._networks:
-            return any(found in network for network in self._networks)
+        if tenant in self._own:
+            return _is_in(found, self._own[tenant])
+        if any(_is_in(found, networks) for networks in self._own.values()):
+            return False
+        if self._shared:
+            return _is_in(found, self._shared)
         return not (found.is_loopback or found.is_link_local or found.is_multicast or found.is_unspecified)
 
-    def _passes(self, endpoint: str) -> bool:
+    def _passes(self, tenant: str, endpoint: str) -> bool:
         if endpoint.startswith("ipc:"):
-            return self._ipc
+            return IPC in self._own.get(tenant, self._shared)
         try:
-            return self.allows(_host(endpoint))
+            return self.allows(tenant, _host(endpoint))
         except ValueError:  # a name, or nothing
             return True
 
 
-def hosts_of(worker: Worker) -> set[str]:
-    """The hosts by which it is reached."""
-    return {_host(endpoint) for _, endpoint in _endpoints(worker)} - {""}
+def places_of(worker: Worker) -> set[tuple[str, int]]:
+    """(host, port) by which it is reached."""
+    return {place for _, endpoint in _endpoints(worker) if (place := _place(endpoint)) is not None}
+
+
+def one_spelling(endpoint: str) -> str:
+    """An endpoint as all that differ from it in spelling alone have it: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme != "tcp":
+        return f"{scheme}://{os.path.normpath(rest)}"
+    host, _, port = rest.rpartition(":")
+    host = host.strip("[]").rstrip(".").lower()
+    with contextlib.suppress(ValueError):
+        host = str(unmapped(host))
+    return f"tcp://{host}:{int(port)}"
+
+
+def unmapped(address: str) -> _Address:
+    """An IP address, without the interface behind a ``%``; IPv4 where it is IPv4 in IPv6. Errors: ``ValueError``."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return found if mapped is None else mapped
 
 
 def _endpoints(worker: Worker) -> list[tuple[str, str]]:
@@ -85,10 +118,32 @@ def _host(endpoint: str) -> str:
         return ""
 
 
+def _place(endpoint: str) -> tuple[str, int] | None:
+    try:
+        url = urlsplit(endpoint)
+        port = url.port or _PORTS.get(url.scheme, 0)
+    except ValueError:
+        return None
+    return (url.hostname, port) if url.hostname else None
+
+
+def _is_in(address: _Address, networks: Sequence[_Network]) -> bool:
+    return any(network != IPC and address in network for network in networks)
+
+
+def _parsed(text: str) -> tuple[str, list[_Network]]:
+    """(tenant, networks); the tenant is empty where none is named."""
+    tenant, equals, networks = text.rpartition("=")
+    if equals:
+        check_tenant(tenant)
+    return tenant, [network if network == IPC else _network(network) for network in networks.split(",")]
+
+
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError as error:
         raise ConfigError(
-            f'--worker-networks "{text:.80}": write a network such as 10.0.0.0/8, or {IPC}'
+            f'--worker-networks "{text:.80}": write a network such as 10.0.0.0/8, or {IPC}; '
+            "TENANT= before it for those of one tenant"
         ) from error

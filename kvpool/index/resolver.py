@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +38,7 @@ class Unresolved(KVPoolError):
 class _Name:
     host: str
     owner: str
+    trusted: bool
     answer: Future[Addresses]
     under_way: bool = True
     failures: int = 0  # in a row
@@ -47,24 +48,28 @@ class _Name:
 class Resolver:
     """Gives addresses or ``Unresolved``. A lookup that hangs keeps no process from ending.
 
-    ``allows``: whether an address of a name may be given (host, address). ``clock``: seconds that only go up.
+    ``allows``: whether an address of a name may be given to an owner (owner, address). ``trusted``: (owner, host in
+    lower case, port) of those that need not ask. ``clock``: seconds that only go up.
     """
 
     def __init__(
         self,
         *,
-        allows: Callable[[str, str], bool] = lambda host, address: True,
+        allows: Callable[[str, str], bool] = lambda owner, address: True,
+        trusted: Collection[tuple[str, str, int]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._allows, self._clock = allows, clock
+        self._allows, self._trusted, self._clock = allows, trusted, clock
         self._lock = threading.Lock()
-        # By owner and host; what was asked longest ago comes first.
-        self._names: OrderedDict[tuple[str, str], _Name] = OrderedDict()
-        self._line: OrderedDict[tuple[str, str], None] = OrderedDict()  # of those that wait for a thread
+        # By owner, host and whether it is trusted; what was asked longest ago comes first.
+        self._names: OrderedDict[tuple[str, str, bool], _Name] = OrderedDict()
+        self._line: OrderedDict[tuple[str, str, bool], None] = (
+            OrderedDict()
+        )  # of those that wait for a thread
         self._running: Counter[str] = Counter()  # by owner
 
-    def resolve(self, host: str, owner: str = "") -> Future[Addresses]:
-        """The addresses of a name or a numeric address, to come; never blocks.
+    def resolve(self, host: str, owner: str = "", port: int = 0) -> Future[Addresses]:
+        """The addresses of a name or a numeric address, to come; never blocks. ``port``: that is to be connected to.
 
         An answer is remembered for ``FRESH_S`` seconds, a failure for 0.5 to 30: longer each time. The future cannot be
         cancelled, and is done when the system's resolver is: wait with a deadline. Errors, in the future:
@@ -73,7 +78,7 @@ class Resolver:
         if _is_numeric(host):
             return _done((host,))
         with self._lock:
-            key = (owner, host)
+            key = (owner, host, (owner, host.lower(), port) in self._trusted)
             name = self._names.get(key)
             if name is not None and (name.under_way or self._clock() < name.until):
                 self._names.move_to_end(key)
@@ -81,7 +86,7 @@ class Resolver:
             if name is None:
                 if not self._make_room():
                     return _failed(f"the name {host} is not looked up: {MAX_NAMES} others are")
-                name = self._names[key] = _Name(host, owner, Future())
+                name = self._names[key] = _Name(host, owner, key[2], Future())
             name.answer, name.under_way = _pending(), True
             self._names.move_to_end(key)
             self._line[key] = None
@@ -119,7 +124,7 @@ class Resolver:
         try:
             known = socket.getaddrinfo(name.host, None, type=socket.SOCK_STREAM)
             addresses = dict.fromkeys(str(address[4][0]) for address in known)
-            found = tuple(one for one in addresses if self._allows(name.host, one))
+            found = tuple(one for one in addresses if name.trusted or self._allows(name.owner, one))
             if addresses and not found:
                 why = "its addresses are not in --worker-networks"
         except (OSError, UnicodeError) as error:  # UnicodeError: a label that is too long

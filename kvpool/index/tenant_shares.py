@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvpool.discovery.networks import one_spelling
 from kvpool.discovery.worker import PUSHED, Worker
 from kvpool.errors import ConfigError, KVPoolError
 
@@ -26,8 +27,9 @@ class TenantShares:
     def check(self, worker: Worker, *, replaced_ranks: int | None, max_workers: int, max_ranks: int) -> None:
         """Whether the worker may come. ``replaced_ranks``: of the start of it that goes then; None: it is new.
 
-        Errors: ``KVPoolError`` when its tenant would have too much; ``ConfigError`` for an endpoint that is followed
-        for another tenant, which would see its events.
+        What names resolve to is looked at when they are connected to (``Dialler``). Errors: ``KVPoolError`` when its
+        tenant would have too much; ``ConfigError`` for an endpoint that is followed for another tenant, which would
+        see its events.
         """
         tenant = worker.tenant
         for endpoint in _endpoints(worker):
@@ -69,4 +71,6 @@ class TenantShares:
 
 
 def _endpoints(worker: Worker) -> list[str]:
-    return [publisher.events for publisher in worker.publishers if publisher.events not in ("", PUSHED)]
+    """Those of its publishers: its replays alone tell all that it publishes."""
+    named = (one for publisher in worker.publishers for one in (publisher.events, publisher.replay))
+    return [one_spelling(endpoint) for endpoint in named if endpoint not in ("", PUSHED)]

@@ -93,6 +93,35 @@ def test_an_endpoint_that_is_followed_for_one_tenant_is_not_for_another() -> Non
     fleet.add(a_worker("pushes", tenant="u", publishers=(Publisher(0, "push"),)), "call")
 
 
+@pytest.mark.parametrize(
+    ("events", "replay"),
+    [
+        ("tcp://10.0.0.5:05557", ""),
+        ("tcp://[::ffff:10.0.0.5]:5557", ""),
+        ("tcp://WORKER.test:6000", ""),
+        ("tcp://worker.test.:6000", ""),
+        ("tcp://10.0.0.9:5557", "tcp://10.0.0.5:5558"),
+        ("tcp://10.0.0.5:5558", ""),
+        ("tcp://10.0.0.9:5557", "tcp://10.0.0.5:5557"),
+    ],
+)
+def test_another_spelling_and_a_replay_of_an_endpoint_are_followed_for_no_other_tenant(
+    events: str, replay: str
+) -> None:
+    fleet = Fleet()
+    mine = (
+        Publisher(0, "tcp://10.0.0.5:5557", "tcp://10.0.0.5:5558"),
+        Publisher(1, "tcp://worker.test:6000"),
+    )
+    fleet.add(a_worker("mine", tenant="t", publishers=mine), "pool", 60)
+    with pytest.raises(ConfigError, match=r"worker spy: .* is followed for another tenant"):
+        fleet.add(a_worker("spy", tenant="u", publishers=(Publisher(0, events, replay),)), "call")
+    fleet.add(a_worker("too", tenant="t", publishers=(Publisher(0, events, replay),)), "call")
+    fleet.remove("t/too")
+    fleet.remove("t/mine")
+    fleet.add(a_worker("spy", tenant="u", publishers=(Publisher(0, events, replay),)), "call")
+
+
 def test_the_same_name_in_two_tenants_is_two_workers() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")

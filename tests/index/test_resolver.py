@@ -78,12 +78,15 @@ def test_a_name_that_does_not_resolve_is_tried_again_later_and_later(names: Name
 def test_addresses_that_are_not_allowed_are_none(names: Names) -> None:
     """Else a name would lead where its numeric address may not."""
     allowed = {"10.0.0.7"}
-    resolver = Resolver(allows=lambda host, address: host == "mine.test" or address in allowed)
-    names.known = {"a.test": "127.0.0.1", "mine.test": "127.0.0.1", "b.test": "10.0.0.7"}
+    resolver = Resolver(allows=lambda owner, address: address in allowed, trusted={("x", "mine.test", 5557)})
+    names.known = {"a.test": "127.0.0.1", "Mine.test": "127.0.0.1", "b.test": "10.0.0.7"}
     with pytest.raises(Unresolved, match="its addresses are not in --worker-networks"):
         resolver.resolve("a.test").result(WITHIN_S)
     assert resolver.resolve("b.test").result(WITHIN_S) == ("10.0.0.7",)
-    assert resolver.resolve("mine.test").result(WITHIN_S) == ("127.0.0.1",)
+    assert resolver.resolve("Mine.test", "x", 5557).result(WITHIN_S) == ("127.0.0.1",)
+    for owner, port in (("y", 5557), ("x", 6379)):
+        with pytest.raises(Unresolved, match="its addresses are not in --worker-networks"):
+            resolver.resolve("Mine.test", owner, port).result(WITHIN_S)
 
 
 def test_names_that_hang_hold_up_no_name_of_another_owner(names: Names) -> None:

@@ -48,9 +48,10 @@ Networks = Annotated[
     list[str] | None,
     typer.Option(
         "--worker-networks",
-        metavar="CIDR",
-        help="Where workers that announce themselves may be, such as 10.0.0.0/8, and ipc for Unix sockets; once for "
-        "each. Without it: everywhere but on this host and its link; on this host, too, when --listen is loopback.",
+        metavar="[TENANT=]CIDR[,...]",
+        help="Where workers that announce themselves may be, such as 10.0.0.0/8, and ipc for Unix sockets. With "
+        "TENANT=, such as team=10.1.0.0/16: this tenant's are there alone, and no other's. Can be given several times. "
+        "Without it: everywhere but on this host and its link; on this host, too, when --listen is loopback.",
         rich_help_panel=WORKERS,
     ),
 ]

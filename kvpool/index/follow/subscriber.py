@@ -18,7 +18,6 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +25,12 @@ import anyio
 
 from kvpool.discovery.worker import PUSHED, EventSink, Position, Publisher, Worker
 from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.follow.dialler import Dialler, Line, OfAnotherTenant
 from kvpool.index.follow.zmtp import Connection, Lost, Silent
-from kvpool.index.resolver import Resolver, Unresolved
+from kvpool.index.resolver import Resolver
 from kvpool.index.sequence import Sequence
 
 PROBE_S = 1.0  # an idle publisher is asked that often whether there is anything later
-CONNECT_S = 5.0  # how long a name, a connection and its handshake may take together
 ANSWER_S = 2.0  # how long a replay may bring nothing
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0  # of questions
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 4.0  # of connections
@@ -89,6 +88,7 @@ class _Link:
     publisher: Publisher
     gate: _Gate
     sequence: Sequence
+    line: Line
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     replay: Connection | None = None
     asked: bool = False
@@ -115,7 +115,7 @@ class Subscriber:
     ) -> None:
         self._sink = sink
         self._budget = budget or BufferBudget()
-        self._resolver = resolver or Resolver()
+        self._dialler = Dialler(self._budget, resolver or Resolver())
         self._lock = threading.Lock()
         self._gates: dict[str, _Gate] = {}  # by worker
         self._links: dict[str, list[_Link]] = {}  # by worker
@@ -204,7 +204,7 @@ class Subscriber:
                 position=positions.get(rank),
                 budget=self._budget,
             )
-            link = _Link(worker, publisher, gate, sequence)
+            link = _Link(worker, publisher, gate, sequence, self._dialler.line(worker.tenant))
             links.append(link)
             # Batches that are published before the subscription stands are in the replay, or are a gap.
             self._start(link, self._read_events(link))
@@ -217,6 +217,7 @@ class Subscriber:
                 task.cancel()
                 self._leaving.add(task)
             link.sequence.close()
+            link.line.close()
 
     def _start(self, link: _Link, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -229,35 +230,16 @@ class Subscriber:
             logger.error("reading events has failed", exc_info=error)
             self._loop.stop()  # a fault of ours: see is_alive
 
-    async def _connect(
-        self, link: _Link, endpoint: str, kind: bytes, attempt: int, silence_s: float | None
-    ) -> Connection:
-        """Errors: ``Lost``, with a problem that names the endpoint."""
-        tenant = link.worker.tenant
-        addresses: Future[tuple[str, ...]] | None = None
-        if endpoint.startswith("tcp://"):
-            host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-            addresses = self._resolver.resolve(host, tenant)
-        try:
-            with anyio.fail_after(CONNECT_S):
-                return await Connection.connect(
-                    endpoint, addresses, kind, self._budget, tenant, attempt=attempt, silence_s=silence_s
-                )
-        except TimeoutError:
-            if addresses is not None and not addresses.done():
-                raise Lost(f"the name {host} does not resolve: no answer within {CONNECT_S:g} s") from None
-            raise Lost(f"no answer from {endpoint} within {CONNECT_S:g} s") from None
-        except Unresolved as error:
-            raise Lost(str(error)) from error
-
     async def _read_events(self, link: _Link) -> None:
         """One connection after the other, for as long as the worker is followed."""
         attempt, retry_s = 0, MIN_RETRY_S
         while True:
             try:
-                connection = await self._connect(link, link.publisher.events, b"SUB", attempt, None)
+                connection = await link.line.connect(link.publisher.events, b"SUB", attempt)
             except Lost as error:
                 self._lost(link, str(error))
+                if isinstance(error, OfAnotherTenant):  # then replays are not asked for either
+                    self._interrupt(link)
             else:
                 retry_s = MIN_RETRY_S
                 try:
@@ -351,8 +333,8 @@ class Subscriber:
             frames = await self._first_answer(replay, wanted, link)
         if replay is None or frames is None:
             self._close_replay(link)
-            replay = link.replay = await self._connect(
-                link, link.publisher.replay, b"DEALER", link.attempt, silence_s=ANSWER_S
+            replay = link.replay = await link.line.connect(
+                link.publisher.replay, b"DEALER", link.attempt, silence_s=ANSWER_S
             )
             replay.send(b"", wanted.to_bytes(8, "big"))
             frames = await replay.receive()

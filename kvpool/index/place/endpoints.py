@@ -83,7 +83,7 @@ class Endpoints:
         url = parse_url(address)
         if url.endpoint:
             return url.endpoint
-        found = self._resolver.resolve(url.host, tenant)
+        found = self._resolver.resolve(url.host, tenant, url.port)
         if not found.done() and (tenant, url.host) not in self._known:
             await asyncio.wait({asyncio.wrap_future(found)}, timeout=timeout_s)
         return self._endpoint(url, tenant, found, timeout_s)
@@ -113,7 +113,7 @@ class Endpoints:
             try:
                 url = parse_url(worker.address)
                 at = url.endpoint or self._endpoint(
-                    url, tenant, self._resolver.resolve(url.host, tenant), 0.0
+                    url, tenant, self._resolver.resolve(url.host, tenant, url.port), 0.0
                 )
             except _Pending:
                 places.unknown.append(worker.address)

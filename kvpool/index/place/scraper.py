@@ -150,7 +150,8 @@ class Scraper:
     async def _page(self, url: str, tenant: str) -> bytes:
         named = httpx.URL(url)
         # httpx would look the name up in the event loop's few threads, which names that hang could take all of.
-        addresses = await asyncio.wrap_future(self._resolver.resolve(named.host, tenant))
+        port = named.port or (443 if named.scheme == "https" else 80)
+        addresses = await asyncio.wrap_future(self._resolver.resolve(named.host, tenant, port))
         request = self._client.build_request(
             "GET",
             named.copy_with(host=addresses[0]),

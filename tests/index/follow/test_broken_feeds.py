@@ -318,8 +318,9 @@ def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it waits for, shorter; the order of the waits is the same."""
-    for name, value in (("PROBE_S", 0.2), ("ANSWER_S", 0.5), ("CONNECT_S", 0.5)):
+    for name, value in (("PROBE_S", 0.2), ("ANSWER_S", 0.5)):
         monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr("kvpool.index.follow.dialler.CONNECT_S", 0.5)
     for name, value in (("HEARTBEAT_S", 0.3), ("SILENT_S", 1.0)):
         monkeypatch.setattr(f"kvpool.index.follow.zmtp.{name}", value)
     monkeypatch.setattr("kvpool.index.buffer_budget.ROOM_TIMEOUT_S", 0.5)

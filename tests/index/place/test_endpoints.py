@@ -25,7 +25,7 @@ class Names(Resolver):
         self.known, self.asked = known, 0
         self.hanging: dict[str, Future[Addresses]] = {name: Future() for name in hanging}
 
-    def resolve(self, host: str, owner: str = "") -> Future[Addresses]:
+    def resolve(self, host: str, owner: str = "", port: int = 0) -> Future[Addresses]:
         self.asked += 1
         if host in self.hanging:
             return self.hanging[host]

@@ -419,7 +419,7 @@ class Names(Resolver):
         super().__init__()
         self.known, self.hangs = known, False
 
-    def resolve(self, host: str, owner: str = "") -> Any:
+    def resolve(self, host: str, owner: str = "", port: int = 0) -> Any:
         from concurrent.futures import Future
 
         found: Any = Future()

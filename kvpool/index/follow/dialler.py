@@ -1,0 +1,112 @@
+"""``Dialler``: connects to publishers, and to none for a tenant while another tenant's worker is followed there.
+
+Names, and spellings that only the system's resolver understands, are compared by what they resolve to: else a tenant
+that names another one's publisher differently is told what that one's prompts are.
+
+One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from concurrent.futures import Future
+
+import anyio
+
+from kvpool.discovery.networks import unmapped
+from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.follow.zmtp import Connection, Lost
+from kvpool.index.resolver import Addresses, Resolver, Unresolved
+
+CONNECT_S = 5.0  # how long a name, a connection and its handshake may take together
+
+Place = tuple[str, int]  # numeric address, port
+
+
+class OfAnotherTenant(Lost):
+    """A worker of another tenant is followed there."""
+
+
+class Dialler:
+    """Gives a ``Line`` for each publisher. ``budget``, ``resolver``: for what is read, and for names."""
+
+    def __init__(self, budget: BufferBudget, resolver: Resolver) -> None:
+        self.budget, self.resolver = budget, resolver
+        self._tenants: dict[Place, Counter[str]] = {}  # who is followed there, and on how many lines
+
+    def line(self, tenant: str) -> Line:
+        return Line(self, tenant)
+
+    def are_of_another(self, places: set[Place], tenant: str) -> bool:
+        return any(self._tenants.get(place, Counter()).keys() - {tenant} for place in places)
+
+    def enter(self, places: set[Place], tenant: str) -> None:
+        for place in places:
+            self._tenants.setdefault(place, Counter())[tenant] += 1
+
+    def leave(self, places: set[Place], tenant: str) -> None:
+        for place in places:
+            self._tenants[place] -= Counter({tenant: 1})
+            if not self._tenants[place]:
+                del self._tenants[place]
+
+
+class Line:
+    """Connects to the endpoints of one publisher, until ``close``.
+
+    Where an endpoint has led last is this tenant's, connected or not. While one of the endpoints leads to another
+    tenant's, no connection is made to either.
+    """
+
+    def __init__(self, dialler: Dialler, tenant: str) -> None:
+        self._dialler, self._tenant = dialler, tenant
+        self._places: dict[str, set[Place]] = {}  # by endpoint
+        self._refused: dict[str, str] = {}  # why, by endpoint
+
+    async def connect(
+        self, endpoint: str, kind: bytes, attempt: int, silence_s: float | None = None
+    ) -> Connection:
+        """``Connection.connect``. Errors: ``Lost``, with a problem that names the endpoint; ``OfAnotherTenant``."""
+        addresses: Future[Addresses] | None = None
+        if endpoint.startswith("tcp://"):
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            host = host.strip("[]")
+            addresses = self._dialler.resolver.resolve(host, self._tenant, int(port))
+        try:
+            with anyio.fail_after(CONNECT_S):
+                if addresses is not None:
+                    self._enter(endpoint, int(port), await asyncio.wrap_future(addresses))
+                if self._refused:
+                    raise OfAnotherTenant(next(iter(self._refused.values())))
+                return await Connection.connect(
+                    endpoint, addresses, kind, self._dialler.budget, self._tenant,
+                    attempt=attempt, silence_s=silence_s,
+                )  # fmt: skip
+        except TimeoutError:
+            if addresses is not None and not addresses.done():
+                raise Lost(f"the name {host} does not resolve: no answer within {CONNECT_S:g} s") from None
+            raise Lost(f"no answer from {endpoint} within {CONNECT_S:g} s") from None
+        except Unresolved as error:
+            raise Lost(str(error)) from error
+
+    def close(self) -> None:
+        for endpoint in list(self._places):
+            self._leave(endpoint)
+
+    def _enter(self, endpoint: str, port: int, addresses: Addresses) -> None:
+        """The endpoint leads to these addresses now."""
+        places = {(str(unmapped(address)), port) for address in addresses}
+        self._leave(endpoint)
+        if self._dialler.are_of_another(places, self._tenant):
+            self._refused[endpoint] = (
+                f"{endpoint} is not connected to: another tenant's worker is followed there; "
+                "name the worker's own endpoint"
+            )
+            return
+        self._dialler.enter(places, self._tenant)
+        self._places[endpoint] = places
+        self._refused.pop(endpoint, None)
+
+    def _leave(self, endpoint: str) -> None:
+        self._dialler.leave(self._places.pop(endpoint, set()), self._tenant)
