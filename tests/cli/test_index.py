@@ -38,6 +38,7 @@ from tests.index.fleets import a_worker, say, serving
 from tests.index.publisher import misbehaving
 from tests.index.wire import batch, packed64, stored
 from tests.store.certificates import Authority
+from tests.store.server.test_rights import DOCUMENTED, url_of
 from tests.store.servers import running as running_server
 
 TOKENS = list(range(100, 180))
@@ -261,6 +262,50 @@ def test_an_index_starts_without_its_pool_and_follows_it_when_it_comes(tmp_path:
 
 
 @pytest.mark.usefixtures("grpc_started")
+def test_workers_that_are_confined_to_their_tenant_are_followed_by_its_name(tmp_path: Path) -> None:
+    """The user of the index is confined, too; both have the rights that docs/how-to/valkey.md names."""
+    key = f"kvpool:team:{'a' * 32}:{1:064x}:0:0"
+    with running_server("valkey-server", tmp_path) as server, misbehaving() as publisher:
+        of_worker = url_of(server, keys="kvpool:team:*")
+        server.client.acl_setuser(
+            "index", enabled=True, passwords=["+p"], keys=["kvpool:team:*"], channels=["__redis__:invalidate"],
+            commands=[*DOCUMENTED, "+scan", "+client|id", "+client|tracking", "+subscribe"],
+        )  # fmt: skip
+        of_index = of_worker.replace("worker:", "index:")
+        worker = Worker(
+            "w",
+            "m",
+            16,
+            seed_id(None),
+            (publisher.publisher,),
+            incarnation="1",
+            namespace="a" * 32,
+            tenant="team",
+        )
+        publisher.publish(batch(stored([1, 2])))
+        with (
+            open_store(of_worker) as store,
+            running("--pool", of_index, "--tenant", "team") as index,
+            IndexClient(index.target, 30) as client,
+        ):
+            assert store.put_many([key], [b"block"]) == [True]
+            announcer = Announcer(store, worker, lease_s=5.0)
+            try:
+
+                def answer() -> list[tuple[int, int, bool]]:
+                    try:
+                        rows = client.lookup("m", hashes64=packed64([1, 2]), tenant="team")
+                    except UnknownModel:
+                        return []
+                    return [(row.device_blocks, row.pool_blocks, row.stale) for row in rows]
+
+                assert eventually(lambda: answer() == [(2, 1, False)], within_s=30), answer()
+            finally:
+                announcer.close()
+            assert eventually(lambda: client.workers(tenant="team") == [], within_s=30)
+            assert index.stop()[0] == 0
+
+
 def test_who_announces_itself_in_the_pool_is_followed(tmp_path: Path) -> None:
     """From the record in a real server to an answer, and to its end; what is in the pool counts, not what is said."""
     with (
