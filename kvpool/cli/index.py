@@ -296,7 +296,11 @@ async def _serve(
                 placer, server.health, stats, fleet.buffers, shows=settings.place_headers, tracing=tracing
             )
         if settings.ext_proc is not None:
-            picker = ExtProcServer(placements, server.calls, server.health, tls=tls)
+            picker = ExtProcServer(
+                placements, server.calls, server.health, tls=tls,
+                max_connection_age_s=settings.max_connection_age_s,
+                max_connection_grace_s=settings.max_connection_grace_s,
+            )  # fmt: skip
             parts.push_async_callback(picker.stop)
             shown += f", ext_proc on port {await picker.start(settings.ext_proc)}"
         if settings.proxy is not None and proxy_stats is not None:

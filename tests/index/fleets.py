@@ -166,7 +166,13 @@ class Served:
             parts.push_async_callback(proxy.stop)
             self.proxy = f"127.0.0.1:{await proxy.start('127.0.0.1:0')}"
             return
-        picker = ExtProcServer(placements, server.calls, server.health, tls=self._options.get("tls"))
+        of_door = ("tls", "max_connection_age_s", "max_connection_grace_s")
+        picker = ExtProcServer(
+            placements,
+            server.calls,
+            server.health,
+            **{name: self._options[name] for name in of_door if name in self._options},
+        )
         parts.push_async_callback(picker.stop)
         self.ext_proc = f"127.0.0.1:{await picker.start('127.0.0.1:0')}"
 

@@ -6,11 +6,14 @@ that Envoy is configured with, and says in the first. One event loop.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from kvpool.index.place.placer import Placement
 from kvpool.index.serve.placements import DESTINATION, OURS, RANK, Placements, Refusal
+from kvpool.tracing import HEADERS
 from kvpool.v1 import ext_proc_pb2 as pb
 
 SERVED = "x-gateway-destination-endpoint-served"
@@ -21,16 +24,25 @@ PART_NBYTES = 62 << 10  # of a body that is handed back: Envoy takes no more in 
 
 _MODE = pb.ProcessingMode
 _FULL_DUPLEX = _MODE.FULL_DUPLEX_STREAMED
+_WITH_BODY = (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL, _FULL_DUPLEX)
+_PATH = ":path"
+_KEPT = frozenset((_PATH, "authorization", *HEADERS, *OURS))  # what is asked of the headers of a request
+_ENDPOINT_NBYTES = 128  # of memory, for one of a subset
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+logger = logging.getLogger("kvpool.index")
 
 
 class Exchange:
-    """One request and its response: what has come of it, and what is answered to each message."""
+    """One request and its response: what has come of it, and what is answered to each message. ``host``: of Envoy."""
 
-    def __init__(self, placements: Placements, tenant: str) -> None:
-        self._placements, self._tenant = placements, tenant
+    def __init__(self, placements: Placements, tenant: str, host: str) -> None:
+        self._placements, self._tenant, self._host = placements, tenant, host
         self._headers: dict[str, str] = {}
-        self._body = bytearray()
+        self._headers_nbytes = 0  # that are held, with the subset
+        self._body = bytearray()  # of parts
+        self._body_nbytes = 0  # that are held
+        self._is_placed = False
         self._subset: frozenset[str] | None = None
         self._mode = _MODE.BUFFERED
         self._response_mode = _MODE.NONE
@@ -39,6 +51,7 @@ class Exchange:
     def close(self) -> None:
         """Envoy asks no more about it."""
         self._forget_body()
+        self._forget_headers()
         if self._placement is not None:
             self._placements.release(self._placement, now=False)
             self._placement = None
@@ -69,25 +82,35 @@ class Exchange:
         return [pb.ProcessingResponse(response_trailers=pb.TrailersResponse())]
 
     async def _on_headers(self, message: Any) -> list[Any]:
-        self._headers = {
+        self._forget_headers()
+        self._is_placed = False
+        headers = {
             header.key: (header.raw_value or header.value.encode()).decode("latin-1")
             for header in message.request_headers.headers.headers
+            if header.key in _KEPT
         }
-        self._subset = _subset(message.metadata_context)
-        if message.request_headers.end_of_stream or self._mode not in (
-            _MODE.BUFFERED, _MODE.BUFFERED_PARTIAL, _FULL_DUPLEX,
-        ):  # fmt: skip
+        subset = _subset(message.metadata_context)
+        nbytes = sum(len(name) + len(value) for name, value in headers.items())
+        nbytes += _ENDPOINT_NBYTES * len(subset or ())
+        self._placements.hold(0, nbytes, self._host)
+        self._headers, self._subset, self._headers_nbytes = headers, subset, nbytes
+        if message.request_headers.end_of_stream or self._mode not in _WITH_BODY:
             return [self._to_headers(await self._place(b""))]
         if self._mode == _FULL_DUPLEX:  # the answer waits for the body
             return []
         return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
 
     async def _on_body(self, body: Any) -> list[Any]:
-        self._placements.hold(len(self._body), len(body.body))
-        self._body += body.body
+        if self._is_placed:
+            if self._mode not in _WITH_BODY:
+                _warn_of(self._mode)
+            return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
+        self._placements.hold(self._body_nbytes, len(body.body), self._host)
+        self._body_nbytes += len(body.body)
         if self._mode == _FULL_DUPLEX:
+            self._body += body.body
             return await self._placed_streamed(end_of_stream=True) if body.end_of_stream else []
-        placed = await self._place(bytes(self._body))
+        placed = await self._place(body.body)
         return [
             pb.ProcessingResponse(
                 request_body=pb.BodyResponse(response=self._to(placed)), dynamic_metadata=_metadata(placed)
@@ -116,8 +139,9 @@ class Exchange:
         if self._placement is not None:  # of a caller that asks twice in one call
             self._placements.release(self._placement, now=True)
             self._placement = None
+        self._is_placed = True
         try:
-            path = self._headers.get(":path", "/")
+            path = self._headers.get(_PATH, "/")
             self._placement = await self._placements.place(
                 path, self._headers, body, self._tenant, self._subset
             )
@@ -173,8 +197,12 @@ class Exchange:
         return self._placements.shown(placement, placement.targets[0] if placement.targets else None)
 
     def _forget_body(self) -> None:
-        self._placements.let_go(len(self._body))
-        self._body = bytearray()
+        self._placements.let_go(self._body_nbytes, self._host)
+        self._body, self._body_nbytes = bytearray(), 0
+
+    def _forget_headers(self) -> None:
+        self._placements.let_go(self._headers_nbytes, self._host)
+        self._headers, self._subset, self._headers_nbytes = {}, None, 0
 
 
 def _subset(metadata: Any) -> frozenset[str] | None:
@@ -200,7 +228,19 @@ def _text(metadata: Any, namespace: str, name: str) -> str:
 
 
 def _endpoints(placement: Placement) -> str:
-    return ",".join(target.endpoint for target in placement.targets)
+    """Those for which the rank of the best is right, where it has one: Envoy sends the same headers to each."""
+    rank = placement.targets[0].dp_rank
+    return ",".join(target.endpoint for target in placement.targets if rank in (None, target.dp_rank))
+
+
+@cache
+def _warn_of(mode: int) -> None:
+    """Once."""
+    logger.warning(
+        "Envoy sends bodies of requests in the mode %s, in which they are placed by load, without their prompt: set "
+        "request_body_mode to BUFFERED or FULL_DUPLEX_STREAMED",
+        _MODE.BodySendMode.Name(mode) if mode in _MODE.BodySendMode.values() else mode,
+    )
 
 
 def _metadata(placement: Placement) -> Any:

@@ -19,7 +19,8 @@ MAX_CALLS_OF_TENANT = 256
 MAX_STREAMS = 512
 MAX_STREAMS_OF_HOST = 64
 MAX_STREAMS_OF_TENANT = 192
-MAX_PLACEMENTS = 4096  # from one host as from all: a proxy asks about each request of its clients
+MAX_PLACEMENTS = 6144
+MAX_PLACEMENTS_OF_HOST = 4096  # a proxy asks about each request of its clients
 MAX_REQUESTS = 4096  # that a router has under way
 MAX_REQUESTS_OF_HOST = 2048
 MAX_PAGES = 32  # requests of status pages, which one thread answers
@@ -87,7 +88,7 @@ def of_placements() -> Limiter:
     """Of requests of which a proxy asks where they should go, until it has no more to ask."""
     return Limiter(
         "requests", "send it again later",
-        total=MAX_PLACEMENTS, of_host=MAX_PLACEMENTS, of_tenant=MAX_PLACEMENTS,
+        total=MAX_PLACEMENTS, of_host=MAX_PLACEMENTS_OF_HOST, of_tenant=MAX_PLACEMENTS_OF_HOST,
     )  # fmt: skip
 
 

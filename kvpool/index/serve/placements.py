@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -24,9 +25,10 @@ WORKER, MATCHED, BLOCKS, REASON = (
 )  # fmt: skip
 RANK = "x-data-parallel-rank"  # vllm/entrypoints/serve/engine/serving.py
 # Not for a client to say.
-OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON)
+OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON, RANK)
 
 MAX_BODY_NBYTES = 16 << 20
+HOST_PARTS = 4  # one of them no host gets alone: a proxy that asks for many clients has the other three
 RETRY_AFTER_S = 1
 
 _KINDS = {
@@ -64,7 +66,8 @@ class Refusal(KVPoolError):
 
 class Placements:
     """``health``: of the index. ``shows``: whether requests and responses say in headers where they were placed, and
-    why. ``budget``: what bodies are counted in. ``held_nbytes``: of bodies, now; take more with ``hold``.
+    why. ``budget``: what bodies are counted in. ``held_nbytes``: of bodies and of headers, now; take more with
+    ``hold``.
     """
 
     def __init__(
@@ -80,18 +83,26 @@ class Placements:
         self._placer, self._health, self._stats, self._shows = placer, health, stats, shows
         self._budget, self._tracing = budget, tracing or Tracing()
         self.held_nbytes = 0
+        self._held_by: Counter[str] = Counter()
 
-    def hold(self, have_nbytes: int, nbytes: int) -> None:
-        """Take room for so much more of a body of which there are ``have_nbytes``. Errors: ``Refusal``."""
+    def hold(self, have_nbytes: int, nbytes: int, host: str = "") -> None:
+        """Take room for so much more of a body of which there are ``have_nbytes``. ``host``: whose part it takes;
+        empty: that of none in particular. Errors: ``Refusal``."""
         if have_nbytes + nbytes > MAX_BODY_NBYTES:
             raise Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes")
-        if not self._budget.take(nbytes, INFERENCE):
+        limit_of_host_nbytes = self._budget.limit_of_owner_nbytes * (HOST_PARTS - 1) // HOST_PARTS
+        is_over = host != "" and self._held_by[host] + nbytes > limit_of_host_nbytes
+        if is_over or not self._budget.take(nbytes, INFERENCE):
             raise Refusal(503, "too many requests are being read: send it again later")
         self.held_nbytes += nbytes
+        self._held_by[host] += nbytes
 
-    def let_go(self, nbytes: int) -> None:
-        """Of what was held."""
+    def let_go(self, nbytes: int, host: str = "") -> None:
+        """Of what was held for that host."""
         self.held_nbytes -= nbytes
+        self._held_by[host] -= nbytes
+        if not self._held_by[host]:
+            del self._held_by[host]
         if nbytes:
             self._budget.give(nbytes, INFERENCE)
 

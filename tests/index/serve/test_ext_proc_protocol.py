@@ -158,6 +158,39 @@ def test_an_ordered_list_and_decision_headers() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("held", "rank", "ports"),
+    [
+        ([("one", 0, 64)], None, [9001, 9002, 9003]),
+        ([("two", 1, 64), ("too", 0, 48)], "1", [9002]),
+        ([("too", 1, 64), ("two", 1, 48)], "1", [9003, 9002]),
+    ],
+)
+def test_only_endpoints_of_the_rank_that_is_told_are_named(
+    held: list[tuple[str, int, int]], rank: str | None, ports: list[int]
+) -> None:
+    fleet = Fleet()
+    for place, (name, ranks) in enumerate((("one", 1), ("two", 2), ("too", 2))):
+        address = f"http://127.0.0.1:{9001 + place}"
+        fleet.add(a_worker(name, ranks=ranks, port=6000 + 10 * place, address=address), "flag")
+        for dp_rank in range(ranks):
+            fleet.heard(f"default/{name}", dp_rank)
+    for name, dp_rank, tokens in held:
+        say(fleet, f"default/{name}", dp_rank, 0, batch(stored(BlockHasher(16).hashes(TOKENS[:tokens]))))
+    with picking(fleet=fleet) as index, calling(index) as channel:
+        call = Call(channel)
+        call.ask(headers(sent=[("x-data-parallel-rank", "7")]))
+        reply = call.ask(body())
+        mutation = reply.request_body.response.header_mutation
+        told = set_headers(mutation)
+        assert told.get("x-data-parallel-rank") == rank
+        assert list(mutation.remove_headers) == ([] if rank else ["x-data-parallel-rank"])
+        named = [f"127.0.0.1:{port}" for port in ports]
+        assert sorted(destinations(reply)) == sorted(named)
+        assert destinations(reply)[0] == named[0]
+        assert told["x-gateway-destination-endpoint"] == ",".join(destinations(reply))
+
+
 def test_decision_headers_can_be_left_out() -> None:
     with picking("a", place={"shows": False}) as index, calling(index) as channel:
         call = Call(channel)
@@ -236,7 +269,9 @@ def test_a_caller_that_asks_twice_in_one_call_has_one_reservation() -> None:
     with picking("a", "b") as index, calling(index) as channel:
         call = Call(channel)
         call.place()
-        call.ask(body())
+        call.place()
+        assert reserved(index) == 1
+        assert call.ask(body()) == pb.ProcessingResponse(request_body=pb.BodyResponse())
         assert reserved(index) == 1
         call.ask(response())
         assert reserved(index) == 0
@@ -278,7 +313,8 @@ def test_without_the_body_a_request_is_placed_by_load(mode: int) -> None:
 def test_bodies_have_a_limit_each_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placements, "MAX_BODY_NBYTES", 100_000)
     with picking("a") as index, calling(index) as channel:
-        monkeypatch.setattr(index.fleet.buffers, "limit_nbytes", 300_000)  # half for all bodies
+        # Half for all bodies, and three quarters of that for those of one host.
+        monkeypatch.setattr(index.fleet.buffers, "limit_nbytes", 402_000)
         call = Call(channel)
         call.say(headers(DUPLEX), body(bytes(60_000), end=False), body(bytes(60_000), end=False))
         refused = next(call._replies).immediate_response
@@ -393,7 +429,7 @@ def test_an_index_that_knows_no_worker_yet_lets_the_proxy_choose() -> None:
 
 
 def test_more_requests_than_may_be_under_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limiter, "MAX_PLACEMENTS", 3)
+    monkeypatch.setattr(limiter, "MAX_PLACEMENTS_OF_HOST", 3)
     with picking("a") as index, calling(index) as channel:
         held = [Call(channel) for _ in range(3)]
         for one in held:
