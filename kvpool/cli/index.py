@@ -279,7 +279,7 @@ async def _serve(
             shown += f", HTTP on port {http_port} (status page {page})"
         proxy: Proxy | None = None
         if settings.ext_proc is not None or settings.proxy is not None:
-            renderer = Renderer(tls=worker_tls)
+            renderer = Renderer(tls=worker_tls, budget=fleet.buffers)
             parts.push_async_callback(renderer.close)
             placer = Placer(
                 fleet,

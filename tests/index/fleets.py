@@ -147,7 +147,7 @@ class Served:
         options: dict[str, Any] = {"shows": True, **(self._place or {})}
         tokenizers = Tokenizers(options.pop("tokenizers", None))
         parts.callback(tokenizers.close)
-        renderer = Renderer()
+        renderer = Renderer(budget=self.fleet.buffers)
         parts.push_async_callback(renderer.close)
         router = self._options.get("router") or Router(self.fleet)
         endpoints = Endpoints(self.fleet, options.pop("resolver", None) or Resolver())

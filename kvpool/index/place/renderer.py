@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import aiohttp
 import msgspec
 
+from kvpool import _native
 from kvpool.errors import KVPoolError
+from kvpool.index.buffer_budget import INFERENCE, BufferBudget
 from kvpool.index.place.inference_request import RENDERED, InferenceRequest, prompt_key
-from kvpool.index.prompt import Prompt
+from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
 
 if TYPE_CHECKING:
     from kvpool.key.hashing import Multimodal
@@ -32,13 +34,18 @@ CONNECT_S = (
 )
 KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that is idle
 MAX_RENDERED_NBYTES = 32 << 20
+INLINE_NBYTES = (
+    64 << 10
+)  # of an answer, above which a thread decodes it: some 10,000 tokens, in a millisecond
+MAX_TOKEN = (1 << 32) - 1
 MAX_KEPT_NBYTES = 64 << 20  # of tokens that are remembered
 ENTRY_NBYTES = 1024  # of memory beside them
 MAX_UNDER_WAY = 64
-WITHOUT_S = 30.0  # that a model's workers have no /render is remembered
+WITHOUT_S = 30.0  # that a model's workers have no /render at a path is remembered
 AWAY_S = 5.0  # that a worker that could not be reached is not asked again
 MAX_AWAY = 1024
-_NO_RENDER = (403, 404, 405, 501)  # 403: vLLM without --enable-scale-out
+_NO_RENDER = (403, 404, 405)  # 403: vLLM without --enable-scale-out
+_NOT_OF_THIS = 501  # what vLLM says of a request's content, such as a data URL of an image that is none
 
 logger = logging.getLogger("kvpool.index")
 
@@ -72,7 +79,9 @@ class _Features(msgspec.Struct):
 
 
 class _Rendered(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: (
+        msgspec.Raw
+    )  # read without the interpreter's lock: with an object for each, a million took 0.2 s
     features: _Features | None = None
     cache_salt: str | None = None
 
@@ -83,15 +92,16 @@ _RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
 class Renderer:
     """Remembers the tokens of prompts, also of those that came too late for their request.
 
-    ``tls``: for workers at https; None: with the system's authorities.
+    ``tls``: for workers at https; None: with the system's authorities. ``budget``: what answers are counted in until
+    they are decoded; None: one of its own.
     """
 
-    def __init__(self, *, tls: ssl.SSLContext | None = None) -> None:
-        self._tls = tls
+    def __init__(self, *, tls: ssl.SSLContext | None = None, budget: BufferBudget | None = None) -> None:
+        self._tls, self._budget = tls, budget or BufferBudget()
         self._known: OrderedDict[tuple[str, bytes], Prompt] = OrderedDict()
         self._known_nbytes = 0
         self._under_way: dict[tuple[str, bytes], asyncio.Task[Prompt]] = {}
-        self._without: dict[tuple[str, str], float] = {}  # until when, by tenant and model
+        self._without: dict[tuple[str, str, str], float] = {}  # until when, by tenant, model and path
         self._away: dict[str, float] = {}  # until when, by URL of a worker; the oldest first
         self._session: aiohttp.ClientSession | None = None
 
@@ -144,9 +154,8 @@ class Renderer:
     async def _make(
         self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], ask: Ask
     ) -> Prompt:
-        model = (tenant, request.model)
-        if self._without.get(model, 0.0) > time.monotonic():
-            raise NoTokens(f"the workers of {request.model} have no /render")
+        if self._without.get((tenant, request.model, request.path), 0.0) > time.monotonic():
+            raise NoTokens(f"the workers of {request.model} have no {request.path}/render")
         try:
             return await self._ask_two(request, tenant, body, headers, ask)
         except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
@@ -187,24 +196,33 @@ class Renderer:
         async with self._session.post(
             url, data=io.BytesIO(body), headers=sent, allow_redirects=False, server_hostname=worker.name
         ) as reply:
+            key = (tenant, request.model, request.path)
             if reply.status in _NO_RENDER:
-                if (tenant, request.model) not in self._without:
+                if key not in self._without:
                     logger.warning(
                         "%s of %s answers with HTTP status %d, so texts are placed by load: start the workers with "
                         "--enable-scale-out, or the index with --tokenizer",
                         url, request.model, reply.status,
                     )  # fmt: skip
-                self._without[tenant, request.model] = time.monotonic() + WITHOUT_S
-            elif reply.status >= 500:
+                self._without[key] = time.monotonic() + WITHOUT_S
+            elif reply.status >= 500 and reply.status != _NOT_OF_THIS:
                 raise _Unanswered(f"{url} answers with HTTP status {reply.status}")
             if reply.status != 200:
                 raise NoTokens(f"{url} answers with HTTP status {reply.status}")
-            packed = await reply.content.read(MAX_RENDERED_NBYTES + 1)
-            while len(packed) <= MAX_RENDERED_NBYTES and (more := await reply.content.readany()):
-                packed += more
-        if len(packed) > MAX_RENDERED_NBYTES:
-            raise NoTokens(f"{url} answers with more than {MAX_RENDERED_NBYTES} bytes")
-        return _prompt(request, tenant, _RENDERED.decode(packed))
+            self._without.pop(key, None)
+            packed = bytearray()
+            try:
+                while part := await reply.content.readany():
+                    if len(packed) + len(part) > MAX_RENDERED_NBYTES:
+                        raise NoTokens(f"{url} answers with more than {MAX_RENDERED_NBYTES} bytes")
+                    if not self._budget.take(len(part), INFERENCE):
+                        raise NoTokens(f"there is no room for the answer of {url}")
+                    packed += part
+                if len(packed) <= INLINE_NBYTES:
+                    return _prompt(request, tenant, packed)
+                return await asyncio.to_thread(_prompt, request, tenant, packed)
+            finally:
+                self._budget.give(len(packed), INFERENCE)
 
     def _set_aside(self, url: str) -> None:
         """Ask it no more for ``AWAY_S``."""
@@ -214,15 +232,19 @@ class Renderer:
             del self._away[next(iter(self._away))]
 
 
-def _prompt(request: InferenceRequest, tenant: str, rendered: Any) -> Prompt:
+def _prompt(request: InferenceRequest, tenant: str, packed: bytearray) -> Prompt:
+    """Any thread."""
+    rendered: Any = _RENDERED.decode(packed)
     one = rendered
     if isinstance(rendered, list):
         if not rendered:
             raise NoTokens("a worker has made no tokens of it")
         one = rendered[0]
+    tokens = array("I")
     try:
-        tokens = array("I", one.token_ids)
-    except (OverflowError, TypeError) as error:
+        wide = _native.json_numbers(one.token_ids, MAX_PROMPT_TOKENS, MAX_TOKEN, False)
+        tokens.frombytes(memoryview(wide).cast("I")[::2].tobytes())  # the lower half of each
+    except (OverflowError, ValueError) as error:
         raise NoTokens(f"a worker has made tokens of it that are none: {error}") from error
     salt = one.cache_salt or request.cache_salt
     return Prompt(

@@ -1,0 +1,155 @@
+"""What a worker answers when it is asked for tokens, and what is remembered of it, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from array import array
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.place import renderer
+from kvpool.index.place.inference_request import read_request
+from kvpool.index.place.renderer import Asked, NoTokens, Renderer
+from kvpool.index.prompt import Prompt
+from tests.index.openai_worker import ScriptedWorker, scripted
+
+COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
+
+
+async def tokens_of(
+    rendering: Renderer, text: str, *workers: ScriptedWorker, path: str = COMPLETIONS
+) -> list[int]:
+    """The tokens of a text, of the first of these workers that is not named as one not to ask."""
+
+    async def ask(without: Any) -> Asked:
+        for worker in workers:
+            if (url := f"http://{worker.at}") not in without:
+                return Asked(url, "127.0.0.1")
+        raise NoTokens("no other worker")
+
+    body = json.dumps({"model": "m", "prompt": text}).encode()
+    request = read_request(path, body)
+    prompt = await rendering.prompt(request, "default", body, {}, ask, 20.0)
+    assert isinstance(prompt.token_ids, array)
+    return list(prompt.token_ids)
+
+
+def run(body: Callable[[Renderer], Awaitable[None]], **options: Any) -> None:
+    async def ran() -> None:
+        rendering = Renderer(**options)
+        try:
+            await body(rendering)
+        finally:
+            await rendering.close()
+
+    asyncio.run(ran())
+
+
+def test_a_request_whose_content_cannot_be_rendered_costs_no_other_its_tokens() -> None:
+    """vLLM answers it with 501, such as for a data URL that is none."""
+    with scripted("a", "b") as (a, b):
+
+        async def body(rendering: Renderer) -> None:
+            a.render_status = 501
+            with pytest.raises(NoTokens, match="HTTP status 501"):
+                await tokens_of(rendering, "bad", a, b)
+            assert (a.rendered, b.rendered) == (1, 0), "the other one would say the same"
+            a.render_status = 200
+            assert await tokens_of(rendering, "good", a, b) == list(b"good")
+
+        run(body)
+
+
+@pytest.mark.parametrize("status", [403, 404, 405])
+def test_a_path_without_render_is_remembered_and_no_other_path(status: int) -> None:
+    with scripted("a") as (a,):
+
+        async def body(rendering: Renderer) -> None:
+            a.render_status = status
+            with pytest.raises(NoTokens, match=f"HTTP status {status}"):
+                await tokens_of(rendering, "one", a, path=MESSAGES)
+            a.render_status = 200
+            with pytest.raises(NoTokens, match="the workers of m have no /v1/messages/render"):
+                await tokens_of(rendering, "two", a, path=MESSAGES)
+            assert a.rendered == 1
+            assert await tokens_of(rendering, "one", a) == list(b"one")
+            with pytest.raises(NoTokens, match="the workers of m have no /v1/messages/render"):
+                await tokens_of(rendering, "three", a, path=MESSAGES)
+            assert a.rendered == 2, "it is not asked for what it does not have"
+
+        run(body)
+
+
+def test_that_a_path_has_no_render_is_forgotten_as_soon_as_one_answers_there() -> None:
+    with scripted("a", "b") as (a, b):
+
+        async def body(rendering: Renderer) -> None:
+            a.render_status, b.render_delay_s = 404, 0.3
+            slow = asyncio.create_task(tokens_of(rendering, "slow", b))
+            while not b.rendered:
+                await asyncio.sleep(0.01)
+            with pytest.raises(NoTokens, match="HTTP status 404"):
+                await tokens_of(rendering, "other", a)
+            assert rendering._without
+            assert await slow == list(b"slow")
+            assert not rendering._without
+            assert await tokens_of(rendering, "another", b) == list(b"another")
+
+        run(body)
+
+
+@pytest.mark.parametrize(("count", "in_loop"), [(100, True), (300_000, False)])
+def test_a_large_answer_is_decoded_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch, count: int, in_loop: bool
+) -> None:
+    threads: list[threading.Thread] = []
+    make = renderer._prompt
+
+    def seen(*arguments: Any) -> Prompt:
+        threads.append(threading.current_thread())
+        return make(*arguments)
+
+    monkeypatch.setattr(renderer, "_prompt", seen)
+    made = [0, (1 << 32) - 1, *range(count)]
+    budget = BufferBudget()
+    with scripted("a") as (a,):
+        a.render = lambda _: made
+
+        async def body(rendering: Renderer) -> None:
+            assert await tokens_of(rendering, "x", a) == made
+
+        run(body, budget=budget)
+    assert [thread is threading.main_thread() for thread in threads] == [in_loop]
+    assert budget.used_nbytes == 0
+
+
+def test_an_answer_for_which_there_is_no_room_is_not_read() -> None:
+    budget = BufferBudget(100_000)
+    with scripted("a") as (a,):
+        a.render = lambda _: [0] * 100_000
+
+        async def body(rendering: Renderer) -> None:
+            with pytest.raises(NoTokens, match="there is no room for the answer"):
+                await tokens_of(rendering, "x", a)
+            assert budget.used_nbytes == 0
+            a.render = lambda _: [1, 2]
+            assert await tokens_of(rendering, "y", a) == [1, 2]
+
+        run(body, budget=budget)
+
+
+@pytest.mark.parametrize("made", [[1 << 32], [-1], [1.5], ["1"], [[1]], None, {}])
+def test_tokens_that_are_none_are_no_tokens(made: Any) -> None:
+    with scripted("a") as (a,):
+        a.render = lambda _: made
+
+        async def body(rendering: Renderer) -> None:
+            with pytest.raises(NoTokens, match="tokens of it that are none"):
+                await tokens_of(rendering, "x", a)
+
+        run(body)
