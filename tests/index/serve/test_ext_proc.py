@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,17 +16,21 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvpool import BlockHasher
+from kvpool.cli.engine_process import free_ports
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
 from tests import envoy
+from tests.cli.test_index import running
 from tests.conftest import eventually
 from tests.index.fleets import Served, say, serving
 from tests.index.openai_worker import ScriptedWorker, scripted
 from tests.index.wire import batch, stored
+from tests.store.stopwatch import ends_within
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
 TEXT = "so long a prompt that it has several blocks of sixteen bytes, and a few more at its end"
+MESSAGE_TIMEOUT_S = 2.0  # of deploy/envoy.yaml
 MODES = pytest.mark.parametrize("duplex", [False, True], ids=["buffered", "duplex"])
 
 
@@ -126,7 +132,21 @@ def test_chats_and_token_ids_find_their_worker(tmp_path: Path, duplex: bool) -> 
 
 
 @MODES
-@pytest.mark.parametrize("size", [0, 1, 63_488, 63_489, 1 << 20])
+def test_responses_find_their_worker_by_the_tokens_that_one_of_them_says(
+    tmp_path: Path, duplex: bool
+) -> None:
+    with cluster(tmp_path, duplex=duplex) as there:
+        for worker in there.workers.values():
+            worker.render = lambda body: list(body["input"].encode())
+        there.hold("c")
+        reply = post(there.url, {"model": "m", "input": TEXT}, "/v1/responses")
+        assert (reply.worker, reply.headers["x-kvpool-reason"]) == ("c", "prefix")
+        assert json.loads(reply.body)["path"] == "/v1/responses"
+        assert sum(worker.rendered for worker in there.workers.values()) == 1
+
+
+@MODES
+@pytest.mark.parametrize("size", [0, 1, 63_488, 63_489, 1 << 20, (16 << 20) - 100])
 def test_bodies_arrive_as_they_were_sent(tmp_path: Path, duplex: bool, size: int) -> None:
     with cluster(tmp_path, duplex=duplex) as there:
         body = json.dumps({"model": "m", "prompt": "x" * size}).encode() if size else b""
@@ -179,23 +199,26 @@ def test_who_sends_a_request_cannot_say_where_it_goes(tmp_path: Path) -> None:
         there.hold("b")
         forged = {
             "x_gateway_destination_endpoint": there.workers["c"].at, "x_kvpool_worker": "c", "x_kvpool_tenant": "c",
+            "x_data_parallel_rank": "7",
         }  # fmt: skip
         reply = post(there.url, {"model": "m", "prompt": TEXT}, **forged)
         assert (reply.worker, reply.headers["x-kvpool-worker"]) == ("b", "b")
         seen = {name.lower(): value for name, value in there.workers["b"].headers[-1].items()}
         assert seen["x-kvpool-worker"] == "b"
         assert seen["x-gateway-destination-endpoint"].split(",")[0] == there.workers["b"].at
+        assert "x-data-parallel-rank" not in seen
         post(there.url, {"model": "x", "prompt": TEXT}, x_kvpool_matched_blocks="9")
         for worker in there.workers.values():
             assert all(sent.get("x-kvpool-matched-blocks") != "9" for sent in worker.headers)
 
 
-def test_the_next_best_worker_serves_where_the_best_cannot_be_reached(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nbytes", [0, 2 << 20])
+def test_the_next_best_worker_serves_where_the_best_cannot_be_reached(tmp_path: Path, nbytes: int) -> None:
     with cluster(tmp_path) as there:
         there.hold("b")
         there.hold("c", TEXT[:32])
         there.workers["b"].stop()
-        reply = post(there.url, {"model": "m", "prompt": TEXT})
+        reply = post(there.url, {"model": "m", "prompt": TEXT, "user": "x" * nbytes})
         assert (reply.status, reply.worker) == (200, "c")
         assert reply.headers["x-kvpool-worker"] == "b", "where it was meant to go"
 
@@ -205,6 +228,44 @@ def test_without_an_index_requests_are_served(tmp_path: Path) -> None:
         there.index.stop()
         assert {post(there.url, {"model": "m", "prompt": TEXT}).status for _ in range(20)} == {200}
         assert "x-kvpool-reason" not in post(there.url, {"model": "m", "prompt": TEXT}).headers
+
+
+def test_where_an_index_hangs_a_request_is_served_after_the_deadline_of_its_answer(tmp_path: Path) -> None:
+    assert f"message_timeout: {MESSAGE_TIMEOUT_S:g}s" in envoy.CONFIG.read_text()
+    with ExitStack() as parts:
+        (worker,) = parts.enter_context(scripted("a"))
+        known = f"a=tcp://127.0.0.1:{free_ports(1)[0]},model=m,block=16,address=http://{worker.at}"
+        index = parts.enter_context(running("--ext-proc", "127.0.0.1:0", "--worker", known))
+        found = re.search(r"ext_proc on port ([0-9]+)", index.ready)
+        assert found is not None
+        front = parts.enter_context(envoy.running(tmp_path, [worker.at], [f"127.0.0.1:{found[1]}"]))
+
+        def is_placed() -> bool:
+            reply = post(front.url, {"model": "m", "prompt": TEXT})
+            assert (reply.status, reply.worker) == (200, "a")
+            return "x-kvpool-reason" in reply.headers
+
+        assert eventually(lambda: front.healthy("workers") == front.healthy("picker") == 1, within_s=30)
+        assert eventually(is_placed, within_s=30)
+        index.process.send_signal(signal.SIGSTOP)
+        parts.callback(index.process.send_signal, signal.SIGCONT)
+        with ends_within(MESSAGE_TIMEOUT_S):
+            assert not is_placed()
+        index.process.send_signal(signal.SIGCONT)
+        assert eventually(is_placed, within_s=30)
+
+
+def test_an_old_connection_to_the_index_costs_no_request(tmp_path: Path) -> None:
+    ended = "cluster.picker.upstream_cx_close_notify"
+    with cluster(tmp_path, max_connection_age_s=0.2) as there:
+        replies = []
+
+        def have_ended() -> bool:
+            replies.append(post(there.url, {"model": "m", "prompt": TEXT}))
+            return there.front.counters(ended)[ended] >= 3
+
+        assert eventually(have_ended, within_s=30)
+        assert {(reply.status, reply.headers.get("x-kvpool-reason")) for reply in replies} == {(200, "load")}
 
 
 def test_without_an_index_a_dead_worker_costs_no_request(tmp_path: Path) -> None:
