@@ -219,7 +219,7 @@ def allowed(objects: tuple[Object, ...], source: str, target: str, port: int) ->
 
 
 NEEDED = {
-    ("index", "worker", 8000), ("index", "worker", 5557), ("index", "worker", 5558), ("index", "index", 50051),
+    ("index", "worker", 8000), ("index", "worker", 5557), ("index", "worker", 5657), ("index", "index", 50051),
     ("index", "valkey", 6379), ("worker", "valkey", 6379), ("valkey", "valkey", 6379), ("valkey", "valkey", 16379),
     ("valkey-cluster", "valkey", 6379), ("front", "index", 50052), ("front", "worker", 8000),
 }  # fmt: skip
@@ -229,7 +229,7 @@ NEEDED = {
 def test_policies_allow_what_is_needed_and_nothing_else(name: str) -> None:
     objects = overlay(name)
     names = {each["metadata"]["name"] for each in workloads(objects)}
-    ports = {8000, 5557, 5558, 50051, 50052, 50053, 9090, 6379, 16379}
+    ports = {8000, 5557, 5657, 50051, 50052, 50053, 9090, 6379, 16379}
     found = {
         (source, target, port)
         for source in sorted(names | {"stranger", "client"}) for target in names for port in ports

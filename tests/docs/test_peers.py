@@ -103,7 +103,7 @@ def test_vllms_router_follows_the_events_of_kvpools_workers(tmp_path: Path) -> N
         places = {**at(workers), "MODEL": "m"}
         for number, one in enumerate(publishers, 1):
             places[f"tcp://10.0.0.{number}:5557"] = one.publisher.events
-            places[f"tcp://10.0.0.{number}:5558"] = one.publisher.replay
+            places[f"tcp://10.0.0.{number}:5657"] = one.publisher.replay
         text = recipe(PAGE, "## vLLM's router", "sh")
         url = parts.enter_context(routed(tmp_path, text, places))
         for number, (name, medium) in enumerate([("a", {}), ("b", {}), ("a", POOL), ("b", POOL)]):
