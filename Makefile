@@ -209,6 +209,7 @@ soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STA
 # The one that the images take.
 image-wheel: $(DIST)/.stamp-tools
 	$(DIST)/tools/bin/python scripts/dist --for-tests $(DIST) dist $(or $(WHEELS),cp311-$(shell uname -m))
+	$(DIST)/tools/bin/python scripts/dist/check.py dist/*.whl
 
 test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp image-wheel
 	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker test

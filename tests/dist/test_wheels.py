@@ -181,10 +181,11 @@ def test_it_works_at_the_lowest_versions(tmp_path: Path) -> None:
     assert wheel is not None
     environment = Environment(sys.executable, tmp_path / "lowest")
     # Named one by one: uv takes the lowest version only of what is asked for itself.
+    extras = ("client", "index", "tokenize", "trace", "glide")
     wanted = [
         line
         for line in required(wheel)
-        if "extra" not in line or 'extra == "index"' in line or 'extra == "client"' in line
+        if "extra" not in line or any(f'extra == "{extra}"' in line for extra in extras)
     ]
     needed = [line.partition(" ; ")[0].partition(";")[0] for line in wanted if not line.startswith("kvpool")]
     command = [TOOLS / "uv", "pip", "install", "--quiet", "--resolution=lowest-direct", "--only-binary=:all:"]
@@ -195,10 +196,13 @@ def test_it_works_at_the_lowest_versions(tmp_path: Path) -> None:
         *(line for line in needed if not line.startswith("tomli")),
     ]
     subprocess.run(command, check=True, timeout=600, env={**os.environ, "UV_CACHE_DIR": str(tmp_path / "uv")})
-    assert environment.packages()["redis"] == "5.0.1"
+    packages = environment.packages()
+    assert (packages["redis"], packages["tokenizers"]) == ("5.0.1", "0.21.0")
+    assert packages["opentelemetry-sdk"] == "1.35.0"
     print(f"\nlowest: {environment.packages()}")
     with started(Server("valkey-server", tmp_path)) as server:
         environment.run("-I", ROUND_TRIP, server.url)
+        environment.run("-I", ROUND_TRIP, f"{server.url}?client=glide")
         for arguments in (
             ["--help"],
             ["index", "--help"],
@@ -209,6 +213,9 @@ def test_it_works_at_the_lowest_versions(tmp_path: Path) -> None:
                 [environment.folder / "bin" / "kvpool", *arguments],
                 check=arguments[0] != "doctor", timeout=120, capture_output=True,
             )  # fmt: skip
+    environment.run(
+        "-I", "-c", "import kvpool.index.place.tokenizer, kvpool.tracing as t; t.Tracing.to('http://[::1]:1', 'x').close()"
+    )
     with serving() as served:
         listed = subprocess.run(
             [environment.folder / "bin" / "kvpool", "top", "--once", "--index", served.target],
