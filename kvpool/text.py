@@ -109,7 +109,9 @@ def parse_address(text: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``; port 0 is one. Errors: ``ConfigError``."""
     match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
     if match is None or int(match["port"]) > 65535:
-        raise ConfigError(f"{text!r:.80} is not an address: write HOST:PORT, such as 127.0.0.1:50051")
+        raise ConfigError(
+            f"{text!r:.80} is not an address: write HOST:PORT with a port from 0 to 65535, such as 127.0.0.1:50051"
+        )
     return match["host"], int(match["port"])
 
 

@@ -22,6 +22,7 @@ from rich.progress import Progress
 
 from kvpool.cli.tables import Column, add_row, console, fitted, show
 from kvpool.cli.timed_client import EXISTS_KEYS, VALUE_NBYTES, StoreClient, Values, server_memory
+from kvpool.cli.workspace import termination_interrupts
 from kvpool.errors import StoreUnavailable
 from kvpool.store import StoreURL, open_store
 from kvpool.text import format_nbytes, redact
@@ -44,6 +45,8 @@ def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json
         parsed = StoreURL.parse(url)
         with open_store(url) as store, server_memory(parsed, batch_nbytes) as memory_of:
             client = StoreClient("kvpool", store)
+            if not progress.console.is_terminal:
+                progress.console.print("measuring puts and gets, about a minute")
             task = progress.add_task("moving bytes", total=len(VALUE_NBYTES) * rounds)
             rows = []
             for value_nbytes in VALUE_NBYTES:
@@ -110,14 +113,16 @@ def _measure(
 def benched_pool(pool: str | None, batch_nbytes: int) -> Iterator[tuple[str, Path]]:
     """The URL of the pool, and a temporary folder; without ``pool`` the pool is a directory in it, in shared memory.
 
-    Errors: a ``RuntimeError`` inside becomes ``StoreUnavailable``.
+    The folder goes away at the end, on Ctrl-C and on SIGTERM too. The process's main thread only. Errors: a
+    ``RuntimeError`` inside becomes ``StoreUnavailable``.
     """
     # Shared memory where there is some, so that a disk's speed does not hide ours.
     fast = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     folder = Path(tempfile.mkdtemp(prefix="kvpool-bench-", dir=fast))
     url = pool or f"file://{folder}/pool?capacity={max(1 << 21, 2 * batch_nbytes)}"
     try:
-        yield url, folder
+        with termination_interrupts():
+            yield url, folder
     except RuntimeError as error:
         raise StoreUnavailable(f"{redact(url)}: {error}") from error
     finally:

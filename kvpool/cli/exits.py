@@ -8,6 +8,7 @@ object on standard output instead, where a program reads: ``{"error": {"type", "
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import NoReturn
 
@@ -19,6 +20,9 @@ from kvpool.text import missing_extra
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+# An argument of an index's clients in Python, as their errors name it; no part of a path.
+_ARGUMENT = re.compile(r"(?<![\w/.-])tls_(ca|cert|key)(?![\w/.-])")
 
 
 def run(app: typer.Typer, program: str) -> NoReturn:
@@ -41,7 +45,7 @@ def run(app: typer.Typer, program: str) -> NoReturn:
     except typer.Abort:
         end("aborted", EXIT_INTERRUPTED, "Aborted")
     except KVPoolError as error:
-        end(str(error), code_of(error), type(error).__name__)
+        end(in_options(str(error)), code_of(error), type(error).__name__)
     except ModuleNotFoundError as error:
         needed = missing_extra(error)
         if needed is error:
@@ -66,6 +70,11 @@ def code_of(error: KVPoolError) -> int:
     return EXIT_FAILED
 
 
+def in_options(text: str) -> str:
+    """An error's text with the command line's options in place of Python's arguments: ``--tls-ca`` for ``tls_ca``."""
+    return _ARGUMENT.sub(r"--tls-\1", text)
+
+
 def error_object(sentence: str, code: int, kind: str) -> dict[str, str | int]:
     """What ``--json`` has of a failure."""
-    return {"type": kind, "message": sentence, "exit_code": code}
+    return {"type": kind, "message": in_options(sentence), "exit_code": code}

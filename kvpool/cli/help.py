@@ -16,7 +16,19 @@ OTHER = "Other"
 
 
 class Command(TyperCommand):
-    """A command whose help has the options in the groups of their ``rich_help_panel``, those without one last."""
+    """A command whose help has the options in the groups of their ``rich_help_panel``, those without one last.
+
+    What its parser refuses has its context, so that the failure names this command's own page.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse them. The parser knows no context, and click gives its errors none where an argument is missing."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write them."""

@@ -1,4 +1,4 @@
-"""The temporary folder of a command that starts engines."""
+"""Temporary folders that go away with a command, also when it is ended by a signal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from rich.console import Console
 
 
 @contextlib.contextmanager
+def termination_interrupts() -> Iterator[None]:
+    """Within it SIGTERM does what Ctrl-C does: it raises ``KeyboardInterrupt``. The process's main thread only."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
 def workspace(
     prefix: str, console: Console, *, keep: bool, good: Callable[[], bool] = lambda: True
 ) -> Iterator[Path]:
@@ -20,16 +30,15 @@ def workspace(
 
     When the command fails, or ``good()`` says no at its end, the logs in it stay.
     """
-    previous = signal.signal(signal.SIGTERM, _interrupt)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     failed = False
     try:
-        yield folder
+        with termination_interrupts():
+            yield folder
     except Exception:
         failed = True
         raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
         if keep:
             _tell(console, f"kept: {folder}")
         elif not ((failed or not good()) and _keep_logs(folder, console)):

@@ -161,7 +161,7 @@ class DpRank(_native.RankState):
     def _why_stale(self) -> str:
         if self.joining:
             return "not heard from yet" if self.publisher.events else "it publishes no KV events"
-        return "asleep, or no word of what it holds since" if self.batches <= self.emptied_at else ""
+        return "asleep, or no event since it woke" if self.batches <= self.emptied_at else ""
 
     # ---- what it says, and what is said of it: as ``EventSink`` has it
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,31 @@ def test_bench_store_measures_a_pool_by_value_size_and_leaves_nothing(tmp_path: 
     assert max(map(len, table.splitlines())) <= 80
 
 
+UNTIL_A_SIGNAL = """
+import signal
+from kvpool.cli.bench_store import benched_pool
+from kvpool.store import open_store
+with benched_pool(None, 1 << 20) as (url, folder), open_store(url):
+    print(folder, flush=True)
+    signal.pause()
+"""
+
+
+def test_a_benchmark_that_is_terminated_leaves_no_pool_in_memory() -> None:
+    command = [sys.executable, "-c", UNTIL_A_SIGNAL]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert running.stdout is not None
+        folder = Path(running.stdout.readline().strip())
+        assert (folder / "pool" / "blocks").is_dir()
+        running.terminate()
+        assert running.wait(60) != 0
+        assert not folder.exists()
+    finally:
+        running.kill()
+        running.communicate()
+
+
 def test_bench_store_on_a_server_asks_for_existence_and_memory_and_leaves_other_keys(tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
         server.client.set("other", "theirs")
@@ -67,7 +94,13 @@ def test_bench_store_refuses_a_server_that_would_evict_for_it(tmp_path: Path) ->
 
 def test_bench_store_in_a_pool_that_is_too_small_is_one_clear_line(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool?capacity=2MiB"
-    assert "lower --batch-bytes" in refused("bench", "store", "--pool", url, "--batch-bytes", "8MiB")
+    ended = kvpool("bench", "store", "--pool", url, "--batch-bytes", "8MiB")
+    said, line = ended.stderr.splitlines()
+    assert said == "measuring puts and gets, about a minute", (
+        "off a terminal nothing else shows that it works"
+    )
+    assert "lower --batch-bytes" in line
+    assert ended.returncode == 2
     assert list((tmp_path / "pool" / "blocks").glob("*/*")) == []
 
 

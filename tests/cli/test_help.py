@@ -120,14 +120,59 @@ def test_what_a_file_has_caused_is_no_fault_of_the_command_line() -> None:
 
 
 def test_failures_say_nothing_of_grpc() -> None:
-    for target in ("127.0.0.1:1", "nowhere.invalid:5"):
+    for target, advice in (
+        ("127.0.0.1:1", ": nothing listens there; start one: kvpool index --listen 127.0.0.1:1"),
+        ("nowhere.invalid:5", "; check the address"),
+    ):
         line = refused("top", "--once", "--index", target)
         assert f"no index answers on {target}: " in line
-        assert line.endswith(f"start one: kvpool index --listen {target}")
+        assert line.endswith(advice)
         assert not any(
             word in line for word in ("ipv4", "UNKNOWN", "errors resolving", "last error", "field:")
         )
     assert line.startswith("kvpool: no index answers on nowhere.invalid:5: the name of its host ")
+
+
+ADDRESS = "HOST:PORT with a port from 0 to 65535, such as 127.0.0.1:50051"
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *(("index", option) for option in ("--listen", "--metrics", "--http", "--ext-proc", "--bootstrap")),
+        *(("router", option) for option in ("--listen", "--grpc", "--bootstrap")),
+        *(("doctor", option) for option in ("--index", "--picker")),
+        ("top", "--index"),
+    ],
+)
+def test_an_address_that_is_none_is_told_with_its_option(command: str, option: str) -> None:
+    for wrong in ("foo", "127.0.0.1:99999"):
+        ended = kvpool(command, option, wrong)
+        assert ended.returncode == EXIT_USAGE
+        assert ended.stderr == f"kvpool: {option}: '{wrong}' is not an address: write {ADDRESS}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("index", "--max-memory"), ("router", "--max-memory"), ("bench", "store", "--batch-bytes")]
+)
+def test_a_size_that_is_none_is_told_with_its_option(arguments: tuple[str, ...]) -> None:
+    line = refused(*arguments, "2GG")
+    assert line.startswith(f'kvpool: {arguments[-1]}: "2GG" is not a size: ')
+
+
+def test_a_missing_value_names_the_page_of_its_own_command() -> None:
+    assert refused("doctor", "--pool").endswith("requires an argument (see kvpool doctor --help)")
+    assert refused("bench", "store", "--pool").endswith("(see kvpool bench store --help)")
+
+
+def test_files_of_tls_are_told_by_their_options(tmp_path: Path) -> None:
+    nowhere, asks = f"{tmp_path}/tls_ca", ("top", "--once", "--index", "127.0.0.1:1")
+    line = refused(*asks, "--tls-ca", nowhere)
+    assert line == f"kvpool: --tls-ca {nowhere}: No such file or directory"
+    as_json = json.loads(kvpool(*asks, "--tls-ca", nowhere, "--json").stdout)["error"]
+    assert line == f"kvpool: {as_json['message']}"
+    assert "--tls-cert and --tls-key go together" in refused(*asks, "--tls-cert", nowhere)
+    assert "--tls-cert needs --tls-ca" in refused(*asks, "--tls-cert", nowhere, "--tls-key", nowhere)
 
 
 def test_pool_and_index_can_stand_in_the_environment(tmp_path: Path) -> None:

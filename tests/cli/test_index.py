@@ -483,9 +483,9 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
                 [*trusting, "--token-file", f"{tmp_path}/nowhere"],
                 f"--token-file {tmp_path}/nowhere: No such file or directory",
             ),
-            (["--token-file", router], "If the index serves TLS, name its authority with tls_ca"),
-            ([*trusting[:2], "--token-file", router], "add tls_cert and tls_key"),
-            (["--tls-ca", f"{tmp_path}/nowhere"], f"tls_ca {tmp_path}/nowhere: No such file"),
+            (["--token-file", router], "If the index serves TLS, name its authority with --tls-ca"),
+            ([*trusting[:2], "--token-file", router], "add --tls-cert and --tls-key"),
+            (["--tls-ca", f"{tmp_path}/nowhere"], f"--tls-ca {tmp_path}/nowhere: No such file"),
         ]:
             line = refused(*asked, *arguments, input="1")
             assert says in line, line

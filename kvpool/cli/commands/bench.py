@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli.commands.options import Json
+from kvpool.cli.commands.options import Json, is_size
 from kvpool.cli.help import Command, Group
 from kvpool.errors import ConfigError
 from kvpool.text import format_nbytes, parse_nbytes
@@ -29,7 +29,11 @@ Rounds = Annotated[
 ]
 BatchBytes = Annotated[
     str,
-    typer.Option(metavar="SIZE", help="Bytes of a batch, such as 64MiB, of whatever size its values are."),
+    typer.Option(
+        metavar="SIZE",
+        help="Bytes of a batch, such as 64MiB, of whatever size its values are.",
+        callback=is_size,
+    ),
 ]
 
 bench = typer.Typer(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvpool.cli.commands.options import is_address, is_size
 from kvpool.cli.log_lines import LogFormat, LogLevel
 
 # The groups of options in --help, in the order in which they come.
@@ -77,8 +78,8 @@ MaxBlocks = Annotated[
 ReuseReports = Annotated[
     bool,
     typer.Option(
-        help="Whether a request may run with vLLM's kv_cache_report_mode full. If none does, say no: copies and "
-        "sliding windows are known exactly then.",
+        help="Say --no-reuse-reports if no request sets vLLM's kv_cache_report_mode to full: the index is then exact "
+        "about copies and sliding windows.",
         rich_help_panel=WORKERS,
     ),
 ]
@@ -86,9 +87,10 @@ MaxMemory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Most memory, such as 2GiB: three quarters for what is known of all models, where blocks that are seldom "
-        "asked for make room, one quarter for what is on its way and for snapshots. Without it: no limit for what is "
-        "known and for snapshots, 1 GiB for the rest.",
+        help="Memory limit, such as 2GiB: three quarters for the tables of all models (when full, blocks that are "
+        "seldom asked for are forgotten), one quarter for batches, requests and snapshots. Default: no limit for "
+        "tables and snapshots, 1 GiB for the rest.",
+        callback=is_size,
         rich_help_panel=MEMORY,
     ),
 ]
@@ -97,6 +99,7 @@ Metrics = Annotated[
     typer.Option(
         metavar="HOST:PORT",
         help="Where to show Prometheus metrics, at /metrics. Without it: nowhere.",
+        callback=is_address,
         rich_help_panel=ADDRESSES,
     ),
 ]
@@ -106,6 +109,7 @@ Http = Annotated[
         metavar="HOST:PORT",
         help="Where to show the status page (/status), and to answer lookups over HTTP (Mooncake's RFC 1403: "
         "/query, /query_by_hash).",
+        callback=is_address,
         rich_help_panel=ADDRESSES,
     ),
 ]
@@ -157,6 +161,7 @@ Bootstrap = Annotated[
         metavar="HOST:PORT",
         help="Begin with what the index there knows (its --listen, or a router's --grpc); if it does not answer, with "
         "--snapshot.",
+        callback=is_address,
         rich_help_panel=LIFE,
     ),
 ]
@@ -166,7 +171,7 @@ WarmUp = Annotated[
         metavar="SECONDS",
         min=0,
         max=86400,
-        help="Longest time after the start for which health says no, until all workers and the pool were heard.",
+        help="After the start, health says no until all workers and the pool have been read, at most this long.",
         rich_help_panel=LIFE,
     ),
 ]
@@ -194,9 +199,9 @@ RouteCost = Annotated[
     typer.Option(
         "--route-cost",
         metavar="NAME=NUMBER",
-        help="A coefficient by which workers are ranked, in prompt tokens to compute; once for each: local (0.05 if "
-        "not given), pool (as measured), waiting (as what was placed there), running (64), usage (1024); and speed, "
-        "tokens of prompts that a worker computes in a second (8000). docs/explanation/placing.md has the formula.",
+        help="A coefficient by which workers are ranked, in prompt tokens to compute; once for each. Default: local "
+        "0.05, pool (measured, else 0.2), waiting (measured, else 1024), running 64, usage 1024; and speed, prompt "
+        "tokens that a worker computes in a second, 8000.",
         rich_help_panel=PLACING,
     ),
 ]
@@ -204,7 +209,8 @@ Tokens = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Callers need a token of this file; kvpool token makes entries. Without it: who reaches a port may ask.",
+        help="Callers need a token of this file; kvpool token makes entries. Without it every caller that reaches a "
+        "port may ask.",
         rich_help_panel=SECURITY,
     ),
 ]
@@ -239,11 +245,11 @@ Drain = Annotated[
 ]
 LogLevelOption = Annotated[
     LogLevel,
-    typer.Option("--log-level", help="The least that is logged, to standard error.", rich_help_panel=LOGS),
+    typer.Option("--log-level", help="Lowest level that is logged, to standard error.", rich_help_panel=LOGS),
 ]
 LogFormatOption = Annotated[
     LogFormat,
-    typer.Option("--log-format", help="How: text, or json with one object a line.", rich_help_panel=LOGS),
+    typer.Option("--log-format", help="Log format: text, or json (one object a line).", rich_help_panel=LOGS),
 ]
 Traces = Annotated[
     str | None,

@@ -41,7 +41,7 @@ from kvpool.cli.commands.fleet_options import (
     WorkerCa,
     WorkerOption,
 )
-from kvpool.cli.commands.options import ACCESS, Index, Json, TlsCa, TlsCert, TlsKey, TokenFile
+from kvpool.cli.commands.options import ACCESS, Index, Json, TlsCa, TlsCert, TlsKey, TokenFile, is_address
 from kvpool.cli.log_lines import LogFormat, LogLevel
 from kvpool.text import parse_nbytes
 
@@ -52,6 +52,7 @@ def index(
         typer.Option(
             metavar="HOST:PORT",
             help="Where to serve gRPC; port 0: any that is free.",
+            callback=is_address,
             rich_help_panel=ADDRESSES,
         ),
     ] = "127.0.0.1:50051",
@@ -61,9 +62,8 @@ def index(
         typer.Option(
             "--tenant",
             metavar="TENANT",
-            help="Follow only this tenant's workers in the pool; once for each tenant. Without it: those of all "
-            "tenants in the pool's list of tenants. A pool user that is confined to its tenant cannot enter it there: "
-            "name it.",
+            help="Follow only this tenant's workers in the pool; once for each tenant. Default: all tenants in the "
+            "pool's list. A tenant whose pool user has rights to its own keys only is not in that list: name it here.",
             rich_help_panel=WORKERS,
         ),
     ] = None,
@@ -81,6 +81,7 @@ def index(
             metavar="HOST:PORT",
             help="Where to be Envoy's endpoint picker (ext_proc): it asks there where to send each request. With TLS "
             "and tokens as --listen; deploy/envoy.yaml is for it.",
+            callback=is_address,
             rich_help_panel=ADDRESSES,
         ),
     ] = None,
@@ -211,14 +212,14 @@ def lookup(
     model: Annotated[
         str,
         typer.Option(
-            metavar="MODEL", help="Its model, by the name that requests have.", rich_help_panel=PROMPT
+            metavar="MODEL", help="The model, by the name that requests use.", rich_help_panel=PROMPT
         ),
     ],
     token_ids: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Its token ids: JSON, or separated by spaces or commas; -: standard input.",
+            help="The prompt's token ids: JSON, or separated by spaces or commas; -: standard input.",
             rich_help_panel=PROMPT,
         ),
     ] = None,
@@ -226,7 +227,7 @@ def lookup(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Its 64-bit block hashes, decimal or 0x...; -: standard input.",
+            help="The prompt's 64-bit block hashes, decimal or 0x...; -: standard input.",
             rich_help_panel=PROMPT,
         ),
     ] = None,
@@ -234,7 +235,7 @@ def lookup(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Its text, for an index with a --tokenizer; -: standard input.",
+            help="The prompt's text, for an index with a --tokenizer; -: standard input.",
             rich_help_panel=PROMPT,
         ),
     ] = None,
@@ -242,22 +243,25 @@ def lookup(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="It as a chat: JSON, messages or the body of a request for /v1/chat/completions; -: standard input.",
+            help="The prompt as a chat: JSON, messages or the body of a request for /v1/chat/completions; -: standard "
+            "input.",
             rich_help_panel=PROMPT,
         ),
     ] = None,
     lora_name: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Of the adapter of the request; with --lora-path.", rich_help_panel=PROMPT
+            metavar="NAME",
+            help="Name of the request's LoRA adapter; needs --lora-path.",
+            rich_help_panel=PROMPT,
         ),
     ] = None,
     lora_path: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Of the adapter, as its worker has it.", rich_help_panel=PROMPT),
+        typer.Option(metavar="PATH", help="Path of the adapter, as on its worker.", rich_help_panel=PROMPT),
     ] = None,
     cache_salt: Annotated[
-        str | None, typer.Option(metavar="SALT", help="Of the request.", rich_help_panel=PROMPT)
+        str | None, typer.Option(metavar="SALT", help="The request's cache_salt.", rich_help_panel=PROMPT)
     ] = None,
     tenant: Annotated[
         str, typer.Option(metavar="TENANT", help="Whose workers are asked about.", rich_help_panel=ANSWER)
@@ -292,7 +296,13 @@ def lookup(
     index_: Index = "127.0.0.1:50051",
     timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Longest wait for the answer.", rich_help_panel=ACCESS),
+        typer.Option(
+            metavar="SECONDS",
+            min=0.001,
+            max=3600,
+            help="Longest wait for the answer.",
+            rich_help_panel=ACCESS,
+        ),
     ] = 5.0,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from kvpool.errors import ConfigError
+from kvpool.text import parse_address, parse_nbytes
+
 ACCESS = "Access to the index"
+
+
+def _read_by(parse: Callable[[str], object]) -> Callable[..., Any]:
+    """A callback for options whose values ``parse`` reads: what it refuses is told with the option's name."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        try:
+            for text in value if isinstance(value, list) else [value]:
+                if text is not None:
+                    parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"{param.opts[0]}: {error}") from error
+        return value
+
+    return check
+
+
+is_address, is_size = _read_by(parse_address), _read_by(parse_nbytes)
 
 # How a command gets into an index.
 Index = Annotated[
@@ -16,6 +38,7 @@ Index = Annotated[
         metavar="HOST:PORT",
         envvar="KVPOOL_INDEX",
         help="Where the index serves.",
+        callback=is_address,
         rich_help_panel=ACCESS,
     ),
 ]

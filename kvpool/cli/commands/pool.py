@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.cli.commands.options import Json, TlsCa, TlsCert, TlsKey, TokenFile
+from kvpool.cli.commands.options import Json, TlsCa, TlsCert, TlsKey, TokenFile, is_address
 from kvpool.cli.exits import EXIT_FAILED
 from kvpool.errors import ConfigError
 
@@ -17,7 +17,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="URL",
-            help="The pool. Without it, whatever KVPOOL_POOL says: a directory in a temporary folder.",
+            help="The pool. Default: a directory in a temporary folder; KVPOOL_POOL is not used.",
         ),
     ] = None,
     setting: Annotated[
@@ -99,6 +99,7 @@ def doctor(
             metavar="HOST:PORT",
             envvar="KVPOOL_INDEX",
             help="An index; once for each of its replicas, to compare them.",
+            callback=is_address,
             rich_help_panel=PARTS,
         ),
     ] = None,
@@ -115,6 +116,7 @@ def doctor(
         typer.Option(
             metavar="HOST:PORT",
             help="An index's --ext-proc, which Envoy asks; once for each.",
+            callback=is_address,
             rich_help_panel=PARTS,
         ),
     ] = None,
@@ -130,8 +132,8 @@ def doctor(
 ) -> None:
     """Examine a deployment: what works, what does not, and what to do next; one line each, OK, WARN or FAIL.
 
-    Exits with 1 when something fails, a part that is not there included. On a server it puts one block of 64 KiB,
-    reads it and deletes it; all else is only read.
+    Exits with 1 when something fails or is missing. On a server it puts one block of 64 KiB, reads it and deletes it;
+    all else is only read.
     """
     if pool is None and not index and not front and not picker:
         raise ConfigError(

@@ -39,6 +39,7 @@ from kvpool.cli.commands.fleet_options import (
     WorkerCa,
     WorkerOption,
 )  # fmt: skip
+from kvpool.cli.commands.options import is_address
 from kvpool.cli.log_lines import LogFormat, LogLevel
 from kvpool.errors import ConfigError
 from kvpool.text import parse_nbytes
@@ -50,6 +51,7 @@ def router(
         typer.Option(
             metavar="HOST:PORT",
             help="Where to take requests over HTTP; port 0: any that is free.",
+            callback=is_address,
             rich_help_panel=ADDRESSES,
         ),
     ] = "127.0.0.1:8080",
@@ -77,6 +79,7 @@ def router(
             metavar="HOST:PORT",
             help="Where to answer over gRPC as kvpool index does: for kvpool top and lookup, and the --bootstrap of "
             "another router. Without it: nowhere.",
+            callback=is_address,
             rich_help_panel=ADDRESSES,
         ),
     ] = None,

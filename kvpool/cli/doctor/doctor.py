@@ -80,10 +80,10 @@ def run_doctor(
     left_out = [
         option
         for option, given in (
-            ("--pool URL", pool),
-            ("--index HOST:PORT", indexes),
-            ("--front URL", fronts),
-            ("--picker HOST:PORT", pickers),
+            ("--pool", pool),
+            ("--index", indexes),
+            ("--front", fronts),
+            ("--picker", pickers),
         )
         if not given
     ]
@@ -92,7 +92,7 @@ def run_doctor(
         report = {
             "ok": good,
             "findings": [finding._asdict() for finding in findings],
-            "not_examined": [option.split()[0].removeprefix("--") for option in left_out],
+            "not_examined": [option.removeprefix("--") for option in left_out],
         }
         print(json.dumps(report))
     else:
@@ -111,14 +111,18 @@ class _Pool:
         try:
             store = open_for_inspection(self._text)
         except KVPoolError as error:
-            yield fail("pool", str(error), "nothing can be shared before this works")
+            yield fail(
+                "pool",
+                str(error),
+                "correct that and run the doctor again: until then nothing else of the pool is examined",
+            )
             return
         with store:
             if self._url.scheme == "memory":
                 yield fail(
                     "pool",
-                    "memory:// is the memory of one process: nobody else reaches it",
-                    "name a pool that others reach",
+                    "memory:// is private to one process",
+                    "name a pool that all workers reach: valkey://HOST:6379, or file:///PATH on one host",
                 )
                 return
             if self._url.scheme == "file":

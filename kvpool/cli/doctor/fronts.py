@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from kvpool.cli.doctor.finding import Finding, fail, ok, warn
 from kvpool.cli.doctor.http_page import get
+from kvpool.cli.exits import in_options
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.discovery.worker import Worker
 from kvpool.errors import KVPoolError
+from kvpool.index.client.channel import without_advice
 
 TIMEOUT_S = 3.0
 
@@ -53,8 +55,9 @@ def picker_findings(picker: IndexConnection) -> Iterator[Finding]:
     except KVPoolError as error:
         yield fail(
             "picker",
-            str(error).partition("; start one")[0].replace("no index answers", "no picker answers"),
-            "requests go anywhere without it: start kvpool index with --ext-proc, or correct the address",
+            in_options(without_advice(error)).replace("no index answers", "no picker answers"),
+            "start kvpool index with --ext-proc, or correct the address; until then requests are placed without "
+            "prefixes",
         )
         return
     if serves:

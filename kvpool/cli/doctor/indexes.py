@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from kvpool.cli.doctor.finding import Finding, fail, ok, warn
 from kvpool.cli.doctor.workers import EVENTS_ON
+from kvpool.cli.exits import in_options
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.discovery.worker import Worker
 from kvpool.errors import AccessDenied, IndexUnavailable, UnknownModel
 from kvpool.index.answer import WorkerStatus
+from kvpool.index.client.channel import NOTHING_LISTENS, without_advice
 from kvpool.index.client.client import IndexClient
 from kvpool.index.dp_rank import LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
 from kvpool.text import counted
@@ -30,9 +32,19 @@ def index_findings(
         except AccessDenied as error:
             return [fail("index", str(error), "give a token with the right to read: --token-file")], []
         except IndexUnavailable as error:
-            return [fail("index", str(error), "or correct the address")], []
+            return [_away(index, in_options(without_advice(error)))], []
         findings = list(_judged(index, client, statuses, announced, tenant))
     return findings, [status.worker for status in statuses]
+
+
+def _away(index: IndexConnection, says: str) -> Finding:
+    if says.endswith(NOTHING_LISTENS):
+        change = f"start it: kvpool index --listen {index.target} --pool URL; or correct --index"
+    elif says.startswith("no index answers"):
+        change = "correct --index"
+    else:
+        change = "see what runs there and its log; or correct --index and the options of TLS"
+    return fail("index", says, change)
 
 
 def _judged(
@@ -50,7 +62,7 @@ def _judged(
     if not statuses:
         yield fail(
             "index",
-            "it knows no worker, so it can tell nobody where a prompt is",
+            "it follows no worker, so it cannot place prompts",
             "name the pool of the workers with its --pool, or each stock vLLM with --worker",
         )
     elif not _serves(index):

@@ -39,7 +39,7 @@ def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> 
     if not workers:
         yield fail(
             "workers",
-            f"none of tenant {tenant} announces itself in the pool: nobody shares anything there now",
+            f"no worker of tenant {tenant} has announced itself in the pool",
             "start vLLM with KVPoolConnector and this pool (docs/how-to/vllm.md), or name the --tenant of those "
             "that run; a record lasts for its lease only",
         )

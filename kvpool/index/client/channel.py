@@ -46,9 +46,11 @@ _TLS_ADVICE = {
     "certificate, add tls_cert and tls_key, of an authority that it trusts and not expired",
 }
 
+NOTHING_LISTENS = "nothing listens there"
+_START, _CHECK = "; start one: kvpool index --listen ", "; check the address"
 # The same of a connection that was not made at all.
 _WHY = {
-    "Connection refused": "nothing listens there",
+    "Connection refused": NOTHING_LISTENS,
     "Domain name not found": "the name of its host is not known",
     "lookup error": "the name of its host cannot be resolved",
     "No route to host": "there is no route to its host",
@@ -148,7 +150,7 @@ def late(target: str, timeout_s: float) -> KVPoolError:
     """What a client says of an answer that did not come in time."""
     return IndexUnavailable(
         f"the index at {target} did not answer within {timeout_s:g} s: it is busy or stuck, or something else "
-        "listens there; raise timeout_s, or go on without it"
+        "listens there; allow it more time, or go on without it"
     )
 
 
@@ -164,9 +166,16 @@ def unanswered(target: str, count: int) -> KVPoolError:
     )
 
 
-def _why(words: str) -> str:
-    """What gRPC's words mean, in ours; they are of no use to who has to mend it."""
-    return next((f": {why}" for sign, why in _WHY.items() if sign in words), "")
+def without_advice(error: KVPoolError) -> str:
+    """What an error of a client says is wrong, for a caller that words itself what to do where nobody answers."""
+    return str(error).partition(_START)[0].partition(_CHECK)[0]
+
+
+def _away(target: str, words: str) -> KVPoolError:
+    """Nobody answers. gRPC's words are of no use to who has to mend it, so ours say what they mean."""
+    why = next((why for sign, why in _WHY.items() if sign in words), "")
+    advice = f"{_START}{target}" if why == NOTHING_LISTENS else _CHECK
+    return IndexUnavailable(f"no index answers on {target}{why and ': '}{why}{advice}")
 
 
 def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError:
@@ -196,7 +205,5 @@ def refusal(target: str, timeout_s: float, code: grpc.StatusCode, text: str) -> 
                     return IndexUnavailable(f"no connection to the index at {target}: {advice}")
         if "http1" in detail or "HTTP" in detail or "SETTINGS" in detail:
             return IndexUnavailable(f"what listens on {target} does not speak gRPC: it is no kvpool index")
-        return IndexUnavailable(
-            f"no index answers on {target}{_why(words)}; start one: kvpool index --listen {target}"
-        )
+        return _away(target, words)
     return IndexUnavailable(f"the index at {target} failed ({code.name}): {detail}")

@@ -132,7 +132,7 @@ def test_nothing_is_well_of_what_is_not_there(tmp_path: Path) -> None:
     finally:
         served.stop()
     assert code == 1
-    assert "it knows no worker" in sentences(findings, "fail")
+    assert "it follows no worker" in sentences(findings, "fail")
 
 
 def test_what_is_examined_can_stand_in_the_environment(tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ def test_a_worker_that_sleeps_is_not_credited_until_it_says_what_it_holds(fleet:
             server.show({0: Engine(asleep=True)})
             await until(lambda: credited(fleet) == (0, True))
             (status,) = fleet.workers()
-            assert status.publishers[0].problem == "asleep, or no word of what it holds since"
+            assert status.publishers[0].problem == "asleep, or no event since it woke"
             assert fleet.totals().stale_ranks == 1
             server.show({0: Engine(4)})
             await until(lambda: running(board, "a") == 4)
