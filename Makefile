@@ -386,7 +386,7 @@ $(PEERS)/lmcache-engine/.stamp: | $(VENV)/.stamp-venv
 	@touch $@
 
 $(PEERS)/glide/.stamp: | $(VENV)/.stamp-venv
-	$(call peer_environment,glide,valkey-glide-sync>=2.5)
+	$(call peer_environment,glide,valkey-glide-sync>=2.6)
 	@touch $@
 
 $(PEERS)/redis/.stamp: | $(VENV)/.stamp-venv
