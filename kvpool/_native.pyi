@@ -184,8 +184,14 @@ def open_routed_resp_executor(
 class TooMuchWork(RuntimeError):
     """Raised by Table.match and what calls it: a prompt that others would wait for too long."""
 
+class NotAtOnce(RuntimeError):
+    """Raised by Rows.answer and again with at_once: it waits for a batch, or takes more than an event loop may."""
+
 class MalformedEvents(ValueError):
     """Raised by Table.apply; nothing was applied. Says what is wrong, at which byte."""
+
+class ClearedTooOften(MalformedEvents):
+    """Raised by Table.apply for a batch that stores and clears in turns; the worker holds nothing any more."""
 
 class Matches:
     """One row a (worker, rank). Columns are packed native u32."""
@@ -285,9 +291,11 @@ class Rows:
         self, rows: tuple[tuple[str, int, str, int, str, str, RankState], ...], are_all: bool
     ) -> None: ...
 
-    # hashes64: packed little-endian u64. now_ms: by the clock of heard_at_ms.
-    def answer(self, table: Table, hashes64: Buffer, now_ms: int) -> Answer: ...
-    def again(self, row: int, table: Table, hashes64: Buffer, now_ms: int, answer: Answer) -> None: ...
+    # hashes64: packed little-endian u64. now_ms: by the clock of heard_at_ms. at_once: or NotAtOnce.
+    def answer(self, table: Table, hashes64: Buffer, now_ms: int, at_once: bool) -> Answer: ...
+    def again(
+        self, row: int, table: Table, hashes64: Buffer, now_ms: int, answer: Answer, at_once: bool
+    ) -> None: ...
 
 class RankLoad:
     """kvpool/_native/index/ranking.h: what was last said of how busy a rank is, and what was promised to it. Under the

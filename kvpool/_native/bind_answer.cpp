@@ -68,17 +68,23 @@ class PyRows {
     rows_ = std::make_shared<const Rows>(std::move(native), are_all);
   }
 
-  PyAnswer answer(const PyTable& table, nb::handle hashes64, std::int64_t now_ms) const {
+  PyAnswer answer(const PyTable& table, nb::handle hashes64, std::int64_t now_ms, bool at_once) const {
     const Bytes hashes(hashes64);
-    return {rows_, without_gil([&] { return rows_->answer(table.native(), hashes.get(), now_ms); })};
+    return {rows_, without_gil([&] {
+              return rows_->answer(table.native(), hashes.get(), now_ms, patience_of(at_once));
+            })};
   }
   void again(std::size_t row, const PyTable& table, nb::handle hashes64, std::int64_t now_ms,
-             PyAnswer& answer) const {
+             PyAnswer& answer, bool at_once) const {
     const Bytes hashes(hashes64);
-    without_gil([&] { rows_->again(row, table.native(), hashes.get(), now_ms, answer.native()); });
+    without_gil([&] {
+      rows_->again(row, table.native(), hashes.get(), now_ms, answer.native(), patience_of(at_once));
+    });
   }
 
  private:
+  static Patience patience_of(bool at_once) { return at_once ? Patience::kAtOnce : Patience::kFull; }
+
   nb::tuple kept_;  // the RankStates
   std::shared_ptr<const Rows> rows_;
 };
@@ -196,8 +202,8 @@ void bind_answer(nb::module_& m) {
       .def("pack", &PyAnswer::pack);
   nb::class_<PyRows>(m, "Rows")
       .def(nb::init<const nb::tuple&, bool>(), "rows"_a, "are_all"_a)
-      .def("answer", &PyRows::answer, "table"_a, "hashes64"_a, "now_ms"_a)
-      .def("again", &PyRows::again, "row"_a, "table"_a, "hashes64"_a, "now_ms"_a, "answer"_a);
+      .def("answer", &PyRows::answer, "table"_a, "hashes64"_a, "now_ms"_a, "at_once"_a)
+      .def("again", &PyRows::again, "row"_a, "table"_a, "hashes64"_a, "now_ms"_a, "answer"_a, "at_once"_a);
   nb::class_<RankLoad>(m, "RankLoad")
       .def(nb::init<>())
       .def(

@@ -18,8 +18,10 @@ PyTable* py_table_of(nb::handle packed, std::size_t max_blocks, bool reuse_repor
 }  // namespace
 
 void bind_index(nb::module_& m) {
-  nb::exception<MalformedEvents>(m, "MalformedEvents", PyExc_ValueError);
+  const nb::exception<MalformedEvents> malformed(m, "MalformedEvents", PyExc_ValueError);
+  nb::exception<ClearedTooOften>(m, "ClearedTooOften", malformed.ptr());
   nb::exception<TooMuchWork>(m, "TooMuchWork", PyExc_RuntimeError);
+  nb::exception<NotAtOnce>(m, "NotAtOnce", PyExc_RuntimeError);
   nb::class_<PyMatches>(m, "Matches")
       .def("__len__", &PyMatches::rows)
       .def("workers", &PyMatches::workers)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvpool import _native
 from kvpool.discovery.worker import Position, Publisher, Worker
 from kvpool.index.answer import PublisherStatus
+from kvpool.index.refusals import ClearedTooOften
 from kvpool.index.sequence import batch_digest
 from kvpool.index.table import Content, PrefixIndex
 
@@ -166,7 +167,7 @@ class DpRank(_native.RankState):
     # ---- what it says, and what is said of it: as ``EventSink`` has it
 
     def apply(self, sequence: int, payload: bytes, now_s: float) -> None:
-        """One batch. Errors: ``MalformedEvents``, and then nothing of it was applied."""
+        """One batch. Errors: ``MalformedEvents``, and then nothing of it was applied; or ``ClearedTooOften``."""
         completed = found_unmatchable = False
         with self.lock:
             if self.gone:
@@ -188,8 +189,10 @@ class DpRank(_native.RankState):
                 self.awaiting_first_batch = False
                 if not self.joining:  # while it joins, batches of long ago are told
                     self.heard_at_ms = int(now_s * 1000)
-            except BaseException:
+            except BaseException as error:
                 self.malformed += 1
+                if isinstance(error, ClearedTooOften):
+                    self._forget()
                 raise
             finally:
                 self._change_ends()
@@ -209,8 +212,7 @@ class DpRank(_native.RankState):
             if self.gone:
                 return
             self._change_begins()
-            self.index.clear(self.holder)
-            self.sequence = self.batch_digest = 0
+            self._forget()
             self.resets += 1
             if anew:
                 self.awaiting_first_batch = True
@@ -289,6 +291,11 @@ class DpRank(_native.RankState):
             self._change_ends()
 
     # ---- under its lock
+
+    def _forget(self) -> None:
+        """What it holds, but for the pool's blocks, and of which batch that was."""
+        self.index.clear(self.holder)
+        self.sequence = self.batch_digest = 0
 
     def _change_begins(self) -> None:
         self.version += 1

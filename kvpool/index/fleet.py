@@ -6,8 +6,7 @@ Threads: any may call anything, and nothing here does I/O but a line to the log.
 and who is in a ``Partition``; readers of ``_entries``, ``_ranks`` and ``_models`` see whole values without it.
 ``DpRank.lock`` guards the rank's holder in the table and the rank's fields; it is taken after ``_lock``, never before.
 A rank's lock is held while a batch is applied, up to 0.3 s for 34 MiB, and ``_lock`` while a rank that leaves waits for
-that. So an event loop calls only what takes neither: lookups of a few hashes, ``followed``, ``incomplete``,
-``progress``, ``models``.
+that. An event loop calls what takes neither: ``ask`` at once, ``followed``, ``incomplete``, ``progress``, ``models``.
 """
 
 from __future__ import annotations
@@ -342,15 +341,16 @@ class Fleet:
         """
         return merged(self.ask(model, **fields))
 
-    def ask(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> list[Answer]:
-        """``lookup``, of each partition by itself: one, unless workers of the model differ in how they hash."""
+    def ask(
+        self, model: str | Prompt, *, at_once: bool = False, **fields: Unpack[PromptFields]
+    ) -> list[Answer]:
+        """``lookup`` of each partition: one, unless workers of the model differ in how they hash; or ``NotAtOnce``."""
         prompt = as_prompt(model, fields)
         candidates = prompt.candidates()
-        return [partition.answer(hashes, candidates) for partition, hashes in self._asked(prompt)]
+        return [one.answer(hashes, candidates, at_once=at_once) for one, hashes in self._asked(prompt)]
 
     def lookup_tiers(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> list[TierRow]:
-        """``lookup``, tier by tier, as of some batch of each rank that is not named; by name and rank. An empty prompt
-        has zeros."""
+        """``lookup``, tier by tier, as of some batch of each rank; by name and rank. An empty prompt has zeros."""
         prompt = as_prompt(model, fields)
         candidates = prompt.candidates()
         empty = ((one, b"") for one in self._partitions(prompt.tenant, prompt.model))

@@ -23,6 +23,7 @@ from kvpool.errors import ConfigError
 from kvpool.index.answer import Lookup, TierRow
 from kvpool.index.dp_rank import ONE_SEED, DpRank
 from kvpool.index.prompt import Prompt
+from kvpool.index.refusals import NotAtOnce
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import BlockHasher, seed_id
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _NOTHING = (0, 0, 0, 0, 0)
+# Rows that an event loop asks again, each in a look at every hash: more than threads apply batches at a time.
+MOVED_AT_ONCE = 8
 _STALE = attrgetter("stale")
 
 
@@ -154,14 +157,22 @@ class Partition:
             prompt.token_ids, lora=prompt.lora, cache_salt=prompt.cache_salt, multimodal=prompt.multimodal
         )
 
-    def answer(self, hashes: Buffer, candidates: frozenset[str] | None) -> Answer:
-        """A row for every rank of the candidates; None: of all."""
+    def answer(self, hashes: Buffer, candidates: frozenset[str] | None, *, at_once: bool = False) -> Answer:
+        """A row for every rank of the candidates; None: of all. ``at_once``: see ``PrefixIndex.answer``."""
         members = self._among(candidates)
         now_ms = int(self._clock() * 1000)
-        answer = self.index.answer(members.rows, hashes, now_ms)
-        for place in answer.moved():
-            with members.ranks[place].lock:
-                self.index.answer_again(place, members.rows, hashes, now_ms, answer)
+        answer = self.index.answer(members.rows, hashes, now_ms, at_once=at_once)
+        moved = answer.moved()
+        if at_once and len(moved) > MOVED_AT_ONCE:
+            raise NotAtOnce(f"batches of {len(moved)} ranks came meanwhile")
+        for place in moved:
+            lock = members.ranks[place].lock
+            if not lock.acquire(blocking=not at_once):
+                raise NotAtOnce("a batch is being applied")
+            try:
+                self.index.answer_again(place, members.rows, hashes, now_ms, answer, at_once)
+            finally:
+                lock.release()
         return Answer(members, answer)
 
     def tiers(self, hashes: Buffer, candidates: frozenset[str] | None) -> list[TierRow]:

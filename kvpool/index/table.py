@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
 from kvpool.discovery.worker import MAX_DP_RANK
-from kvpool.errors import ConfigError, MalformedEvents, SnapshotRefused
-from kvpool.index.refusals import REFUSED, refusal, refusals
+from kvpool.errors import ConfigError, SnapshotRefused
+from kvpool.index.refusals import REFUSED, malformed, refusal, refusals
 from kvpool.key.hashing import MAX_BLOCK_TOKENS
 from kvpool.text import MAX_NBYTES, unknown
 
@@ -244,13 +244,13 @@ class PrefixIndex:
         ``[timestamp, [events], data-parallel rank]``, at most 64 MiB, a million events and four million
         hashes. ``dp_rank``: the rank where the payload names none. ``pool``: who holds what the batch says of
         the pool, as a worker of that name with rank 0, for workers that share one; None: the worker itself.
-        Errors: ``MalformedEvents``, and then nothing of the batch was applied; ``ConfigError`` for the rest.
+        Errors: ``MalformedEvents``, and then nothing of the batch was applied; ``ClearedTooOften``; ``ConfigError``.
         """
         _check_rank(dp_rank)
         try:
             return Applied._make(self._table.apply(worker, payload, dp_rank, pool))
         except _native.MalformedEvents as error:
-            raise MalformedEvents(f"a batch of KV events is malformed: {error}") from error
+            raise malformed(error) from error
         except (ValueError, TypeError, BufferError) as error:
             raise ConfigError(str(error)) from error
 
@@ -268,22 +268,31 @@ class PrefixIndex:
         except REFUSED as error:
             raise refusal(error) from error
 
-    def answer(self, rows: _native.Rows, hashes64: Buffer, now_ms: int) -> _native.Answer:
+    def answer(
+        self, rows: _native.Rows, hashes64: Buffer, now_ms: int, *, at_once: bool = False
+    ) -> _native.Answer:
         """What the ranks of ``rows`` hold of a prompt; some may have to be asked again (``answer_again``).
 
+        ``at_once``: for an event loop: waits for no batch, and takes a millisecond at most, or raises ``NotAtOnce``.
         Errors of both: as ``match``.
         """
         try:
-            return rows.answer(self._table, hashes64, now_ms)
+            return rows.answer(self._table, hashes64, now_ms, at_once)
         except REFUSED as error:
             raise refusal(error) from error
 
     def answer_again(
-        self, row: int, rows: _native.Rows, hashes64: Buffer, now_ms: int, answer: _native.Answer
+        self,
+        row: int,
+        rows: _native.Rows,
+        hashes64: Buffer,
+        now_ms: int,
+        answer: _native.Answer,
+        at_once: bool = False,
     ) -> None:
         """One row of an answer once more, under the lock of its rank."""
         with refusals():
-            rows.again(row, self._table, hashes64, now_ms, answer)
+            rows.again(row, self._table, hashes64, now_ms, answer, at_once)
 
     def remove_worker(self, worker: str) -> bool:
         """Forget a worker and all it holds, at once; False if it is not known.

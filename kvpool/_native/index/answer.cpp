@@ -36,7 +36,8 @@ Rows::Rows(std::vector<Row> rows, bool are_all) : rows_(std::move(rows)), are_al
                 [&](std::size_t i) { return rows_[i].block_tokens; });
 }
 
-Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms) const {
+Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms,
+                    Patience patience) const {
   const std::size_t count = rows_.size();
   Answer answer;
   if (count == 0) return answer;
@@ -57,7 +58,7 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
     return row == row_of_.end() ? std::string_view() : std::string_view(rows_[row->second].pool);
   };
   const Matches matches =
-      table.match(hashes, are_all_ ? nullptr : &holders_, rows_of_.empty() ? PoolOf() : pool_of);
+      table.match(hashes, are_all_ ? nullptr : &holders_, rows_of_.empty() ? PoolOf() : pool_of, patience);
   std::vector<bool> found(count);
   for (std::size_t match = 0; match < matches.workers.size(); ++match) {
     const std::string& holder = *matches.workers[match];
@@ -86,10 +87,10 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
 }
 
 void Rows::again(std::size_t row, const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms,
-                 Answer& answer) const {
+                 Answer& answer, Patience patience) const {
   const std::vector<std::string_view> holder = {rows_[row].holder};
-  const Matches matches =
-      table.match(hashes, &holder, [&](std::string_view) { return std::string_view(rows_[row].pool); });
+  const Matches matches = table.match(
+      hashes, &holder, [&](std::string_view) { return std::string_view(rows_[row].pool); }, patience);
   const auto least = [](const std::vector<std::uint32_t>& blocks) {
     return blocks.empty() ? 0 : std::ranges::min(blocks);
   };

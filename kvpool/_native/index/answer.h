@@ -77,11 +77,12 @@ class Rows {
   std::size_t size() const { return rows_.size(); }
   const Row& operator[](std::size_t row) const { return rows_[row]; }
 
-  // hashes: packed 64-bit integers. now_ms: by the clock of heard_at_ms.
-  Answer answer(const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms) const;
+  // hashes: packed 64-bit integers. now_ms: by the clock of heard_at_ms. Throws as Table::match().
+  Answer answer(const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms,
+                Patience patience = Patience::kFull) const;
   // One row of the answer once more, under the lock of its rank.
   void again(std::size_t row, const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms,
-             Answer& answer) const;
+             Answer& answer, Patience patience = Patience::kFull) const;
   // As protobuf serializes a LookupResponse of it.
   std::string pack(const Answer& answer) const;
 

@@ -49,6 +49,12 @@ class MalformedEvents : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A batch takes what is held away, and stores again, more often than an engine does.
+class ClearedTooOften : public MalformedEvents {
+ public:
+  using MalformedEvents::MalformedEvents;
+};
+
 inline constexpr std::size_t kMaxPayloadNbytes = std::size_t{64} << 20;
 inline constexpr std::size_t kMaxBatchEvents = std::size_t{1} << 20;
 inline constexpr std::size_t kMaxBatchHashes = std::size_t{1} << 22;

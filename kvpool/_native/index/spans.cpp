@@ -121,6 +121,7 @@ SetRuns& Walk::runs(std::uint32_t stride) {
 }
 
 void Walk::refuse() const {
+  if (patience_ == Patience::kAtOnce) throw NotAtOnce();
   throw TooMuchWork(
       "too many workers hold too many different parts of this prompt: name candidates, or ask for a "
       "shorter part of it");

@@ -46,6 +46,15 @@ class TooMuchWork : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A match would take longer than an event loop should be held up, or waits for a batch: it is to be asked in a thread.
+class NotAtOnce : public std::runtime_error {
+ public:
+  NotAtOnce() : std::runtime_error("the table does not answer this at once") {}
+};
+
+// How long a match may take. kAtOnce: for an event loop, in which others wait for it; it waits for no lock either.
+enum class Patience : std::uint8_t { kFull, kAtOnce };
+
 // The sets of holders at the ends of a prompt's blocks of `stride` hashed ones, neighbours with one set together. Read
 // on demand: a prompt without holders costs one look.
 class SetRuns {
@@ -84,13 +93,19 @@ class Walk {
   // So many looks at a holder take 40 to 60 ms. A prompt of 8,192 blocks at 1,000 workers that drop out one by one takes
   // a sixtieth of them.
   static constexpr std::uint64_t kMaxLooks = std::uint64_t{1} << 25;
+  // Less than 1 ms.
+  static constexpr std::uint64_t kMaxLooksAtOnce = std::uint64_t{1} << 19;
 
-  Walk(const FlatMap& blocks, std::span<const std::byte> hashes)
-      : blocks_(&blocks), hashes_(hashes), runs_(blocks, hashes, 1) {}
+  Walk(const FlatMap& blocks, std::span<const std::byte> hashes, Patience patience)
+      : blocks_(&blocks),
+        hashes_(hashes),
+        runs_(blocks, hashes, 1),
+        patience_(patience),
+        looks_left_(patience == Patience::kAtOnce ? kMaxLooksAtOnce : kMaxLooks) {}
 
   std::uint64_t count() const { return runs_.count(); }
   SetRuns& runs(std::uint32_t stride);
-  // Before so many holders are looked at. Throws TooMuchWork.
+  // Before so many holders are looked at. Throws TooMuchWork; kAtOnce: NotAtOnce.
   void spend(std::uint64_t looks) {
     if (looks > looks_left_) refuse();
     looks_left_ -= looks;
@@ -103,7 +118,8 @@ class Walk {
   std::span<const std::byte> hashes_;
   SetRuns runs_;
   std::map<std::uint32_t, SetRuns> larger_;  // by stride
-  std::uint64_t looks_left_ = kMaxLooks;
+  Patience patience_;
+  std::uint64_t looks_left_;
 };
 
 }  // namespace kvpool

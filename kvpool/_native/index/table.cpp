@@ -3,11 +3,19 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 
 #include "index/digests.h"
 
 namespace kvpool {
+namespace {
+
+// How long an event loop waits for a batch: one of some blocks is over by then, and asking in a thread takes as long.
+constexpr std::chrono::microseconds kAtOnce{100};
+
+}  // namespace
 
 Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
              std::shared_ptr<MemoryBudget> budget)
@@ -22,9 +30,22 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
   }
 }
 
-std::shared_lock<std::shared_mutex> Table::read() const {
-  const std::lock_guard turn(turn_);
-  return std::shared_lock(lock_);
+std::shared_lock<std::shared_mutex> Table::read(Patience patience) const {
+  if (patience == Patience::kFull) {
+    const std::lock_guard turn(turn_);
+    return std::shared_lock(lock_);
+  }
+  std::optional<std::chrono::steady_clock::time_point> until;
+  for (;;) {
+    if (const std::unique_lock turn(turn_, std::try_to_lock); turn) {
+      std::shared_lock held(lock_, std::try_to_lock);
+      if (held) return held;
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (!until) until = now + kAtOnce;
+    if (now >= *until) throw NotAtOnce();
+    std::this_thread::yield();
+  }
 }
 
 std::unique_lock<std::shared_mutex> Table::write() {
@@ -40,14 +61,19 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
   applied.lookahead_events = batch.lookahead_events;
   const std::uint32_t publisher = worker_of(worker);
   const std::uint32_t its_rank = batch.dp_rank.value_or(default_rank);
+  unsigned drops = 0;
+  Tiers empty = 0;  // of its rank: cleared, and nothing was stored since
   // Events are short, so the loading goes on from one to the next.
   for (std::size_t i = 0; i < std::min(batch.hashes.size(), kAhead); ++i) blocks_.prefetch(batch.hashes[i]);
   for (const Event& event : batch.events) {
+    if (drops > kMaxDrops) refuse(publisher, applied);
     if (event.kind == Event::Kind::kCleared) {
       ++applied.cleared_events;
       // What vLLM clears is the engine's own memory; the pool outlives it.
       const Tiers gone = event.device_only ? tiers_of(Tier::kDevice) : kLocalTiers;
-      if (const auto rank = rank_of(publisher, its_rank)) drop(std::span(&*rank, 1), gone);
+      if ((gone & ~empty) == 0) continue;
+      empty |= gone;
+      if (const auto rank = rank_of(publisher, its_rank)) drops += drop(ranks_[*rank].holders, gone);
       continue;
     }
     const bool elsewhere = pool && event.tier == Tier::kPool;
@@ -63,17 +89,27 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
       }
     } else if (const auto holder = holder_of(by, dp_rank, event.group)) {
       // In a worker's own name the pool's blocks, which may be larger, say nothing of what its memory holds.
-      if (elsewhere || event.tier != Tier::kPool) learn_group(*holder, event);
+      if (elsewhere || event.tier != Tier::kPool) drops += learn_group(*holder, event);
+      empty &= static_cast<Tiers>(~tiers_of(event.tier));
       store(*holder, batch, event, applied);
     } else {
       applied.refused += event.count;
     }
   }
+  if (drops > kMaxDrops) refuse(publisher, applied);
   sweep(1 + batch.hashes.size() / kHashesPerSweep);
   account();
   total_ += applied;
   ++batches_;
   return applied;
+}
+
+// What it held before is gone already, and what of the batch was applied must not stay.
+void Table::refuse(std::uint32_t worker, const Applied& applied) {
+  drop(holders_of(workers_[worker].ranks), kAllTiers);
+  account();
+  total_ += applied;
+  throw ClearedTooOften("it stores and clears in turns, more than " + std::to_string(kMaxDrops) + " times");
 }
 
 void Table::store(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied) {

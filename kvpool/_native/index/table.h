@@ -125,13 +125,16 @@ class Table {
 
   // All of the batch, in its order; a match() sees all of it or nothing. default_rank: where the batch names none.
   // pool: who holds what the batch says of the pool tier, as its rank 0; none: the worker itself.
+  // Throws ClearedTooOften for a batch that takes what is held away more than kMaxDrops times: then the worker holds
+  // nothing any more.
   Applied apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch,
                 std::optional<std::string_view> pool = std::nullopt);
 
   // Rows: the ranks (of `workers` only, if given) that hold the first block in some tier, in no particular order.
-  // Throws std::invalid_argument for a prompt that goes in circles, TooMuchWork when others would wait for too long.
+  // Throws std::invalid_argument for a prompt that goes in circles, TooMuchWork when others would wait for too long,
+  // NotAtOnce where there is not so much patience.
   Matches match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers,
-                const PoolOf& pool_of = nullptr) const;
+                const PoolOf& pool_of = nullptr, Patience patience = Patience::kFull) const;
 
   // False: not known.
   bool remove_worker(std::string_view worker);
@@ -160,6 +163,9 @@ class Table {
   static constexpr std::size_t kMaxWorkers = 65536;
   // Cache lines on their way while one block is looked at: enough to hide a miss of the last cache.
   static constexpr std::size_t kAhead = 16;
+  // Of one batch, each a walk over all sets: 5 ms for a million of them. An engine clears once in a batch, and its
+  // groups keep their kinds; who stores and clears in turns would hold up all others for as long as a batch is large.
+  static constexpr unsigned kMaxDrops = 16;
   // One segment is swept for so many hashes of a batch, and one more for the batch.
   static constexpr std::size_t kHashesPerSweep = 1024;
 
@@ -196,8 +202,8 @@ class Table {
     std::vector<std::uint32_t> ranks;
   };
 
-  // Callers enter in turn: the bare shared lock lets readers starve a writer.
-  std::shared_lock<std::shared_mutex> read() const;
+  // Callers enter in turn: the bare shared lock lets readers starve a writer. Throws NotAtOnce.
+  std::shared_lock<std::shared_mutex> read(Patience patience = Patience::kFull) const;
   std::unique_lock<std::shared_mutex> write();
 
   std::uint32_t worker_of(std::string_view name);
@@ -206,7 +212,8 @@ class Table {
   std::optional<HolderId> known_holder(std::uint32_t worker, std::uint32_t dp_rank,
                                        std::uint32_t group) const;
   std::optional<HolderId> holder_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group);
-  void learn_group(HolderId holder, const Event& event);
+  // Whether it took what the holder has on the device away.
+  bool learn_group(HolderId holder, const Event& event);
   void learn_uniform(std::uint32_t rank);
 
   void store(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied);
@@ -215,8 +222,10 @@ class Table {
   void load_ahead(const EventBatch& batch, std::size_t at) const;
   void enter(HolderId holder, Tier tier, std::uint64_t hash);
   void leave(HolderId holder, Tier tier, std::uint64_t hash);
-  void drop(std::span<const std::uint32_t> ranks, Tiers tiers);
-  void drop(std::span<const Tiers> gone);
+  // Whether they held any: that takes a walk over all sets.
+  bool drop(std::span<const HolderId> holders, Tiers tiers);
+  std::vector<HolderId> holders_of(std::span<const std::uint32_t> ranks) const;
+  [[noreturn]] void refuse(std::uint32_t worker, const Applied& applied);
   void sweep(std::size_t segments);
   void let_go(GroupHolder& holder, Tiers tiers);
   bool make_room(std::uint64_t hash, Applied& applied);

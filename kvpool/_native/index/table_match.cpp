@@ -69,11 +69,11 @@ class Taken {
 }  // namespace
 
 Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers,
-                     const PoolOf& pool_of) const {
+                     const PoolOf& pool_of, Patience patience) const {
   Matches matches;
   if (hashes.size() < sizeof(std::uint64_t)) return matches;
   check_circles(hashes);
-  const auto held = read();
+  const auto held = read(patience);
   std::vector<bool> wanted;
   if (workers != nullptr) {
     wanted.resize(workers_.size());
@@ -82,7 +82,7 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
       if (known != worker_by_name_.end()) wanted[known->second] = true;
     }
   }
-  Walk walk(blocks_, hashes);
+  Walk walk(blocks_, hashes, patience);
   match_uniform(walk, workers == nullptr ? nullptr : &wanted, matches);
   if (hybrid_ranks_ != 0) match_hybrid(walk, workers == nullptr ? nullptr : &wanted, matches);
   if (pool_of) add_loadable(walk, pool_of, matches);

@@ -76,17 +76,22 @@ std::optional<HolderId> Table::holder_of(std::uint32_t worker, std::uint32_t dp_
 }
 
 std::vector<HolderId> Table::holders_of(std::string_view worker) const {
-  std::vector<HolderId> holders;
   const auto known = worker_by_name_.find(worker);
-  if (known == worker_by_name_.end()) return holders;
-  for (const std::uint32_t rank : workers_[known->second].ranks) {
+  if (known == worker_by_name_.end()) return {};
+  return holders_of(workers_[known->second].ranks);
+}
+
+std::vector<HolderId> Table::holders_of(std::span<const std::uint32_t> ranks) const {
+  std::vector<HolderId> holders;
+  for (const std::uint32_t rank : ranks) {
     holders.insert(holders.end(), ranks_[rank].holders.begin(), ranks_[rank].holders.end());
   }
   return holders;
 }
 
-void Table::learn_group(HolderId id, const Event& event) {
+bool Table::learn_group(HolderId id, const Event& event) {
   GroupHolder& holder = holders_[id];
+  bool dropped = false;
   const std::uint32_t stride = holder.stride;
   const std::uint32_t needed = holder.last;
   // The end of a prompt may be told in smaller pieces, so a group's blocks are as large as the largest.
@@ -107,12 +112,11 @@ void Table::learn_group(HolderId id, const Event& event) {
       holder.partial = partial;
       holder.last = last;
       // What was credited to it while its kind was taken for another.
-      std::vector<Tiers> gone(holders_.size());
-      gone[id] = tiers_of(Tier::kDevice);
-      drop(gone);
+      dropped = drop(std::span(&id, 1), tiers_of(Tier::kDevice));
     }
   }
   if (holder.stride != stride || holder.last != needed) learn_uniform(holder.rank);
+  return dropped;
 }
 
 void Table::learn_uniform(std::uint32_t id) {
@@ -125,34 +129,27 @@ void Table::learn_uniform(std::uint32_t id) {
   for (const HolderId one : rank.holders) holders_[one].uniform = uniform;
 }
 
-void Table::drop(std::span<const std::uint32_t> ranks, Tiers tiers) {
-  std::vector<Tiers> gone(holders_.size());
-  for (const std::uint32_t rank : ranks) {
-    for (const HolderId holder : ranks_[rank].holders) gone[holder] = tiers;
-  }
-  drop(gone);
-}
-
-// `gone`: by holder.
-void Table::drop(std::span<const Tiers> gone) {
+bool Table::drop(std::span<const HolderId> holders, Tiers tiers) {
   bool anything = false;
-  for (HolderId holder = 0; holder < gone.size(); ++holder) {
+  for (const HolderId id : holders) {
     // What it held is gone altogether: what it will be told to hold is whole again.
-    if ((gone[holder] & kLocalTiers) == kLocalTiers) holders_[holder].evicted = 0;
+    if ((tiers & kLocalTiers) == kLocalTiers) holders_[id].evicted = 0;
     for (unsigned tier = 0; tier < kTierCount; ++tier) {
-      anything = anything || ((gone[holder] >> tier & 1U) != 0 && holders_[holder].blocks[tier] != 0);
+      anything = anything || ((tiers >> tier & 1U) != 0 && holders_[id].blocks[tier] != 0);
     }
   }
   // Walking over all sets for nothing is what a publisher of empty clears would make us do.
-  if (!anything) return;
+  if (!anything) return false;
+  std::vector<Tiers> gone(holders_.size());
+  for (const HolderId id : holders) gone[id] = tiers;
   held_ -= sets_.drop(gone);
-  for (HolderId holder = 0; holder < gone.size(); ++holder) {
+  for (const HolderId id : holders) {
     for (unsigned tier = 0; tier < kTierCount; ++tier) {
-      if ((gone[holder] >> tier & 1U) != 0)
-        holders_[holder].blocks[tier] = holders_[holder].digests[tier] = 0;
+      if ((tiers >> tier & 1U) != 0) holders_[id].blocks[tier] = holders_[id].digests[tier] = 0;
     }
-    let_go(holders_[holder], gone[holder]);
+    let_go(holders_[id], tiers);
   }
+  return true;
 }
 
 // What a holder keeps beside its blocks of these tiers.
@@ -175,7 +172,7 @@ bool Table::clear(std::string_view worker, std::optional<std::uint32_t> dp_rank,
   for (const std::uint32_t rank : workers_[known->second].ranks) {
     if (!dp_rank || ranks_[rank].dp_rank == *dp_rank) ranks.push_back(rank);
   }
-  drop(ranks, tiers);
+  drop(holders_of(ranks), tiers);
   account();
   return !ranks.empty();
 }
@@ -185,7 +182,7 @@ bool Table::remove_worker(std::string_view worker) {
   const auto known = worker_by_name_.find(worker);
   if (known == worker_by_name_.end()) return false;
   const std::uint32_t place = known->second;
-  drop(workers_[place].ranks, kAllTiers);
+  drop(holders_of(workers_[place].ranks), kAllTiers);
   // From here on nothing needs memory. The numbers may be given to others: no set names them any more.
   for (const std::uint32_t rank : workers_[place].ranks) {
     for (const HolderId holder : ranks_[rank].holders) {

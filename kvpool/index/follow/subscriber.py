@@ -35,7 +35,7 @@ ANSWER_S = 2.0  # how long a replay may bring nothing
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0  # of questions
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 4.0  # of connections
 CLOSE_S = 10.0
-TURN_NBYTES = 256 << 10  # of one publisher's batches in a row
+TURN_S = 0.005  # of one publisher's batches in a row, or one batch: then others get their turn
 END = (1 << 64) - 1  # -1
 
 logger = logging.getLogger("kvpool.index")
@@ -269,7 +269,7 @@ class Subscriber:
             link.mark_stale(problem)
 
     async def _read_batches(self, link: _Link, connection: Connection) -> None:
-        nbytes = 0
+        ends_s = time.monotonic() + TURN_S
         while True:
             frames = await connection.receive()
             if len(frames) == 3 and len(frames[1]) == 8:
@@ -279,11 +279,10 @@ class Subscriber:
                     link.changed.set()
             else:
                 self.ignored_messages += 1
-            nbytes += sum(map(len, frames))
             del frames
-            if nbytes >= TURN_NBYTES:
-                nbytes = 0
+            if time.monotonic() >= ends_s:
                 await asyncio.sleep(0)
+                ends_s = time.monotonic() + TURN_S
 
     async def _ask_for_replays(self, link: _Link) -> None:
         """Ask whenever one is wanted; one that brings nothing is given up and asked for again, later each time."""
@@ -338,7 +337,7 @@ class Subscriber:
             )
             replay.send(b"", wanted.to_bytes(8, "big"))
             frames = await replay.receive()
-        nbytes = 0
+        ends_s = time.monotonic() + TURN_S
         while True:
             if len(frames) not in (4, 5):
                 self.ignored_messages += 1
@@ -347,11 +346,10 @@ class Subscriber:
                 if number == END:
                     return
                 link.sequence.replayed(number, frames[-1])
-            nbytes += sum(map(len, frames))
             frames = []
-            if nbytes >= TURN_NBYTES:
-                nbytes = 0
+            if time.monotonic() >= ends_s:
                 await asyncio.sleep(0)
+                ends_s = time.monotonic() + TURN_S
             frames = await replay.receive()
 
     @staticmethod

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -28,6 +29,7 @@ from kvpool.index.place.route import Pick, Route
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
+from kvpool.index.refusals import NotAtOnce
 
 Reason = Literal["prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed"]
 REASONS: tuple[Reason, ...] = ("prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed")
@@ -164,7 +166,7 @@ class Placer:
             except NoTokens as error:
                 detail = f"{detail}; {error}" if detail else str(error)
         if ranked is None:
-            ranked = _Ranked(self._by_load(found.request, tenant, names))
+            ranked = _Ranked(await self._by_load(found.request, tenant, names))
         return await self._placement(ranked, tenant, reason, detail, ends_s)
 
     def models(self, tenant: str) -> list[str]:
@@ -185,11 +187,15 @@ class Placer:
     async def _find(
         self, path: str, body: bytes, tenant: str, names: list[str] | None, ends_s: float
     ) -> _Found:
+        def find(at_once: bool) -> _Found:
+            return self._found(path, body, tenant, names, at_once)
+
         if len(body) <= INLINE_NBYTES:
-            return self._found(path, body, tenant, names)
+            with suppress(NotAtOnce):
+                return find(True)
         why = f"{MAX_UNDER_WAY} other bodies are being read"
         if self._under_way < MAX_UNDER_WAY:
-            found = await self._in_thread(lambda: self._found(path, body, tenant, names), tenant, ends_s)
+            found = await self._in_thread(find, tenant, ends_s)
             if found is not None:
                 return found
             why = f"its tokens were not made within {self._timeout_s:g} s"
@@ -200,10 +206,10 @@ class Placer:
         has_several = len(self._fleet.models(tenant)) > 1
         return InferenceRequest(path, len(body), named_model(path, body) if has_several else "")
 
-    async def _in_thread(self, find: Callable[[], _Found], tenant: str, ends_s: float) -> _Found | None:
+    async def _in_thread(self, find: Callable[[bool], _Found], tenant: str, ends_s: float) -> _Found | None:
         """None: it takes too long. What it reserves then, or after a cancellation, is given back."""
         self._under_way += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, find)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, find, False)
         work.add_done_callback(self._has_ended)
         try:
             await asyncio.wait({work}, timeout=max(0.0, ends_s - time.monotonic()))
@@ -223,8 +229,8 @@ class Placer:
         if ranked is not None and ranked.route.reservation:
             self._router.release(tenant, ranked.route.reservation)
 
-    def _found(self, path: str, body: bytes, tenant: str, names: list[str] | None) -> _Found:
-        """Any thread; takes as long as the body is."""
+    def _found(self, path: str, body: bytes, tenant: str, names: list[str] | None, at_once: bool) -> _Found:
+        """Any thread; takes as long as the body is. Errors: ``NotAtOnce``."""
         try:
             request = read_request(path, body)
             self._fleet.check_model(request.model, tenant)
@@ -238,7 +244,7 @@ class Placer:
             return _Found(request, "no-tokens", str(error), asks=True)
         if prompt is None:
             return _Found(request, "no-tokens", asks=True)
-        return _Found(request, ranked=self._ranked(prompt, names))
+        return _Found(request, ranked=self._ranked(prompt, names, at_once))
 
     def _prompt(self, request: InferenceRequest, tenant: str) -> Prompt | None:
         """In tokens; None: they are not made here. Errors: ``ConfigError``: they cannot be."""
@@ -256,61 +262,75 @@ class Placer:
     async def _route_of(
         self, request: InferenceRequest, prompt: Prompt, tenant: str, names: list[str] | None, ends_s: float
     ) -> _Ranked | None:
+        def find(at_once: bool) -> _Found:
+            return _Found(request, ranked=self._ranked(prompt, names, at_once))
+
         if prompt.nbytes <= INLINE_TOKENS_NBYTES:
-            return self._ranked(prompt, names)
-        found = await self._in_thread(
-            lambda: _Found(request, ranked=self._ranked(prompt, names)), tenant, ends_s
-        )
+            with suppress(NotAtOnce):
+                return find(True).ranked
+        found = await self._in_thread(find, tenant, ends_s)
         return found.ranked if found else None
 
-    def _ranked(self, prompt: Prompt, names: list[str] | None) -> _Ranked | None:
+    def _ranked(self, prompt: Prompt, names: list[str] | None, at_once: bool) -> _Ranked | None:
         asked = prompt if names is None else replace(prompt, workers=names)
         try:
-            ranking = self._router.rank(asked, limit=MAX_PICKS, reserve_s=RESERVE_S, until_computed=True)
+            ranking = self._router.rank(
+                asked, limit=MAX_PICKS, reserve_s=RESERVE_S, until_computed=True, at_once=at_once
+            )
             return _Ranked(ranking.route(), max(ranking.most()[2:]))
+        except NotAtOnce:
+            raise
         except KVPoolError:  # hashes that cannot be made, too many blocks, too much work
             return None
 
-    def _by_load(
+    async def _by_load(
         self, request: InferenceRequest, tenant: str, names: list[str] | None, *, takes_turn: bool = True
     ) -> Route:
-        """Of the workers of its model; of all where none has that model."""
+        """Of the workers of its model; of all where none has that model. Errors: ``NoWorker``."""
         models = self._fleet.models(tenant)
         if request.model in models:
             models = [request.model]
-
-        def ranked(model: str, *, takes_turn: bool) -> Route:
-            return self._router.rank(
-                Prompt(model, hashes64=NOBODY, tenant=tenant, workers=names),
-                limit=MAX_PICKS,
-                reserve_s=RESERVE_S,
-                prompt_tokens=request.tokens_estimate,
-                until_computed=True,
-                takes_turn=takes_turn,
-            ).route()
-
-        if len(models) == 1:
-            return ranked(models[0], takes_turn=takes_turn)
         self._turn += takes_turn
         at = self._turn % max(1, len(models))  # so that of equals it is not always the first model's
-        found = [
-            (pick, model)
-            for model in (*models[at:], *models[:at])
-            for pick in ranked(model, takes_turn=False).picks
-        ]
-        found.sort(key=lambda one: _cost(one[0]))
-        if not found or not takes_turn:
-            return Route(tuple(pick for pick, _ in found))
-        best = found[0][1]
-        taken = ranked(best, takes_turn=True)  # the best of all has the reservation
-        others = (*taken.picks[1:], *(pick for pick, model in found if model != best))
-        return Route((*taken.picks[:1], *sorted(others, key=_cost)), taken.reservation)
+        models = [*models[at:], *models[:at]]
+
+        def find(at_once: bool) -> _Found:
+            def ranked(model: str, *, takes_turn: bool) -> Route:
+                return self._router.rank(
+                    Prompt(model, hashes64=NOBODY, tenant=tenant, workers=names),
+                    limit=MAX_PICKS,
+                    reserve_s=RESERVE_S,
+                    prompt_tokens=request.tokens_estimate,
+                    until_computed=True,
+                    takes_turn=takes_turn,
+                    at_once=at_once,
+                ).route()
+
+            if len(models) == 1:
+                return _Found(request, ranked=_Ranked(ranked(models[0], takes_turn=takes_turn)))
+            picks = [(pick, model) for model in models for pick in ranked(model, takes_turn=False).picks]
+            picks.sort(key=lambda one: _cost(one[0]))
+            if not picks or not takes_turn:
+                return _Found(request, ranked=_Ranked(Route(tuple(pick for pick, _ in picks))))
+            best = picks[0][1]
+            taken = ranked(best, takes_turn=True)  # the best of all has the reservation
+            others = (*taken.picks[1:], *(pick for pick, model in picks if model != best))
+            route = Route((*taken.picks[:1], *sorted(others, key=_cost)), taken.reservation)
+            return _Found(request, ranked=_Ranked(route))
+
+        try:
+            found: _Found | None = find(True)
+        except NotAtOnce:
+            found = await self._in_thread(find, tenant, time.monotonic() + self._timeout_s)
+        if found is None or found.ranked is None:
+            raise NoWorker("the index takes a large batch of events: send it again later")
+        return found.ranked.route
 
     async def _worker_to_ask(
         self, request: InferenceRequest, tenant: str, names: list[str] | None, without: Collection[str]
     ) -> Asked:
-        """The worker with the least to do, at none of these URLs. Errors: ``NoTokens``."""
-        for pick in self._by_load(request, tenant, names, takes_turn=False).picks:
+        """The worker with the least to do, at none of these URLs. Errors: ``KVPoolError``."""
+        for pick in (await self._by_load(request, tenant, names, takes_turn=False)).picks:
             if pick.unreachable:
                 continue
             try:

@@ -141,10 +141,11 @@ class Router:
         prompt_tokens: int | None = None,
         until_computed: bool = False,
         takes_turn: bool = True,
+        at_once: bool = False,
     ) -> Ranking:
         """``route``, not yet unpacked. ``until_computed``: where the load of the first pick is known, the reservation
         ends when the prompt should be computed, if that is before ``reserve_s``. ``takes_turn``: the first is picked;
-        else it is only asked which it would be, and nothing is reserved."""
+        else it is only asked which it would be, and nothing is reserved. ``at_once``: see ``Fleet.ask``."""
         if limit is not None and limit < 1:
             raise ConfigError(f"limit is the number of picks, 1 or more, not {limit}")
         if reserve_s is not None and not 0 < reserve_s <= MAX_RESERVE_S:
@@ -155,7 +156,7 @@ class Router:
             prompt_tokens = len_tokens(prompt.token_ids)
         elif prompt_tokens is not None and not 1 <= prompt_tokens <= MAX_PROMPT_TOKENS:
             raise ConfigError(f"prompt_tokens is from 1 to {MAX_PROMPT_TOKENS}, not {prompt_tokens}")
-        answers = self._fleet.ask(prompt)
+        answers = self._fleet.ask(prompt, at_once=at_once)
         self._take_loads(prompt.tenant, loads, answers)
         with self._lock:
             self._reservations.expire()

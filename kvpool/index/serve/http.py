@@ -11,7 +11,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -33,7 +32,7 @@ from kvpool.index.serve.http_call import HttpCall, HttpReply, HttpRequest, Refus
 from kvpool.index.serve.http_listener import HttpListener
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.status import Status
-from kvpool.index.turns import Turns
+from kvpool.index.serve.tenant_threads import TenantThreads
 from kvpool.key.names import check_tenant
 
 MAX_BODY_NBYTES = 8 << 20  # a million tokens; 400,000 hashes
@@ -84,8 +83,7 @@ class HttpServer:
         self._is_serving = is_serving
         self._auth = auth or TokenAuth()
         self._open_calls = limiter.of_calls()
-        self._turns = Turns(THREADS, THREADS_OF_OWNER)
-        self._threads = ThreadPoolExecutor(THREADS, "kvpool-http")
+        self._threads = TenantThreads("kvpool-http", THREADS, THREADS_OF_OWNER)
         self._changing = threading.Lock()  # of the roster: a registration adds to what it has read
         self._listener = HttpListener(self._application(), tls=tls, max_age_s=max_connection_age_s)
 
@@ -96,7 +94,7 @@ class HttpServer:
     async def stop(self) -> None:
         """Take no more requests, give those under way a few seconds, and end."""
         await self._listener.stop()
-        self._threads.shutdown()
+        self._threads.close()
 
     # ---- requests
 
@@ -214,7 +212,7 @@ class HttpServer:
             return HttpReply(reply), Matched.of_tiers(rows)
 
         with self._stats.timed_lookup() as timer:
-            reply, timer.matched = await self._in_thread(answer, owner_of(caller, body.host))
+            reply, timer.matched = await self._threads.run(owner_of(caller, body.host), answer)
             return reply
 
     async def _register(self, body: HttpRequest, caller: Permissions) -> HttpReply:
@@ -228,7 +226,7 @@ class HttpServer:
             said = body.encoding.encode(rfc1403.encode_registered(asked))
             return HttpReply(said, 201 if asked.as_dynamo else 200)
 
-        return await self._in_thread(register, owner_of(caller, body.host))
+        return await self._threads.run(owner_of(caller, body.host), register)
 
     async def _unregister(self, body: HttpRequest, caller: Permissions) -> HttpReply:
         def unregister() -> HttpReply:
@@ -244,7 +242,7 @@ class HttpServer:
                 )
             return HttpReply(body.encoding.encode(rfc1403.encode_removed(asked, ranks)))
 
-        return await self._in_thread(unregister, owner_of(caller, body.host))
+        return await self._threads.run(owner_of(caller, body.host), unregister)
 
     def _remove(self, asked: rfc1403.Removal) -> list[int]:
         """Which ranks have gone."""
@@ -264,10 +262,6 @@ class HttpServer:
         workers = self._roster.fleet.workers(tenant=check_tenant(tenant))
         name = check_name(instance)
         return next((status.worker for status in workers if status.worker.name == name), None)
-
-    async def _in_thread(self, work: Callable[[], Value], owner: str) -> Value:
-        async with self._turns.take(owner):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def _has_body(request: Request) -> bool:

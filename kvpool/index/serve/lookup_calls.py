@@ -7,6 +7,7 @@ earlier client expects. Requests of one message are refused each by itself. The 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_RESPONSES_NBYTES = 16 << 20  # of one message: 256 prompts among 1,000 workers
-TURN_NBYTES = 128 << 10  # of requests in one message, after which other calls get their turn
-REQUEST_NBYTES = 8 << 10  # of a prompt, which take as long as what else a request costs
+TURN_S = 0.001  # of requests in one message, after which other calls get their turn
 
 
 class LookupCalls:
@@ -75,12 +75,11 @@ class LookupCalls:
         if len(requests) > MAX_REQUESTS:
             raise ConfigError(f"a request holds at most {MAX_REQUESTS} requests, not {len(requests)}")
         replies: list[bytes] = []
-        left_nbytes, spent_nbytes = MAX_RESPONSES_NBYTES, 0
+        left_nbytes, ends_s = MAX_RESPONSES_NBYTES, time.monotonic() + TURN_S
         for packed in requests:
-            if spent_nbytes > TURN_NBYTES:
-                spent_nbytes = 0
+            if time.monotonic() > ends_s:
                 await asyncio.sleep(0)
-            spent_nbytes += REQUEST_NBYTES + memoryview(packed).nbytes
+                ends_s = time.monotonic() + TURN_S
             reply = await self._one(packed, caller, left_nbytes)
             left_nbytes -= len(reply)
             replies.append(reply)

@@ -1,15 +1,13 @@
 """``PublishStreams``: batches that publishers push over gRPC, acknowledged and asked for again on their stream.
 
 The handlers run in one event loop. Batches are applied in ``_threads``, apart from those of the other calls, so that a
-flood of them keeps no prompt waiting.
+flood of them keeps no prompt waiting, and shared by tenants, so that one of them does not keep the others waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -19,12 +17,11 @@ from kvpool.index.follow.push import PushReceiver
 from kvpool.index.serve import codec
 from kvpool.index.serve.auth import Permissions
 from kvpool.index.serve.calls import Calls, Method
+from kvpool.index.serve.tenant_threads import TenantThreads
 from kvpool.v1 import index_pb2 as pb
 
-THREADS = 2
+THREADS, THREADS_OF_TENANT = 4, 2
 ACK_TIMEOUT_S = 5.0  # a publisher that does not read for so long is stale
-
-Value = TypeVar("Value")
 
 
 class PublishStreams:
@@ -32,23 +29,24 @@ class PublishStreams:
 
     def __init__(self, receiver: PushReceiver, calls: Calls) -> None:
         self._receiver, self._calls = receiver, calls
-        self._threads = ThreadPoolExecutor(THREADS, "kvpool-push")
+        self._threads = TenantThreads("kvpool-push", THREADS, THREADS_OF_TENANT)
 
     def close(self) -> None:
         """Wait for what is being applied."""
-        self._threads.shutdown()
+        self._threads.close()
 
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
         """One stream of a publisher."""
         stream = self._receiver.open()
+        tenant = DEFAULT_TENANT  # of the last batch
 
         async def take(batch: Any, _: Permissions) -> Any:
+            nonlocal tenant
+            tenant = _tenant(batch)
             pushed = codec.decode_batch(batch)
-            return await self._in_thread(lambda: stream.take(pushed))
+            return await self._threads.run(tenant, lambda: stream.take(pushed))
 
-        answer = self._calls.answering(
-            "Publish", Method(pb.EventBatch, "publish", lambda batch: batch.tenant or DEFAULT_TENANT, take)
-        )
+        answer = self._calls.answering("Publish", Method(pb.EventBatch, "publish", _tenant, take))
         reading: asyncio.Future[Any] | None = None
         try:
             while True:
@@ -60,7 +58,7 @@ class PublishStreams:
                         return
                     acks = await answer(batch, context)
                 else:
-                    acks = await self._in_thread(stream.remind)
+                    acks = await self._threads.run(tenant, stream.remind)
                 # A publisher that does not read is stale until it does, and delays only itself.
                 unread = asyncio.get_running_loop().call_later(ACK_TIMEOUT_S, stream.close)
                 try:
@@ -73,5 +71,6 @@ class PublishStreams:
                 reading.cancel()
             stream.close()
 
-    async def _in_thread(self, work: Callable[[], Value]) -> Value:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+def _tenant(batch: Any) -> str:
+    return batch.tenant or DEFAULT_TENANT

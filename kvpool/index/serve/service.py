@@ -1,7 +1,8 @@
 """``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
 
-The handlers run in one event loop. What takes long is done in ``_threads``: prompts above ``INLINE_NBYTES``, and
-changes of the roster. The native table does not hold the interpreter's lock while it works.
+The handlers run in one event loop. What takes long is done in threads: changes of the roster in ``_threads``; in
+``_lookup_threads``, which tenants share, prompts above ``INLINE_NBYTES`` and those that cannot be answered at once
+(``NotAtOnce``). The native table does not hold the interpreter's lock while it works.
 
 Every call passes ``Calls``, which asks ``TokenAuth`` who the caller is.
 """
@@ -37,6 +38,7 @@ from kvpool.index.partition import merged
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
+from kvpool.index.refusals import NotAtOnce
 from kvpool.index.serve import codec, worker_pages
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
@@ -48,6 +50,7 @@ from kvpool.index.serve.publish_streams import PublishStreams
 from kvpool.index.serve.reflection_calls import REFLECTION, reflection_handlers
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
+from kvpool.index.serve.tenant_threads import TenantThreads
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant
 from kvpool.tracing import Tracing
@@ -56,6 +59,7 @@ from kvpool.v1 import index_pb2 as pb
 INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
 LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
 THREADS = 4
+LOOKUP_THREADS, LOOKUP_THREADS_OF_TENANT = 8, 4
 TICK_S = 0.25  # how late the end of a lease may be noticed
 STOP_TIMEOUT_S = 5.0
 MAX_CONNECTION_AGE_S = 1800.0  # gRPC adds or takes off up to a tenth
@@ -116,6 +120,7 @@ class IndexServer:
         self._ticker: asyncio.Task[None] | None = None
         self.health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
+        self._lookup_threads = TenantThreads("kvpool-lookup", LOOKUP_THREADS, LOOKUP_THREADS_OF_TENANT)
         self._snapshots = SnapshotStreams(
             take, roster.fleet.snapshot_room, self.health, self.calls, self._threads
         )
@@ -176,6 +181,7 @@ class IndexServer:
             self.calls.end_streams()
             await stopped
         self._threads.shutdown()
+        self._lookup_threads.close()
         self._publishing.close()
 
     async def is_serving(self) -> bool:
@@ -253,17 +259,18 @@ class IndexServer:
             )
         return handlers
 
-    def _pack_lookup(self, prompt: Prompt) -> tuple[bytes, Matched]:
+    def _pack_lookup(self, prompt: Prompt, at_once: bool) -> tuple[bytes, Matched]:
         """The packed reply: native, unless workers of the model differ in how they hash."""
-        answers = self._roster.fleet.ask(prompt)
+        answers = self._roster.fleet.ask(prompt, at_once=at_once)
         if len(answers) == 1:
             return answers[0].rows.pack(), Matched(*answers[0].rows.most())
         lookup = merged(answers)
         return codec.encode_lookup(lookup).SerializeToString(), Matched.of(lookup)
 
     async def _route(self, request: Any, _: Permissions) -> Any:
-        def answer(prompt: Prompt) -> tuple[Any, Matched]:
-            ranking = self._router.rank(prompt, **codec.decode_route_options(request))
+        def answer(prompt: Prompt, at_once: bool) -> tuple[Any, Matched]:
+            options = codec.decode_route_options(request)
+            ranking = self._router.rank(prompt, at_once=at_once, **options)
             if len(ranking.native):
                 self._stats.record_placed()
             return ranking.pack(), Matched(*ranking.most())
@@ -271,18 +278,23 @@ class IndexServer:
         return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
 
     async def _asked(
-        self, request: Any, answer: Callable[[Prompt], tuple[Any, Matched]], beside_nbytes: int = 0
+        self, request: Any, answer: Callable[[Prompt, bool], tuple[Any, Matched]], beside_nbytes: int = 0
     ) -> Any:
-        """The reply to a request that holds a prompt, and other work that takes as long as so many bytes of one."""
+        """The reply to a request that holds a prompt, and other work that takes as long as so many bytes of one.
+
+        ``answer``: of a prompt, at once (``Fleet.ask``) or in a thread.
+        """
         with self._stats.timed_lookup() as timer:
             if isinstance(request, Prompt):
                 prompt = request
             else:
                 prompt = await self._in_tokens(codec.decode_prompt(request))
             if prompt.nbytes + beside_nbytes <= INLINE_NBYTES:
-                reply, timer.matched = answer(prompt)
-            else:
-                reply, timer.matched = await self._in_thread(lambda: answer(prompt))
+                with contextlib.suppress(NotAtOnce):
+                    reply, timer.matched = answer(prompt, True)
+                    return reply
+            work = self._lookup_threads.run(prompt.tenant, lambda: answer(prompt, False))
+            reply, timer.matched = await work
             return reply
 
     async def _in_tokens(self, prompt: Prompt) -> Prompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -259,6 +260,35 @@ def frames(*sizes: int, more: bool = True) -> Callable[[socket.socket], None]:
                 connection.sendall(bytes(1 << 20))
 
     return say
+
+
+def test_a_publisher_whose_batches_take_long_lets_others_have_their_turn() -> None:
+    """Small batches may take long: each of them clears what the one before has stored, for example."""
+    order: list[str] = []
+
+    class Slow(AmongOthers):
+        def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
+            if not order:
+                feed._loop.call_soon(order.append, "others")
+            order.append(worker_id)
+            until = time.monotonic() + module.TURN_S
+            while time.monotonic() < until:
+                pass
+
+    messages = b"".join(
+        b"\x01\x00" + b"\x01\x08" + number.to_bytes(8, "big") + b"\x00\x01x" for number in range(40)
+    )
+
+    def say(connection: socket.socket) -> None:
+        connection.sendall(messages)
+        connection.settimeout(WITHIN_S)
+        connection.recv(1)
+
+    with raw_publisher(say) as publisher, closing(Subscriber(Slow())) as feed:
+        feed.follow(worker_of(publisher, "slow"))
+        assert eventually(lambda: len(order) == 41, within_s=WITHIN_S)
+        assert order.index("others") < 5
+        feed.unfollow("default/slow")
 
 
 @pytest.mark.parametrize(

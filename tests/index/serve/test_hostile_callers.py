@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,29 +16,45 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from kvpool import AsyncIndexClient, IndexClient
+from kvpool.errors import MalformedEvents
+from kvpool.index import Publisher
 from kvpool.index.client.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.fleet import Fleet
 from kvpool.index.serve import calls, limiter
 from kvpool.index.serve.auth import TokenAuth
+from kvpool.index.serve.service import INLINE_NBYTES
 from kvpool.v1 import index_pb2 as pb
 from tests.cli.test_index import Index, running
 from tests.index.fleets import Served, a_worker, serving
 from tests.index.tokens import write_tokens
+from tests.index.wire import batch, cleared, packed64, stored
+from tests.store.stopwatch import ends_within
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
 WAIT_S = 30
+PROMISED_S = 0.25  # that a call takes at most, whatever other tenants do
 HEALTH = "grpc.health.v1.Health"
 SERVING = health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
 ATTACKS = 300  # more than the calls that an index once took at a time
 LARGE = [("grpc.max_send_message_length", -1)]
 
 
+@contextlib.contextmanager
+def applying(fleet: Fleet, worker_id: str) -> Iterator[None]:
+    """For as long as a batch of the worker is being applied."""
+    rank = fleet._ranks[worker_id, 0]
+    with rank.lock:
+        rank.version += 1
+        yield
+        rank.version += 1
+
+
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[tuple[Served, dict[str, str]]]:
     """An index that asks for tokens, and one for each of two tenants."""
     path = tmp_path / "tokens.toml"
-    tokens = write_tokens(path, a=(["read", "publish"], ["a"]), b=(["read"], ["b"]))
+    tokens = write_tokens(path, **{name: (["read", "publish"], [name]) for name in "ab"})
     fleet = Fleet()
     for tenant in tokens:
         fleet.add(a_worker(tenant=tenant), "flag")
@@ -232,3 +250,127 @@ def test_a_tenant_takes_no_calls_and_streams_from_another(
 
     with serving(auth=TokenAuth(str(path))) as served:
         asyncio.run(run(served.target))
+
+
+def test_who_waits_for_a_batch_of_one_tenant_delays_no_caller_of_another(
+    guarded: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, tokens = guarded
+    waiting = set[str]()
+    ask = served.fleet.ask
+
+    def noted(prompt: Any, *, at_once: bool = False) -> Any:
+        if not at_once:
+            waiting.add(prompt.tenant)
+        return ask(prompt, at_once=at_once)
+
+    monkeypatch.setattr(served.fleet, "ask", noted)
+    large = packed64(range(1, INLINE_NBYTES))  # more than the event loop answers
+
+    async def run() -> None:
+        async with (
+            AsyncIndexClient(served.target, WAIT_S, token=tokens["a"]) as hostile,
+            AsyncIndexClient(served.target, WAIT_S / 3, token=tokens["b"]) as honest,
+        ):
+            with applying(served.fleet, "a/w"):
+                late = [
+                    asyncio.ensure_future(ask("m", tenant="a", hashes64=bytes(8)))
+                    for ask in [hostile.lookup, hostile.route] * 16
+                ]
+                while "a" not in waiting:
+                    await asyncio.sleep(0.01)
+                for prompt in (bytes(8), large):
+                    assert len(await honest.lookup("m", tenant="b", hashes64=prompt)) == 1
+                    assert len((await honest.route("m", tenant="b", hashes64=prompt)).picks) == 1
+                assert not any(call.done() for call in late)
+            await asyncio.gather(*late)
+
+    asyncio.run(asyncio.wait_for(run(), 2 * WAIT_S))
+
+
+def test_a_tenant_that_stores_and_clears_in_turns_delays_no_caller_of_another(
+    guarded: tuple[Served, dict[str, str]],
+) -> None:
+    """A batch of 4 MB took 14 s, and with a lookup of its tenant under way every other lookup as long."""
+    served, tokens = guarded
+    for place in range(16):
+        name = f"crowd-{place}"
+        served.fleet.add(a_worker(name, tenant="a", publishers=(Publisher(0, ""),)), "flag")
+        blocks = [block for block in range(1, 30_000) if block >> place & 1]
+        served.fleet.apply(f"a/{name}", 0, 0, batch(stored(blocks)))
+    turn = [stored([1]), cleared()]
+    payload = batch(*turn * 50_000)
+    refused = threading.Event()
+
+    def apply() -> None:
+        with pytest.raises(MalformedEvents):
+            served.fleet.apply("a/w", 0, 0, payload)
+        refused.set()
+
+    applying_ = threading.Thread(target=apply)
+
+    async def run() -> None:
+        async with (
+            AsyncIndexClient(served.target, WAIT_S, token=tokens["a"]) as hostile,
+            AsyncIndexClient(served.target, WAIT_S, token=tokens["b"]) as honest,
+        ):
+            await honest.lookup("m", tenant="b", hashes64=bytes(8))  # it is connected
+            await hostile.lookup("m", tenant="a", hashes64=bytes(8))
+            applying_.start()
+            while True:
+                last = refused.is_set()
+                late = asyncio.ensure_future(hostile.lookup("m", tenant="a", hashes64=bytes(8)))
+                with ends_within(PROMISED_S):
+                    await honest.lookup("m", tenant="b", hashes64=bytes(8))
+                await late
+                if last:
+                    break
+
+    asyncio.run(asyncio.wait_for(run(), 2 * WAIT_S))
+    applying_.join(WAIT_S)
+    assert refused.is_set()
+
+
+def test_pushes_of_one_tenant_keep_no_push_of_another_waiting(
+    guarded: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, tokens = guarded
+    apply, under_way = served.fleet.apply, list[str]()
+
+    def noted(worker_id: str, *told: Any) -> None:
+        under_way.append(worker_id)
+        apply(worker_id, *told)
+
+    monkeypatch.setattr(served.fleet, "apply", noted)
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(served.target) as channel:
+
+            async def join(tenant: str, name: str) -> tuple[Any, bytes]:
+                """A stream, and the answer to what it is asked."""
+                worker = a_worker(name, tenant=tenant, publishers=(Publisher(0, "push"),))
+                served.roster.add(worker, "flag")
+                metadata = (("authorization", f"Bearer {tokens[tenant]}"),)
+                call = channel.stream_stream(f"/{SERVICE}/Publish")(metadata=metadata)
+                said = pb.EventBatch(tenant=tenant, worker=name, payload=batch(stored([1])))
+                await call.write(said.SerializeToString())
+                asked = pb.PublishAck.FromString(await call.read())
+                said.answers = asked.question
+                return call, said.SerializeToString()
+
+            hostile = [await join("a", f"push-{number}") for number in range(5)]
+            with contextlib.ExitStack() as held:
+                for number, (call, answer) in enumerate(hostile):
+                    held.enter_context(applying(served.fleet, f"a/push-{number}"))
+                    await call.write(answer)
+                while len(under_way) < 2:
+                    await asyncio.sleep(0.01)
+                honest, answer = await asyncio.wait_for(join("b", "push"), WAIT_S / 3)
+                await honest.write(answer)
+                assert await asyncio.wait_for(honest.read(), WAIT_S / 3)
+                assert len(under_way) == 3
+                assert under_way[-1] == "b/push"
+            for call in (*(call for call, _ in hostile), honest):
+                call.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 2 * WAIT_S))

@@ -508,7 +508,51 @@ TEST(table_stops_a_match_that_takes_too_long) {
   store(table, "half", even);
   CHECK_THROWS(TooMuchWork, ask(table, prompt));
   const std::vector<std::string_view> some = {"w3", "w5"};
+  const auto match_at_once = [&](std::size_t blocks, const std::vector<std::string_view>* workers) {
+    return table.match(std::as_bytes(std::span(prompt).first(blocks)), workers, nullptr, Patience::kAtOnce);
+  };
   CHECK(table.match(std::as_bytes(std::span(prompt)), &some).workers.size() == 2);
+  CHECK(match_at_once(4096, &some).workers.size() == 2);
+  CHECK(match_at_once(16, nullptr).workers.size() == 601);
+  const Hashes start = range(0, 400);
+  CHECK(ask(table, start).size() == 601);
+  CHECK_THROWS(NotAtOnce, match_at_once(start.size(), nullptr));
+}
+
+// `turns` times: a block is stored, and what is stored is taken away, by a clear or by a group that changes its kind.
+EventBatch in_turns(int turns, bool clears) {
+  EventBatch batch;
+  for (int turn = 0; turn < turns; ++turn) {
+    Event event{Event::Kind::kStored, Tier::kDevice, Reach::kWhole, false, 0, batch.hashes.size(), 1};
+    if (!clears && turn % 2 != 0) event.reach = Reach::kState;
+    batch.hashes.push_back(1000 + static_cast<std::uint64_t>(turn));
+    batch.events.push_back(event);
+    if (clears) batch.events.push_back({Event::Kind::kCleared});
+  }
+  return batch;
+}
+
+TEST(table_refuses_a_batch_that_stores_and_clears_in_turns) {
+  for (const bool clears : {true, false}) {
+    Table table(kMany, false);
+    const Hashes prompt = range(0, 100);
+    store(table, "other", prompt);
+    store(table, "w", prompt);
+    store(table, "w", {200}, Tier::kHost);
+    CHECK(table.apply("w", 0, in_turns(16, clears)).stored == 16);
+    CHECK(table.held_by("w")[0] == (clears ? 0 : 1));
+    store(table, "w", prompt);
+    CHECK_THROWS(ClearedTooOften, table.apply("w", 0, in_turns(1000, clears)));
+    CHECK(table.held_by("w") == TierBlocks{} && table.content("w")->digest == 0);
+    CHECK(ask(table, prompt).size() == 1 && table.held_by("other")[0] == 100);
+    CHECK(table.stats().blocks == 100);
+  }
+  Table table(kMany, false);
+  store(table, "w", {1});
+  EventBatch idle;
+  idle.events.assign(1000, {Event::Kind::kCleared});
+  CHECK(table.apply("w", 0, idle).cleared_events == 1000);
+  CHECK(table.held_by("w") == TierBlocks{});
 }
 
 // One writer stores prompts block by block from the root and takes them away from the end: whoever asks meanwhile
