@@ -273,7 +273,7 @@ class PrefixIndex:
     ) -> _native.Answer:
         """What the ranks of ``rows`` hold of a prompt; some may have to be asked again (``answer_again``).
 
-        ``at_once``: for an event loop: waits for no batch, and takes a millisecond at most, or raises ``NotAtOnce``.
+        ``at_once``: for an event loop: waits for no batch, and takes about a millisecond, or raises ``NotAtOnce``.
         Errors of both: as ``match``.
         """
         try:

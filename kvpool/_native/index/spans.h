@@ -93,7 +93,7 @@ class Walk {
   // So many looks at a holder take 40 to 60 ms. A prompt of 8,192 blocks at 1,000 workers that drop out one by one takes
   // a sixtieth of them.
   static constexpr std::uint64_t kMaxLooks = std::uint64_t{1} << 25;
-  // Less than 1 ms.
+  // About 1 ms.
   static constexpr std::uint64_t kMaxLooksAtOnce = std::uint64_t{1} << 19;
 
   Walk(const FlatMap& blocks, std::span<const std::byte> hashes, Patience patience)

@@ -291,7 +291,7 @@ def test_who_waits_for_a_batch_of_one_tenant_delays_no_caller_of_another(
 def test_a_tenant_that_stores_and_clears_in_turns_delays_no_caller_of_another(
     guarded: tuple[Served, dict[str, str]],
 ) -> None:
-    """A batch of 4 MB took 14 s, and with a lookup of its tenant under way every other lookup as long."""
+    """A batch of 6 MB took many seconds, and with a lookup of its tenant under way every other lookup as long."""
     served, tokens = guarded
     for place in range(16):
         name = f"crowd-{place}"
