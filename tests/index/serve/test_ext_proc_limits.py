@@ -55,9 +55,9 @@ def refusal(channel: grpc.Channel, packed: bytes) -> grpc.RpcError:
 
 
 @contextmanager
-def picker() -> Iterator[tuple[Index, grpc.Channel]]:
+def picker(*arguments: str) -> Iterator[tuple[Index, grpc.Channel]]:
     """One in a process of its own, and a way to it."""
-    with running("--ext-proc", "127.0.0.1:0") as index:
+    with running("--ext-proc", "127.0.0.1:0", *arguments) as index:
         found = re.search(r"ext_proc on port ([0-9]+)", index.ready)
         assert found is not None, index.ready
         with grpc.insecure_channel(f"127.0.0.1:{found[1]}", options=LARGE) as channel:
@@ -199,15 +199,26 @@ def test_a_host_leaves_calls_for_others_and_one_proxy_has_as_many_as_before() ->
 
 def test_an_old_connection_is_ended_and_calls_over_it_go_on() -> None:
     with picking("a", max_connection_age_s=0.3) as index, calling(index) as channel:
-        states: list[grpc.ChannelConnectivity] = []
-        channel.subscribe(states.append)
-        call = Call(channel)
-        call.ask(headers())
-        ready, idle = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE
-        assert eventually(lambda: ready in states)
-        assert eventually(lambda: idle in states[states.index(ready) :]), "the picker has said so"
+        call = until_told(channel)
         assert destinations(call.ask(body())) == ["127.0.0.1:9001"]
         assert all(Call(channel).place() == ["127.0.0.1:9001"] for _ in range(5))
+
+
+def test_the_option_for_the_age_of_connections_is_for_this_port_too() -> None:
+    with picker("--max-connection-age", "0.3") as (_, channel):
+        until_told(channel).end()
+
+
+def until_told(channel: grpc.Channel) -> Call:
+    """A call whose connection the picker has told to end."""
+    states: list[grpc.ChannelConnectivity] = []
+    channel.subscribe(states.append)
+    call = Call(channel)
+    call.ask(headers())
+    ready, idle = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE
+    assert eventually(lambda: ready in states)
+    assert eventually(lambda: idle in states[states.index(ready) :]), "the picker has said so"
+    return call
 
 
 # ---- a wrong configuration
