@@ -605,7 +605,7 @@ def test_wrong_use_of_index(arguments: list[str], says: str, tmp_path: Path) -> 
         (["--hashes", "-", "--cache-salt", "s"], "1", "in the hashes already"),
         (["--token-ids", "-", "--lora-name", "s"], "1", "--lora-name and --lora-path go together"),
         (["--token-ids", "-", "--index", "x"], "1", "write HOST:PORT"),
-        (["--token-ids", "-", "--timeout", "0"], "1", "timeout_s"),
+        (["--token-ids", "-", "--timeout", "0"], "1", "--timeout"),
         (["--token-ids", "-", "--tenant", "a/b", "--index", "127.0.0.1:1"], "1", "no index answers on 127.0.0.1:1"),
     ],
 )  # fmt: skip
