@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from kvpool.cli.exits import code_of, error_object
+from kvpool.cli.exits import code_of, error_object, in_options
 from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
 from kvpool.errors import ConfigError, IndexUnavailable
@@ -165,11 +165,11 @@ class _Watch:
     def parts(self, width: int, most: int) -> list[RenderableType]:
         """Lines and a table of at most ``most`` rows."""
         if self._now is None:
-            return [Text(f"{self._away}; trying again")]
+            return [Text(f"{in_options(str(self._away))}; trying again")]
         parts: list[RenderableType] = []
         if self._away is not None:  # first: the end of a screen that is too long is cut off
             ago_s = time.monotonic() - self._now.at_s
-            parts.append(Text(f"this is {ago_s:.0f} s old: {self._away}; trying again"))
+            parts.append(Text(f"this is {ago_s:.0f} s old: {in_options(str(self._away))}; trying again"))
         rows = rows_of(self._now, self._before, self._sort)
         parts += [Text(line) for line in _head(self._now, self._before, rows)]
         if not rows:

@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from kvpool.key.hashing import Multimodal
 
 RENDER_S = 10.0  # for a worker to say the tokens; a request waits less
-CONNECT_S = (
-    0.25  # for it to accept a connection: time is left for another one, where a request may wait for a second
-)
+# For it to accept a connection: time is left for another one, where a request may wait for a second.
+CONNECT_S = 0.25
+HANDSHAKE_S = 1.0  # the same with TLS: vLLM shakes hands between the steps of its API server
 KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that is idle
 MAX_RENDERED_NBYTES = 32 << 20
-INLINE_NBYTES = (
-    64 << 10
-)  # of an answer, above which a thread decodes it: some 10,000 tokens, in a millisecond
+INLINE_NBYTES = 64 << 10  # of an answer, above which a thread decodes it: 10,000 tokens, in a millisecond
 MAX_TOKEN = (1 << 32) - 1
 MAX_KEPT_NBYTES = 64 << 20  # of tokens that are remembered
 ENTRY_NBYTES = 1024  # of memory beside them
@@ -79,9 +77,8 @@ class _Features(msgspec.Struct):
 
 
 class _Rendered(msgspec.Struct):
-    token_ids: (
-        msgspec.Raw
-    )  # read without the interpreter's lock: with an object for each, a million took 0.2 s
+    # Read without the interpreter's lock: with an object for each, a million took 0.2 s.
+    token_ids: msgspec.Raw
     features: _Features | None = None
     cache_salt: str | None = None
 
@@ -187,14 +184,18 @@ class Renderer:
                 connector=aiohttp.TCPConnector(
                     limit=MAX_UNDER_WAY, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls or True
                 ),
-                timeout=aiohttp.ClientTimeout(RENDER_S, sock_connect=CONNECT_S),
                 auto_decompress=False,
                 trust_env=False,
             )
         url = f"{worker.url}{request.path}/render"
-        sent = {**headers, "content-type": "application/json"}
+        connect_s = HANDSHAKE_S if url.startswith("https:") else CONNECT_S
         async with self._session.post(
-            url, data=io.BytesIO(body), headers=sent, allow_redirects=False, server_hostname=worker.name
+            url,
+            data=io.BytesIO(body),
+            headers={**headers, "content-type": "application/json"},
+            timeout=aiohttp.ClientTimeout(RENDER_S, sock_connect=connect_s),
+            allow_redirects=False,
+            server_hostname=worker.name,
         ) as reply:
             key = (tenant, request.model, request.path)
             if reply.status in _NO_RENDER:

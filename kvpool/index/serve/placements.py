@@ -85,19 +85,19 @@ class Placements:
         self.held_nbytes = 0
         self._held_by: Counter[str] = Counter()
 
-    def hold(self, have_nbytes: int, nbytes: int, host: str = "") -> None:
-        """Take room for so much more of a body of which there are ``have_nbytes``. ``host``: whose part it takes;
-        empty: that of none in particular. Errors: ``Refusal``."""
+    def hold(self, have_nbytes: int, nbytes: int, host: str) -> None:
+        """Take room for so much more of a body of which there are ``have_nbytes``. ``host``: whose part it takes.
+        Errors: ``Refusal``."""
         if have_nbytes + nbytes > MAX_BODY_NBYTES:
             raise Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes")
         limit_of_host_nbytes = self._budget.limit_of_owner_nbytes * (HOST_PARTS - 1) // HOST_PARTS
-        is_over = host != "" and self._held_by[host] + nbytes > limit_of_host_nbytes
+        is_over = self._held_by[host] + nbytes > limit_of_host_nbytes
         if is_over or not self._budget.take(nbytes, INFERENCE):
             raise Refusal(503, "too many requests are being read: send it again later")
         self.held_nbytes += nbytes
         self._held_by[host] += nbytes
 
-    def let_go(self, nbytes: int, host: str = "") -> None:
+    def let_go(self, nbytes: int, host: str) -> None:
         """Of what was held for that host."""
         self.held_nbytes -= nbytes
         self._held_by[host] -= nbytes

@@ -35,7 +35,7 @@ _OF_CONNECTION = frozenset(
         "transfer-encoding", "upgrade",
     )
 )  # fmt: skip
-_NOT_FORWARDED = _OF_CONNECTION | {"content-length", "expect", "host", RANK, *OURS}
+_NOT_FORWARDED = _OF_CONNECTION | {"content-length", "expect", "host", *OURS}
 _NOT_RETURNED = _OF_CONNECTION | {*OURS}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # The worker has not begun to answer.
@@ -66,7 +66,7 @@ class Forwarding:
         tenant: str,
     ) -> None:
         self._request, self._session, self._placements = request, session, placements
-        self._stats, self._tenant = stats, tenant
+        self._stats, self._tenant, self._host = stats, tenant, request.remote or ""
         self._began_s = time.perf_counter()
         self._body = b""
         self._held_nbytes = 0  # of the body
@@ -148,11 +148,11 @@ class Forwarding:
         self._body = b"".join(parts)
 
     def _hold(self, nbytes: int) -> None:
-        self._placements.hold(self._held_nbytes, nbytes)
+        self._placements.hold(self._held_nbytes, nbytes, self._host)
         self._held_nbytes += nbytes
 
     def _forget_body(self) -> None:
-        self._placements.let_go(self._held_nbytes)
+        self._placements.let_go(self._held_nbytes, self._host)
         self._body, self._held_nbytes = b"", 0
 
     # ---- to a worker

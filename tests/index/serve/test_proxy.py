@@ -716,6 +716,22 @@ def test_one_host_has_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> 
         assert post(there.url, ASKED).status == 200
 
 
+def test_bodies_of_one_host_leave_room_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster("a") as there, there.connect() as slow:
+        buffers = there.index.fleet.buffers
+        monkeypatch.setattr(
+            buffers, "limit_nbytes", 160_000
+        )  # half of it for bodies, and three quarters of that
+        slow.sendall(of_request(b"x" * 60_000)[:-1])  # all that a host may have
+        assert eventually(lambda: buffers.used_nbytes >= 59_000)
+        assert post(there.url, b"x" * 2_000).status == 503
+        client = http.client.HTTPConnection("127.0.0.1", there.port, 30, source_address=("127.0.0.2", 0))
+        client.request("POST", "/v1/completions", json.dumps(ASKED))
+        assert client.getresponse().status == 200
+        client.close()
+    assert eventually(there.ends)
+
+
 def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_connection, "MAX_CONNECTIONS_OF_HOST", 2)
     with cluster("a") as there:
