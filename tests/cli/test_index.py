@@ -515,7 +515,7 @@ def test_after_sigterm_health_says_no_and_calls_are_answered_until_a_second_one(
         code, lines = index.stop()
         assert code == 0
         assert lines == [
-            "WARNING neither --pool nor --worker is given: no worker is known, and none comes but by RegisterWorker",
+            "WARNING neither --pool nor --worker is given: no worker is known, and none is until one registers",
             "INFO not serving any more; calls are answered for another 600 s",
         ]
 

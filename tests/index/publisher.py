@@ -11,10 +11,11 @@ import zmq
 from kvpool.cli.engine_process import free_ports
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.follow.subscriber import END
+from kvpool.key.hashing import seed_id
 
 
 def worker_of(publisher: Publisher, name: str = "w") -> Worker:
-    return Worker(name, "m", 16, "0" * 16, (publisher,))
+    return Worker(name, "m", 16, seed_id(None), (publisher,))
 
 
 class Misbehaving:

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
@@ -24,15 +24,13 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, parse_url
 from kvpool.index.place.inference_request import InferenceRequest, read_request
 from kvpool.index.place.named_model import named_model
+from kvpool.index.place.placement import AllBusy, NoWorker, Placement, Reason, Target
 from kvpool.index.place.renderer import Asked, NoTokens, Renderer
 from kvpool.index.place.route import Pick, Route
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.refusals import NotAtOnce
-
-Reason = Literal["prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed"]
-REASONS: tuple[Reason, ...] = ("prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed")
 
 MAX_ENDPOINTS = 4  # the best, and where a proxy tries next
 MAX_PICKS = 16  # ranks of a worker share its endpoint
@@ -44,43 +42,6 @@ INLINE_TOKENS_NBYTES = 64 << 10
 THREADS = 2
 MAX_UNDER_WAY = 64  # bodies that threads read
 NOBODY = b"\0" * 8  # a prompt of one block that no worker holds
-
-
-class NoWorker(KVPoolError):
-    """No worker can take the request now."""
-
-
-class AllBusy(KVPoolError):
-    """Each worker has as many requests waiting as it may have."""
-
-
-class Target(NamedTuple):
-    """A worker that can serve a request. ``endpoint``: ``IP:PORT``; ``address``: its URL. ``dp_rank``: None where the
-    worker has only one. ``matched_blocks``: of the prompt, those it need not compute.
-    """
-
-    endpoint: str
-    address: str
-    worker: str
-    dp_rank: int | None
-    matched_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """``targets``: the best first, each with an endpoint of its own; empty: any worker will do. ``prompt_blocks``: 0
-    where they are not known. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for
-    ``Placer.release``; empty: none. ``held_blocks``: of the prompt, the most that one rank or the pool has.
-    """
-
-    tenant: str
-    reason: Reason
-    targets: tuple[Target, ...] = ()
-    prompt_blocks: int = 0
-    detail: str = ""
-    reservation: str = ""
-    made_s: float = 0.0
-    held_blocks: int = 0
 
 
 class _Ranked(NamedTuple):

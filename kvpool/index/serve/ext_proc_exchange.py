@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from kvpool.index.place.placer import Placement
+from kvpool.index.place.placement import Placement
 from kvpool.index.serve.placements import DESTINATION, OURS, RANK, Placements, Refusal
 from kvpool.tracing import HEADERS
 from kvpool.v1 import ext_proc_pb2 as pb

@@ -14,7 +14,8 @@ import msgspec
 
 from kvpool.errors import KVPoolError
 from kvpool.index.buffer_budget import INFERENCE, BufferBudget
-from kvpool.index.place.placer import AllBusy, NoWorker, Placement, Placer, Target
+from kvpool.index.place.placement import AllBusy, NoWorker, Placement, Target
+from kvpool.index.place.placer import Placer
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.tracing import Span, Tracing

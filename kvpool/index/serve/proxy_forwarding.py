@@ -17,7 +17,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from kvpool.index.place.endpoints import parse_url
-from kvpool.index.place.placer import Placement, Target
+from kvpool.index.place.placement import Placement, Target
 from kvpool.index.serve.placements import MAX_BODY_NBYTES, OURS, RANK, Placements, Refusal
 from kvpool.index.serve.proxy_connection import break_off
 from kvpool.index.serve.proxy_sending import Sending

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import Lookup, TierRow
-from kvpool.index.place.placer import REASONS
+from kvpool.index.place.placement import REASONS
 
 Result = Literal["answered", "wrong", "unknown", "failed"]
 # Of a placement: why the request went where it did, or why it did not.

@@ -258,7 +258,7 @@ async def _resets(client: AsyncIndexClient, name: str, count: int) -> bool:
 
 
 def test_a_flood_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All threads that apply what is pushed are taken, and calls of every kind are answered."""
+    """All threads that apply what a tenant pushes are taken, and its calls of every kind are answered."""
     fleet = Fleet()
     entered, go_on = threading.Semaphore(0), threading.Event()
     apply = fleet.apply
@@ -275,7 +275,7 @@ def test_a_flood_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
             for publisher in publishers:
                 for number in range(100):
                     publisher.publish(payload(number))
-            for _ in range(publish_streams.THREADS):
+            for _ in range(publish_streams.THREADS_OF_TENANT):
                 assert await asyncio.to_thread(entered.acquire, timeout=WAIT_S)
             assert await held(client, 1) == -1
             long = await client.lookup("m", hashes64=packed64(range(1 << 17)), timeout_s=WAIT_S)

@@ -97,6 +97,10 @@ def test_an_address_that_a_name_no_longer_has_is_free(names: Names, monkeypatch:
             before.publish(b"of t")
             assert eventually(lambda: told.batches["t/w"] == [b"of t"], within_s=WITHIN_S)
         names.known["a.test"] = "127.0.0.2"
+        asked = names.asked.count("a.test")
+        assert eventually(lambda: names.asked.count("a.test") > asked + 1, within_s=WITHIN_S), (
+            "t knows the new one"
+        )
         with misbehaving(ports) as after:
             feed.follow(of_tenant("u", after.publisher))
             after.publish(b"of u")

@@ -14,7 +14,8 @@ from kvpool import Load
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import renderer
 from kvpool.index.place.endpoints import Endpoints
-from kvpool.index.place.placer import Placement, Placer
+from kvpool.index.place.placement import Placement
+from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizers import Tokenizers

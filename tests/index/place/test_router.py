@@ -212,61 +212,6 @@ def test_reported_loads_stay_for_others_and_end() -> None:
     assert {pick.load_source for pick in router.route("m", token_ids=[1]).picks} == {"none"}
 
 
-def queues(router: Router) -> dict[str, int]:
-    route = router.rank(Prompt("m", hashes64=packed64(TEN)), takes_turn=False).route()
-    return {pick.worker: pick.queue_cost for pick in route.picks}
-
-
-def test_a_waiting_request_costs_what_was_placed_there() -> None:
-    fleet = a_fleet("a", "b")
-    say(fleet, "default/a", 0, 1, batch(stored(TEN)))
-    router = Router(fleet, costs=Costs(running=16), clock=Clock())
-    for name in "ab":
-        router.loads.report(f"default/{name}", Load(name, waiting=2))
-    assert queues(router) == {"a": 2 * 1024, "b": 2 * 1024}, "nothing was placed yet"
-    new = packed64([77, 78])  # 32 tokens
-    for _ in range(80):
-        for name in "ab":
-            router.route("m", hashes64=new, workers=[name])
-    assert queues(router) == {"a": 2 * (32 + 16), "b": 2 * (32 + 16)}
-    for _ in range(80):
-        router.route("m", hashes64=packed64(TEN), workers=["a"])  # all of which it holds
-    assert queues(router) == {"a": 2 * 16, "b": 2 * (32 + 16)}, "each by its own, and mostly by the last ones"
-    for _ in range(2):
-        router.route("m", hashes64=new, workers=["a"])
-    assert 2 * 16 < queues(router)["a"] < 2 * (32 + 16), "not by the last one alone"
-
-
-def test_a_waiting_request_costs_no_more_than_a_coefficient_may() -> None:
-    """Or the cost of many of them would not be a number of 64 bits."""
-    most = (1 << 32) - 1
-    router = Router(a_fleet("a"), clock=Clock())
-    router.loads.report("default/a", Load("a", waiting=most))
-    for _ in range(400):
-        router.route("m", hashes64=packed64(TEN), prompt_tokens=most)
-    assert queues(router)["a"] == pytest.approx(most * 1_000_000, rel=1e-6)
-    assert queues(router)["a"] <= most * 1_000_000
-
-
-def test_one_long_prompt_among_short_ones_weighs_little() -> None:
-    router = Router(a_fleet("a", "b"), costs=Costs(running=16), clock=Clock())
-    for name in "ab":
-        router.loads.report(f"default/{name}", Load(name, waiting=1))
-    for _ in range(80):
-        router.route("m", hashes64=packed64([77, 78]), workers=["a"])  # 32 tokens
-    for name in "ab":
-        router.route("m", hashes64=packed64([77, 78]), prompt_tokens=1 << 20, workers=[name])
-    assert queues(router)["a"] < 2 * (32 + 16)
-    assert queues(router)["b"] == 8192, "the first that is placed there"
-
-
-def test_a_waiting_request_costs_what_was_set() -> None:
-    router = Router(a_fleet("a"), costs=Costs(waiting=100), clock=Clock())
-    router.loads.report("default/a", Load("a", waiting=2))
-    router.route("m", hashes64=packed64(TEN))
-    assert queues(router) == {"a": 200}
-
-
 def test_ties_go_to_the_least_load_then_to_the_least_recently_picked() -> None:
     fleet = a_fleet("a", "b", "c")
     hashes = BlockHasher(16).hashes(range(16))
