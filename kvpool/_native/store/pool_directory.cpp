@@ -156,10 +156,10 @@ void check_parts(const std::string& root, int fd) {
   }
   std::string shown;
   for (const char c : found.substr(0, 64)) shown += c >= 0x20 && c < 0x7f ? c : '?';
-  throw RefusedDirectory(
-      "it is not empty (" + shown +
-      " is there) and has no file kvpool-pool, so it is no pool: correct the path; for a new pool name a directory "
-      "that is empty or not there yet; delete this one only if an older kvpool made it");
+  throw RefusedDirectory("it is not empty (" + shown +
+                         " is there) and has no file kvpool-pool, so it is no pool: correct the path; for a "
+                         "new pool name a directory "
+                         "that is empty or not there yet; delete this one only if an older kvpool made it");
 }
 
 }  // namespace
