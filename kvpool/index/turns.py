@@ -18,9 +18,8 @@ class Turns:
     def __init__(self, total: int, of_owner: int) -> None:
         self._all = Semaphore(total)
         self._of_owner = of_owner
-        self._owners: WeakValueDictionary[str, Semaphore] = (
-            WeakValueDictionary()
-        )  # of those that have or wait
+        # Of owners that have a turn or wait for one.
+        self._owners: WeakValueDictionary[str, Semaphore] = WeakValueDictionary()
 
     @asynccontextmanager
     async def take(self, owner: str) -> AsyncIterator[None]:

@@ -167,12 +167,12 @@ def unanswered(target: str, count: int) -> KVPoolError:
 
 
 def without_advice(error: KVPoolError) -> str:
-    """What an error of a client says is wrong, for a caller that words itself what to do where nobody answers."""
+    """An error's text without its "start one": for a caller that gives advice of its own."""
     return str(error).partition(_START)[0].partition(_CHECK)[0]
 
 
 def _away(target: str, words: str) -> KVPoolError:
-    """Nobody answers. gRPC's words are of no use to who has to mend it, so ours say what they mean."""
+    """The index does not answer. Operators cannot use gRPC's texts, so this says why in ours."""
     why = next((why for sign, why in _WHY.items() if sign in words), "")
     advice = f"{_START}{target}" if why == NOTHING_LISTENS else _CHECK
     return IndexUnavailable(f"no index answers on {target}{why and ': '}{why}{advice}")

@@ -33,7 +33,7 @@ class Dialler:
 
     def __init__(self, budget: BufferBudget, resolver: Resolver) -> None:
         self.budget, self.resolver = budget, resolver
-        self._tenants: dict[Place, Counter[str]] = {}  # who is followed there, and on how many lines
+        self._tenants: dict[Place, Counter[str]] = {}  # tenants followed there: lines of each
 
     def line(self, tenant: str) -> Line:
         return Line(self, tenant)

@@ -32,9 +32,7 @@ from kvpool.store.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE
 
 WRITE_S = 4.0  # a whole call that writes, with the connection that it may need
 READ_S = 10.0  # one that reads, or takes away, what there is
-READ_SHARE = (
-    0.8  # of it, in which all is read; the rest is for a PING, to know whether it is the server that is slow
-)
+READ_SHARE = 0.8  # of it, to read all; the rest is for a PING, which tells whether the server itself is slow
 MAX_TENANTS = 4096
 READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
 INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
