@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import yaml
 
 from kvpool import BlockHasher, open_store
 from kvpool.cli.engine_process import free_ports
@@ -22,7 +20,9 @@ from kvpool.index.fleet import Fleet
 from tests import envoy
 from tests.conftest import eventually
 from tests.discovery.workers import announced
+from tests.docs import split_front
 from tests.docs.recipes import put_in, recipe, started
+from tests.docs.split_front import HEADING, PAGE
 from tests.index.fleets import Served, say, serving
 from tests.index.openai_worker import ScriptedWorker, scripted
 from tests.index.publisher import misbehaving
@@ -31,42 +31,10 @@ from tests.index.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-PAGE, HEADING = "how-to/routing.md", "## Prefill and decode apart"
-NAMES = {"p1": "10.0.0.1:8000", "p2": "10.0.0.2:8000", "d1": "10.0.1.1:8000", "d2": "10.0.1.2:8000"}
+NAMES = ("p1", "p2", "d1", "d2")
 ASKED: dict[str, Any] = {
     "model": "m", "messages": [{"role": "user", "content": TEXT}], "max_completion_tokens": 7, "temperature": 0.0
 }  # fmt: skip
-
-
-def configured(workers: dict[str, ScriptedWorker], picker: str, listen: int, admin: int) -> str:
-    """``deploy/envoy.yaml``, changed as the page says."""
-    said = yaml.safe_load(
-        put_in(recipe(PAGE, HEADING, "yaml"), {at: workers[name].at for name, at in NAMES.items()})
-    )
-    config = yaml.safe_load(
-        envoy.configured(
-            [workers["d1"].at, workers["d2"].at], [picker], listen=listen, admin=admin, duplex=False
-        )
-    )
-    resources = config["static_resources"]
-    decode = next(one for one in resources["clusters"] if one["name"] == "workers")
-    prefill = copy.deepcopy(decode)
-    prefill["name"] = prefill["load_assignment"]["cluster_name"] = said["cluster"]
-    endpoints = prefill["load_assignment"]["endpoints"][0]["lb_endpoints"]
-    for endpoint, name in zip(endpoints, ("p1", "p2"), strict=True):
-        endpoint["endpoint"]["address"]["socket_address"]["port_value"] = workers[name].port
-    resources["clusters"].append(prefill)
-    manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    filters = manager["http_filters"]
-    at = next(number for number, one in enumerate(filters) if one["name"] == "envoy.filters.http.ext_proc")
-    filters[at]["typed_config"]["metadata_options"]["forwarding_namespaces"] = said["forwarding_namespaces"]
-    filters.insert(at, said["filter"])
-    routes = manager["route_config"]["virtual_hosts"][0]["routes"]
-    at = next(number for number, one in enumerate(routes) if one["match"] == {"prefix": "/"})
-    first = copy.deepcopy(routes[at])
-    first["match"], first["route"]["cluster"] = said["match"], said["cluster"]
-    routes.insert(at, first)
-    return str(yaml.safe_dump(config))
 
 
 class Split:
@@ -74,7 +42,7 @@ class Split:
 
     def __init__(self, workers: dict[str, ScriptedWorker], index: Served, client: openai.OpenAI) -> None:
         self.workers, self.index, self._client = workers, index, client
-        self._chat: Callable[..., Any] = _of_the_page("chat")
+        self._chat = split_front.chat()
 
     def chat(self, **more: Any) -> Any:
         return self._chat(self._client, **ASKED, **more)
@@ -89,12 +57,6 @@ class Split:
         return {name: [json.loads(body) for body in one.bodies] for name, one in self.workers.items()}
 
 
-def _of_the_page(name: str) -> Callable[..., Any]:
-    names: dict[str, Any] = {}
-    exec(compile(recipe(PAGE, HEADING, "python"), PAGE, "exec"), names)
-    return names[name]  # type: ignore[no-any-return]
-
-
 @pytest.fixture
 def split(tmp_path: Path) -> Iterator[Split]:
     with scripted(*NAMES) as running:
@@ -105,7 +67,8 @@ def split(tmp_path: Path) -> Iterator[Split]:
             fleet.heard(f"default/{worker.name}", 0)
         listen, admin = free_ports(2)
         with serving(fleet, place={"timeout_s": 5}) as index:
-            config = configured(workers, index.ext_proc, listen, admin)
+            prefill, decode = ([workers[name].at for name in names] for names in (("p1", "p2"), ("d1", "d2")))
+            config = split_front.configured(prefill, decode, index.ext_proc, listen, admin)
             with (
                 envoy.started(tmp_path, config, listen=listen, admin=admin) as front,
                 openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as client,

@@ -7,9 +7,7 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -20,24 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from kvpool import IndexClient
-from kvpool.cli.engine_process import (
-    child_environment,
-    connector_config,
-    free_ports,
-    kill_all_but_trackers,
-)
+from kvpool.cli.engine_process import connector_config, free_ports
 from kvpool.cli.index_process import IndexProcess
 from tests.conftest import eventually
+from tests.e2e.api_server import OPENER, ApiServer, answers
 from tests.store.servers import Server, find, running
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "kvpool.json"
 ALERTS = ROOT / "deploy" / "alerts.yml"
-BLOCK_TOKENS = 128
-START_S = 600.0  # on a busy machine
 ANSWER_S = 300.0
-KV_CACHE_NBYTES = 128 << 20  # 64 blocks of 2 MiB
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _COMPARED = re.compile(r"(.*?)\s+(?:==|>|<)\s+[0-9.]+", re.DOTALL)
 
 Values = dict[str, float]  # by the labels that tell series apart
@@ -73,7 +63,7 @@ class Fleet:
 
     def computes(self) -> bool:
         """Whether the engine has a request under way, by its own page."""
-        with _OPENER.open(f"{self.worker}/metrics", timeout=30) as reply:
+        with OPENER.open(f"{self.worker}/metrics", timeout=30) as reply:
             return bool(
                 re.search(r"^vllm:num_requests_running\{.*\} 1\.0$", reply.read().decode(), re.MULTILINE)
             )
@@ -104,7 +94,7 @@ class Fleet:
         return len(found) == 2 and all(target["health"] == "up" for target in found)
 
     def _api(self, path: str) -> Any:
-        with _OPENER.open(f"{self.prometheus}/api/v1/{path}", timeout=30) as reply:
+        with OPENER.open(f"{self.prometheus}/api/v1/{path}", timeout=30) as reply:
             answer = json.load(reply)
         assert answer["status"] == "success", answer
         return answer["data"]
@@ -116,7 +106,7 @@ SHOWN = ("result", "source", "window", "cause", "where", "outcome", "le")
 def _post(url: str, body: Any) -> None:
     data = b"" if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with _OPENER.open(request, timeout=ANSWER_S) as reply:
+    with OPENER.open(request, timeout=ANSWER_S) as reply:
         assert reply.status == 200
 
 
@@ -129,45 +119,13 @@ def fleet(folder: Path, model: Path, *, maxmemory: str) -> Iterator[Fleet]:
         worker_port, metrics_port, prometheus_port, events, replay = free_ports(5)
         at = f"127.0.0.1:{metrics_port}"
         index = parts.enter_context(IndexProcess(folder, server.url, ("--metrics", at)))
-        worker = parts.enter_context(_worker(folder, model, server.url, worker_port, events, replay))
+        config = connector_config(server.url, {"lookup_timeout_s": 20.0})
+        served = ApiServer("worker", model, worker_port, events, replay, config)
+        worker = parts.enter_context(served.running(folder))
         parts.enter_context(_prometheus(folder, prometheus_port, at, f"127.0.0.1:{worker_port}"))
         made = Fleet(server, index.address, worker, f"http://127.0.0.1:{prometheus_port}")
         assert eventually(made.targets_up, within_s=60)
         yield made
-
-
-@contextmanager
-def _worker(folder: Path, model: Path, pool: str, port: int, events: int, replay: int) -> Iterator[str]:
-    url = f"http://127.0.0.1:{port}"
-    publisher = {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-        "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--enforce-eager", "--max-model-len", "4096", "--max-num-batched-tokens", "4096",
-        "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(KV_CACHE_NBYTES),
-        "--prefix-caching-hash-algo", "sha256_cbor",
-        "--kv-transfer-config", json.dumps(connector_config(pool, {"lookup_timeout_s": 20.0})),
-        "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **publisher}),
-    ]  # fmt: skip
-    environment = child_environment(
-        {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    )
-    log = folder / "worker.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    try:
-        assert eventually(lambda: _answers(f"{url}/health", process), within_s=START_S), log.read_text()[
-            -3000:
-        ]
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        kill_all_but_trackers(process.pid)
-        process.wait()
 
 
 @contextmanager
@@ -193,7 +151,7 @@ def _prometheus(folder: Path, port: int, index: str, worker: str) -> Iterator[No
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         ready = f"http://127.0.0.1:{port}/-/ready"
-        assert eventually(lambda: _answers(ready, process), within_s=60), log.read_text()[-3000:]
+        assert eventually(lambda: answers(ready, process), within_s=60), log.read_text()[-3000:]
         yield
     finally:
         process.kill()
@@ -216,15 +174,6 @@ def expressions() -> dict[str, tuple[str, str]]:
         for target in panel["targets"]:
             found[f"{row}/{panel['title']}/{target['legendFormat']}"] = (panel["title"], target["expr"])
     return found
-
-
-def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
-    assert process.poll() is None, "it has ended"
-    try:
-        with _OPENER.open(url, timeout=5) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _made(folder: Path) -> Path:
