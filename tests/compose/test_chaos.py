@@ -211,10 +211,15 @@ def test_envoy_reads_its_configuration_anew(cluster: Cluster, rows: list[Row]) -
         file.write_text(text)  # in its place: a new file would not be seen in the container
         cluster.signal("front", "HUP")
 
+    def in_use() -> int:
+        return cluster.compose("logs", "front").count("is in use")
+
     try:
         with counted(cluster, rows, "front: new configuration"):
             for number in range(2):
+                changes = in_use()
                 change(f"{shipped}# {number}\n")
+                assert eventually(lambda changes=changes: in_use() > changes, within_s=AWAY_S)  # type: ignore[misc]
                 time.sleep(WATCH_S / 2)
                 assert eventually(lambda: cluster.is_healthy("front"), within_s=AWAY_S)
             change("this is no configuration")
