@@ -48,6 +48,7 @@ DYNAMO_VERSION := 1.6.1
 VLLM_ROUTER_VERSION := 0.1.17
 SMG_VERSION := 1.13.0
 FRONT_PEERS := $(PEERS)/vllm-router/.stamp $(PEERS)/smg/.stamp
+DYNAMO_FRONTEND := $(PEERS)/dynamo/.stamp-frontend
 OTHER_VLLM := .cache/vllm
 OLDER_VLLM_VERSIONS := 0.30.0 0.31.0
 NEWER_VLLM_VERSIONS := 0.33.0
@@ -102,7 +103,7 @@ help:
 	@echo "make compose-env  certificates, passwords and tokens for docker-compose.secure.yml, in deploy/secrets"
 	@echo "make kubernetes-secrets  the same for deploy/k8s/overlays/secure, in deploy/k8s/secrets"
 	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
-	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, round robin; half an hour"
+	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, Dynamo, round robin; half an hour"
 	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
 	@echo "               store|index|e2e|route --peers"
 	@echo "make docs      the documentation as a site, in .cache/site; links are checked, warnings are errors"
@@ -184,7 +185,7 @@ plots: $(VENV)/.stamp-core
 cli-reference: $(VENV)/.stamp-core
 	$(BIN)/python scripts/cli-reference
 
-bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(FRONT_PEERS)
+bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(FRONT_PEERS) $(DYNAMO_FRONTEND)
 	$(BIN)/python -m benchmarks route --peers
 
 # What other targets fetch by themselves, for who waits for something else meanwhile.
@@ -199,7 +200,7 @@ gpu-proof: $(VENV)/.stamp-core $(SERVERS)/.stamp
 gpu-kit: | $(VENV)/.stamp-system
 	scripts/gpu-kit/make-kit $(GPU_KIT_PYTHON) .cache/gpu-kit .kit
 
-bench-peers: $(patsubst %,$(PEERS)/%/.stamp,lmcache lmcache-engine glide redis dynamo vllm-router smg)
+bench-peers: $(patsubst %,$(PEERS)/%/.stamp,lmcache lmcache-engine glide redis dynamo vllm-router smg) $(DYNAMO_FRONTEND)
 
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STAMPS)
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
@@ -396,6 +397,12 @@ $(PEERS)/redis/.stamp: | $(VENV)/.stamp-venv
 # Of Dynamo, what routes: a quarter of a gigabyte, and no engine.
 $(PEERS)/dynamo/.stamp: | $(VENV)/.stamp-venv
 	$(call peer_environment,dynamo,ai-dynamo-runtime==$(DYNAMO_VERSION))
+	@touch $@
+
+# Its frontend, and what that imports. The rest of what its wheel asks for is for engines, Kubernetes and simulations.
+$(DYNAMO_FRONTEND): $(PEERS)/dynamo/.stamp
+	@$(<D)/bin/python -m pip install -qq msgspec packaging pyyaml
+	@$(<D)/bin/python -m pip install -qq --no-deps ai-dynamo==$(DYNAMO_VERSION)
 	@touch $@
 
 $(PEERS)/vllm-router/.stamp: | $(VENV)/.stamp-venv

@@ -141,7 +141,9 @@ def route(
         list[str] | None,
         typer.Option(metavar="NAME", help="Only fronts whose names begin so; give it again for more."),
     ] = None,
-    peers: Annotated[bool, typer.Option("--peers", help="vllm-router and smg, too.")] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="vllm-router, smg and Dynamo's frontend, too.")
+    ] = False,
     peers_folder: Annotated[
         str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
     ] = PEERS_FOLDER,

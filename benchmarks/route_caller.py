@@ -17,7 +17,8 @@ import httptools
 
 ASK_TIMEOUT_S = 60.0
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*([0-9]+)')
-_WORKER = re.compile(rb'"system_fingerprint"\s*:\s*"([^"]*)"')
+# A front that makes answers of its own passes on what a worker says, and no fingerprint.
+_WORKER = re.compile(rb'"(?:system_fingerprint|content)"\s*:\s*"(worker-[0-9]+)"')
 
 
 @dataclass(frozen=True)

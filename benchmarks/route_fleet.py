@@ -24,6 +24,7 @@ from kvpool.errors import KVPoolError
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
+WORKER = ("benchmarks.route_worker",)
 LOOK_S = 0.02
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -82,17 +83,28 @@ class Started:
 class RouteFleet:
     """``count`` workers whose caches hold ``blocks`` each. Use it with ``with``; one thread calls it.
 
-    ``token_s``: what a token that is not cached takes. ``tokenizer``: a folder.
+    ``token_s``: what a token that is not cached takes. ``tokenizer``: a folder. ``worker``: the module of a worker, and
+    its arguments. ``environment``: what a worker's has more.
     """
 
     def __init__(
-        self, folder: Path, plan: Plan, tokenizer: Path, *, count: int, blocks: int, token_s: float
+        self,
+        folder: Path,
+        plan: Plan,
+        tokenizer: Path,
+        *,
+        count: int,
+        blocks: int,
+        token_s: float,
+        worker: Sequence[str] = WORKER,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         file = folder / "plan"
         file.write_bytes(plan.pack())
         ports = free_ports(3 * count)
         self.tokenizer = tokenizer
-        self._folder = folder
+        self.folder = folder
+        self._worker, self._environment = worker, environment
         self._settings = [
             Settings(
                 f"worker-{number}", (ports[3 * number], ports[3 * number + 1], ports[3 * number + 2]), str(file),
@@ -162,8 +174,8 @@ class RouteFleet:
 
     def _start(self, settings: Settings) -> None:
         self._processes[settings.name] = Started(
-            [sys.executable, "-m", "benchmarks.route_worker"], self._folder / f"{settings.name}.log",
-            told=settings.as_json(),
+            [sys.executable, "-m", *self._worker], self.folder / f"{settings.name}.log",
+            told=settings.as_json(), environment=self._environment,
         )  # fmt: skip
 
     def _wait_ready(self, name: str) -> None:

@@ -6,12 +6,13 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.route_fleet import RouteFleet, Started
+from benchmarks import route_dynamo
+from benchmarks.route_fleet import WORKER, RouteFleet, Started
 from benchmarks.route_traffic import BLOCK_TOKENS, MODEL
 from kvpool.cli.engine_process import free_ports
 from kvpool.cli.index_process import IndexProcess
@@ -64,10 +65,13 @@ class Running:
 
 @dataclass(frozen=True)
 class Front:
-    """``start``: replicas of it, before a fleet; their files go to the folder."""
+    """``start``: replicas of it, before a fleet; their files go to the folder. ``worker``: of the fleet.
+    ``environment``: of its workers, by the fleet's folder."""
 
     name: str
     start: Callable[[Path, RouteFleet, int], AbstractContextManager[Running]]
+    worker: Sequence[str] = WORKER
+    environment: Callable[[Path], Mapping[str, str]] = lambda _: {}
 
 
 @contextmanager
@@ -107,18 +111,21 @@ def _picker(folder: Path, fleet: RouteFleet, count: int, *, duplex: bool) -> Ite
 
 @contextmanager
 def _started(
-    folder: Path, count: int, command: Callable[[Path, int, int], list[str]], ready: str = "/health"
+    folder: Path,
+    count: int,
+    command: Callable[[Path, int, int], list[str]],
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Running]:
-    """``command``: of a folder, the port to listen on, and another one. ``ready``: the path that says so."""
+    """``command``: of a folder, the port to listen on, and another one."""
     with ExitStack() as parts:
         urls, pids = [], []
         for number in range(count):
             own = folder / f"{number}"
             own.mkdir()
             listen, other = free_ports(2)
-            process = Started(command(own, listen, other), own / "front.log")
+            process = Started(command(own, listen, other), own / "front.log", environment=environment)
             parts.callback(process.stop)
-            process.wait_ready(f"http://127.0.0.1:{listen}{ready}")
+            process.wait_ready(f"http://127.0.0.1:{listen}/health")
             urls.append(f"http://127.0.0.1:{listen}")
             pids.append(process.pid)
         yield Running(urls, pids)
@@ -183,6 +190,20 @@ def _smg(program: Path) -> Callable[[Path, RouteFleet, int], AbstractContextMana
     return start
 
 
+def _dynamo(python: Path) -> Callable[[Path, RouteFleet, int], AbstractContextManager[Running]]:
+    @contextmanager
+    def start(folder: Path, fleet: RouteFleet, count: int) -> Iterator[Running]:
+        def command(_: Path, listen: int, __: int) -> list[str]:
+            return route_dynamo.command(python, listen)
+
+        with _started(folder, count, command, route_dynamo.environment(fleet.folder)) as running:
+            for url in running.urls:
+                route_dynamo.wait_found(url, len(fleet.targets))
+            yield running
+
+    return start
+
+
 _KVPOOL = [sys.executable, "-c", "from kvpool.cli import main; main()"]
 DIRECT = Front("direct", _direct)
 
@@ -205,6 +226,9 @@ def fronts(peers: Path | None) -> list[Front]:
             if not path.exists():
                 raise ConfigError(f"there is no {path}: make bench-peers makes it, in a clone of kvpool")
             found.append(Front(name, made(path)))
+        python, packages = route_dynamo.installed(peers)
+        worker = ("benchmarks.route_dynamo", str(packages))
+        found.append(Front("Dynamo's frontend", _dynamo(python), worker, route_dynamo.environment))
     return [*found, Front("round robin", _round_robin)]
 
 

@@ -209,12 +209,11 @@ def _stage(
 ) -> Iterator[tuple[RouteFleet, Running]]:
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as name:
         folder = Path(name)
-        with (
-            RouteFleet(
-                folder, traffic.plan, traffic.folder, count=WORKERS, blocks=blocks, token_s=token_s
-            ) as fleet,
-            front.start(folder, fleet, replicas) as running,
-        ):
+        started = RouteFleet(
+            folder, traffic.plan, traffic.folder, count=WORKERS, blocks=blocks, token_s=token_s, worker=front.worker,
+            environment=front.environment(folder),
+        )  # fmt: skip
+        with started as fleet, front.start(folder, fleet, replicas) as running:
             time.sleep(SETTLE_S)
             yield fleet, running
 

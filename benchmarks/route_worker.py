@@ -18,7 +18,9 @@ import struct
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,26 @@ class Worker:
         self._free_at_s = begins_s + work_s
         return cached, begins_s - now_s, work_s
 
+    @asynccontextmanager
+    async def answering(self, prompt: Prompt, queued_s: float) -> AsyncIterator[None]:
+        """Wait until its prompt is begun, and count it as running until the end."""
+        self.waiting += 1
+        try:
+            await asyncio.sleep(queued_s)
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        self.used_blocks += prompt.blocks
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.used_blocks -= prompt.blocks
+
+    def tokens(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def _flush(self) -> None:
         self._flush_due = False
         events, self.cache.events = self.cache.events, []
@@ -134,10 +156,7 @@ class Worker:
                 f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n"
                 for one in json.loads(body)["messages"]
             )
-            ids: list[int] = self._tokenizer.encode(
-                text + "<|im_start|>assistant\n", add_special_tokens=False
-            ).ids
-            return ids
+            return self.tokens(text + "<|im_start|>assistant\n")
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, tokens)
 
@@ -220,25 +239,19 @@ class Connection(asyncio.Protocol):
             b'{"prompt_tokens":%d,"completion_tokens":16,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
         ) % (prompt.tokens, prompt.tokens + 16, cached)
         if b'"stream":true' in body[:400] or b'"stream":true' in body[-400:]:
-            self._task = asyncio.ensure_future(self._stream(number, prompt.blocks, usage, queued_s, work_s))
+            self._task = asyncio.ensure_future(self._stream(number, prompt, usage, queued_s, work_s))
         else:
             self._answer(
                 self._chunk(number, b"chat.completion", b"message", b'"content":"text"', b'"stop"', usage)
             )
 
-    async def _stream(self, number: int, blocks: int, usage: bytes, queued_s: float, work_s: float) -> None:
-        worker = self._worker
+    async def _stream(
+        self, number: int, prompt: Prompt, usage: bytes, queued_s: float, work_s: float
+    ) -> None:
         self._transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
-        worker.waiting += 1
-        try:
-            await asyncio.sleep(queued_s)
-        finally:
-            worker.waiting -= 1
-        worker.running += 1
-        worker.used_blocks += blocks
-        try:
+        async with self._worker.answering(prompt, queued_s):
             await asyncio.sleep(work_s)
             for at in range(CHUNKS):
                 if at:
@@ -252,9 +265,6 @@ class Connection(asyncio.Protocol):
                 )  # fmt: skip
             self._write_chunk(b"[DONE]")
             self._transport.write(b"0\r\n\r\n")
-        finally:
-            worker.running -= 1
-            worker.used_blocks -= blocks
 
     async def _render(self, body: bytes, tokenizes: bool) -> None:
         ids = await self._worker.render(body)
@@ -280,11 +290,15 @@ class Connection(asyncio.Protocol):
         )
 
 
-async def _serve(settings: Settings, publishers: Publishers) -> None:
+async def _serve(
+    settings: Settings, publishers: Publishers, join: Callable[[Worker], Awaitable[None]] | None
+) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     worker = Worker(settings, publishers)
+    if join is not None:
+        await join(worker)
     server = await loop.create_server(
         lambda: Connection(worker), "127.0.0.1", settings.ports[0], reuse_address=True, backlog=1024
     )
@@ -293,13 +307,14 @@ async def _serve(settings: Settings, publishers: Publishers) -> None:
     server.close()
 
 
-def main() -> None:
+def serve(join: Callable[[Worker], Awaitable[None]] | None = None) -> None:
+    """Until SIGTERM, with the settings on stdin. ``join``: what makes the worker known, before its HTTP is served."""
     told = json.loads(sys.stdin.read())
     settings = Settings(**{**told, "ports": tuple(told["ports"])})
     with Publishers(1, ports=[settings.ports[1:]]) as publishers:
         uvloop.install()
-        asyncio.run(_serve(settings, publishers))
+        asyncio.run(_serve(settings, publishers, join))
 
 
 if __name__ == "__main__":
-    main()
+    serve()

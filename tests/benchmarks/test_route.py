@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
+import tokenizers
 import zmq
 
+from benchmarks import route_dynamo
+from benchmarks.publisher import Publishers
 from benchmarks.route_fleet import RouteFleet, cpu_s, post
-from benchmarks.route_traffic import BLOCK_TOKENS, MODEL, Traffic, number_of
-from benchmarks.route_worker import PrefixCache
-from kvpool.errors import KVPoolError
+from benchmarks.route_traffic import BLOCK_TOKENS, MODEL, TOKENIZER_FILE, Traffic, number_of
+from benchmarks.route_worker import CHUNKS, PrefixCache, Settings, Worker
+from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.chat import Chat
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.key.hashing import BlockHasher
@@ -150,6 +155,38 @@ def test_a_worker_that_is_started_again_has_nothing_cached(tmp_path: Path) -> No
         assert cached() == 0
 
 
+@pytest.mark.parametrize(("token_s", "parts"), [(0.0, 1), (1e-6, CHUNKS)])
+def test_dynamos_worker_answers_with_its_name_and_says_what_it_had_cached(
+    tmp_path: Path, token_s: float, parts: int
+) -> None:
+    """Dynamo is not needed for it."""
+    made = traffic(tmp_path)
+    [turns] = made.conversations(1, systems=1, system_words=100, turns=2, words=40)
+    plan = tmp_path / "plan"
+    plan.write_bytes(made.plan.pack())
+    settings = Settings("worker-3", (0, 0, 0), str(plan), str(made.folder), 1000, token_s)
+    tokenizer = tokenizers.Tokenizer.from_file(str(made.folder / TOKENIZER_FILE))
+
+    async def answers(worker: Worker) -> list[list[dict[str, Any]]]:
+        found = []
+        for turn in turns:
+            request = {"sampling_options": {"seed": turn.number}}
+            said = route_dynamo.words(worker)
+            found.append([part async for part in route_dynamo.answer(worker, said, request)])
+        return found
+
+    with Publishers(1) as publishers:
+        answered = asyncio.run(answers(Worker(settings, publishers)))
+    for turn, answer, follows in zip(turns, answered, (False, True), strict=True):
+        prompt = made.plan.prompts[turn.number]
+        assert tokenizer.decode(answer[0]["token_ids"]) == "worker-3"
+        assert [part.get("finish_reason") for part in answer] == [None] * (parts - 1) + ["stop"]
+        usage = answer[-1]["completion_usage"]
+        assert usage["prompt_tokens"] == prompt.tokens
+        cached = prompt.earlier * BLOCK_TOKENS if follows else 0
+        assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
 def test_a_worker_that_does_not_come_up_is_one_clear_error(tmp_path: Path) -> None:
     made = traffic(tmp_path)
     started = RouteFleet(tmp_path, made.plan, tmp_path / "nothing", count=1, blocks=1000, token_s=0.0)
@@ -178,4 +215,6 @@ def test_bench_route_measures_a_front_beside_none() -> None:
 
 def test_peers_that_are_not_there_are_named_with_what_makes_them(tmp_path: Path) -> None:
     assert "make bench-peers makes it" in refused("route", "--peers", "--peers-folder", str(tmp_path))
+    with pytest.raises(ConfigError, match="make bench-peers makes it"):
+        route_dynamo.installed(tmp_path)
     assert "the fronts are Envoy + kvpool" in refused("route", "--only", "nginx")
