@@ -60,7 +60,7 @@ class Plan:
         nbytes = sum(part.nbytes for part in self.parts)
         return (
             f"{counted(self.blocks, 'block')} ({_size(nbytes)}) in {counted(len(self.parts), 'namespace')}, "
-            f"and {counted(self.announcements, 'announcement')}"
+            f"and at least {counted(self.announcements, 'announcement')}"
         )
 
 

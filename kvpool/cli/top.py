@@ -187,7 +187,7 @@ class _Watch:
     def _no_rows(self) -> str:
         if self._tenant is not None or self._model is not None:
             return "no worker of this tenant and model: see without --tenant and --model who is there"
-        return "no worker has joined this index: name the pool of the workers with its --pool, or each with --worker"
+        return "no worker is in this index: it finds those that have started by its --pool, or names each with --worker"
 
 
 # ---- from looks to numbers

@@ -17,14 +17,14 @@ from kvpool.metrics import Counters
 from kvpool.tracing import Tracing
 from kvpool.vllm.request_state import RequestState
 
-RATIOS_S = 1.0  # between two estimates of an engine that is asked
-AGED_S = 10.0  # and of one that only goes on with what it has, for windows end
+RATIOS_S = 0.1  # between two estimates of an engine that is asked
+AGED_S = 10.0  # since any estimate, of one that only goes on with what it has, for windows end
 
 
 class Outcomes:
     """Counts in ``counters``. ``record_tokens``: of the blocks whose hashes are handed over.
 
-    ``tell``: called with all windows of the traffic, every ``RATIOS_S`` seconds at most. ``clock``: in seconds.
+    ``tell``: called with all windows of the traffic, ten times a second at most. ``clock``: in seconds.
     ``tracing``: takes spans of lookups and loads.
     """
 
@@ -41,7 +41,7 @@ class Outcomes:
         self._tell, self._clock = tell, clock
         self._traffic = Traffic(clock)
         self._tracing = tracing
-        self._ratios_at_s = clock() - RATIOS_S
+        self._told_at_s = self._counted_at_s = clock() - RATIOS_S
         self._counted_more = False  # since the last estimate
 
     def waited(self, state: RequestState, now_s: float, *, answered: bool) -> None:
@@ -88,14 +88,17 @@ class Outcomes:
             self._count(state, "hit" if ok else "load_failed", tokens if ok else 0)
 
     def tell_ratios(self) -> None:
-        """Set the gauges of the hit ratio and its ceiling: ``RATIOS_S`` after the last time when a request was counted
-        since, else after ``AGED_S``. An estimate takes 30 us.
+        """Set the gauges of the hit ratio and its ceiling where a request was counted since the last time, and
+        ``RATIOS_S`` after the last estimate with such a one; else after ``AGED_S``. An estimate takes 30 us.
+
+        An estimate while the first request loads delays none: an engine that is idle behind a request tells it.
         """
-        passed_s = self._clock() - self._ratios_at_s
-        if passed_s < (RATIOS_S if self._counted_more else AGED_S):
+        now_s = self._clock()
+        if self._counted_more and now_s - self._counted_at_s >= RATIOS_S:
+            self._counted_at_s, self._counted_more = now_s, False
+        elif now_s - self._told_at_s < AGED_S:
             return
-        self._counted_more = False
-        self._ratios_at_s += passed_s
+        self._told_at_s = now_s
         windows = self._traffic.windows()
         for window, seen in windows.items():
             if seen.prompt_tokens:

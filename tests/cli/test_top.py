@@ -105,7 +105,7 @@ def test_a_worker_without_events_is_not_called_stale(served: Served) -> None:
 def test_no_worker() -> None:
     with serving(Fleet()) as running:
         asked = ("top", "--index", running.target, "--once")
-        assert "no worker has joined this index: name the pool" in kvpool(*asked).stdout
+        assert "no worker is in this index: it finds those" in kvpool(*asked).stdout
         assert "no worker of this tenant and model" in kvpool(*asked, "--model", "m").stdout
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvpool import metrics
-from kvpool.metrics import Samples
-from kvpool.vllm.outcomes import AGED_S
+from kvpool.metrics import Counters, Samples
+from kvpool.tracing import Tracing
+from kvpool.vllm.outcomes import AGED_S, Outcomes
+from kvpool.vllm.request_params import WITHOUT_POOL
+from kvpool.vllm.request_state import RequestState
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.vllm.lifecycle import BLOCK_TOKENS, ScriptedEngine, Shape, World
 from tests.vllm.test_lifecycle import configured
@@ -74,6 +78,26 @@ def test_requests_before_a_rest_are_told(world: World, configured: Callable[[Sha
     assert ratio not in SchedulerHalf.stats(engine.planner)
     assert asked(engine, "a", PROMPT)[ratio] == 0.0
     engine.shut_down()
+
+
+def test_the_one_hit_before_a_rest_is_told() -> None:
+    """A step in which a load begins is already looked at; the load ends some milliseconds later."""
+    told: list[Any] = []
+    outcomes = Outcomes(
+        Counters(),
+        record_tokens=BLOCK_TOKENS,
+        tell=told.append,
+        clock=lambda: 2 * AGED_S,
+        tracing=Tracing.of_process(),
+    )
+    state = RequestState(SimpleNamespace(num_prompt_tokens=len(PROMPT)), WITHOUT_POOL)  # type: ignore[arg-type]
+    namespace: Any = SimpleNamespace(hex="ab" * 16)
+    outcomes.admitted(state, [bytes([number]) * 32 for number in range(6)], namespace, loads=True)
+    outcomes._told_at_s -= AGED_S
+    outcomes.tell_ratios()
+    outcomes.loaded(state, WHOLE, ok=True)
+    outcomes.tell_ratios()
+    assert [windows["1h"].spared_tokens for windows in told] == [0, WHOLE]
 
 
 def test_what_was_asked_for_ages_while_an_engine_only_goes_on(

@@ -35,7 +35,7 @@ from kvpool.key.key import Namespace
 from kvpool.key.names import check_tenant
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.url import SERVER_SCHEMES
-from kvpool.text import format_nbytes
+from kvpool.text import format_nbytes, redact
 
 TRIAL_NBYTES = 64 << 10
 MAX_DIFFERENCES_SHOWN = 8
@@ -128,7 +128,7 @@ class _Pool:
             if self._url.scheme == "file":
                 yield from _directory(self._url, store.counters()["stored_nbytes"])
             else:
-                yield _trial(store, self._tenant)
+                yield _trial(store, redact(self._text), self._tenant)
             if self._url.scheme in SERVER_SCHEMES:
                 yield from server_findings(self._url)
                 if self._url.scheme != "valkey+unix":
@@ -145,7 +145,7 @@ class _Pool:
 _ACL = "allow this user all commands on kvpool:{tenant}:* (docs/how-to/valkey.md has the rule)"
 
 
-def _trial(store: Store, tenant: str) -> Finding:
+def _trial(store: Store, name: str, tenant: str) -> Finding:
     """Put, find, get and delete one block of random bytes under a key of its own."""
     namespace = Namespace(tenant, {"doctor": secrets.token_hex(16)})
     keys = [namespace.key(secrets.token_bytes(32), 0, 0)]
@@ -163,7 +163,7 @@ def _trial(store: Store, tenant: str) -> Finding:
         return fail("pool", "a block that was just put is not there", "see whether it has any memory left")
     return ok(
         "pool",
-        f"{store!r:.200} keeps blocks: {TRIAL_NBYTES >> 10} KiB written and read back in {took_s * 1e3:.1f} ms",
+        f"{name:.200} keeps blocks: {TRIAL_NBYTES >> 10} KiB written and read back in {took_s * 1e3:.1f} ms",
     )
 
 

@@ -69,7 +69,7 @@ def _judged(worker: Worker, page: Page | str) -> Finding:
             f"{where}: {told}; with faults since its start: {said}",
             "its log says which; the lines about the pool and the server above may say why",
         )
-    return ok(ABOUT, f"{where}: {told}, no fault")
+    return ok(ABOUT, f"{where}: {told}; no fault")
 
 
 def _told(sums: Mapping[str, float]) -> str:
@@ -77,8 +77,8 @@ def _told(sums: Mapping[str, float]) -> str:
         return f"{sums.get(metric.name, 0):,.0f}"
 
     return (
-        f"since its start {figure(metrics.LOOKUP_REQUESTS)} requests looked up, {figure(metrics.LOADED_BLOCKS)} blocks "
-        f"loaded, {figure(metrics.STORED_BLOCKS)} stored"
+        f"requests looked up since its start: {figure(metrics.LOOKUP_REQUESTS)}; blocks loaded: "
+        f"{figure(metrics.LOADED_BLOCKS)}, stored: {figure(metrics.STORED_BLOCKS)}"
     )
 
 

@@ -65,7 +65,7 @@ def _worker(worker: Worker, answers: Mapping[str, bool]) -> Iterator[Finding]:
         yield fail(
             "workers",
             f"worker {worker.name} announces its events at {silent[0]}, where nothing answers",
-            'set its "advertise_host" to a name that other hosts can reach, and open the port',
+            'see that it runs; if so, set its "advertise_host" to a name that other hosts can reach, and open the port',
         )
     elif not all(one.replay for one in worker.publishers):
         yield warn(

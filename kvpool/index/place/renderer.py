@@ -201,8 +201,8 @@ class Renderer:
             if reply.status in _NO_RENDER:
                 if key not in self._without:
                     logger.warning(
-                        "%s of %s answers with HTTP status %d, so texts are placed by load: start the workers with "
-                        "--enable-scale-out, or the index with --tokenizer",
+                        "%s of %s answers with HTTP status %d, so texts are placed by load: start kvpool with "
+                        "--tokenizer, or the workers with --enable-scale-out",
                         url, request.model, reply.status,
                     )  # fmt: skip
                 self._without[key] = time.monotonic() + WITHOUT_S

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from typing import NamedTuple
 
@@ -302,6 +303,9 @@ def _incomplete(target: Target, error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    # Of a response that is no HTTP the text alone has URLs, and more than a line.
-    text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    # Of a response that is no HTTP the text alone has URLs, and more than a line; that of a connection names calls.
+    if isinstance(error, aiohttp.ClientConnectorError) and (error.errno or 0) > 0:
+        text = os.strerror(error.errno or 0)
+    else:
+        text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
     return f"{' '.join(text.split()) or type(error).__name__:.200}"

@@ -52,7 +52,7 @@ def test_workers_are_asked_where_they_serve(tmp_path: Path) -> None:
         level, says = judged(pages.address)
         assert (level, says) == (
             "ok",
-            f"worker w at {pages.address}: since its start 10 requests looked up, 1,200 blocks loaded, 0 stored, no "
+            f"worker w at {pages.address}: requests looked up since its start: 10; blocks loaded: 1,200, stored: 0; no "
             "fault",
         )
         shows(pages, PAGE + FAULT)

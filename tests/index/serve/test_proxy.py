@@ -573,7 +573,8 @@ def test_all_workers_busy_asleep_or_away() -> None:
             worker.stop()
         reply = post(there.url, ASKED)
         assert reply.status == 503
-        assert re.search("worker [ab] cannot be reached", json.loads(reply.body)["error"]["message"])
+        said = json.loads(reply.body)["error"]["message"]
+        assert re.fullmatch("worker [ab] cannot be reached: Connection refused", said)
         for name in there.workers:
             there.index.fleet.remove(f"default/{name}")
         reply = post(there.url, ASKED)
