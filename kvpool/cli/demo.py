@@ -93,7 +93,7 @@ def run_demo(
 ) -> bool:
     """Run the demo and print its tables; True when every prompt was identical and came from the pool.
 
-    Blocking, for about two minutes on two cores. Errors: ``KVPoolError`` with one line.
+    Blocking, for two to six minutes on two cores. Errors: ``KVPoolError`` with one line.
     """
     progress = console(stderr=True)
     rows: list[Row] = []
