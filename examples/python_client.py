@@ -1,6 +1,6 @@
 """Values into a pool and back, then: which worker holds how much of a prompt?
 
-    pip install 'kvpool[index]'
+    pip install '.[index]'  # in a checkout
     python python_client.py valkey://127.0.0.1:6379 127.0.0.1:50051 MODEL TOKEN TOKEN TOKEN...
 
 The pool needs no index, and the index no pool. Neither needs torch or vLLM.

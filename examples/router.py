@@ -1,6 +1,6 @@
 """A router of twenty lines: each completion goes to the worker where its prompt costs least.
 
-    pip install 'kvpool[index]'
+    pip install '.[index]'  # in a checkout
     python router.py 127.0.0.1:8080 127.0.0.1:50051 http://WORKER:8000
     curl http://127.0.0.1:8080/v1/completions --json '{"model": "MODEL", "prompt": [1, 2, 3]}'
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvpool.cli.activity import doing
-from kvpool.cli.demo import Held, Row, verdict, wrong_with
+from kvpool.cli.demo import Held, Row, next_commands, verdict, wrong_with
 from kvpool.cli.workspace import workspace
 from kvpool.errors import KVPoolError
 
@@ -44,6 +44,14 @@ def test_each_part_that_was_not_shown_is_named(row: Row, says: str) -> None:
     assert wrong_with([GOOD, row]) == [f"prompt of 2,050 tokens: {says}"]
     assert verdict([GOOD, row]).endswith(f"{says}\nFAIL")
     assert "PASS" not in verdict([GOOD, row])
+
+
+def test_an_engine_on_a_cpu_is_told_how_much_memory_to_take() -> None:
+    serve, examine = next_commands(cpu_build=True)
+    assert " --model MODEL --kv-cache-memory-bytes 2G --prefix-caching-hash-algo sha256_cbor " in serve
+    assert "'file:///dev/shm/kvpool?capacity=10GiB'" in examine
+    serve, _ = next_commands(cpu_build=False)
+    assert "vllm serve MODEL --prefix-caching-hash-algo sha256_cbor " in serve
 
 
 def test_a_step_is_one_line_off_a_terminal() -> None:
