@@ -39,6 +39,7 @@ from benchmarks.feed import FeedReport, measure_feed
 from benchmarks.restart import RestartRow, measure_restart
 from benchmarks.rpc import RpcRow, measure_rpc
 from kvpool.index import PrefixIndex
+from kvpool.text import with_extra
 
 OWN, DICTIONARY, DYNAMO = "kvpool", "dict", "Dynamo"
 SETTLED_BLOCKS = 1 << 16  # below, a map's first segments are most of its memory
@@ -94,7 +95,7 @@ def run_index(*, blocks: int, workers: Sequence[int], rounds: int, peers: Path |
     for row in rows:
         show.print(_table(row, call_us))
     if feed is None or restart is None:
-        show.print("gRPC and ZMQ were not measured: pip install 'kvpool[index]'", highlight=False)
+        show.print(f"gRPC and ZMQ were not measured: {with_extra('index')}", highlight=False)
         return
     show.print(_rpc_table(rpc_rows, max(workers)))
     for table in _feed_tables(feed):

@@ -102,7 +102,12 @@ def missing_extra(error: ModuleNotFoundError, extras: Sequence[str] = ("index", 
     extra = next((extra for extra in extras if package in _EXTRAS[extra]), None)
     if extra is None:
         return error
-    return ConfigError(f"the package {package} is not installed: pip install 'kvpool[{extra}]'")
+    return ConfigError(f"the package {package} is not installed: {with_extra(extra)}")
+
+
+def with_extra(extra: str) -> str:
+    """What to do for a part of kvpool that was left out when it was installed."""
+    return f"install kvpool with its extra {extra}, in a checkout: pip install '.[{extra}]'"
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from kvpool.errors import ConfigError
+from kvpool.text import with_extra
 
 HEADERS = ("traceparent", "tracestate")
 CLOSE_MS = 3000  # for what was not sent yet
@@ -54,9 +55,7 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"--traces needs the package {error.name}: pip install 'kvpool[trace]'"
-            ) from error
+            raise ConfigError(f"--traces needs the package {error.name}: {with_extra('trace')}") from error
         provider = TracerProvider(resource=Resource.create({"service.name": service}))
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         provider.add_span_processor(BatchSpanProcessor(exporter))

@@ -13,11 +13,11 @@ from rich.console import Console
 def doing(console: Console, what: str) -> Iterator[None]:
     """One line when it has ended, with the time that it took; a spinner until then, on a terminal."""
     started = time.monotonic()
-    failed = " failed"
+    failed = "failed after "
     try:
         with console.status(what) if console.is_terminal else contextlib.nullcontext():
             yield
         failed = ""
     finally:
         took_s = time.monotonic() - started
-        console.print(f"[{took_s:5.1f} s] {what}{failed and ':' + failed}", highlight=False, markup=False)
+        console.print(f"{what}: {failed}{took_s:.1f} s", highlight=False, markup=False)

@@ -58,11 +58,11 @@ def test_a_step_is_one_line_off_a_terminal() -> None:
     console = silent()
     with doing(console, "first engine starts"):
         assert said(console) == ""
-    assert said(console) == "[  0.0 s] first engine starts\n"
+    assert said(console) == "first engine starts: 0.0 s\n"
     console = silent()
     with pytest.raises(KVPoolError), doing(console, "first engine starts"):
         raise KVPoolError
-    assert said(console) == "[  0.0 s] first engine starts: failed\n"
+    assert said(console) == "first engine starts: failed after 0.0 s\n"
 
 
 def filled(folder: Path) -> None:

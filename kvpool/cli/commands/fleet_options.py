@@ -256,7 +256,7 @@ Traces = Annotated[
     typer.Option(
         metavar="URL",
         help="An OpenTelemetry collector, such as http://otel:4318 (OTLP over HTTP). It gets spans of requests whose "
-        "traceparent says that they are sampled. Needs kvpool[trace]. Without it: nowhere.",
+        "traceparent says that they are sampled. Needs the extra trace. Without it: nowhere.",
         rich_help_panel=LOGS,
     ),
 ]

@@ -20,6 +20,7 @@ from kvpool.store.clients.redis import RedisLink
 from kvpool.store.server.connection import introduction
 from kvpool.store.tls import Tls
 from kvpool.store.url import StoreURL
+from kvpool.text import with_extra
 
 if TYPE_CHECKING:
     import glide_sync
@@ -45,7 +46,7 @@ class GlideStore(BlockingStore):
             import glide_sync
         except ImportError as error:
             raise ConfigError(
-                "client=glide needs Valkey GLIDE, which is not installed: pip install 'kvpool[glide]'"
+                f"client=glide needs Valkey GLIDE, which is not installed: {with_extra('glide')}"
             ) from error
         glide_sync.Logger.init(glide_sync.LogLevel.ERROR)  # unless the program has set it up already
         super().__init__(url)

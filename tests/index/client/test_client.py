@@ -468,7 +468,8 @@ for name in ("IndexClient", "AsyncIndexClient"):
     for missing in ("grpc", "google.protobuf"):
         lines = run(code.replace("MISSING", repr(missing))).splitlines()
         package = missing.partition(".")[0]
-        assert lines == [f"the package {package} is not installed: pip install 'kvpool[client]'"] * 2
+        says = "install kvpool with its extra client, in a checkout: pip install '.[client]'"
+        assert lines == [f"the package {package} is not installed: {says}"] * 2
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
