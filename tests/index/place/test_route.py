@@ -48,13 +48,6 @@ def served(tokenizer: Tokenizer) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def standing(grpc_started: None, tokenizer: Tokenizer) -> Iterator[Served]:
-    """One for all that is refused."""
-    with an_index(tokenizer) as running:
-        yield running
-
-
 @contextmanager
 def an_index(tokenizer: Tokenizer) -> Iterator[Served]:
     """Worker b holds three blocks of TOKENS; a those of a text, c those of a chat."""
@@ -170,8 +163,8 @@ USER = pb.ChatMessage(role="user", content=["x"])
          "INVALID_ARGUMENT", "at most 32768 loads"),
     ],
 )  # fmt: skip
-def test_what_is_refused(standing: Served, method: str, request_: Any, code: str, says: str) -> None:
-    with grpc.insecure_channel(standing.target, options=CHANNEL) as channel:
+def test_what_is_refused(served: Served, method: str, request_: Any, code: str, says: str) -> None:
+    with grpc.insecure_channel(served.target, options=CHANNEL) as channel:
         found, text = refused(channel, method, request_)
     assert found == code, text
     assert says in text

@@ -342,7 +342,7 @@ def test_a_worker_that_says_no_tokens_in_time_costs_no_request(
         assert sum(worker.rendered for worker in there.workers.values()) == 2, "one was enough to know"
         assert [
             one.getMessage().partition(": start ")[2] for one in caplog.records if "/render" in one.message
-        ] == ["the workers with --enable-scale-out, or the index with --tokenizer"], "said once"
+        ] == ["kvpool with --tokenizer, or the workers with --enable-scale-out"], "said once"
 
 
 def test_what_is_under_way_counts_until_it_is_answered(tmp_path: Path) -> None:
