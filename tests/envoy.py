@@ -108,16 +108,21 @@ def started(folder: Path, config: str, *, listen: int, admin: int) -> Iterator[E
         stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        ends_s = time.monotonic() + 30
-        while True:
-            alive = process.poll() is None and time.monotonic() < ends_s
-            assert alive, log.read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{admin}/ready", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.05)
+        wait_ready(process, admin, log)
         yield Envoy(process, f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}", log)
     finally:
         process.kill()
         process.wait(30)
+
+
+def wait_ready(process: subprocess.Popen[bytes], admin: int, log: Path) -> None:
+    """Until the Envoy that ``process`` is, or has started, says so at its port for administrators."""
+    ends_s = time.monotonic() + 30
+    while True:
+        alive = process.poll() is None and time.monotonic() < ends_s
+        assert alive, log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{admin}/ready", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.05)

@@ -18,7 +18,7 @@ from kvpool.tracing import Tracing
 from kvpool.vllm.request_state import RequestState
 
 RATIOS_S = 0.1  # between two estimates of an engine that is asked
-AGED_S = 10.0  # since any estimate, of one that only goes on with what it has, for windows end
+AGED_S = 10.0  # between two estimates of an engine that gets no request: old requests leave the windows
 
 
 class Outcomes:
@@ -91,7 +91,8 @@ class Outcomes:
         """Set the gauges of the hit ratio and its ceiling where a request was counted since the last time, and
         ``RATIOS_S`` after the last estimate with such a one; else after ``AGED_S``. An estimate takes 30 us.
 
-        An estimate while the first request loads delays none: an engine that is idle behind a request tells it.
+        The two times are apart: a request is counted when its load ends. An estimate before that must not delay the one
+        after it, which is the last of an engine that rests then.
         """
         now_s = self._clock()
         if self._counted_more and now_s - self._counted_at_s >= RATIOS_S:

@@ -31,16 +31,18 @@ class Front:
     def __init__(self, process: subprocess.Popen[bytes], file: Path, log: Path, port: int) -> None:
         self.process, self.file, self._log, self._port = process, file, log, port
 
-    def begin(self) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """A streamed chat, whose first part has come."""
+    @contextmanager
+    def chat(self) -> Iterator[http.client.HTTPResponse]:
+        """A streamed one, whose first part has come."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(BODY), {"content-type": "application/json"}
-        )
-        response = connection.getresponse()
-        assert response.status == 200
-        assert response.readline().startswith(b"data:")
-        return connection, response
+        with contextlib.closing(connection):
+            connection.request(
+                "POST", "/v1/chat/completions", json.dumps(BODY), {"content-type": "application/json"}
+            )
+            response = connection.getresponse()
+            assert response.status == 200
+            assert response.readline().startswith(b"data:")
+            yield response
 
     def read_anew(self) -> None:
         self.process.send_signal(signal.SIGHUP)
@@ -63,9 +65,8 @@ def started(folder: Path, worker: ScriptedWorker) -> Iterator[Front]:
             command, stdout=out, stderr=out, env={**os.environ, "PATH": path}, start_new_session=True
         )
     try:
-        front = Front(process, file, log, listen)
-        assert eventually(lambda: _listens(admin), within_s=60), log.read_text()
-        yield front
+        envoy.wait_ready(process, admin, log)
+        yield Front(process, file, log, listen)
     finally:
         with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(process.pid, signal.SIGKILL)
@@ -74,33 +75,20 @@ def started(folder: Path, worker: ScriptedWorker) -> Iterator[Front]:
             shared.unlink()
 
 
-def _listens(admin: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", admin, timeout=5)
-    try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
-
-
 def test_a_configuration_that_is_read_twice_cuts_no_stream(tmp_path: Path) -> None:
     with scripted("w") as (worker,), started(tmp_path, worker) as front:
         worker.hold_parts.clear()
-        connection, response = front.begin()
-        front.read_anew()
-        assert front.has_said("configuration 2 is in use")
-        front.read_anew()
-        assert front.has_said("when the process before the last has answered")
-        assert not front.has_said("configuration 3 is in use", within_s=2)
-        worker.hold_parts.set()
-        assert response.read().rstrip().endswith(b"data: [DONE]")
-        connection.close()
+        with front.chat() as response:
+            front.read_anew()
+            assert front.has_said("configuration 2 is in use")
+            front.read_anew()
+            assert front.has_said("when the process before the last has answered")
+            assert not front.has_said("configuration 3 is in use", within_s=2)
+            worker.hold_parts.set()
+            assert response.read().rstrip().endswith(b"data: [DONE]")
         assert front.has_said("configuration 3 is in use")
-        other, answer = front.begin()
-        assert answer.read().rstrip().endswith(b"data: [DONE]")
-        other.close()
+        with front.chat() as response:
+            assert response.read().rstrip().endswith(b"data: [DONE]")
 
 
 def test_a_configuration_that_envoy_refuses_changes_nothing(tmp_path: Path) -> None:
@@ -108,8 +96,7 @@ def test_a_configuration_that_envoy_refuses_changes_nothing(tmp_path: Path) -> N
         front.file.write_text("this is no configuration")
         front.read_anew()
         assert front.has_said("Envoy goes on with the one before")
-        connection, response = front.begin()
-        assert response.read().rstrip().endswith(b"data: [DONE]")
-        connection.close()
+        with front.chat() as response:
+            assert response.read().rstrip().endswith(b"data: [DONE]")
         front.process.terminate()
         assert front.process.wait(30) == 0
