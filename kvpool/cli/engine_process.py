@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvpool.errors import KVPoolError
 
@@ -188,27 +188,31 @@ class EngineProcess:
         try:
             self._options.write_text(json.dumps({**options, "answers_fd": write_fd}))
             with self.log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "kvpool.vllm.drive", str(self._options)],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[write_fd],
-                    start_new_session=True,
-                    env=child_environment(
-                        {
-                            "VLLM_CPU_OMP_THREADS_BIND": all_cores(),
-                            "TMPDIR": self._scratch,
-                            **(environment or {}),
-                        }
-                    ),
-                )
+                own = {
+                    "VLLM_CPU_OMP_THREADS_BIND": all_cores(),
+                    "TMPDIR": self._scratch,
+                    **(environment or {}),
+                }
+                self._process = self._launch(log, write_fd, child_environment(own))
         except BaseException:
             self._answers.close()
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise
         finally:
             os.close(write_fd)
+
+    def _launch(
+        self, log: BinaryIO, answers_fd: int, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvpool.vllm.drive", str(self._options)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[answers_fd],
+            start_new_session=True,
+            env=environment,
+        )
 
     @property
     def process_id(self) -> int:

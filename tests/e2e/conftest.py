@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.engine_forks import forking
 from tests.e2e.harness import write_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with forking(tmp_path_factory.mktemp("modules")):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -27,17 +27,18 @@ from kvpool.cli.engine_process import (
 )
 from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
 from tests.conftest import eventually
+from tests.e2e.engine_forks import ForkedEngine
 
 BLOCK_TOKENS = 128
 GENERATED_TOKENS = 12
-ROOT = Path(__file__).parents[2]
-# What starts several engines and is proven in part by a test that starts fewer, or scripted ones.
+# Of the connector. What a lookup, a load and a step take on a busy machine is no fault of the tests: those of timeouts
+# and of the gate ask for them by name.
+PATIENT = {"cost_gate": False, "lookup_timeout_s": 20.0}
 
 
 def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:
     """Options of ``vllm.LLM`` for one small float32 engine on the pool; ``settings`` go to the connector."""
-    # What a load and a step take on a busy machine is no fault of the tests: they ask for the gate by name.
-    settings = {"cost_gate": False, **more.pop("settings", {})}
+    settings = {**PATIENT, **more.pop("settings", {})}
     return {
         **small_engine(model, block_tokens=BLOCK_TOKENS, longest_tokens=4608, kv_cache_nbytes=96 << 20),
         "kv_transfer_config": connector_config(pool, settings),
@@ -75,8 +76,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 def started(name: str, folder: Path, options: dict[str, Any], **environment: str) -> EngineProcess:
     """An engine (on ``cpu_platform``) that takes commands and has generated once, from an unrelated prompt."""
-    core = {"VLLM_CPU_OMP_THREADS_BIND": str(_core())}
-    engine = EngineProcess(name, folder, options, {"PYTHONPATH": _modules(folder), **core, **environment})
+    engine = ForkedEngine(name, folder, options, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment})
     try:
         engine.wait_ready()
         engine.generate(prompt(zlib.crc32(name.encode()), 300), 2)
@@ -84,26 +84,6 @@ def started(name: str, folder: Path, options: dict[str, Any], **environment: str
         engine.kill()
         raise
     return engine
-
-
-def _core() -> int:
-    """The core on which the engines of this test process compute, another one than those of the process beside it.
-
-    One thread an engine: several on cores that others use spin while they wait for each other.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(cores)]
-
-
-def _modules(folder: Path) -> str:
-    """The ``PYTHONPATH`` on which vLLM finds these tests' modules, and their platform by its entry point."""
-    about = folder / "kvpool_tests-1.dist-info"
-    about.mkdir(exist_ok=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool-tests\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(
-        "[vllm.platform_plugins]\nkvpool_tests = tests.e2e.cpu_platform:platform\n"
-    )
-    return os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 @contextlib.contextmanager
@@ -235,6 +215,7 @@ def _of_threads(process: int, file: str) -> list[str]:
 __all__ = [
     "BLOCK_TOKENS",
     "GENERATED_TOKENS",
+    "PATIENT",
     "ask",
     "corrupt",
     "engine_options",

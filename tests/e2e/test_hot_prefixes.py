@@ -13,7 +13,7 @@ import pytest
 from kvpool import BlockHasher
 from kvpool.cli.engine_process import EngineProcess, connector_config, small_engine
 from tests.conftest import eventually
-from tests.e2e.harness import engine_options, passing, prompt, records
+from tests.e2e.harness import PATIENT, engine_options, passing, prompt, records
 from tests.store.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -59,22 +59,20 @@ def pools(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Poo
     shape = small_engine(llama, block_tokens=BLOCK_TOKENS, longest_tokens=2048, kv_cache_nbytes=96 << 20)
     lru = ("--maxmemory", POOL, "--maxmemory-policy", "allkeys-lru")
     with running("valkey-server", folder, *lru) as far:
-        # A load that stalls on a busy machine is no fault of the pools: the budget is longer than that.
-        settings = {"cost_gate": False, "lookup_timeout_s": 20.0}
-        options = engine_options(llama, far.url, settings=settings) | shape
+        options = engine_options(llama, far.url) | shape
         both = {
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
-                "connectors": [connector_config(url, settings) for url in (f"file://{near}", far.url)]
+                "connectors": [connector_config(url, PATIENT) for url in (f"file://{near}", far.url)]
             },
         }
         with passing("first", folder, options) as first:
             whole = PREFIX + prompt(301, 3 * BLOCK_TOKENS + 8)
             asks(first, whole)
             assert eventually(lambda: held(far, whole) == 31, within_s=60)
-            far.client.flushall()
+            far.client.execute_command("FLUSHALL", "SYNC")  # not while new records come
             assert asks(first, whole) == 0, "the engine has it"
             eventually(lambda: held(far, whole) == 31, within_s=60)
             came_back = held(far, whole)
@@ -104,6 +102,6 @@ def test_a_prefix_of_many_prompts_stays_in_a_small_pool(pools: Pools) -> None:
 
 def test_what_came_from_the_far_pool_gets_into_the_near_one_and_the_other_way_round(pools: Pools) -> None:
     assert eventually(lambda: len(records(pools.near, PREFIX, BLOCK_TOKENS)) == PREFIX_BLOCKS, within_s=60)
-    pools.far.client.flushall()
+    pools.far.client.execute_command("FLUSHALL", "SYNC")  # not while new records come
     assert asks(pools.second, [*PREFIX, 10, 11, 12]) == 0, "the engine has it"
     assert eventually(lambda: held(pools.far, PREFIX) == PREFIX_BLOCKS, within_s=60)

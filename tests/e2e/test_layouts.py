@@ -14,6 +14,7 @@ from kvpool.cli.engine_process import connector_config
 from tests.e2e.harness import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
+    PATIENT,
     corrupt,
     engine_options,
     namespaces,
@@ -194,7 +195,7 @@ def test_records_of_four_blocks_and_a_prefix_in_the_engine_that_ends_inside_one(
 def test_one_of_several_connectors(llama: Path, of_one_rank: Computed, tmp_path: Path) -> None:
     """Under vLLM's MultiConnector: the second child's pool has the prompt, and both pools get what is computed."""
     near, far = tmp_path / "near", shutil.copytree(of_one_rank.pool, tmp_path / "far")
-    children = [connector_config(f"file://{pool}") for pool in (near, far)]
+    children = [connector_config(f"file://{pool}", PATIENT) for pool in (near, far)]
     options = {
         **engine_options(llama, "file:///unused"),
         "kv_transfer_config": {

@@ -16,7 +16,15 @@ import pytest
 from kvpool import BlockHasher
 from kvpool.cli.engine_process import EngineProcess, connector_config
 from tests.conftest import eventually
-from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, engine_options, passing, prompt, records
+from tests.e2e.harness import (
+    BLOCK_TOKENS,
+    GENERATED_TOKENS,
+    PATIENT,
+    engine_options,
+    passing,
+    prompt,
+    records,
+)
 from tests.store.proxy import Proxy, proxied
 from tests.store.servers import Server, running
 
@@ -72,7 +80,7 @@ def _on(server: Server, tokens: list[int]) -> list[bytes]:
 
 
 def _child(name: str, pool: str, role: str, **settings: Any) -> dict[str, Any]:
-    settings = {"cost_gate": False, "worker": name, **settings}
+    settings = {**PATIENT, "worker": name, **settings}
     return {**connector_config(pool, settings), "kv_role": role}
 
 

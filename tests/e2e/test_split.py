@@ -27,6 +27,7 @@ from tests.e2e.api_server import ApiServer
 from tests.e2e.harness import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
+    PATIENT,
     connector_config,
     engine_options,
     passing,
@@ -48,7 +49,7 @@ def test_one_engine_prefills_and_the_other_decodes(llama: Path, tmp_path: Path) 
         return engine_options(
             llama,
             pool,
-            kv_transfer_config={**connector_config(pool, {"cost_gate": False}), "kv_role": name},
+            kv_transfer_config={**connector_config(pool, PATIENT), "kv_role": name},
         )
 
     with passing("prefills", tmp_path, role("kv_producer")) as prefills:
@@ -95,7 +96,7 @@ class Split:
         self._pool, model = folder / "pool", with_chats(llama, folder / "model")
         self.urls, self.names = [], []
         for name, role in (("prefills", "kv_producer"), ("decodes", "kv_consumer")):
-            config = {**connector_config(f"file://{self._pool}", {"cost_gate": False}), "kv_role": role}
+            config = {**connector_config(f"file://{self._pool}", PATIENT), "kv_role": role}
             engine = ApiServer(name, model, *free_ports(3), config)
             self.urls.append(parts.enter_context(engine.running(folder)))
             self.names.append(f"127.0.0.1:{engine.events}")

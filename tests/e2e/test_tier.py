@@ -34,7 +34,13 @@ def tier_options(model: Path, server: Server, blocks_per_chunk: int = 1) -> dict
             "cpu_bytes_to_use": 128 << 20,
             "block_size": 128 * blocks_per_chunk,
             "secondary_tiers": [
-                {"type": "KVPoolTier", "module_path": "kvpool.vllm", "pool": server.url, "model_id": "tiny"}
+                {
+                    "type": "KVPoolTier",
+                    "module_path": "kvpool.vllm",
+                    "pool": server.url,
+                    "model_id": "tiny",
+                    "lookup_timeout_s": 5.0,
+                }
             ],
         },
     }

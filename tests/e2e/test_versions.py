@@ -15,7 +15,7 @@ import pytest
 
 from kvpool.cli.engine_process import child_environment
 from tests.conftest import LONG_SOAK
-from tests.e2e.harness import ROOT
+from tests.e2e.engine_forks import ROOT
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
