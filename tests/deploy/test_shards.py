@@ -121,14 +121,17 @@ def as_a_pod(container: Object, folder: Path, secrets: Path, pod: str) -> tuple[
     for name in ("valkey-shard", "valkey-cluster"):
         text = (ROOT / "deploy" / name).read_text()
         text = text.replace("/etc/kvpool", str(ROOT / "deploy")).replace("/var/lib/kvpool", str(folder))
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+        program(folder / name, text)
     libraries = ":".join(str(each) for each in (tools.parent / "lib").glob("*-linux-gnu"))
-    (folder / "valkey-cli").write_text(
-        f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {tools}/valkey-cli "$@"\n'
-    )
-    (folder / "valkey-cli").chmod(0o755)
+    program(folder / "valkey-cli", f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {tools}/valkey-cli "$@"\n')
     return words, environment
+
+
+def program(path: Path, text: str) -> None:
+    """Write it, once: what is being written cannot be started, and a pod may be starting."""
+    if not path.exists():
+        path.write_text(text)
+        path.chmod(0o755)
 
 
 @pytest.mark.parametrize("name", ["secure", "envoy"])

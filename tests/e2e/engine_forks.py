@@ -103,7 +103,7 @@ class _Forks:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
-        self._asks, asked = socket.socketpair()
+        self._asks, asked = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with asked:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.e2e.engine_forks", str(asked.fileno())],
