@@ -118,20 +118,18 @@ def as_a_pod(container: Object, folder: Path, secrets: Path, pod: str) -> tuple[
         else:
             assert each["name"] in environment, "by fieldRef"
     words = arguments(container, environment)
+    folder.mkdir()
     for name in ("valkey-shard", "valkey-cluster"):
         text = (ROOT / "deploy" / name).read_text()
         text = text.replace("/etc/kvpool", str(ROOT / "deploy")).replace("/var/lib/kvpool", str(folder))
-        program(folder / name, text)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     libraries = ":".join(str(each) for each in (tools.parent / "lib").glob("*-linux-gnu"))
-    program(folder / "valkey-cli", f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {tools}/valkey-cli "$@"\n')
+    (folder / "valkey-cli").write_text(
+        f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {tools}/valkey-cli "$@"\n'
+    )
+    (folder / "valkey-cli").chmod(0o755)
     return words, environment
-
-
-def program(path: Path, text: str) -> None:
-    """Write it, once: what is being written cannot be started, and a pod may be starting."""
-    if not path.exists():
-        path.write_text(text)
-        path.chmod(0o755)
 
 
 @pytest.mark.parametrize("name", ["secure", "envoy"])
@@ -151,13 +149,13 @@ def test_three_pods_and_the_job_make_a_pool(name: str, tmp_path: Path, secrets: 
         url = (secrets / "url").read_text().replace("/run/secrets", str(secrets))
     else:
         url = one(overlay(name), "ConfigMap", "kvpool-pool")["data"]["url"]
+    # Once: a program that is being written cannot be started.
+    prepared = {pod: as_a_pod(shard, tmp_path / pod, secrets, pod) for pod in names}
     with Pods(tmp_path, [*names, "job"]).made() as pods, ExitStack() as ends:
 
         def start(pod: str) -> subprocess.Popen[bytes]:
-            folder = tmp_path / pod
-            folder.mkdir(exist_ok=True)
-            words, environment = as_a_pod(shard, folder, secrets, pod)
-            log = ends.enter_context((folder / "log").open("ab"))
+            words, environment = prepared[pod]
+            log = ends.enter_context((tmp_path / pod / "log").open("ab"))
             process = subprocess.Popen(
                 pods.command(pod, words), env=environment, stdout=log, stderr=log, start_new_session=True
             )
@@ -165,7 +163,7 @@ def test_three_pods_and_the_job_make_a_pool(name: str, tmp_path: Path, secrets: 
             return process
 
         def ready(pod: str) -> bool:
-            _, environment = as_a_pod(shard, tmp_path / pod, secrets, pod)
+            _, environment = prepared[pod]
             command = pods.command(pod, shard["readinessProbe"]["exec"]["command"])
             return (
                 subprocess.run(command, env=environment, timeout=10, stderr=subprocess.DEVNULL).returncode
@@ -191,7 +189,6 @@ def test_three_pods_and_the_job_make_a_pool(name: str, tmp_path: Path, secrets: 
         running_pods = {pod: start(pod) for pod in names}
         for pod in names:
             assert eventually(lambda pod=pod: ready(pod), within_s=60), (tmp_path / pod / "log").read_text()  # type: ignore[misc]
-        (tmp_path / "job").mkdir()
         words, environment = as_a_pod(job, tmp_path / "job", secrets, "job")
         for _ in range(2):  # it may run again
             run = subprocess.run(

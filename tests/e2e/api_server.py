@@ -17,6 +17,7 @@ from typing import Any
 
 from kvpool.cli.engine_process import child_environment, kill_all_but_trackers
 from tests.conftest import eventually
+from tests.e2e.engine_forks import ONE_THREAD
 
 BLOCK_TOKENS = 128
 KV_CACHE_NBYTES = 128 << 20  # 64 blocks of 2 MiB
@@ -40,9 +41,7 @@ class ApiServer:
     def running(self, folder: Path) -> Iterator[str]:
         """Its URL, until the end of the block. Its output goes to ``folder``/NAME.log."""
         url, log = f"http://127.0.0.1:{self.port}", folder / f"{self.name}.log"
-        environment = child_environment(
-            {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"}
-        )
+        environment = child_environment({**ONE_THREAD, "VLLM_SERVER_DEV_MODE": "1"})
         with log.open("wb") as out:
             process = subprocess.Popen(
                 self._command(), stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -27,7 +27,7 @@ MESSAGE_NBYTES = 1 << 16
 # What engines may have of their own; vLLM looks at these when it starts an engine.
 READ_LATE = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_PP_LAYER_PARTITION", "TMPDIR", "PYTEST_CURRENT_TEST"}
 # Several threads of an engine spin at each barrier while another engine has their core.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 ROOT = Path(__file__).parents[2]
 
 
@@ -36,15 +36,8 @@ class ForkedEngine(EngineProcess):
 
     def _launch(self, log: BinaryIO, answers_fd: int, environment: Mapping[str, str]) -> Any:
         assert _forks is not None
-        environment = {
-            **environment,
-            **{name: _forks.environment[name] for name in ("PYTHONPATH", *ONE_THREAD)},
-        }
-        own = {
-            name
-            for name in {*environment, *_forks.environment}
-            if environment.get(name) != _forks.environment.get(name)
-        }
+        environment = {**environment, "PYTHONPATH": _forks.environment["PYTHONPATH"]}
+        own = {name for name, _ in environment.items() ^ _forks.environment.items()}
         if own <= READ_LATE:
             return _forks.start(self._options, log, answers_fd, environment)
         return super()._launch(log, answers_fd, environment)

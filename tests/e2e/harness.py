@@ -27,7 +27,7 @@ from kvpool.cli.engine_process import (
 )
 from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
 from tests.conftest import eventually
-from tests.e2e.engine_forks import ForkedEngine
+from tests.e2e.engine_forks import ONE_THREAD, ForkedEngine
 
 BLOCK_TOKENS = 128
 GENERATED_TOKENS = 12
@@ -76,7 +76,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 def started(name: str, folder: Path, options: dict[str, Any], **environment: str) -> EngineProcess:
     """An engine (on ``cpu_platform``) that takes commands and has generated once, from an unrelated prompt."""
-    engine = ForkedEngine(name, folder, options, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **environment})
+    engine = ForkedEngine(name, folder, options, {**ONE_THREAD, **environment})
     try:
         engine.wait_ready()
         engine.generate(prompt(zlib.crc32(name.encode()), 300), 2)
