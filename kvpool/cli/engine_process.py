@@ -1,4 +1,4 @@
-"""A real vLLM engine in a process of its own, driven over a pipe (``kvpool.vllm.drive``).
+"""A real vLLM engine in a process of its own, driven over a pipe (``demo/piped_engine.py``).
 
 The process leads a session of its own, so that stopping it takes along everything that vLLM started.
 
@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 
 from kvpool.errors import KVPoolError
 
+PIPED_ENGINE = Path(__file__).parents[2] / "demo" / "piped_engine.py"
 LOWEST_PORT = 10_000
 WRITE_TIMEOUT_S = 120.0  # for a tiny model
 START_TIMEOUT_S = 240.0
@@ -205,7 +206,7 @@ class EngineProcess:
         self, log: BinaryIO, answers_fd: int, environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "kvpool.vllm.drive", str(self._options)],
+            [sys.executable, str(PIPED_ENGINE), str(self._options)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -245,7 +246,7 @@ class EngineProcess:
         return self._read(timeout_s)
 
     def generate(self, tokens: list[int], max_tokens: int = 16) -> dict[str, Any]:
-        """Generate greedily; see ``kvpool.vllm.drive`` for the answer."""
+        """Generate greedily; see ``demo/piped_engine.py`` for the answer."""
         return self.ask({"do": "generate", "tokens": tokens, "max_tokens": max_tokens})
 
     def complaint(self) -> str | None:

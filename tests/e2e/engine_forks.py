@@ -145,7 +145,7 @@ def _serve(asked: socket.socket) -> None:
 def _drive(
     asked: socket.socket, fds: list[int], options: str, answers_fd: int, environment: dict[str, str]
 ) -> None:
-    """Become what ``python -m kvpool.vllm.drive`` is. Never returns."""
+    """Become what ``python demo/piped_engine.py`` is. Never returns."""
     try:
         asked.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -158,10 +158,10 @@ def _drive(
         # The rest stays where it is: it is there that what gives processes their names looks for room.
         os.environ.update({name: environment[name] for name in READ_LATE & environment.keys()})
         tempfile.tempdir = None  # of another environment
-        sys.argv = ["kvpool.vllm.drive", options]
-        from kvpool.vllm import drive
+        sys.argv = ["piped_engine.py", options]
+        from demo import piped_engine
 
-        drive.main()
+        piped_engine.main()
     except BaseException:
         traceback.print_exc()
     finally:

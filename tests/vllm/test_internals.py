@@ -62,8 +62,7 @@ ATTRIBUTES = {
     "ref_cnt",
     "get_num_free_blocks",
 }
-# What runs vLLM in a process of its own, and the peer of a benchmark.
-OTHERS = {"drive.py", "peer_hash.py"}
+OTHERS = {"peer_hash.py"}  # of a benchmark
 
 
 def test_no_other_module_reads_what_is_no_interface() -> None:

@@ -1,4 +1,4 @@
-"""One vLLM engine behind a pipe: ``python -m kvpool.vllm.drive OPTIONS.json`` for the demo, tests and benchmarks.
+"""One vLLM engine behind a pipe: ``python demo/piped_engine.py OPTIONS.json`` for the demo, tests and benchmarks.
 
 Reads one JSON object a line from standard input and answers each with one line on the descriptor given in the
 options, so that nothing the engine prints can be mistaken for an answer. Commands:
