@@ -64,7 +64,7 @@ def held_event(block_pool: Any, group_index: int, group: Group, hashes: list[byt
     """The KV event that says: the engine's own cache holds these blocks, which are of any prompts.
 
     A block stands in ``hashes`` as often as there are copies of it. An event with a parent is believed whole and adds
-    a copy of each (decisions 16 and 56), and which parent that is is nothing to an index.
+    a copy of each (decision 24), and which parent that is is nothing to an index.
     """
     fields: dict[str, Any] = {
         "block_hashes": hashes,

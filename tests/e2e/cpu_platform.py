@@ -4,7 +4,7 @@ It differs from vLLM's in two points:
 
 - An engine's processes are forked, which is vLLM's own default for accelerators, and not spawned, which is what its CPU
   platform sets. Each spawned one imports vLLM again; so an engine starts in 9 s and not in 20. The demo's engines are
-  spawned (decision 93).
+  spawned.
 - MLA keeps its prefix cache. On a processor without AMX, and with the backend ``CPU_MLA``, vLLM turns it off, because
   a prefill there cannot begin in the middle of a prompt. One token can: that is a decode step, whose kernel reads the
   cache. So a prompt of whole blocks and one token is served from a prefix cache, and from a pool, by vLLM's own

@@ -177,7 +177,7 @@ def test_what_is_the_same_on_every_rank_is_asked_for_once(store: Store) -> None:
 
 
 def test_heads_that_ranks_have_in_common_are_asked_for_on_each(store: Store) -> None:
-    """With fewer KV heads than ranks; which ranks hold copies is not known for certain (decision 73)."""
+    """With fewer KV heads than ranks; which ranks hold copies is not known for certain (decision 6)."""
     scheduler, asked = half(store, ranks=4), request("a")
     put(store, asked.block_hashes, ranks=3)
     assert answer(scheduler, asked) == 0

@@ -4,7 +4,7 @@
 // A row is true as of its sequence. A writer of what a rank holds makes its version odd before and even after, under
 // the rank's lock, which is not known here. answer() reads the versions, asks the table, reads the states and reads the
 // versions again; ranks whose version moved or was odd are in Answer::moved, and are asked again() under their locks
-// (docs/decisions/0019-answers-are-checked-not-locked.md).
+// (docs/decisions/0026-check-answers-by-version.md).
 #pragma once
 
 #include <atomic>

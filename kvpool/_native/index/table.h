@@ -3,7 +3,7 @@
 //
 // It never asks for a block's parent or its tokens, so holes, refills and events without tokens are all the same.
 //
-// How copies are counted (docs/decisions/0016-no-copies-from-the-root.md): on the device tier a stored event adds
+// How copies are counted (docs/decisions/0024-never-credit-above-the-engine.md): on the device tier a stored event adds
 // one physical copy of each of its blocks and a removed event takes one away, but a stored event from the root of
 // a prompt adds none of a block that is held: it may be a report of reused blocks. So no block is ever counted
 // more often than the engine has it. On the other tiers a block is there or is not.
@@ -11,14 +11,14 @@
 // A rank with one kind of group, which needs the whole prefix, is scored as the prompt is walked along. One with other
 // groups, too (sliding windows, states, larger blocks) is scored by what all of them could go on from (spans.h).
 // Of such a group a stored event from the root of a prompt is believed only as far as a report would be true
-// (docs/decisions/0056-windows-are-believed-from-their-end.md).
+// (docs/decisions/0024-never-credit-above-the-engine.md).
 //
 // Who can list what a worker has in the pool settles the table with it in three steps
-// (docs/decisions/0042-the-pool-is-settled-by-doubt.md): doubt() everything the table credits, apply() what was listed
+// (docs/decisions/0029-mark-and-sweep-the-pool.md): doubt() everything the table credits, apply() what was listed
 // as stored events, expel() what is still in doubt. Any stored event ends the doubt about its blocks.
 //
 // A full table (max_blocks, or its MemoryBudget) makes room by forgetting cold blocks, those that were neither stored
-// nor asked for in a while, with all that is known of them (docs/decisions/0053-a-full-index-forgets-what-is-cold.md).
+// nor asked for in a while, with all that is known of them (docs/decisions/0025-split-segments-evict-by-clock.md).
 // Counts then are below the engine's, never above: from none they go up and down with its events.
 //
 // Any thread may call anything. One lock: match(), workers() and stats() share it, all others hold it alone.

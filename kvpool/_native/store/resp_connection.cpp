@@ -12,7 +12,7 @@ using Kind = RespRequest::Kind;
 
 // Bytes under way on a connection. A server prepares all pipelined replies before it writes, and copies the part of the
 // next value that it has already read; a short window keeps both in the processor's caches
-// (docs/decisions/0100-a-window-is-as-long-as-the-link.md). Bytes that have arrived no longer count, so the next
+// (docs/decisions/0017-size-windows-by-the-link.md). Bytes that have arrived no longer count, so the next
 // request is sent before a large reply ends.
 constexpr std::size_t kReadWindowNbytes = 256 << 10;
 constexpr std::size_t kWriteWindowNbytes = 2 * kUnansweredNbytes;

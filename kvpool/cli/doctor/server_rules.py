@@ -1,7 +1,7 @@
 """What the settings of a Valkey or Redis should be for a pool, and what goes wrong otherwise.
 
 ``RULES`` and ``deploy/valkey.conf`` say the same; a test starts real servers with the file, and with each setting wrong
-in turn. docs/decisions/0039-settings-of-a-server.md has the measurements.
+in turn. docs/decisions/0022-always-verify-certificates.md has the measurements.
 """
 
 from __future__ import annotations

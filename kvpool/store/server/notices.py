@@ -2,7 +2,7 @@
 
 ``CLIENT TRACKING ON BCAST PREFIX kvpool:``, redirected to the connection that asks. The server sends them for each
 write, deletion, eviction, expiry and flush, whatever its settings
-(docs/decisions/0041-notices-are-invalidation-messages.md).
+(docs/decisions/0029-mark-and-sweep-the-pool.md).
 
 Threads: one a server, which only reads its connection and fills the ``_Inbox``, whose lock guards its fields. All else
 belongs to the thread that calls ``take``.
