@@ -86,7 +86,7 @@ def _judged(
                 "index",
                 f"worker {worker.name} of tenant {tenant} is in the pool and not in the index",
                 "start the index with the same --pool; it looks every second. If it has, its log says why it does "
-                "not follow this worker (docs/explanation/workers.md)",
+                "not follow this worker (docs/explanation/prefix-index.md)",
             )
 
 

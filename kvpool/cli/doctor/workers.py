@@ -44,7 +44,7 @@ def worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> 
             "that run; a record lasts for its lease only",
         )
     for sentence in problems:
-        yield fail("workers", sentence, "see docs/explanation/workers.md")
+        yield fail("workers", sentence, "see docs/explanation/prefix-index.md")
     endpoints = [one.events for worker in workers for one in worker.publishers[:MAX_ENDPOINTS] if one.events]
     with ThreadPoolExecutor(AT_ONCE) as threads:
         answers = dict(zip(endpoints, threads.map(_answers, endpoints), strict=True))
