@@ -236,7 +236,7 @@ kubernetes-secrets: $(VENV)/.stamp-core
 	@$(BIN)/python scripts/compose-env --kubernetes
 
 # What was found stays in .cache/fuzz and is where the next run goes on.
-FUZZED := record events resp_lane lookup_request json_numbers
+FUZZED := record events resp_io_thread lookup_request json_numbers
 fuzz: fuzz-build
 	for name in $(FUZZED); do \
 	  mkdir -p .cache/fuzz/found/$$name; \

@@ -96,7 +96,7 @@ class IoExecutor:
     def lookup(
         self, prefix: str, groups: Sequence[tuple[bytes, int, int, int, int, bool]], timeout_s: float
     ) -> Batch:
-        """A lookup as in _native/store/lookup.h; groups: hashes, hash_nbytes, group, ranks, record_tokens, windowed.
+        """A lookup (store/lookup.h); groups: hashes, hash_nbytes, group, ranks, record_tokens, sliding_window.
 
         Never blocks; the hashes stay held until the batch is done. It has one result a record: MISS for those that were
         not asked for, too. It counts as one key that waits. ValueError when anything in it is not right; RuntimeError
@@ -165,7 +165,7 @@ class Topology:
 
     # Blocks until the data path has reason to think that it changed, until close(), or for 0 to 3600 s; whether
     # there was one.
-    def wait_for_doubt(self, timeout_s: float) -> bool: ...
+    def wait_until_stale(self, timeout_s: float) -> bool: ...
     def close(self) -> None: ...
     def closed(self) -> bool: ...
 

@@ -183,11 +183,11 @@ class PyIoExecutor {
     std::vector<LookupGroup> read;
     PyBuffers held;
     for (const nb::handle one : groups) {
-      const auto [hashes, hash_nbytes, group, ranks, record_tokens, windowed] =
+      const auto [hashes, hash_nbytes, group, ranks, record_tokens, sliding_window] =
           nb::cast<std::tuple<nb::bytes, std::size_t, std::uint16_t, std::uint32_t, std::uint64_t, bool>>(
               one);
       if (hashes.size() != 0 && !held.add(hashes.ptr(), false)) throw nb::python_error();
-      read.push_back({as_text(hashes), hash_nbytes, group, ranks, record_tokens, windowed});
+      read.push_back({as_text(hashes), hash_nbytes, group, ranks, record_tokens, sliding_window});
     }
     std::shared_ptr<Batch> batch = executor_->submit(std::make_unique<Lookup>(prefix, read), timeout);
     return PyBatch(std::move(batch), std::move(held), orphans_);
@@ -322,9 +322,9 @@ class PyTopology {
     for (const auto& [host, port, ranges] : nodes) slots.push_back({host, port, ranges});
     without_gil([&] { topology_->install(slots); });
   }
-  bool wait_for_doubt(double timeout_s) {
+  bool wait_until_stale(double timeout_s) {
     const Clock::time_point until = Clock::now() + to_duration(timeout_s, true);
-    return without_gil([&] { return topology_->wait_for_doubt(until); });
+    return without_gil([&] { return topology_->wait_until_stale(until); });
   }
   void close() { topology_->close(); }
   bool closed() const { return topology_->closed(); }
@@ -390,7 +390,7 @@ void bind_store(nb::module_& m) {
         "database"_a, "ttl_s"_a, "connections"_a, "tls"_a.none(), "client"_a, "version"_a);
   nb::class_<PyTopology>(m, "Topology")
       .def("install", &PyTopology::install, "nodes"_a)
-      .def("wait_for_doubt", &PyTopology::wait_for_doubt, "timeout_s"_a)
+      .def("wait_until_stale", &PyTopology::wait_until_stale, "timeout_s"_a)
       .def("close", &PyTopology::close)
       .def("closed", &PyTopology::closed);
   m.def("open_routed_resp_executor", &open_routed_resp_executor, "user"_a, "password"_a, "database"_a,

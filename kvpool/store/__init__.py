@@ -9,7 +9,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvpool.store.batch import Transfer
+from kvpool.store.batch import Batch
 from kvpool.store.lookup import Lookup, LookupGroup
 from kvpool.store.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.store.url import SERVER_SCHEMES, StoreURL, check_threads
@@ -23,7 +23,7 @@ __all__ = [
     "LookupGroup",
     "Store",
     "StoreURL",
-    "Transfer",
+    "Batch",
     "open_for_inspection",
     "open_store",
 ]

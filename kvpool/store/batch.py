@@ -20,7 +20,7 @@ MAX_TIMEOUT_S = 3600.0
 GRACE_S = 1.0
 
 
-class Batch(Protocol):
+class Running(Protocol):
     """What a store's data path gives back for one submitted batch (``_native.Batch``)."""
 
     def done(self) -> bool: ...
@@ -30,10 +30,10 @@ class Batch(Protocol):
     def error(self) -> str | None: ...
 
 
-class Transfer:
+class Batch:
     """One batch of puts, gets, existence checks or deletes that was submitted to a store."""
 
-    def __init__(self, batch: Batch, what: str, timeout_s: float) -> None:
+    def __init__(self, batch: Running, what: str, timeout_s: float) -> None:
         self._batch = batch
         self._what = what
         self._timeout_s = timeout_s
@@ -92,7 +92,7 @@ class Transfer:
             self._batch.wait(GRACE_S)
 
     def __repr__(self) -> str:
-        return f"<Transfer {self._what}, {'done' if self.done() else 'under way'}>"
+        return f"<Batch {self._what}, {'done' if self.done() else 'under way'}>"
 
 
 def check_timeout(timeout_s: float) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 from kvpool import _native
 from kvpool.errors import ConfigError
 from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES, Namespace
-from kvpool.store.batch import Batch, Transfer
+from kvpool.store.batch import Batch, Running
 
 NOWHERE = 1 << 63  # tokens; behind the end of every prompt
 
@@ -21,7 +21,7 @@ class LookupGroup(NamedTuple):
     """The records of a prompt in one KV-cache group: neighbours, from its first token on.
 
     ``hashes``: their block hashes, packed, each of ``hash_nbytes``. ``ranks``: a record is there when the parts of
-    ranks 0 to ``ranks`` - 1 are. ``windowed``: records behind a missing one are of use, as under a sliding window.
+    ranks 0 to ``ranks`` - 1 are. ``sliding_window``: records behind a missing one are of use.
     """
 
     group: int
@@ -29,7 +29,7 @@ class LookupGroup(NamedTuple):
     hash_nbytes: int
     ranks: int
     record_tokens: int
-    windowed: bool = False
+    sliding_window: bool = False
 
     @property
     def records(self) -> int:
@@ -94,7 +94,7 @@ class LookupKeys(Sequence[str]):
         for index, status in enumerate(statuses, start):
             if status == _native.MISS:
                 group, _, record, _ = self._place(index)
-                if not group.windowed:
+                if not group.sliding_window:
                     self._end_tokens = min(self._end_tokens, record * group.record_tokens)
             elif status != _native.OK:
                 self._end_tokens = 0  # there will be no answer
@@ -127,7 +127,7 @@ class LookupKeys(Sequence[str]):
 class RecordBatch:
     """A batch of ``LookupKeys`` that tells of records instead of keys."""
 
-    def __init__(self, batch: Batch, keys: LookupKeys) -> None:
+    def __init__(self, batch: Running, keys: LookupKeys) -> None:
         self._batch, self._keys = batch, keys
         self.done, self.wait, self.cancel, self.error = batch.done, batch.wait, batch.cancel, batch.error
 
@@ -138,7 +138,7 @@ class RecordBatch:
 class Lookup:
     """A lookup under way. Any thread may call any method."""
 
-    def __init__(self, transfer: Transfer, records: Sequence[int], order: Sequence[int]) -> None:
+    def __init__(self, transfer: Batch, records: Sequence[int], order: Sequence[int]) -> None:
         self._transfer, self._records, self._order = transfer, records, order
 
     def done(self) -> bool:
@@ -152,9 +152,9 @@ class Lookup:
     def wait(self, timeout_s: float | None = None) -> list[bytes]:
         """By group, in the order in which they were given, a byte for each record: 1: all its parts are there, else 0.
 
-        A 0 behind the first missing record of a group that is not windowed, and in any group beyond the last token that
-        such groups can serve, says nothing: the record may not have been asked for.
-        ``timeout_s``, blocking and errors: as ``Transfer.wait``.
+        A 0 behind the first missing record of a group without a sliding window, and in any group beyond the last
+        token that such groups can serve, says nothing: the record may not have been asked for.
+        ``timeout_s``, blocking and errors: as ``Batch.wait``.
         """
         present = self._transfer.results(timeout_s)
         groups: list[bytes] = [b""] * len(self._order)

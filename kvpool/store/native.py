@@ -35,7 +35,14 @@ class NativeStore(Store):
     def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> _native.Batch:
         prefix = namespace_prefix(keys.namespace.tenant, keys.namespace.hex)
         groups = [
-            (group.hashes, group.hash_nbytes, group.group, group.ranks, group.record_tokens, group.windowed)
+            (
+                group.hashes,
+                group.hash_nbytes,
+                group.group,
+                group.ranks,
+                group.record_tokens,
+                group.sliding_window,
+            )
             for group in keys.groups
         ]
         with self._mapped():

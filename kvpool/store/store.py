@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreClosed
 from kvpool.key.key import KEY_PREFIX, Namespace, parse_tenant
-from kvpool.store.batch import Batch, Transfer, check_timeout
+from kvpool.store.batch import Batch, Running, check_timeout
 from kvpool.store.buffers import Destination, copy_back, destination, source
 from kvpool.store.lookup import Lookup, LookupGroup, LookupKeys, RecordBatch
 from kvpool.store.notices import Notices
@@ -120,18 +120,18 @@ class Store(ABC):
 
     def submit_put(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
-    ) -> Transfer:
+    ) -> Batch:
         """Begin ``put_many``. The buffers must not change until the transfer is done. Errors: as there."""
         views = [source(buffer, position) for position, buffer in enumerate(buffers)]
         return self._begin(_native.PUT, "put", keys, views, timeout_s)
 
     def submit_put_absent(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
-    ) -> Transfer:
+    ) -> Batch:
         """Begin to put the values that are not there; those that are count as used now, as in ``touch_many``.
 
-        ``Transfer.results`` has a byte a key: ``_native.OK``: put here; ``PRESENT``: it was there, or another put of
-        the key did it; ``NO_ROOM``. ``Transfer.wait`` says which values are there now. A value that is there is not
+        ``Batch.results`` has a byte a key: ``_native.OK``: put here; ``PRESENT``: it was there, or another put of
+        the key did it; ``NO_ROOM``. ``Batch.wait`` says which values are there now. A value that is there is not
         compared with the buffer. The buffers must not change until the transfer is done. Errors: as ``put_many``.
         """
         views = [source(buffer, position) for position, buffer in enumerate(buffers)]
@@ -139,7 +139,7 @@ class Store(ABC):
 
     def submit_get(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
-    ) -> Transfer:
+    ) -> Batch:
         """Begin ``get_many_into``. The transfer owns the buffers until it is done. Errors: as there.
 
         A buffer that is not contiguous is refused here: it would need a copy when the transfer is done.
@@ -152,11 +152,11 @@ class Store(ABC):
                 )
         return self._submit_get(keys, destinations, timeout_s)
 
-    def submit_contains(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Transfer:
+    def submit_contains(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Batch:
         """Begin ``contains_many``. Errors: as there."""
         return self._begin(_native.CONTAINS, "contains", keys, None, timeout_s)
 
-    def submit_touch(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Transfer:
+    def submit_touch(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Batch:
         """Begin ``touch_many``. Errors: as there."""
         return self._begin(_native.TOUCH, "touch", keys, None, timeout_s)
 
@@ -167,17 +167,17 @@ class Store(ABC):
 
         Of any length: keys are spelled where they are sent, so this call is short.
         Where a part of a record is missing, what only follows it is not asked for any more; groups that are not
-        windowed are asked for first.
+        with a sliding window are asked for first.
         Errors: as ``touch_many``; too many lookups under way is ``StoreUnavailable``.
         """
         self._check_open()
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else check_timeout(timeout_s)
         for group in groups:
             group.check()
-        order = sorted(range(len(groups)), key=lambda place: groups[place].windowed)
+        order = sorted(range(len(groups)), key=lambda place: groups[place].sliding_window)
         keys = LookupKeys(namespace, [groups[place] for place in order])
         batch = self._submit_lookup(keys, timeout_s)
-        transfer = Transfer(batch, f"{self._name}: lookup of at most {len(keys)} keys", timeout_s)
+        transfer = Batch(batch, f"{self._name}: lookup of at most {len(keys)} keys", timeout_s)
         return Lookup(transfer, [group.records for group in keys.groups], order)
 
     # ------------------------------------------------------------------ leased documents
@@ -325,10 +325,10 @@ class Store(ABC):
     @abstractmethod
     def _submit(
         self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
-    ) -> Batch:
+    ) -> Running:
         """Begin a batch. ``operation``: of ``_native``; ``views``: flat, not empty, as many as keys."""
 
-    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> Batch:
+    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> Running:
         """Begin a lookup; the batch has one status a record, ``MISS`` for those that were not asked for."""
         return RecordBatch(self._submit(_native.TOUCH, keys, None, timeout_s), keys)
 
@@ -375,7 +375,7 @@ class Store(ABC):
 
     def _submit_get(
         self, keys: Sequence[str], destinations: Sequence[Destination], timeout_s: float | None
-    ) -> Transfer:
+    ) -> Batch:
         return self._begin(_native.GET, "get", keys, [target.view for target in destinations], timeout_s)
 
     def _begin(
@@ -385,7 +385,7 @@ class Store(ABC):
         keys: Sequence[str],
         views: Sequence[memoryview] | None,
         timeout_s: float | None,
-    ) -> Transfer:
+    ) -> Batch:
         self._check_open()
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else check_timeout(timeout_s)
         if isinstance(keys, (str, bytes)):
@@ -395,7 +395,7 @@ class Store(ABC):
         if views is not None and len(views) != len(keys):
             raise ConfigError(f"{len(keys)} keys need as many buffers, not {len(views)}")
         batch = self._submit(operation, keys, views, timeout_s)
-        return Transfer(batch, f"{self._name}: {verb} of {len(keys)} keys", timeout_s)
+        return Batch(batch, f"{self._name}: {verb} of {len(keys)} keys", timeout_s)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -411,7 +411,7 @@ def _check_announcement_key(key: object) -> None:
         )
 
 
-def _finish(transfer: Transfer) -> list[bool]:
+def _finish(transfer: Batch) -> list[bool]:
     """Wait for a batch of this call; if the wait itself fails, the batch is cancelled."""
     try:
         return transfer.wait()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from kvpool.store import Transfer
+from kvpool.store import Batch
 from kvpool.transfer.lane import Event
 
 COPY_PAUSE_S = 5e-5  # between two looks at a copy that is waited for: one of a part takes 0.1 ms at 40 GB/s
@@ -119,7 +119,7 @@ class Part(Generic[Item]):
     places: list[int]  # of its items in the job
     slots: list[Any]
     copy: Event | None = None  # of GATHER and SCATTER
-    transfer: Transfer | None = None  # of the others
+    transfer: Batch | None = None  # of the others
     deadline: float = 0.0  # of the transfer
     reported: bool = False  # as one that does not stop
 
@@ -131,7 +131,7 @@ class Part(Generic[Item]):
     def keys(self) -> list[str]:
         return [self.job.items[place].key for place in self.places]
 
-    def begin(self, stage: Stage, transfer: Transfer, deadline: float) -> None:
+    def begin(self, stage: Stage, transfer: Batch, deadline: float) -> None:
         self.stage, self.transfer, self.deadline, self.copy = stage, transfer, deadline, None
 
     def over(self) -> bool:

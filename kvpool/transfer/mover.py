@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, cast
 from kvpool import _native, metrics
 from kvpool.errors import StoreUnavailable
 from kvpool.metrics import Counters
-from kvpool.store import Store, Transfer
+from kvpool.store import Batch, Store
 from kvpool.transfer.job import Item, Job, Moved, Need, Part, Stage
 from kvpool.transfer.lane import DONE
 from kvpool.transfer.memory import Memory
@@ -266,7 +266,7 @@ class BlockMover(Generic[Item]):
         transfer = self._store.submit_put_absent(part.keys, views, timeout_s=timeout_s)
         self._begin(part, Stage.SEND, transfer, timeout_s)
 
-    def _begin(self, part: Part[Item], stage: Stage, transfer: Transfer, timeout_s: float) -> None:
+    def _begin(self, part: Part[Item], stage: Stage, transfer: Batch, timeout_s: float) -> None:
         part.begin(stage, transfer, time.monotonic() + timeout_s)
 
     @staticmethod

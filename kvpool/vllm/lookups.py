@@ -134,7 +134,7 @@ def groups_to_ask(
                 hash_nbytes=len(known[0]) if known else MIN_HASH_NBYTES,
                 ranks=len(group.key_ranks(ranks)),
                 record_tokens=group.record_tokens,
-                windowed=group.window is not None,
+                sliding_window=group.window is not None,
             )
         )
     return asked

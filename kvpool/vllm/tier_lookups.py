@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offl
 from kvpool import metrics
 from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES
 from kvpool.metrics import Counters
-from kvpool.store import Store, Transfer
+from kvpool.store import Batch, Store
 from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 
@@ -51,9 +51,9 @@ class ChunkLookups:
         self._probes: dict[OffloadKey, _Probe] = {}
         self._asked_by: dict[str, set[OffloadKey]] = {}
         self._questions: list[OffloadKey] = []
-        self._batches: list[tuple[list[OffloadKey], Transfer]] = []
+        self._batches: list[tuple[list[OffloadKey], Batch]] = []
         self._touches: dict[OffloadKey, None] = {}
-        self._touching: list[Transfer] = []
+        self._touching: list[Batch] = []
 
     def lookup(self, key: OffloadKey, request_id: str) -> bool | None:
         """Whether the pool has it; None: not known yet, ask again in a later step."""

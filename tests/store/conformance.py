@@ -42,9 +42,9 @@ def hashed(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest()
 
 
-def lookup_group(group: int, records: int, ranks: int = 1, *, windowed: bool = False) -> LookupGroup:
+def lookup_group(group: int, records: int, ranks: int = 1, *, sliding_window: bool = False) -> LookupGroup:
     packed = b"".join(map(hashed, range(records)))
-    return LookupGroup(group, packed, 32, ranks, 16, windowed)
+    return LookupGroup(group, packed, 32, ranks, 16, sliding_window)
 
 
 def keys(count: int) -> list[str]:
@@ -414,9 +414,9 @@ class StoreConformance:
         (present,) = store.submit_lookup(NAMESPACE, [both]).wait()
         assert present.find(0) == 2
         assert store.submit_lookup(NAMESPACE, [lookup_group(0, 3)]).wait() == [bytes([1, 1, 1])]
-        windowed = lookup_group(7, 6, windowed=True)
-        assert store.submit_lookup(NAMESPACE, [windowed]).wait() == [bytes([0, 1, 1, 0, 0, 1])]
-        other, first = store.submit_lookup(NAMESPACE, [windowed, both]).wait(5)
+        sliding_window = lookup_group(7, 6, sliding_window=True)
+        assert store.submit_lookup(NAMESPACE, [sliding_window]).wait() == [bytes([0, 1, 1, 0, 0, 1])]
+        other, first = store.submit_lookup(NAMESPACE, [sliding_window, both]).wait(5)
         assert (other[:2], first[:3]) == (bytes([0, 1]), bytes([1, 1, 0])), "in the order of the groups"
         foreign = Namespace("tenant-2", dict(NAMESPACE.facts))
         assert store.submit_lookup(foreign, [both]).wait() == [bytes(6)]
@@ -446,8 +446,8 @@ class StoreConformance:
         assert after.get("queued", 0) == 0
 
     def test_a_long_lookup_may_be_dropped_at_any_time(self, store: Store) -> None:
-        windowed = lookup_group(0, 20_000, ranks=2, windowed=True)
-        lookup = store.submit_lookup(NAMESPACE, [windowed], timeout_s=60)
+        sliding_window = lookup_group(0, 20_000, ranks=2, sliding_window=True)
+        lookup = store.submit_lookup(NAMESPACE, [sliding_window], timeout_s=60)
         lookup.cancel()
         lookup.cancel()
         assert eventually(lookup.done)
@@ -455,8 +455,8 @@ class StoreConformance:
             assert lookup.wait() == [bytes(20_000)]
         except StoreUnavailable as error:
             assert "cancelled" in str(error)  # noqa: PT017
-        store.submit_lookup(NAMESPACE, [windowed], timeout_s=60)
-        assert store.submit_lookup(NAMESPACE, [windowed], timeout_s=60).wait() == [bytes(20_000)]
+        store.submit_lookup(NAMESPACE, [sliding_window], timeout_s=60)
+        assert store.submit_lookup(NAMESPACE, [sliding_window], timeout_s=60).wait() == [bytes(20_000)]
 
     @pytest.mark.parametrize(
         ("bad", "words"),

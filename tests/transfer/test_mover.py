@@ -14,7 +14,7 @@ from kvpool import _native, metrics
 from kvpool.errors import ConfigError
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
-from kvpool.store import Store, Transfer, open_store
+from kvpool.store import Batch, Store, open_store
 from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import ABANDON_AFTER_S, Block
 from kvpool.transfer.mover import Finished
@@ -300,7 +300,7 @@ def test_a_slow_load_ends_at_its_cap_however_much_progress_it_makes() -> None:
     store.close()
 
 
-def refuse(*_: object, **__: object) -> Transfer:
+def refuse(*_: object, **__: object) -> Batch:
     raise ConfigError("planted")
 
 

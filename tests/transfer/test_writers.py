@@ -12,7 +12,7 @@ import torch
 
 from kvpool import open_store
 from kvpool.metrics import Counters
-from kvpool.store import Transfer
+from kvpool.store import Batch
 from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import Block
 from tests.conftest import eventually
@@ -41,7 +41,7 @@ def test_writers_of_one_key_through_one_store_are_one_transfer() -> None:
     with misbehaving() as server, open_store(f"{server.url}?connections=4") as store:
         held, looked_at_rights = Held(), server.heard(b"HSET")
         server.misbehave(held)
-        transfers: list[Transfer] = []
+        transfers: list[Batch] = []
 
         def put() -> None:
             transfers.append(store.submit_put([key(1)], [bytearray(value)], timeout_s=30))

@@ -40,9 +40,9 @@ def test_each_group_is_asked_for_with_its_hashes_and_as_many_ranks_as_hold_parts
     hashes = [bytes([number]) * 32 for number in range(6)]
     groups = [Group(16), Group(16, window=40, blocks_per_record=2), Group(16, latent=True, copies=4)]
     full, window, latent = groups_to_ask(groups, [hashes, hashes[1::2], hashes], ranks=8)
-    assert (full.group, full.ranks, full.record_tokens, full.windowed) == (0, 8, 16, False)
-    assert (window.group, window.ranks, window.record_tokens, window.windowed) == (1, 8, 32, True)
-    assert (latent.group, latent.ranks, latent.record_tokens, latent.windowed) == (2, 2, 16, False)
+    assert (full.group, full.ranks, full.record_tokens, full.sliding_window) == (0, 8, 16, False)
+    assert (window.group, window.ranks, window.record_tokens, window.sliding_window) == (1, 8, 32, True)
+    assert (latent.group, latent.ranks, latent.record_tokens, latent.sliding_window) == (2, 2, 16, False)
     assert (full.hashes, window.hashes) == (b"".join(hashes), b"".join(hashes[1::2]))
     assert [group.records for group in (full, window, latent)] == [6, 3, 6]
     (nothing,) = groups_to_ask([Group(16)], [[]], ranks=1)

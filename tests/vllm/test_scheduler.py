@@ -25,7 +25,7 @@ from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import Namespace
-from kvpool.store import Store, Transfer, open_store
+from kvpool.store import Batch, Store, open_store
 from kvpool.store.memory import MemoryStore
 from kvpool.store.store import MAX_BATCH_KEYS
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
@@ -291,7 +291,7 @@ def test_a_pool_that_is_away_is_told_once_and_again_when_it_is_back(
         monkeypatch.setattr(f"kvpool.vllm.scheduler.logger.{level}", lambda text, *_: said.append(text))
     scheduler = half(store)
 
-    def refuse(*_: object, **__: object) -> Transfer:
+    def refuse(*_: object, **__: object) -> Batch:
         raise StoreUnavailable("planted")
 
     for _ in range(3):  # the third time within a minute, so nothing is said any more

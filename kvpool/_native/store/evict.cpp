@@ -35,7 +35,7 @@ struct Entry {
   std::string name;
 };
 
-// {pid}.{lane}.{sequence}.{random}
+// {pid}.{io_thread}.{sequence}.{random}
 bool is_temporary_name(std::string_view name) {
   int parts = 0;
   for (std::size_t begin = 0; begin <= name.size(); ++parts) {

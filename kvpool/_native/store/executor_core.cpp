@@ -58,7 +58,7 @@ void Core::leave_queue(Batch& batch) {
   if (batch.lookup_) --queued_items;
 }
 
-// Under the lock: ends what of a lookup no lane has taken.
+// Under the lock: ends what of a lookup no I/O thread has taken.
 void Core::pass_over(Batch& batch, std::size_t until, Status status) {
   const std::size_t end = batch.lookup_->record_of(until);
   for (std::size_t record = batch.lookup_->record_of(batch.next_); record < end; ++record) {
@@ -77,7 +77,7 @@ void Core::skip_unwanted(Batch& batch) {
   if (batch.unfinished_.fetch_sub(skipped, std::memory_order_acq_rel) == skipped) complete(batch);
 }
 
-// Under the lock: gives up what no lane has taken, and tells the lanes to give up the rest.
+// Under the lock: gives up what no I/O thread has taken, and tells the I/O threads to give up the rest.
 void Core::stop(const std::shared_ptr<Batch>& batch, Status status) {
   if (batch->done()) return;
   Status expected = Status::kOk;
@@ -97,7 +97,7 @@ void Core::stop(const std::shared_ptr<Batch>& batch, Status status) {
   if (given_up != 0 && batch->unfinished_.fetch_sub(given_up, std::memory_order_acq_rel) == given_up) {
     complete(*batch);
   } else {
-    for (const auto& lane : lanes) lane->wake();
+    for (const auto& io_thread : io_threads) io_thread->wake();
   }
 }
 
@@ -171,7 +171,7 @@ void Core::end_waiters(const Batch& batch, std::size_t index, Status status, con
   if (status == Status::kCancelled || status == Status::kTimedOut) {
     std::move(waiters.begin(), waiters.end(), std::back_inserter(orphaned_puts));
     work_arrived.notify_all();
-    for (const auto& lane : lanes) lane->wake();
+    for (const auto& io_thread : io_threads) io_thread->wake();
     return;
   }
   for (const Waiter& waiter : waiters) {
@@ -206,11 +206,11 @@ void Core::finish(Batch& batch, std::size_t index, Status status, std::string er
   }
 }
 
-void Core::run_lane(Lane& lane) {
+void Core::run_io_thread(IoThread& io_thread) {
   Source source(*this);
   while (!closing.load()) {
     try {
-      lane.run(source);
+      io_thread.run(source);
     } catch (...) {
       // The items it held were finished as faults by their destructors. What throws here is an allocation:
       // give it a moment rather than spin.

@@ -1,4 +1,4 @@
-// What an executor's lanes, its deadlines and its callers share: the queues and the batches in them. See io_executor.h.
+// What an executor's I/O threads, its deadlines and its callers share: the queues and the batches in them. See io_executor.h.
 #pragma once
 
 #include <unistd.h>
@@ -32,7 +32,8 @@ struct Core {
 
   const std::unique_ptr<Backend> backend;
   const pid_t pid;
-  std::vector<std::unique_ptr<Lane>> lanes;  // fixed from before the threads start until after they ended
+  std::vector<std::unique_ptr<IoThread>>
+      io_threads;  // fixed from before the threads start until after they ended
 
   mutable std::mutex mutex;
   std::condition_variable work_arrived;
@@ -40,12 +41,12 @@ struct Core {
   std::condition_variable thread_ended;
   std::array<std::list<std::shared_ptr<Batch>>, kQueueCount> queues;
   std::size_t queued_items = 0;
-  // One item of a batch that no lane has, listed in its batch's `waiting_`.
+  // One item of a batch that no I/O thread has, listed in its batch's `waiting_`.
   struct Waiter {
     std::shared_ptr<Batch> batch;
     std::size_t index;
   };
-  // A put in the hands of a lane, and those of the same key and length that get its result.
+  // A put in the hands of an I/O thread, and those of the same key and length that get its result.
   struct Writing {
     const Batch* batch;
     std::size_t index;
@@ -79,7 +80,7 @@ struct Core {
   std::optional<Item> take_orphaned_put();
   void end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error);
   void finish(Batch& batch, std::size_t index, Status status, std::string error);
-  void run_lane(Lane& lane);
+  void run_io_thread(IoThread& io_thread);
   void run_deadlines();
   void end_thread();
 };

@@ -1,9 +1,9 @@
-// The file backend: what its lanes share, and its counters.
+// The file backend: what its I/O threads share, and its counters.
 #include "store/file.h"
 
 #include <filesystem>
 
-#include "store/file_lane.h"
+#include "store/file_io_thread.h"
 
 namespace kvpool {
 
@@ -11,11 +11,11 @@ FileBackend::FileBackend(const std::string& root, std::uint64_t capacity_nbytes,
     : root_(std::filesystem::absolute(root).lexically_normal()), capacity_nbytes_(capacity_nbytes) {
   while (root_.size() > 1 && root_.back() == '/') root_.pop_back();
   pool_ = how == Open::kMake ? make_pool(root_) : find_pool(root_);
-  if (how == Open::kMake) FileLane(*this, 0).settle();
+  if (how == Open::kMake) FileIoThread(*this, 0).settle();
 }
 
-std::unique_ptr<Lane> FileBackend::make_lane(unsigned index) {
-  return std::make_unique<FileLane>(*this, index);
+std::unique_ptr<IoThread> FileBackend::make_io_thread(unsigned index) {
+  return std::make_unique<FileIoThread>(*this, index);
 }
 
 void FileBackend::append_counters(Counters& counters) const {

@@ -2,7 +2,7 @@
 //
 //   root/kvpool-pool                                  the marker of a pool, with the format of all this (pool_directory.h)
 //   root/usage                                        the shared byte counts and the lock (usage.h)
-//   root/tmp/{pid}.{lane}.{sequence}.{random}         being written; its writer holds its flock
+//   root/tmp/{pid}.{io_thread}.{sequence}.{random}         being written; its writer holds its flock
 //   root/blocks/{bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}   header and payload; mtime is the last use
 //
 // A record appears by rename, whole. Nothing is fsynced: this is a cache, and after a power loss the checksum
@@ -30,11 +30,11 @@ class FileBackend : public Backend {
   // Throws RefusedDirectory, and std::filesystem::filesystem_error where the system refuses.
   FileBackend(const std::string& root, std::uint64_t capacity_nbytes, Open how);
 
-  std::unique_ptr<Lane> make_lane(unsigned index) override;
+  std::unique_ptr<IoThread> make_io_thread(unsigned index) override;
   void append_counters(Counters& counters) const override;
 
  private:
-  friend class FileLane;
+  friend class FileIoThread;
 
   std::string root_;    // absolute: the process may change its directory
   PoolDirectory pool_;  // as it was at open

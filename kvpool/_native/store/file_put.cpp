@@ -1,4 +1,4 @@
-// Puts of the file backend: the room reserved, a temporary file, the bytes, the rename. See file_lane.h.
+// Puts of the file backend: the room reserved, a temporary file, the bytes, the rename. See file_io_thread.h.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -9,7 +9,7 @@
 
 #include "store/descriptor.h"
 #include "store/evict.h"
-#include "store/file_lane.h"
+#include "store/file_io_thread.h"
 #include "store/record_file.h"
 
 namespace kvpool {
@@ -25,25 +25,25 @@ bool no_space(int error) { return error == ENOSPC || error == EDQUOT; }
 }  // namespace
 
 // A file in tmp/ with the bytes reserved for it. Unless published, both go when it goes.
-class FileLane::Temporary {
+class FileIoThread::Temporary {
  public:
-  Temporary(FileLane& lane, std::uint64_t nbytes) : lane_(lane), nbytes_(nbytes) {}
+  Temporary(FileIoThread& io_thread, std::uint64_t nbytes) : io_thread_(io_thread), nbytes_(nbytes) {}
   Temporary(const Temporary&) = delete;
   Temporary& operator=(const Temporary&) = delete;
   ~Temporary() {
     if (path_.empty()) {
       // Never created: the caller still holds the lock under which it reserved.
-      lane_.give_back(kTemporaries, nbytes_);
+      io_thread_.give_back(kTemporaries, nbytes_);
     } else if (!published_) {
-      lane_.remove(path_, kTemporaries, nbytes_);
+      io_thread_.remove(path_, kTemporaries, nbytes_);
     }
   }
 
   // Returns 0 or an errno. Under the lock: a pass must not see it before its writer holds its flock and
   // before it has its full size.
   int create() {
-    path_ = lane_.temporary_path();
-    const mode_t mode = lane_.pool_.file_mode;
+    path_ = io_thread_.temporary_path();
+    const mode_t mode = io_thread_.pool_.file_mode;
     file_ = Descriptor(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, mode));
     if (!file_) {
       path_.clear();
@@ -58,20 +58,20 @@ class FileLane::Temporary {
   void set_published() { published_ = true; }
 
  private:
-  FileLane& lane_;
+  FileIoThread& io_thread_;
   std::uint64_t nbytes_;
   std::string path_;
   Descriptor file_;
   bool published_ = false;
 };
 
-FileLane::Outcome FileLane::put_absent(const Item& item, const std::string& path) {
+FileIoThread::Outcome FileIoThread::put_absent(const Item& item, const std::string& path) {
   const Outcome found = touch(path);
   if (found.status == Status::kOk) return {Status::kPresent};
   return found.status == Status::kMiss ? put(item, path) : found;
 }
 
-FileLane::Outcome FileLane::put(const Item& item, const std::string& path) {
+FileIoThread::Outcome FileIoThread::put(const Item& item, const std::string& path) {
   const std::uint64_t nbytes = kRecordHeaderNbytes + item.buffer().size();
   if (nbytes > backend_.capacity_nbytes_) return {Status::kNoRoom};
   bool made_space = false;
@@ -93,7 +93,8 @@ FileLane::Outcome FileLane::put(const Item& item, const std::string& path) {
 }
 
 // Returns 0 when `outcome` is decided, else an errno. ENOENT: a directory was removed; try again.
-int FileLane::put_once(const Item& item, const std::string& path, std::uint64_t nbytes, Outcome& outcome) {
+int FileIoThread::put_once(const Item& item, const std::string& path, std::uint64_t nbytes,
+                           Outcome& outcome) {
   const GiveUp give_up = [&item] { return item.stopped().has_value(); };
   if (const int error = refresh(); error != 0) return error;
   const std::uint64_t capacity_nbytes = backend_.capacity_nbytes_;
@@ -150,7 +151,7 @@ int FileLane::put_once(const Item& item, const std::string& path, std::uint64_t 
 
 // The payload in chunks, each hashed just before it is written, and the header last. Returns -1 when all is
 // written, else what put_once() returns.
-int FileLane::write(const Item& item, int fd, Outcome& outcome) const {
+int FileIoThread::write(const Item& item, int fd, Outcome& outcome) const {
   const std::span<const std::byte> payload = item.buffer();
   RecordHeader header = make_header(item.key(), payload.size());
   RecordChecksum checksum(header);
@@ -168,7 +169,7 @@ int FileLane::write(const Item& item, int fd, Outcome& outcome) const {
   return error == 0 ? -1 : error;
 }
 
-int FileLane::write_all(int fd, std::span<const std::byte> data, std::size_t offset) {
+int FileIoThread::write_all(int fd, std::span<const std::byte> data, std::size_t offset) {
   while (!data.empty()) {
     const ssize_t n = retry([&] { return pwrite(fd, data.data(), data.size(), static_cast<off_t>(offset)); });
     if (n < 0) return errno;
@@ -181,7 +182,7 @@ int FileLane::write_all(int fd, std::span<const std::byte> data, std::size_t off
 
 // Under the lock. Two writers of one key both end here: exchanging, rather than replacing, tells each
 // exactly what it took away, so that the counts stay true.
-int FileLane::publish(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes) {
+int FileIoThread::publish(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes) {
   const char* from = temporary.path().c_str();
   const char* to = path.c_str();
   bool made_folder = false;
@@ -213,7 +214,8 @@ int FileLane::publish(Temporary& temporary, const std::string& path, std::uint64
 
 // For file systems that cannot exchange: two writers of one key may leave its bytes counted twice until the
 // bucket is counted again.
-int FileLane::publish_plainly(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes) {
+int FileIoThread::publish_plainly(Temporary& temporary, const std::string& path,
+                                  std::uint64_t& replaced_nbytes) {
   struct stat old;
   const bool there = lstat(path.c_str(), &old) == 0 && S_ISREG(old.st_mode);
   if (rename(temporary.path().c_str(), path.c_str()) != 0) {
@@ -227,13 +229,13 @@ int FileLane::publish_plainly(Temporary& temporary, const std::string& path, std
 }
 
 // The bucket of a record's path; ENOENT when all of blocks/ is gone.
-int FileLane::make_bucket(const std::string& path) const {
+int FileIoThread::make_bucket(const std::string& path) const {
   const int error = make_folder(pool_, path.substr(0, path.rfind('/')));
   return error == ENOENT ? make_again(backend_.root_ + "/blocks") : error;
 }
 
 // For a put that found the file system full. Returns a status when the item is to be given up.
-std::optional<Status> FileLane::make_space(const Item& item, std::uint64_t nbytes) {
+std::optional<Status> FileIoThread::make_space(const Item& item, std::uint64_t nbytes) {
   const GiveUp give_up = [&item] { return item.stopped().has_value(); };
   const auto held = usage_->lock(Usage::Hold::kExclusive, give_up);
   if (held) {

@@ -1,4 +1,4 @@
-// Batches, their items, where lanes get them, and the threads that run lanes. See io_executor.h.
+// Batches, their items, where I/O threads get them, and the threads that run them. See io_executor.h.
 #include "store/io_executor.h"
 
 #include <pthread.h>
@@ -134,7 +134,7 @@ bool Source::closing() const { return core_.closing.load(); }
 
 IoExecutor::IoExecutor(std::unique_ptr<Backend> backend, unsigned threads)
     : core_(std::make_shared<Core>(std::move(backend))) {
-  for (unsigned i = 0; i < threads; ++i) core_->lanes.push_back(core_->backend->make_lane(i));
+  for (unsigned i = 0; i < threads; ++i) core_->io_threads.push_back(core_->backend->make_io_thread(i));
 
   const BlockSignals blocked;
   const auto start = [this](const std::string& name, auto body) {
@@ -155,7 +155,7 @@ IoExecutor::IoExecutor(std::unique_ptr<Backend> backend, unsigned threads)
   };
   try {
     for (unsigned i = 0; i < threads; ++i) {
-      start("kvpool-io-" + std::to_string(i), [i](Core& core) { core.run_lane(*core.lanes[i]); });
+      start("kvpool-io-" + std::to_string(i), [i](Core& core) { core.run_io_thread(*core.io_threads[i]); });
     }
     start("kvpool-timer", [](Core& core) { core.run_deadlines(); });
   } catch (...) {
@@ -214,7 +214,7 @@ std::shared_ptr<Batch> IoExecutor::submit(std::shared_ptr<Batch> batch) {
   } else {
     core_->work_arrived.notify_all();
   }
-  for (const auto& lane : core_->lanes) lane->wake();
+  for (const auto& io_thread : core_->io_threads) io_thread->wake();
   return batch;
 }
 
@@ -268,11 +268,11 @@ bool IoExecutor::close(Clock::duration timeout) {
       core_->deadlines.erase(core_->deadlines.begin());
       core_->stop(batch, Status::kCancelled);
     }
-    // After that: a lane that sees it ends what it holds, which is to be cancelled and no fault.
+    // After that: an I/O thread that sees it ends what it holds, which is to be cancelled and no fault.
     core_->closing.store(true);
     core_->work_arrived.notify_all();
     core_->deadlines_changed.notify_all();
-    for (const auto& lane : core_->lanes) lane->wake();
+    for (const auto& io_thread : core_->io_threads) io_thread->wake();
     if (!core_->thread_ended.wait_until(lock, until, [this] { return core_->live_threads == 0; }))
       return false;
     ended.swap(core_->threads);
@@ -283,7 +283,7 @@ bool IoExecutor::close(Clock::duration timeout) {
   const Core::Lock lock(core_->mutex);
   core_->writing.clear();
   core_->orphaned_puts.clear();
-  core_->lanes.clear();
+  core_->io_threads.clear();
   return true;
 }
 

@@ -1,23 +1,23 @@
 // Batches of keys and buffers, run by a fixed number of native threads; knows nothing of Python or of stores.
 //
-// Each thread owns one Lane, made by the Backend (a socket lane: one connection; a file lane: its own view of
-// the shared counter). The lane pulls Items from its Source, may have several in flight, and finishes each.
+// Each thread owns one IoThread, made by the Backend (sockets: its connections; files: its own view of
+// the shared counter). The I/O thread pulls Items from its Source, may have several in flight, and finishes each.
 //
 // Who owns what:
 // - Core::mutex guards the queues, the deadlines, the puts that wait for another, and of each Batch `next_`, `waiting_`,
 //   `error_` and its place in a queue. Nothing blocks under it.
-// - Results of a batch: each byte is written once, by the thread that took the item (its lane; or stop(), for items
-//   that no lane has taken; or finish() of the put that it waited for), and read only after done(). A lookup has one
+// - Results of a batch: each byte is written once, by the thread that took the item (its I/O thread; or stop(), for items
+//   that no I/O thread has taken; or finish() of the put that it waited for), and read only after done(). A lookup has one
 //   result a record, which is the worst of its parts' and written atomically.
-// - Buffers are borrowed from the caller until done(): a batch is done when no lane touches them any more.
+// - Buffers are borrowed from the caller until done(): a batch is done when no I/O thread touches them any more.
 //
-// A put of a key that some lane is putting just now waits for that one's result instead of being a second
+// A put of a key that some I/O thread is putting just now waits for that one's result instead of being a second
 // transfer: a key names content. If the first is given up, one of those that wait takes its place.
 //
 // kPutAbsent asks whether the key is there, as kTouch does, and puts only what is missing. It ends as kOk when this
 // item put the value, as kPresent when the value was there or another put of the key, which it waited for, put it.
 //
-// A lookup is a batch of keys that are spelled as lanes take them; it ends early where the rest is of no use (lookup.h).
+// A lookup is a batch of keys that are spelled as I/O threads take them; it ends early where the rest is of no use (lookup.h).
 #pragma once
 
 #include <array>
@@ -76,7 +76,7 @@ class Batch {
   bool done() const { return done_.load(std::memory_order_acquire); }
   // Blocks until done() or until `until`; returns done().
   bool wait_until(Clock::time_point until);
-  // Items that no lane has taken are cancelled at once; a lane stops its own at the next chunk.
+  // Items that no I/O thread has taken are cancelled at once; an I/O thread stops its own at the next chunk.
   void cancel();
 
   // Only after done(). One a key; of a lookup one a record, kMiss for those that were not asked for.
@@ -101,7 +101,7 @@ class Batch {
 
   std::vector<Status> results_;
   std::optional<std::string> error_;
-  std::size_t next_ = 0;                     // the first item that no lane has taken
+  std::size_t next_ = 0;                     // the first item that no I/O thread has taken
   std::unordered_set<std::size_t> waiting_;  // taken, and waiting for another put of their key
   bool queued_ = false;
   std::list<std::shared_ptr<Batch>>::iterator place_;  // in the queue, while queued_
@@ -112,7 +112,7 @@ class Batch {
   std::condition_variable done_changed_;  // with Core::mutex
 };
 
-// One key of a batch, in the hands of one lane. It must be finished; dropped, it is a fault and never a hang.
+// One key of a batch, in the hands of one I/O thread. It must be finished; dropped, it is a fault and never a hang.
 class Item {
  public:
   Item(std::shared_ptr<Batch> batch, std::size_t index) : batch_(std::move(batch)), index_(index) {}
@@ -139,14 +139,14 @@ class Item {
   std::unique_ptr<const Key> spelled_;  // of a lookup
 };
 
-// Where a lane gets its items: lookups before loads before stores, each in order of arrival; but long lookups take turns
+// Where an I/O thread gets its items: lookups before loads before stores, each in order of arrival; but long lookups take turns
 // with others.
 class Source {
  public:
   explicit Source(Core& core) : core_(core) {}
   // Blocks until there is an item; nothing once the executor closes.
   std::optional<Item> next();
-  // Never blocks: for a lane that has items in flight and room for more. Appends the next item to `items`, and up to
+  // Never blocks: for an I/O thread that has items in flight and room for more. Appends the next item to `items`, and up to
   // kMaxTogether while they move no bytes: these cost little beside the lock. False: there is none, or only puts and
   // `puts_too` is false.
   bool try_take(std::vector<Item>& items, bool puts_too);
@@ -156,13 +156,13 @@ class Source {
   Core& core_;
 };
 
-class Lane {
+class IoThread {
  public:
-  virtual ~Lane() = default;
+  virtual ~IoThread() = default;
   // Serves items until source.next() returns nothing. An exception is a fault of the items in flight; the
   // executor then calls run() again.
   virtual void run(Source& source) = 0;
-  // Called from other threads when items arrived or were stopped, for lanes that wait in a poll() of their own.
+  // Called from other threads when items arrived or were stopped, for I/O threads that wait in a poll() of their own.
   virtual void wake() noexcept {}
 };
 
@@ -171,14 +171,14 @@ using Counters = std::vector<std::pair<std::string, std::uint64_t>>;
 class Backend {
  public:
   virtual ~Backend() = default;
-  virtual std::unique_ptr<Lane> make_lane(unsigned index) = 0;
+  virtual std::unique_ptr<IoThread> make_io_thread(unsigned index) = 0;
   // Appends the backend's own counters. Called from any thread.
   virtual void append_counters(Counters& counters) const = 0;
 };
 
 class IoExecutor {
  public:
-  // Starts `threads` lanes and one thread for deadlines. Throws what the backend's lanes throw.
+  // Starts `threads` I/O threads and one thread for deadlines. Throws what the backend's I/O threads throw.
   IoExecutor(std::unique_ptr<Backend> backend, unsigned threads);
   IoExecutor(const IoExecutor&) = delete;
   IoExecutor& operator=(const IoExecutor&) = delete;

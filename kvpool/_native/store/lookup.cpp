@@ -91,7 +91,7 @@ std::size_t Lookup::next_wanted(std::size_t index) const {
 
 void Lookup::missed(std::size_t index) {
   const Place& place = place_of(index);
-  if (place.records.windowed) return;
+  if (place.records.sliding_window) return;
   const std::uint64_t record = (index - place.first_key) / place.records.ranks;
   const std::uint64_t end_tokens = record * place.records.record_tokens;
   std::uint64_t known = end_tokens_.load(std::memory_order_relaxed);

@@ -1,5 +1,5 @@
 // The keys of one lookup: which leading records of a prompt are in the pool. Each key is spelled when it is sent; how
-// far it is still worth asking follows from what was found missing. Knows no executor and no lane.
+// far it is still worth asking follows from what was found missing. Knows no executor and no I/O thread.
 //
 // Who owns what: everything is fixed but `end_tokens_`, which any thread may lower. key() alone reads the hashes.
 #pragma once
@@ -23,7 +23,7 @@ struct LookupGroup {
   std::uint16_t group;
   std::uint32_t ranks;  // a record is there when the parts of ranks 0 to ranks - 1 are
   std::uint64_t record_tokens;
-  bool windowed;  // records behind a missing one are of use
+  bool sliding_window;  // records behind a missing one are of use
 };
 
 // Keys are numbered group by group, in a group record by record, of a record rank by rank. Records are numbered over
@@ -41,7 +41,7 @@ class Lookup {
 
   // The first key from `index` on that is still worth asking; key_count(): none is.
   std::size_t next_wanted(std::size_t index) const;
-  // A part is not there: without it nothing behind it is of use, unless its group is windowed.
+  // A part is not there: without it nothing behind it is of use, unless its group has a sliding window.
   void missed(std::size_t index);
   // There will be no answer: nothing is worth asking any more.
   void give_up() { end_tokens_.store(0, std::memory_order_relaxed); }

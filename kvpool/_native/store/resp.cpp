@@ -1,4 +1,4 @@
-// A lane of the backend for servers: its connections, which one an item goes to, and its wait for all of them.
+// An I/O thread of the backend for servers: its connections, which one an item goes to, and its wait for all of them.
 #include "store/resp.h"
 
 #include <poll.h>
@@ -24,11 +24,11 @@ constexpr std::size_t kMaxStrangers = 16;
 
 }  // namespace
 
-class RespLane : public Lane {
+class RespIoThread : public IoThread {
   using Role = RespConnection::Role;
 
  public:
-  RespLane(RespBackend& backend, unsigned index)
+  RespIoThread(RespBackend& backend, unsigned index)
       : topology_(*backend.topology_),
         counts_(backend.counts_),
         random_(std::random_device{}() + index),
@@ -150,7 +150,7 @@ class RespLane : public Lane {
     const std::size_t owner = map_->owner_of(item.key().text);
     const Role role = RespConnection::role_of(item);
     if (owner != SlotMap::kNobody) return connections_[place(owner, role)]->push(std::move(item));
-    topology_.doubt();
+    topology_.mark_stale();
     item.finish(Status::kFault, "no node serves slot " + std::to_string(slot_of(item.key().text)));
   }
 
@@ -211,7 +211,7 @@ class RespLane : public Lane {
 
   const Descriptor woken_fd_;
   std::atomic<bool> woken_{true};
-  bool more_reads_ = true;  // there may be items that no lane has taken
+  bool more_reads_ = true;  // there may be items that no I/O thread has taken
   bool more_puts_ = true;
   RespUses uses_;
   std::vector<std::byte> scratch_;
@@ -225,8 +225,8 @@ RespBackend::RespBackend(RespSettings settings) {
   topology_ = std::make_shared<Topology>(std::move(settings), std::move(addresses));
 }
 
-std::unique_ptr<Lane> RespBackend::make_lane(unsigned index) {
-  return std::make_unique<RespLane>(*this, index);
+std::unique_ptr<IoThread> RespBackend::make_io_thread(unsigned index) {
+  return std::make_unique<RespIoThread>(*this, index);
 }
 
 void RespBackend::append_counters(Counters& counters) const {

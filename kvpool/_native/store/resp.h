@@ -1,4 +1,4 @@
-// The backend for Redis or Valkey servers: each lane is a thread with a connection of its own to each of them.
+// The backend for Redis or Valkey servers: each I/O thread has connections of its own to each of them.
 // It takes an item and gives it to the connection to the server that holds the key.
 #pragma once
 
@@ -20,11 +20,11 @@ class RespBackend : public Backend {
   explicit RespBackend(std::shared_ptr<Topology> topology) : topology_(std::move(topology)) {}
   ~RespBackend() override { topology_->close(); }
 
-  std::unique_ptr<Lane> make_lane(unsigned index) override;
+  std::unique_ptr<IoThread> make_io_thread(unsigned index) override;
   void append_counters(Counters& counters) const override;
 
  private:
-  friend class RespLane;
+  friend class RespIoThread;
 
   std::shared_ptr<Topology> topology_;
   RespCounts counts_;

@@ -11,16 +11,16 @@ using namespace std::chrono_literals;
 using Kind = RespRequest::Kind;
 
 // Bytes under way on a connection. A server prepares all pipelined replies before it writes, and copies the part of the
-// next value that it has already read; a short window keeps both in the processor's caches
+// next value that it has already read; a short send window keeps both in the processor's caches
 // (docs/decisions/0017-size-windows-by-the-link.md). Bytes that have arrived no longer count, so the next
 // request is sent before a large reply ends.
-constexpr std::size_t kReadWindowNbytes = 256 << 10;
-constexpr std::size_t kWriteWindowNbytes = 2 * kUnansweredNbytes;
-constexpr std::size_t kMaxWindowNbytes = 4 << 20;
+constexpr std::size_t kReadSendWindowNbytes = 256 << 10;
+constexpr std::size_t kWriteSendWindowNbytes = 2 * kUnansweredNbytes;
+constexpr std::size_t kMaxSendWindowNbytes = 4 << 20;
 constexpr std::size_t kLinkNbytesPerUs = 4096;  // 4 GB/s: what a longer link is assumed to carry
 constexpr std::size_t kMaxRequests = 4096;
-// What may wait for the window of one server; beyond it the lane waits, and so do all its servers: each takes
-// its items in their order, and the lanes share them evenly.
+// What may wait for the send window of one server; beyond it the I/O thread waits, and so do all its servers: each takes
+// its items in their order, and the I/O threads share them evenly.
 constexpr std::size_t kWaitingNbytes = 8 << 20;
 // But for a server that did not move a byte for so long, though it was asked to, the others do not wait. Its items
 // do, each until its deadline: the server may only be slow.
@@ -60,14 +60,14 @@ bool RespConnection::is_clogged(Clock::time_point now) const {
   return waiting_nbytes_ >= kWaitingNbytes && !is_quiet(now);
 }
 
-std::size_t RespConnection::window_nbytes() const {
-  const std::size_t least = role_ == Role::kReads ? kReadWindowNbytes : kWriteWindowNbytes;
+std::size_t RespConnection::send_window_nbytes() const {
+  const std::size_t least = role_ == Role::kReads ? kReadSendWindowNbytes : kWriteSendWindowNbytes;
   const auto round_trip_us = static_cast<std::size_t>(round_trip_.count());
-  return std::max(least, std::min(round_trip_us, kMaxWindowNbytes / kLinkNbytesPerUs) * kLinkNbytesPerUs);
+  return std::max(least, std::min(round_trip_us, kMaxSendWindowNbytes / kLinkNbytesPerUs) * kLinkNbytesPerUs);
 }
 
 bool RespConnection::is_open() const {
-  return (up_ || !is_wanted_) && in_flight_nbytes_ < window_nbytes() && requests_.size() < kMaxRequests;
+  return (up_ || !is_wanted_) && in_flight_nbytes_ < send_window_nbytes() && requests_.size() < kMaxRequests;
 }
 
 bool RespConnection::move(Clock::time_point now) {
@@ -124,7 +124,7 @@ void RespConnection::end_all(std::string_view why) {
   for (const auto& request : requests_) end_item(*request, Status::kFault, std::string(why));
   requests_.clear();
   for (Item& item : take_waiting()) item.finish(item.stopped().value_or(Status::kFault), std::string(why));
-  count_window();
+  recount_send_window();
 }
 
 // An item that was cancelled or timed out ends as that, not as a fault.
@@ -211,14 +211,14 @@ void RespConnection::add(std::unique_ptr<Request> request) {
   requests_.push_back(std::move(request));
 }
 
-void RespConnection::release_window(Request& request, std::size_t nbytes) {
+void RespConnection::release_send_window(Request& request, std::size_t nbytes) {
   const std::size_t paid = std::min(nbytes, request.cost_left);
   request.cost_left -= paid;
   in_flight_nbytes_ -= paid;
 }
 
 // After requests_ was changed as a whole, with nothing on the wire.
-void RespConnection::count_window() {
+void RespConnection::recount_send_window() {
   first_unsent_ = 0;
   in_flight_nbytes_ = 0;
   next_deadline_ = Clock::time_point::max();
@@ -258,7 +258,7 @@ void RespConnection::give_up_stopped(Clock::time_point now) {
     if (!request->on_the_wire() && (stopped || is_over)) {
       if (stopped) end_item(*request, *stopped, {});
       if (is_over || request->kind != Kind::kCleanup) {
-        release_window(*request, request->cost_left);
+        release_send_window(*request, request->cost_left);
         request.reset();
         continue;
       }

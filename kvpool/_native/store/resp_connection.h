@@ -12,16 +12,16 @@
 // A kPutAbsent asks TOUCH key (EXISTS where that is not allowed), and goes on as a put of the same connection if the key
 // is missing.
 //
-// A lane has two connections to a server, one of which carries nothing but puts and what they ask: on a slow link the
+// An I/O thread has two connections to a server, one of which carries nothing but puts and what they ask: on a slow link the
 // socket of that one holds megabytes which no load has to wait for.
 //
-// What does not fit into its window waits beside it, up to a bound, so that a server that is slow or silent does
-// not hold up the others of its lane.
+// What does not fit into its send window waits beside it, up to a bound, so that a server that is slow or silent does
+// not hold up the others of its I/O thread.
 //
 // Its parts: resp_connection.cpp (requests), resp_reconnect.cpp, resp_sending.cpp, resp_replies.cpp and, for records
 // that come, resp_records.cpp.
 //
-// It belongs to one lane, whose thread alone calls it. Nothing here blocks, except the resolver (see
+// It belongs to one I/O thread, whose thread alone calls it. Nothing here blocks, except the resolver (see
 // find_addresses).
 #pragma once
 
@@ -66,7 +66,7 @@ class RespConnection {
     unsigned port;
   };
 
-  // `scratch`: kScratchNbytes, of the lane, as are `uses`.
+  // `scratch`: kScratchNbytes, of the I/O thread, as are `uses`.
   RespConnection(std::shared_ptr<RespNode> node, Role role, Topology& topology, RespCounts& counts,
                  RespUses& uses, std::span<std::byte> scratch, unsigned seed);
   RespConnection(const RespConnection&) = delete;
@@ -75,11 +75,11 @@ class RespConnection {
 
   const RespNode& node() const { return *node_; }
   Role role() const { return role_; }
-  // Whether it sends more at once: it is connected and not in doubt, its window is not full, and no item waits.
+  // Whether it sends more at once: it is connected and not suspect, its send window is not full, and no item waits.
   bool has_room() const { return is_open() && waiting_.empty(); }
   // While no connection of this store to the server stands, waiting for one is not worth a request's time.
   bool refuses() const { return !up_ && (socket_ || failing_) && node_->up.load() == 0; }
-  // As much waits for the window as may, while the server moves bytes: the lane takes nothing more meanwhile.
+  // As much waits for the send window as may, while the server moves bytes: the I/O thread takes nothing more meanwhile.
   bool is_clogged(Clock::time_point now) const;
   // Nothing is on it or waits for it.
   bool is_idle() const { return requests_.empty() && waiting_.empty(); }
@@ -120,12 +120,12 @@ class RespConnection {
   bool awaiting() const;
   bool is_open() const;
   // As much as the link holds, within bounds.
-  std::size_t window_nbytes() const;
+  std::size_t send_window_nbytes() const;
   bool is_quiet(Clock::time_point now) const;
   bool is_silent(const Request& request, Clock::time_point now) const;
 
   void dial(Clock::time_point now);
-  void look_after_doubt(Clock::time_point now);
+  void check_after_silence(Clock::time_point now);
   void count_up(bool up);
   bool find_addresses();
   void back_off();
@@ -140,8 +140,8 @@ class RespConnection {
   void begin_waiting();
   void add(std::unique_ptr<Request> request);
   bool let_go(Request& request, Status status, Clock::time_point now);
-  void release_window(Request& request, std::size_t nbytes);
-  void count_window();
+  void release_send_window(Request& request, std::size_t nbytes);
+  void recount_send_window();
 
   bool send_some();
   bool gather(Request& request, iovec* parts, std::size_t& count, std::size_t& nbytes) const;
@@ -190,8 +190,8 @@ class RespConnection {
   bool touches_ = true;                     // this user may TOUCH, as far as is known
   bool renews_ = true;                      // and ask for times to live, and change them
   std::chrono::microseconds round_trip_{};  // the shortest, when it was connected
-  bool up_ = false;                         // connected, and not in doubt
-  std::uint64_t seen_doubts_ = 0;           // of all connections to this server, when this one last was not
+  bool up_ = false;                         // connected, and not suspect
+  std::uint64_t seen_silences_ = 0;         // of all connections to this server, when this one last was not
   bool failing_ = false;   // not connected, and the last attempt failed: items are faults at once
   bool stood_ = false;     // it was connected once
   unsigned attempts_ = 0;  // failures since the last good reply

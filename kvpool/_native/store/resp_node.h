@@ -1,4 +1,4 @@
-// One server of a store, as all its lanes see it.
+// One server of a store, as all its I/O threads see it.
 #pragma once
 
 #include <atomic>
@@ -19,9 +19,9 @@ class RespNode {
 
   const RespSettings settings;
   const bool asks_resolver;
-  std::atomic<unsigned> up{0};           // connections that stand and are not in doubt, of all lanes
-  std::atomic<std::uint64_t> doubts{0};  // how often a connection to it fell silent
-  std::atomic_flag resolving;            // a lane asks the resolver, which may block it
+  std::atomic<unsigned> up{0};             // connections that stand and are not suspect, of all I/O threads
+  std::atomic<std::uint64_t> silences{0};  // how often a connection to it fell silent
+  std::atomic_flag resolving;              // an I/O thread asks the resolver, which may block it
 
   std::vector<SocketAddress> addresses() const {
     const std::lock_guard lock(mutex_);

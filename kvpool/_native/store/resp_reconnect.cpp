@@ -1,4 +1,4 @@
-// How a connection comes to stand, is doubted, and is lost: part of RespConnection, see resp_connection.h.
+// How a connection comes to stand, is suspect, and is lost: part of RespConnection, see resp_connection.h.
 #include <algorithm>
 #include <utility>
 
@@ -21,7 +21,7 @@ constexpr auto kDialGrace = 250ms;
 
 void RespConnection::keep_up(Clock::time_point now) {
   if (!socket_ && is_wanted_) dial(now);
-  if (socket_ && seen_doubts_ != node_->doubts.load()) look_after_doubt(now);
+  if (socket_ && seen_silences_ != node_->silences.load()) check_after_silence(now);
 }
 
 void RespConnection::dial(Clock::time_point now) {
@@ -32,7 +32,7 @@ void RespConnection::dial(Clock::time_point now) {
       back_off();
       return;
     }
-    seen_doubts_ = node_->doubts.load();
+    seen_silences_ = node_->silences.load();
     dialled_at_ = now;
     dial_.emplace(settings_, addresses_, role_ == Role::kReads ? "reads" : "writes", now, kConnectPatience);
   }
@@ -71,7 +71,7 @@ void RespConnection::dial(Clock::time_point now) {
 bool RespConnection::find_addresses() {
   try {
     if (!node_->asks_resolver) addresses_ = node_->addresses();
-    // While one lane asks, the others go on refusing.
+    // While one I/O thread asks, the others go on refusing.
     if (node_->asks_resolver && attempts_ > 1 && !node_->resolving.test_and_set()) {
       const std::unique_ptr<std::atomic_flag, void (*)(std::atomic_flag*)> asking(
           &node_->resolving, [](std::atomic_flag* flag) { flag->clear(); });
@@ -98,7 +98,7 @@ Clock::duration RespConnection::grace() const { return stood_ ? kDialGrace : kCo
 // From here on until a PING is answered, whatever wants this server is a fault at once.
 void RespConnection::fail_all() {
   failing_ = true;
-  topology_.doubt();
+  topology_.mark_stale();
   if (last_error_.empty()) last_error_ = settings_.endpoint.name() + ": no connection stands yet";
   for (const auto& request : requests_) {
     if (request->item) counts_.refused.fetch_add(1, std::memory_order_relaxed);
@@ -109,12 +109,12 @@ void RespConnection::fail_all() {
     counts_.refused.fetch_add(1, std::memory_order_relaxed);
     item.finish(item.stopped().value_or(Status::kFault), last_error_);
   }
-  count_window();
+  recount_send_window();
 }
 
 // Another connection fell silent, and perhaps the server with it. Where a reply is due it will tell: until it
 // does, nothing more is asked here. Where none is, nothing would tell but the PING of another dial.
-void RespConnection::look_after_doubt(Clock::time_point now) {
+void RespConnection::check_after_silence(Clock::time_point now) {
   count_up(false);
   last_error_ = settings_.endpoint.name() + ": the server does not answer in time";
   if (awaiting()) return;
@@ -148,7 +148,7 @@ void RespConnection::hang_up() {
 void RespConnection::lose(Cause cause, std::string_view why) {
   hang_up();
   // Before any item ends: who sees one end, and asks again, finds the other connections warned.
-  if (cause == Cause::kSilence) node_->doubts.fetch_add(1);
+  if (cause == Cause::kSilence) node_->silences.fetch_add(1);
   last_error_ = settings_.endpoint.name() + ": " + std::string(why);
   std::deque<std::unique_ptr<Request>> lost;
   lost.swap(requests_);
@@ -167,9 +167,9 @@ void RespConnection::lose(Cause cause, std::string_view why) {
       end_item(*request, Status::kFault, last_error_);
     }
   }
-  count_window();
+  recount_send_window();
   if (cause == Cause::kOurselves) return;
-  topology_.doubt();
+  topology_.mark_stale();
   if (cause == Cause::kSilence) ++attempts_;
   if (attempts_ == 0) {
     next_dial_ = Clock::now();

@@ -61,7 +61,7 @@ bool RespConnection::receive_some() {
     return false;
   }
   if (!up_) {
-    seen_doubts_ = node_->doubts.load();
+    seen_silences_ = node_->silences.load();
     count_up(true);
   }
   const std::size_t got = result.nbytes;
@@ -94,7 +94,7 @@ std::size_t RespConnection::wanted_nbytes(bool in_body) const {
   return std::clamp<std::size_t>(wanted, 1, scratch_.size());
 }
 
-// Returns why the connection is in doubt; empty when it is not.
+// Returns why the connection is to be given up; empty when it is not.
 std::string RespConnection::parse_replies(std::span<const std::byte> input) {
   while (!input.empty()) {
     if (requests_.empty() || !requests_.front()->on_the_wire()) return "it sent more than it was asked for";
@@ -137,7 +137,7 @@ void RespConnection::on_body(Request& request, std::size_t nbytes) {
   request.checksum->update(request.into.subspan(request.body_got, nbytes));
   request.body_got += nbytes;
   parser_.take(nbytes);
-  release_window(request, request.released_by(nbytes));
+  release_send_window(request, request.released_by(nbytes));
 }
 
 std::string RespConnection::on_token(Request& request, const RespToken& token) {
@@ -223,7 +223,7 @@ bool RespConnection::note_refusal(Request& request, std::string_view word, std::
   const bool moves = word == "MOVED" || word == "ASK";
   if (moves && !topology_.is_fixed() && note_redirect(request, text)) return true;
   if (word == "READONLY" || word == "CLUSTERDOWN" || word == "MASTERDOWN" || word == "MOVED")
-    topology_.doubt();
+    topology_.mark_stale();
   return false;
 }
 
@@ -304,7 +304,7 @@ void RespConnection::end_front(Status status, std::string words) {
     front.item->finish(status, std::move(words));
     front.item.reset();
   }
-  release_window(front, front.cost_left);
+  release_send_window(front, front.cost_left);
   requests_.pop_front();
   --first_unsent_;
   if (look) add(std::move(look));
@@ -345,12 +345,12 @@ bool RespConnection::note_redirect(Request& request, std::string_view text) cons
 void RespConnection::redirect_front() {
   attempts_ = 0;
   std::unique_ptr<Request> front = std::move(requests_.front());
-  release_window(*front, front->cost_left);
+  release_send_window(*front, front->cost_left);
   requests_.pop_front();
   --first_unsent_;
   (front->moved_asking ? counts_.asked : counts_.moved).fetch_add(1, std::memory_order_relaxed);
   // A slot on its way from one server to another stays ours until it has arrived.
-  if (!front->moved_asking) topology_.doubt();
+  if (!front->moved_asking) topology_.mark_stale();
   if (!front->item) return;  // the caller has given up
   auto fresh = std::make_unique<Request>();
   fresh->kind = front->kind;

@@ -10,9 +10,9 @@ namespace {
 
 // What is left of a put that was given up is sent as zeros up to here; beyond it, dialling anew is cheaper.
 constexpr std::size_t kMaxFillNbytes = 8 << 20;
-// A connection asks this many windows of values ahead of its puts: with one, each window would wait for a round trip;
-// with many, one lane would take all of a batch that the others could help with.
-constexpr std::size_t kWindowsAsked = 4;
+// A connection asks this many send windows of values ahead of its puts: with one, each send window would wait for a round trip;
+// with many, one I/O thread would take all of a batch that the others could help with.
+constexpr std::size_t kSendWindowsAhead = 4;
 
 }  // namespace
 
@@ -84,7 +84,7 @@ void RespRequest::make_end(const std::optional<std::string>& last, std::string_v
 }
 
 std::size_t RespRequest::cost() const {
-  const std::size_t to_come = asks_before_put() ? item->buffer().size() / kWindowsAsked : 0;
+  const std::size_t to_come = asks_before_put() ? item->buffer().size() / kSendWindowsAhead : 0;
   return kRequestNbytes + body.size() + into.size() + to_come;
 }
 

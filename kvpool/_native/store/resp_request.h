@@ -20,7 +20,7 @@ inline constexpr std::size_t kRequestNbytes = 128;  // what a request counts on 
 // A value that was sent counts with at most so many bytes until the server has answered. One value and a part of the
 // next keep a server busy; more in the sockets leaves the caches and is copied once more.
 inline constexpr std::size_t kUnansweredNbytes = 256 * 1024;
-// An item was given up and its reply is due: the connection is in doubt when nothing has moved for so long.
+// An item was given up and its reply is due: the connection is lost when nothing has moved for so long.
 inline constexpr auto kRespPatience = std::chrono::seconds(5);
 inline constexpr std::string_view kAsking = "*1\r\n$6\r\nASKING\r\n";
 
@@ -36,7 +36,7 @@ struct RespRequest {
   Kind kind;
   std::optional<Item> item;  // none once it was given up, and for a cleanup
   Clock::time_point deadline;
-  // Once it was given up: how long nothing may move until the connection is in doubt, and when it is
+  // Once it was given up: how long nothing may move until the connection is lost, and when it is
   // given up however much moves.
   Clock::duration patience = kRespPatience;
   Clock::time_point lost_at = Clock::time_point::max();
@@ -89,7 +89,7 @@ struct RespRequest {
   bool give_up_sending();
   // Whether it asks for the key of a kPutAbsent, which is put if the key is missing.
   bool asks_before_put() const { return item && item->op() == Op::kPutAbsent && kind != Kind::kPut; }
-  // What it takes of its connection's window.
+  // What it takes of its connection's send window.
   std::size_t cost() const;
   // What of that is given back now that so many more bytes of its payload were sent, or have come.
   std::size_t released_by(std::size_t moved_nbytes) const;

@@ -98,7 +98,7 @@ void RespConnection::advance(std::size_t nbytes) {
     const std::size_t now = std::min(left, nbytes);
     request.sent += now;
     nbytes -= now;
-    if (request.kind == Kind::kPut) release_window(request, request.released_by(now));
+    if (request.kind == Kind::kPut) release_send_window(request, request.released_by(now));
     if (!request.is_sent()) return;
     ++first_unsent_;
   }

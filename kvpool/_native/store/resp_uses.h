@@ -1,4 +1,4 @@
-// Which keys of a server were used of late, as one lane knows it: so that the time to live of a key in use is looked
+// Which keys of a server were used of late, as one I/O thread knows it: so that the time to live of a key in use is looked
 // at now and then, and not at each use.
 //
 // A table of one word a place: the last key of a place is remembered. What was forgotten is looked at once more

@@ -1,4 +1,4 @@
-// The map of slots: installed, looked up, held in doubt.
+// The map of slots: installed, looked up, marked stale.
 #include "store/topology.h"
 
 #include <arpa/inet.h>
@@ -146,16 +146,16 @@ std::shared_ptr<RespNode> Topology::named(const std::string& host, unsigned port
   return node;
 }
 
-void Topology::doubt() {
-  if (doubted_.exchange(true, std::memory_order_relaxed)) return;
+void Topology::mark_stale() {
+  if (is_stale_.exchange(true, std::memory_order_relaxed)) return;
   const std::lock_guard lock(mutex_);
   changed_.notify_all();
 }
 
-bool Topology::wait_for_doubt(Clock::time_point until) {
+bool Topology::wait_until_stale(Clock::time_point until) {
   std::unique_lock lock(mutex_);
-  changed_.wait_until(lock, until, [this] { return closed_ || doubted_.load(std::memory_order_relaxed); });
-  return doubted_.exchange(false, std::memory_order_relaxed) && !closed_;
+  changed_.wait_until(lock, until, [this] { return closed_ || is_stale_.load(std::memory_order_relaxed); });
+  return is_stale_.exchange(false, std::memory_order_relaxed) && !closed_;
 }
 
 void Topology::close() {

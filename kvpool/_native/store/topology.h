@@ -1,7 +1,7 @@
 // Which server holds which keys: one of 16,384 slots a key, one node a slot. One plain server is a topology
 // of one node, and so is the primary that sentinels name.
 //
-// Any thread may call any method. Lanes read a snapshot and say when it seems to be wrong; the thread that waits for
+// Any thread may call any method. I/O threads read a snapshot and say when it seems to be wrong; the thread that waits for
 // that asks the servers and installs the next one.
 #pragma once
 
@@ -66,9 +66,9 @@ class Topology {
   std::shared_ptr<RespNode> named(const std::string& host, unsigned port);
 
   // What is known seems to be wrong. Cheap, never blocks.
-  void doubt();
-  // Blocks until doubt() is called, until `until`, or until close(); whether it was called since the last time.
-  bool wait_for_doubt(Clock::time_point until);
+  void mark_stale();
+  // Blocks until mark_stale() is called, until `until`, or until close(); whether it was called since the last time.
+  bool wait_until_stale(Clock::time_point until);
   void close();
   bool closed() const;
 
@@ -78,12 +78,12 @@ class Topology {
   const RespSettings settings_;
   const bool fixed_;
   std::atomic<std::uint64_t> version_{1};
-  std::atomic<bool> doubted_{false};
+  std::atomic<bool> is_stale_{false};
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::shared_ptr<const SlotMap> map_;
-  // By name, so that all lanes share what they know of a server for as long as one of them uses it.
+  // By name, so that all I/O threads share what they know of a server for as long as one of them uses it.
   std::map<std::string, std::weak_ptr<RespNode>> nodes_;
   bool closed_ = false;
 };

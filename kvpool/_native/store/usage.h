@@ -7,7 +7,7 @@
 // The file is read and written, not mapped: it may be cut, overwritten or deleted at any moment. Each count
 // carries a check, and what fails it (zeros, too) is unknown: those files are then counted again, and no others.
 //
-// Each lane has a Usage of its own: locks tell descriptors apart, not threads.
+// Each I/O thread has a Usage of its own: locks tell descriptors apart, not threads.
 #pragma once
 
 #include <array>

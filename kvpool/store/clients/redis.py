@@ -15,7 +15,7 @@ from redis.connection import PythonRespSerializer
 
 from kvpool.store.clients.blocking import BlockingStore
 from kvpool.store.clients.link import Command, Link, LinkFault, LinkRefused, LinkSilent, Refusal
-from kvpool.store.server.connection import Bounded, within
+from kvpool.store.server.connection import Bounded, deadline
 from kvpool.store.url import StoreURL
 
 MAX_STEP_S = 60.0  # each call has a deadline of its own below this
@@ -48,7 +48,7 @@ class RedisLink:
 
     def dial(self, timeout_s: float) -> None:
         try:
-            with within(timeout_s):
+            with deadline(timeout_s):
                 if self._connection is None:
                     packer = PythonRespSerializer(PACKER_CUTOFF_NBYTES, _encoded)
                     self._connection = Bounded(
@@ -79,7 +79,7 @@ class RedisLink:
         assert self._connection is not None
         link = self._connection.socket
         try:
-            with within(timeout_s):
+            with deadline(timeout_s):
                 return self._exchange(commands)
         except (redis.TimeoutError, TimeoutError) as error:
             # While bytes move, the server is slow and not silent.

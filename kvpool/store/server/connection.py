@@ -141,7 +141,7 @@ class Bounded(Connection):
     """A connection of redis-py, over TCP, TLS or a Unix socket, of which a step takes at most ``step_s``.
 
     A step is to connect with all that is said then, or to send something and read the replies, of at most
-    ``max_replies_nbytes``. What is done under ``within`` ends by that deadline besides.
+    ``max_replies_nbytes``. What is done under ``deadline`` ends by that deadline besides.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ def connect(url: StoreURL, *, timeout_s: float, role: str) -> redis.Redis:
 
 
 @contextmanager
-def within(timeout_s: float) -> Iterator[None]:
+def deadline(timeout_s: float) -> Iterator[None]:
     """All that this thread asks of servers in the block is answered in ``timeout_s``, or fails."""
     before = _END_S.set(min(time.monotonic() + timeout_s, _END_S.get()))
     try:
@@ -238,7 +238,7 @@ def within(timeout_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def replies_within(nbytes: int) -> Iterator[None]:
+def max_replies(nbytes: int) -> Iterator[None]:
     """All that servers say to this thread in the block has so many bytes at most, or raises ``RepliesTooLarge``."""
     before = _ROOM.set(_Room(nbytes))
     try:
@@ -276,7 +276,7 @@ class KeptServer:
         """
         client: redis.Redis | None = None
         try:
-            with within(timeout_s):
+            with deadline(timeout_s):
                 client = self._current()
                 yield client
         except Exception as error:

@@ -27,7 +27,7 @@ import redis
 
 from kvpool.errors import AnnouncementsRefused, StoreUnavailable
 from kvpool.key.key import parse_tenant, tenant_of
-from kvpool.store.server.connection import MAX_REPLIES_NBYTES, KeptServer, replies_within, within
+from kvpool.store.server.connection import MAX_REPLIES_NBYTES, KeptServer, deadline, max_replies
 from kvpool.store.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S, SCAN_KEYS
 
 WRITE_S = 4.0  # a whole call that writes, with the connection that it may need
@@ -97,7 +97,7 @@ class ServerAnnouncements:
         Errors: ``AnnouncementsRefused`` also for a tenant that the server says too much of, or is too slow with, while
         it answers others.
         """
-        with within(READ_S):
+        with deadline(READ_S):
             try:
                 return self._all(prefix, suffix)
             except StoreUnavailable as error:
@@ -111,7 +111,7 @@ class ServerAnnouncements:
         with self._server.asked("cannot read announcements", READ_S * READ_SHARE) as server:
             for tenant in self._tenants(server, prefix):
                 index = self._index(tenant)
-                with replies_within(MAX_REPLIES_NBYTES):
+                with max_replies(MAX_REPLIES_NBYTES):
                     # Atomic, and by the lease that stands now: one that was renewed just before stays.
                     server.zremrangebyscore(index, "-inf", self._now_ms(server))
                     names = self._names(server, index, prefix)

@@ -18,7 +18,7 @@ from typing import Any
 from kvpool.errors import KVPoolError, RepliesTooLarge
 from kvpool.key.key import KEY_PREFIX, is_key
 from kvpool.store.notices import Invalidations
-from kvpool.store.server.connection import connect, within
+from kvpool.store.server.connection import connect, deadline
 from kvpool.store.server.topology import Primaries
 from kvpool.store.url import StoreURL
 
@@ -180,7 +180,7 @@ class _Tracking:
 
     def read(self, inbox: _Inbox) -> None:
         """Wait for a message, for at most ``POLL_S``, and put it into ``inbox``."""
-        with within(POLL_S):  # else, behind the end of the last step, it would not wait at all
+        with deadline(POLL_S):  # else, behind the end of the last step, it would not wait at all
             self._connection.extend()
             comes = self._connection.can_read(timeout=POLL_S)
         if comes:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.store.server.connection import connect, within
+from kvpool.store.server.connection import connect, deadline
 from kvpool.store.url import StoreURL
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Primaries:
             if failure is not None and left_s <= 0:
                 break
             try:
-                with within(left_s):
+                with deadline(left_s):
                     primaries = self._slots(host, port) if is_cluster else [self._named(host, port)]
             except ConfigError as error:
                 failure = failure or error

@@ -41,7 +41,7 @@ class TopologyWatch:
     def _run(self) -> None:
         is_current = True
         while not self._topology.closed():
-            if is_current and not self._topology.wait_for_doubt(WAIT_S):
+            if is_current and not self._topology.wait_until_stale(WAIT_S):
                 continue
             try:
                 self._install()

@@ -24,7 +24,7 @@ namespace {
 using namespace std::chrono_literals;
 using test::eventually;
 
-// What the lanes do with an item: it waits behind the gate, in pieces, as an item waits for a socket.
+// What the I/O threads do with an item: it waits behind the gate, in pieces, as an item waits for a socket.
 struct Gate {
   std::mutex mutex;
   std::condition_variable changed;
@@ -43,11 +43,11 @@ struct Gate {
   }
 };
 
-class GateLane : public Lane {
+class GateIoThread : public IoThread {
  public:
-  GateLane(Gate& gate, std::size_t window) : gate_(gate), window_(window) {}
+  GateIoThread(Gate& gate, std::size_t window) : gate_(gate), window_(window) {}
 
-  // Holds up to `window_` items at once, as a socket lane holds its pipeline.
+  // Holds up to `window_` items at once, as a socket I/O thread holds its pipeline.
   void run(Source& source) override {
     std::deque<Item> flying;
     for (;;) {
@@ -90,7 +90,9 @@ class GateLane : public Lane {
 class GateBackend : public Backend {
  public:
   GateBackend(Gate& gate, std::size_t window) : gate_(gate), window_(window) {}
-  std::unique_ptr<Lane> make_lane(unsigned) override { return std::make_unique<GateLane>(gate_, window_); }
+  std::unique_ptr<IoThread> make_io_thread(unsigned) override {
+    return std::make_unique<GateIoThread>(gate_, window_);
+  }
   void append_counters(Counters& counters) const override { counters.emplace_back("gates", 1); }
 
  private:
@@ -355,11 +357,11 @@ TEST(close_cancels_what_is_in_flight) {
 namespace {
 
 // Deaf, as a thread in a hung file system.
-class StuckLane : public Lane {
+class StuckIoThread : public IoThread {
  public:
-  StuckLane(std::shared_ptr<Gate> gate, std::shared_ptr<std::atomic<bool>> gone)
+  StuckIoThread(std::shared_ptr<Gate> gate, std::shared_ptr<std::atomic<bool>> gone)
       : gate_(std::move(gate)), gone_(std::move(gone)) {}
-  ~StuckLane() override { *gone_ = true; }
+  ~StuckIoThread() override { *gone_ = true; }
   void run(Source& source) override {
     while (auto item = source.next()) {
       std::unique_lock lock(gate_->mutex);
@@ -378,7 +380,9 @@ class StuckLane : public Lane {
 
 class StuckBackend : public Backend {
  public:
-  std::unique_ptr<Lane> make_lane(unsigned) override { return std::make_unique<StuckLane>(gate, gone); }
+  std::unique_ptr<IoThread> make_io_thread(unsigned) override {
+    return std::make_unique<StuckIoThread>(gate, gone);
+  }
   void append_counters(Counters&) const override {}
 
   const std::shared_ptr<Gate> gate = std::make_shared<Gate>();
@@ -439,7 +443,7 @@ TEST(many_submitters_cancels_and_deadlines_at_random) {
         if (random() % 2 == 0) batch->cancel();
         if (random() % 5 == 0) gate.set_open(random() % 3 != 0);
         CHECK(batch->wait_until(soon()));
-        // The buffers are ours again: TSan would see a lane that still writes.
+        // The buffers are ours again: TSan would see an I/O thread that still writes.
         for (auto& buffer : buffers) buffer[0] = buffer[255] = std::byte{7};
         for (const Status s : batch->results()) {
           const bool is_put_elsewhere = s == Status::kPresent && op == Op::kPutAbsent;

@@ -41,8 +41,8 @@ std::string packed(std::size_t records, std::size_t hash_nbytes = 8) {
 }
 
 LookupGroup group_of(std::size_t records, std::uint16_t group, std::uint32_t ranks,
-                     std::uint64_t record_tokens, bool windowed = false) {
-  return {kept(packed(records)), 8, group, ranks, record_tokens, windowed};
+                     std::uint64_t record_tokens, bool sliding_window = false) {
+  return {kept(packed(records)), 8, group, ranks, record_tokens, sliding_window};
 }
 
 std::unique_ptr<Lookup> lookup_of(std::vector<LookupGroup> groups) {
@@ -73,9 +73,9 @@ struct Pool {
   }
 };
 
-class PoolLane : public Lane {
+class PoolIoThread : public IoThread {
  public:
-  explicit PoolLane(Pool& pool) : pool_(pool) {}
+  explicit PoolIoThread(Pool& pool) : pool_(pool) {}
 
   void run(Source& source) override {
     while (auto item = source.next()) {
@@ -94,17 +94,19 @@ class PoolLane : public Lane {
   Pool& pool_;
 };
 
-template <typename LaneOfPool>
+template <typename IoThreadOfPool>
 class BackendOf : public Backend {
  public:
   explicit BackendOf(Pool& pool) : pool_(pool) {}
-  std::unique_ptr<Lane> make_lane(unsigned) override { return std::make_unique<LaneOfPool>(pool_); }
+  std::unique_ptr<IoThread> make_io_thread(unsigned) override {
+    return std::make_unique<IoThreadOfPool>(pool_);
+  }
   void append_counters(Counters&) const override {}
 
  private:
   Pool& pool_;
 };
-using PoolBackend = BackendOf<PoolLane>;
+using PoolBackend = BackendOf<PoolIoThread>;
 
 std::string results(const Batch& batch) {
   std::string text;
@@ -173,7 +175,7 @@ TEST(lookup_refuses_what_is_no_lookup) {
 TEST(lookup_asks_up_to_the_first_missing_record_of_full_attention) {
   Lookup lookup(kPrefix, {group_of(100, 0, 2, 16), group_of(50, 1, 2, 32), group_of(100, 2, 2, 16, true)});
   CHECK(lookup.next_wanted(0) == 0);
-  lookup.missed(300 + 7);  // of a window: what is behind it may be of use
+  lookup.missed(300 + 7);  // of a sliding window: what is behind it may be of use
   CHECK(lookup.next_wanted(60) == 60);
   lookup.missed(2 * 31 + 1);
   CHECK(lookup.next_wanted(2 * 30) == 60);
@@ -203,10 +205,10 @@ TEST(lookup_of_an_engine_is_there_when_all_parts_are) {
   CHECK(counter(engine, "queued") == 0);
 }
 
-// Takes no puts, as a lane does whose connection for puts is full.
-class ReadingLane : public Lane {
+// Takes no puts, as an I/O thread does whose connection for puts is full.
+class ReadingIoThread : public IoThread {
  public:
-  explicit ReadingLane(Pool& pool) : pool_(pool) {}
+  explicit ReadingIoThread(Pool& pool) : pool_(pool) {}
 
   void run(Source& source) override {
     std::vector<Item> items;
@@ -227,7 +229,7 @@ class ReadingLane : public Lane {
 
 TEST(lookup_has_its_keys_in_a_lane_that_takes_no_puts) {
   Pool pool;
-  IoExecutor engine(std::make_unique<BackendOf<ReadingLane>>(pool), 1);
+  IoExecutor engine(std::make_unique<BackendOf<ReadingIoThread>>(pool), 1);
   CHECK(ended(engine, {group_of(100, 0, 1, 16)}) == std::string(100, '1'));
   const Lookup lookup(kPrefix, {group_of(100, 0, 1, 16)});
   CHECK(pool.asked.size() == 100);
@@ -280,10 +282,10 @@ TEST(lookup_of_an_engine_that_is_stopped_says_so_and_a_fault_outweighs_a_miss) {
   pool.answer(0, 3, 0, Status::kMiss);
   pool.answer(0, 3, 1, Status::kFault);
   CHECK(ended(engine, {group_of(100'000, 0, 1, 16)}) == "111" + std::string(100'000 - 3, '0'));
-  const auto windowed = engine.submit(lookup_of({group_of(100'000, 0, 8, 16, true)}), 20s);
-  CHECK(windowed->wait_until(Clock::now() + 20s));
-  CHECK(results(*windowed).substr(0, 4) == "1113");
-  CHECK(windowed->error() == "planted");
+  const auto sliding_window = engine.submit(lookup_of({group_of(100'000, 0, 8, 16, true)}), 20s);
+  CHECK(sliding_window->wait_until(Clock::now() + 20s));
+  CHECK(results(*sliding_window).substr(0, 4) == "1113");
+  CHECK(sliding_window->error() == "planted");
   CHECK(pool.count_asked() - before == 4 + 26);
 }
 

@@ -58,10 +58,10 @@ std::string good_reply(const Key& key, const Bytes& payload) {
   return "*2\r\n" + bulk(h) + bulk(b);
 }
 
-std::unique_ptr<IoExecutor> connect(const RespServer& server, unsigned lanes = 1) {
+std::unique_ptr<IoExecutor> connect(const RespServer& server, unsigned io_threads = 1) {
   RespSettings settings;
   settings.endpoint = {"127.0.0.1", server.port(), ""};
-  return std::make_unique<IoExecutor>(std::make_unique<RespBackend>(std::move(settings)), lanes);
+  return std::make_unique<IoExecutor>(std::make_unique<RespBackend>(std::move(settings)), io_threads);
 }
 
 std::shared_ptr<Batch> submit(IoExecutor& engine, Op op, const std::vector<Key>& keys,
@@ -86,7 +86,7 @@ Status run_one(IoExecutor& engine, Op op, const Key& key, Bytes* buffer, Clock::
   return status;
 }
 
-// Until the lane has dialled again.
+// Until the I/O thread has dialled again.
 bool gets(IoExecutor& engine, const Key& key, const Bytes& expected) {
   return eventually([&] {
     Bytes target(expected.size());
@@ -424,7 +424,7 @@ TEST(resp_a_silent_server_costs_the_deadline_and_no_more) {
   gate.open();
 }
 
-TEST(resp_the_silence_of_one_connection_is_a_doubt_about_the_others) {
+TEST(resp_the_silence_of_one_connection_makes_the_others_suspect) {
   Gate gate;
   std::atomic<bool> silent = false;
   RespServer server([&](Peer&, const Command&) {
@@ -450,7 +450,7 @@ TEST(resp_the_silence_of_one_connection_is_a_doubt_about_the_others) {
 }
 
 // One that waits for a reply takes nothing more until it comes, and loses nothing.
-TEST(resp_a_connection_in_doubt_that_answers_goes_on) {
+TEST(resp_a_suspect_connection_that_answers_goes_on) {
   Gate gate;
   Gate other;
   const Bytes value = make_payload(600'000);
@@ -471,7 +471,7 @@ TEST(resp_a_connection_in_doubt_that_answers_goes_on) {
   std::vector<Bytes> target(1, Bytes(value.size()));
   const auto get = submit(*engine, Op::kGet, {make_key(0)}, &target, 60s);
   CHECK(eventually([&] { return gate.somebody_waits(); }));
-  // Whichever lane takes it: the same one waits behind the get, and ends it with its silence.
+  // Whichever I/O thread takes it: the same one waits behind the get, and ends it with its silence.
   CHECK(run_one(*engine, Op::kContains, make_key(9), nullptr, 100ms) == Status::kTimedOut);
   gate.open();
   CHECK(get->wait_until(Clock::now() + 10s));

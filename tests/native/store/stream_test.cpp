@@ -226,7 +226,7 @@ TEST(stream_tls_gives_no_bytes_of_a_record_that_was_changed) {
     peer.pump();
     std::string got = receive_all(peer.stream, last);
     while (last == State::kBlocked && peer.pump()) got += receive_all(peer.stream, last);
-    // A longer length in a record's head may leave it waiting; the lane's deadline ends that.
+    // A longer length in a record's head may leave it waiting; the I/O thread's deadline ends that.
     CHECK(last == State::kFailed || (last == State::kBlocked && position < 5));
     CHECK(got.size() <= position && text.starts_with(got));
   }

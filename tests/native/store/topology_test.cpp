@@ -40,8 +40,8 @@ struct Store {
   std::shared_ptr<Topology> topology = std::make_shared<Topology>(RespSettings());
   IoExecutor engine;
 
-  explicit Store(const std::vector<NodeSlots>& nodes, unsigned lanes = 1)
-      : engine(std::make_unique<RespBackend>(topology), lanes) {
+  explicit Store(const std::vector<NodeSlots>& nodes, unsigned io_threads = 1)
+      : engine(std::make_unique<RespBackend>(topology), io_threads) {
     if (!nodes.empty()) topology->install(nodes);
   }
 
@@ -63,7 +63,7 @@ struct Store {
     return 0;
   }
 
-  bool is_doubted() { return topology->wait_for_doubt(Clock::now()); }
+  bool is_stale() { return topology->wait_until_stale(Clock::now()); }
 };
 
 NodeSlots all_of(const RespServer& server) { return {"127.0.0.1", server.port(), {{0, kLast}}}; }
@@ -117,15 +117,15 @@ TEST(topology_refuses_what_makes_no_sense) {
   CHECK(!refuses({{"127.0.0.1", 1, {{0, kLast}}}}));
 }
 
-TEST(topology_wakes_who_waits_for_a_doubt) {
+TEST(topology_wakes_who_waits_until_it_is_stale) {
   Topology topology{RespSettings()};
-  CHECK(!topology.wait_for_doubt(Clock::now() + 1ms));
-  topology.doubt();
-  topology.doubt();
-  CHECK(topology.wait_for_doubt(Clock::now() + 10s));
-  CHECK(!topology.wait_for_doubt(Clock::now()));
+  CHECK(!topology.wait_until_stale(Clock::now() + 1ms));
+  topology.mark_stale();
+  topology.mark_stale();
+  CHECK(topology.wait_until_stale(Clock::now() + 10s));
+  CHECK(!topology.wait_until_stale(Clock::now()));
   std::thread other([&] { topology.close(); });
-  CHECK(!topology.wait_for_doubt(Clock::now() + 10s));
+  CHECK(!topology.wait_until_stale(Clock::now() + 10s));
   other.join();
   CHECK(topology.closed());
 }
@@ -156,7 +156,7 @@ TEST(cluster_without_a_map_or_with_a_hole_says_which_slot) {
   std::string error;
   CHECK(store.run(Op::kContains, {make_key(1)}, nullptr, 10s, &error)[0] == Status::kFault);
   CHECK(error == "no node serves slot " + std::to_string(slot_of(make_key(1).text)));
-  CHECK(store.is_doubted());
+  CHECK(store.is_stale());
   store.topology->install({all_of(server)});
   CHECK(store.run(Op::kContains, {make_key(1)})[0] == Status::kMiss);
 }
@@ -186,7 +186,7 @@ TEST(cluster_moved_and_ask_are_followed_for_every_operation) {
     CHECK(store.counter(asks ? "asked" : "moved") == 4 * 10);
     CHECK(store.counter(asks ? "moved" : "asked") == 0);
     CHECK(asking == (asks ? 4 * 10 : 0));  // once for each command, and for the transaction of a put
-    CHECK(store.is_doubted() == !asks);
+    CHECK(store.is_stale() == !asks);
     CHECK(store.counter("disconnections") == 0);
   }
 }
@@ -242,7 +242,7 @@ TEST(cluster_redirects_that_make_no_sense_are_faults) {
   }
 }
 
-TEST(cluster_errors_that_pass_are_faults_and_raise_a_doubt) {
+TEST(cluster_errors_that_pass_are_faults_and_mark_it_stale) {
   for (const char* words : {"READONLY You can't write against a read only replica.",
                             "CLUSTERDOWN Hash slot not served", "MASTERDOWN Link with MASTER is down"}) {
     RespServer server(always(words));
@@ -250,7 +250,7 @@ TEST(cluster_errors_that_pass_are_faults_and_raise_a_doubt) {
     std::string error;
     CHECK(store.run(Op::kDelete, {make_key(1)}, nullptr, 10s, &error)[0] == Status::kFault);
     CHECK(error.find(words) != std::string::npos);
-    CHECK(store.is_doubted());
+    CHECK(store.is_stale());
     CHECK(store.counter("disconnections") == 0);
   }
 }
@@ -270,7 +270,7 @@ TEST(cluster_a_node_that_is_gone_is_a_fault_at_once_and_the_others_answer) {
     }
     return as_expected;
   }));
-  CHECK(store.is_doubted());
+  CHECK(store.is_stale());
   // What the others are told puts things right.
   store.topology->install({all_of(low)});
   CHECK(store.run(Op::kContains, keys) == std::vector<Status>(50, Status::kMiss));
@@ -292,7 +292,7 @@ TEST(cluster_a_node_that_is_silent_holds_up_no_other) {
   CHECK(store.run(Op::kPut, lows, &values) == std::vector<Status>(20, Status::kOk));
   silent = true;
   std::vector<Batch::Buffer> views(others.begin(), others.end());
-  // More than the window and what may wait.
+  // More than the send window and what may wait.
   const auto stuck = store.engine.submit(Op::kGet, highs, views, 5s);
   std::vector<Bytes> targets(20, Bytes(200'000));
   CHECK(store.run(Op::kGet, lows, &targets, 60s) == std::vector<Status>(20, Status::kOk));

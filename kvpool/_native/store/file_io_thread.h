@@ -1,4 +1,4 @@
-// What one thread does for the file backend (file.h): each lane with its own view of the shared counts.
+// What one thread does for the file backend (file.h): each I/O thread with its own view of the shared counts.
 #pragma once
 
 #include <sys/types.h>
@@ -17,9 +17,10 @@
 
 namespace kvpool {
 
-class FileLane : public Lane {
+class FileIoThread : public IoThread {
  public:
-  FileLane(FileBackend& backend, unsigned index) : backend_(backend), pool_(backend.pool_), index_(index) {}
+  FileIoThread(FileBackend& backend, unsigned index)
+      : backend_(backend), pool_(backend.pool_), index_(index) {}
 
   void run(Source& source) override;
   // At open: the directory may have been left by the dead, and filled under a larger capacity.

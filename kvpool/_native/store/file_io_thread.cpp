@@ -1,5 +1,5 @@
-// A lane of the file backend: loads, lookups, deletions, and the directory that all lanes share. Puts: file_put.cpp.
-#include "store/file_lane.h"
+// An I/O thread of the file backend: loads, lookups, deletions, and the directory that all I/O threads share. Puts: file_put.cpp.
+#include "store/file_io_thread.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -36,7 +36,7 @@ bool is_record(const struct stat& info) {
 }  // namespace
 
 // The kernel's own time stamps move in steps of a timer tick (4 ms): too coarse to order records by.
-void FileLane::mark_used(int fd) {
+void FileIoThread::mark_used(int fd) {
   timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
   const timespec times[2] = {now, now};
@@ -44,7 +44,7 @@ void FileLane::mark_used(int fd) {
   if (futimens(fd, times) != 0 && errno == EPERM) futimens(fd, nullptr);
 }
 
-void FileLane::mark_used(const std::string& path) {
+void FileIoThread::mark_used(const std::string& path) {
   timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
   const timespec times[2] = {now, now};
@@ -52,7 +52,7 @@ void FileLane::mark_used(const std::string& path) {
     utimensat(AT_FDCWD, path.c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
 }
 
-void FileLane::run(Source& source) {
+void FileIoThread::run(Source& source) {
   while (std::optional<Item> item = source.next()) {
     Outcome outcome{Status::kFault};
     try {
@@ -67,7 +67,7 @@ void FileLane::run(Source& source) {
 }
 
 // At open: the directory may have been left by the dead, and filled under a larger capacity.
-void FileLane::settle() {
+void FileIoThread::settle() {
   if (const int error = refresh(); error != 0) {
     throw std::filesystem::filesystem_error("cannot use", backend_.root_ + "/usage",
                                             std::error_code(error, std::generic_category()));
@@ -82,7 +82,7 @@ void FileLane::settle() {
   evict(0, backend_.capacity_nbytes_, [&] { return Clock::now() >= enough; });
 }
 
-FileLane::Outcome FileLane::execute(const Item& item) {
+FileIoThread::Outcome FileIoThread::execute(const Item& item) {
   if (const auto stopped = item.stopped()) return {*stopped};
   const std::string path = record_path(backend_.root_, item.key());
   switch (item.op()) {
@@ -102,7 +102,7 @@ FileLane::Outcome FileLane::execute(const Item& item) {
   return {Status::kFault, "unknown operation"};
 }
 
-FileLane::Outcome FileLane::get(const Item& item, const std::string& path) {
+FileIoThread::Outcome FileIoThread::get(const Item& item, const std::string& path) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   if (!file) {
     const int error = errno;
@@ -153,25 +153,25 @@ FileLane::Outcome FileLane::get(const Item& item, const std::string& path) {
 
 // Counts and removes a record that cannot be what it claims to be. A good one that a writer renames into
 // its place just now goes with it: that is a miss more, never a wrong byte.
-FileLane::Outcome FileLane::damaged(const Item& item, const std::string& path, Damage damage) {
+FileIoThread::Outcome FileIoThread::damaged(const Item& item, const std::string& path, Damage damage) {
   remove(path, bucket_of(item.key()));
   return counted(damage);
 }
 
 // A record that contains() finds and that cannot be read would fail every load of its prefix, and never be put again:
 // it goes as well. Where it cannot even be removed, the file system is at fault and not the record.
-FileLane::Outcome FileLane::unreadable(const Item& item, const std::string& path, int error) {
+FileIoThread::Outcome FileIoThread::unreadable(const Item& item, const std::string& path, int error) {
   if ((error == EACCES || error == EIO) && remove(path, bucket_of(item.key())) == 0)
     return counted(Damage::kTruncated);
   return fault("get", path, error);
 }
 
-FileLane::Outcome FileLane::counted(Damage damage) {
+FileIoThread::Outcome FileIoThread::counted(Damage damage) {
   backend_.damaged_[static_cast<std::size_t>(damage)].fetch_add(1, std::memory_order_relaxed);
   return {Status::kMiss};
 }
 
-FileLane::Outcome FileLane::contains(const std::string& path) const {
+FileIoThread::Outcome FileIoThread::contains(const std::string& path) const {
   struct stat info;
   if (lstat(path.c_str(), &info) != 0) {
     return errno == ENOENT ? Outcome{Status::kMiss} : fault("contains", path, errno);
@@ -179,13 +179,13 @@ FileLane::Outcome FileLane::contains(const std::string& path) const {
   return {is_record(info) ? Status::kOk : Status::kMiss};
 }
 
-FileLane::Outcome FileLane::touch(const std::string& path) const {
+FileIoThread::Outcome FileIoThread::touch(const std::string& path) const {
   const Outcome found = contains(path);
   if (found.status == Status::kOk) mark_used(path);
   return found;
 }
 
-FileLane::Outcome FileLane::remove_record(const std::string& path, unsigned bucket) {
+FileIoThread::Outcome FileIoThread::remove_record(const std::string& path, unsigned bucket) {
   if (const int error = remove(path, bucket); error != 0) {
     return error == ENOENT ? Outcome{Status::kMiss} : fault("delete", path, error);
   }
@@ -194,7 +194,7 @@ FileLane::Outcome FileLane::remove_record(const std::string& path, unsigned buck
 
 // Removes what lies in a record's place, whatever it is, but for a directory that is not empty. Returns 0 or
 // an errno.
-int FileLane::remove(const std::string& path, unsigned bucket) {
+int FileIoThread::remove(const std::string& path, unsigned bucket) {
   struct stat info;
   if (lstat(path.c_str(), &info) != 0) return errno;
   if (S_ISDIR(info.st_mode)) return rmdir(path.c_str()) == 0 ? 0 : errno;
@@ -203,7 +203,7 @@ int FileLane::remove(const std::string& path, unsigned bucket) {
 
 // Unlinks a file and takes its bytes off a count. If the lock is not to be had soon, an eviction is under
 // way: then the bytes stay counted until the next count: too high is safe, too low is not.
-int FileLane::remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes) {
+int FileIoThread::remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes) {
   find_usage();
   const auto until = Clock::now() + kGiveBackPatience;
   const auto held = usage_ ? usage_->lock(Usage::Hold::kShared, [&] { return Clock::now() >= until; })
@@ -214,12 +214,12 @@ int FileLane::remove(const std::string& path, unsigned counted_in, std::uint64_t
 }
 
 // Under the lock.
-void FileLane::give_back(unsigned counted_in, std::uint64_t nbytes) {
+void FileIoThread::give_back(unsigned counted_in, std::uint64_t nbytes) {
   usage_->change({{counted_in, -static_cast<std::int64_t>(nbytes)}});
 }
 
 // Under the exclusive lock.
-void FileLane::evict(std::uint64_t n, std::uint64_t capacity_nbytes, const GiveUp& give_up) {
+void FileIoThread::evict(std::uint64_t n, std::uint64_t capacity_nbytes, const GiveUp& give_up) {
   const Evicted evicted = make_room(backend_.root_, *usage_, n, capacity_nbytes, give_up);
   if (evicted.records == 0) return;
   backend_.passes_.fetch_add(1, std::memory_order_relaxed);
@@ -229,7 +229,7 @@ void FileLane::evict(std::uint64_t n, std::uint64_t capacity_nbytes, const GiveU
 
 // Opens the counts; finds out that they, or the directory, were removed (and perhaps made again by another
 // process), and starts anew. Throws RefusedDirectory.
-int FileLane::refresh() {
+int FileIoThread::refresh() {
   if (usage_ && usage_->current()) return 0;
   try {
     pool_ = make_pool(backend_.root_, pool_);
@@ -241,7 +241,7 @@ int FileLane::refresh() {
 }
 
 // For who takes something away: makes nothing.
-void FileLane::find_usage() {
+void FileIoThread::find_usage() {
   if (usage_) return;
   try {
     usage_.emplace(backend_.root_ + "/usage", std::nullopt);
@@ -251,17 +251,17 @@ void FileLane::find_usage() {
 }
 
 // Returns ENOENT (try again) or what stands in the way.
-int FileLane::make_again(const std::string& path) const {
+int FileIoThread::make_again(const std::string& path) const {
   const int error = make_folder(pool_, path);
   return error == 0 ? ENOENT : error;
 }
 
-std::string FileLane::temporary_path() {
+std::string FileIoThread::temporary_path() {
   return backend_.root_ + "/tmp/" + std::to_string(getpid()) + "." + std::to_string(index_) + "." +
          std::to_string(++sequence_) + "." + std::to_string(random_());
 }
 
-FileLane::Outcome FileLane::fault(const char* what, const std::string& path, int error) {
+FileIoThread::Outcome FileIoThread::fault(const char* what, const std::string& path, int error) {
   return {Status::kFault, std::string(what) + " " + path + ": " + words(error)};
 }
 
