@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import ipaddress
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -39,14 +38,9 @@ CONFIG_VARIABLE = "KVPOOL_CONFIG"
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 INDEX_TOKEN_VARIABLE = "KVPOOL_INDEX_TOKEN"  # noqa: S105 - a name
 MAX_CONFIG_FILE_NBYTES = 1 << 20
-# Settings by their old name, which is read for one more version, with a warning.
-_RENAMED = {"budget_s": "lookup_timeout_s", "store_after_requests": "min_requests_to_store"}
-_warned: set[str] = set()  # old names that were warned of in this process
 _TYPO_LIKENESS = 0.8  # KVPOOL_PORT, which Kubernetes sets for a service named kvpool, is 0.5 of KVPOOL_POOL
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
-
-logger = logging.getLogger("kvpool")
 
 _Model = TypeVar("_Model", bound="_Settings")
 
@@ -95,6 +89,8 @@ class _Settings(BaseModel):
         protected_namespaces=(), validate_default=True,
     )  # fmt: skip
     PLACE: ClassVar[str] = "kv_connector_extra_config"
+    # Settings of earlier versions, each with the sentence that refuses it.
+    REMOVED: ClassVar[Mapping[str, str]] = {"budget_s": "write lookup_timeout_s instead"}
 
     pool: str = Field(
         min_length=1,
@@ -148,16 +144,15 @@ class _Settings(BaseModel):
 
         def merge(source: Mapping[str, Any], spell: Callable[[str], str], where: str = "") -> None:
             for given, value in source.items():
-                name = _RENAMED.get(given, given)
-                if name not in fields:
+                if given in cls.REMOVED:
+                    raise ConfigError(f"{spell(given)} is no setting any more: {cls.REMOVED[given]}")
+                if given not in fields:
                     raise ConfigError(where + unknown("setting", str(given), fields))
-                if name != given:
-                    _accept_old_name(spell(given), spell(name), name in source)
-                merged[name], spelled[name] = value, spell(given)
+                merged[given], spelled[given] = value, spell(given)
 
         if path:
             merge(read_toml(path, CONFIG_VARIABLE), lambda name: f'{path}: setting "{name}"', f"{path}: ")
-        merge(_from_environment(environ, fields), lambda name: ENVIRONMENT_PREFIX + name.upper())
+        merge(_from_environment(environ, fields, cls.REMOVED), lambda name: ENVIRONMENT_PREFIX + name.upper())
         merge(mapping or {}, lambda name: f'setting "{name}"')
         try:
             return cls(**merged)
@@ -170,17 +165,18 @@ class _Settings(BaseModel):
 class PoolConfig(_Settings):
     """What one worker needs to know to use a pool through the connector: ``kv_connector_extra_config``."""
 
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        **_Settings.REMOVED,
+        "store_after_requests": "write min_requests_to_store instead",
+        "weights_digest": "remove it, or name weights that differ in single bytes by model_id",
+        "weights_digest_timeout_s": "remove it, or set model_id where 60 s are too short to sample the checkpoint",
+    }
+
     model_id: str | None = Field(
         None,
         min_length=1,
         max_length=1024,
         description="stands for the weights in place of the digest of their files: engines of one name share",
-    )
-    weights_digest: Literal["sampled", "every_byte"] = Field(
-        "sampled", description="what of a checkpoint larger than 64 MiB tells its weights from others"
-    )
-    weights_digest_timeout_s: float = Field(
-        60.0, gt=0, le=86400, description="how long the digest of the weights may hold up the start"
     )
     staging_nbytes: Nbytes | None = Field(
         None, ge=1 << 20, le=1 << 40,
@@ -254,6 +250,13 @@ class HiCacheConfig(_Settings):
     """What SGLang's HiCache needs to know: ``--hicache-storage-backend-extra-config``, without SGLang's own keys."""
 
     PLACE: ClassVar[str] = "--hicache-storage-backend-extra-config"
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        **_Settings.REMOVED,
+        **dict.fromkeys(
+            ("fault_miss_ratio", "fault_delay_s", "fault_corrupt_ratio"),
+            "remove it, and stop the pool's server to see this server go on without it",
+        ),
+    }
 
     # Needed where the weights cannot be found, see ``kvpool.sglang.served``.
     model_id: ModelId | None = None
@@ -263,15 +266,6 @@ class HiCacheConfig(_Settings):
         None, min_length=1, max_length=64,
         description="what --kv-cache-dtype is, such as fp8_e4m3; needed where the host memory is bare bytes",
     )  # fmt: skip
-    fault_miss_ratio: float = Field(
-        0.0, ge=0, le=1, description="fault injection: share of pages that are missed though they are there"
-    )
-    fault_delay_s: float = Field(
-        0.0, ge=0, le=60, description="fault injection: how long the pool takes to begin with each call"
-    )
-    fault_corrupt_ratio: float = Field(
-        0.0, ge=0, le=1, description="fault injection: share of pages whose records are damaged when written"
-    )
 
 
 def hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
@@ -284,17 +278,6 @@ def index_token(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(INDEX_TOKEN_VARIABLE, "")
 
 
-def _accept_old_name(old: str, new: str, both: bool) -> None:
-    """Warn of a setting's old name, once in a process. Errors: ``ConfigError`` when ``both`` names are given."""
-    if both:
-        raise ConfigError(f"{old} and {new} are one setting, the first is its old name; keep {new} only")
-    if old not in _warned:
-        _warned.add(old)
-        logger.warning(
-            "kvpool: %s is now called %s; the old name will be refused by the next version", old, new
-        )
-
-
 def _is_reachable(host: str) -> bool:
     """Whether ``host`` can be an address of one host: a name, or an IP address but the one that means all."""
     try:
@@ -303,20 +286,23 @@ def _is_reachable(host: str) -> bool:
         return _HOST_NAME.fullmatch(host) is not None
 
 
-def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> dict[str, Any]:
+def _from_environment(
+    environ: Mapping[str, str], fields: Mapping[str, FieldInfo], removed: Mapping[str, str]
+) -> dict[str, Any]:
     """Values of ``KVPOOL_*``; a near miss of a field is an error, others (Kubernetes sets some) are not."""
     values: dict[str, Any] = {}
-    names = {name: name for name in fields} | {old: new for old, new in _RENAMED.items() if new in fields}
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE:
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if name in names:
+        if name in removed:
+            values[name] = environ[variable]
+        elif name in fields:
             if variable != variable.upper():
                 raise ConfigError(f'unknown variable "{variable}"; did you mean "{variable.upper()}"?')
-            values[name] = _from_text(environ[variable], fields[names[name]].annotation)
-        elif (match := nearest(name, names, likeness=_TYPO_LIKENESS)) is not None:
-            wanted = ENVIRONMENT_PREFIX + names[match].upper()
+            values[name] = _from_text(environ[variable], fields[name].annotation)
+        elif (match := nearest(name, fields, likeness=_TYPO_LIKENESS)) is not None:
+            wanted = ENVIRONMENT_PREFIX + match.upper()
             raise ConfigError(f'unknown variable "{variable}"; did you mean "{wanted}"?')
     return values
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.config import PoolConfig, TierConfig, hash_seed, redact
+from kvpool.config import HiCacheConfig, PoolConfig, TierConfig, hash_seed, redact
 from kvpool.errors import ConfigError
 from kvpool.text import format_nbytes, nearest, parse_nbytes
 
@@ -37,8 +37,6 @@ def test_defaults() -> None:
         "store_decode": True,
         "weights_never_change": False,
         "cost_gate": True,
-        "weights_digest": "sampled",
-        "weights_digest_timeout_s": 60.0,
     }
 
 
@@ -49,7 +47,7 @@ def test_every_field_from_the_dict() -> None:
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
         "store_policy": "write_through", "min_requests_to_store": 2, "blocks_per_record": 4, "store_decode": False,
         "weights_never_change": True,
-        "cost_gate": False, "weights_digest": "every_byte", "weights_digest_timeout_s": 900.0,
+        "cost_gate": False,
     }  # fmt: skip
     config = load(given)
     assert config.model_dump() == {**given, "staging_nbytes": 1 << 30}
@@ -68,8 +66,7 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
             "KVPOOL_MIN_REQUESTS_TO_STORE": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
             "KVPOOL_WEIGHTS_NEVER_CHANGE": "true",
-            "KVPOOL_BLOCKS_PER_RECORD": "1", "KVPOOL_WEIGHTS_DIGEST": "every_byte",
-            "KVPOOL_WEIGHTS_DIGEST_TIMEOUT_S": "90",
+            "KVPOOL_BLOCKS_PER_RECORD": "1",
             "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
         },
     )  # fmt: skip
@@ -79,7 +76,7 @@ def test_every_field_from_the_environment() -> None:
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
         "store_policy": "write_back", "min_requests_to_store": 2, "blocks_per_record": 1, "store_decode": False,
         "weights_never_change": True,
-        "cost_gate": False, "weights_digest": "every_byte", "weights_digest_timeout_s": 90.0,
+        "cost_gate": False,
     }  # fmt: skip
     assert {f"KVPOOL_{name.upper()}" for name in PoolConfig.model_fields} <= {
         "KVPOOL_POOL", "KVPOOL_TENANT", "KVPOOL_MODEL_ID", "KVPOOL_LOOKUP_TIMEOUT_S", "KVPOOL_MAX_LOAD_S",
@@ -87,7 +84,6 @@ def test_every_field_from_the_environment() -> None:
         "KVPOOL_HTTP_PORT", "KVPOOL_WORKER", "KVPOOL_LEASE_S", "KVPOOL_STORE_POLICY",
         "KVPOOL_MIN_REQUESTS_TO_STORE", "KVPOOL_STORE_DECODE", "KVPOOL_COST_GATE", "KVPOOL_BLOCKS_PER_RECORD",
         "KVPOOL_WEIGHTS_NEVER_CHANGE",
-        "KVPOOL_WEIGHTS_DIGEST", "KVPOOL_WEIGHTS_DIGEST_TIMEOUT_S",
     }  # fmt: skip
 
 
@@ -275,56 +271,33 @@ def test_refuse_a_variable(variable: str, value: str, text: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-RENAMED = [("budget_s", "lookup_timeout_s", 2), ("store_after_requests", "min_requests_to_store", 3)]
-
-
-@pytest.mark.parametrize(("old", "new", "value"), RENAMED)
 @pytest.mark.parametrize("source", ["dict", "environment", "file"])
-def test_a_setting_is_read_by_its_old_name_and_one_warning_says_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    source: str,
-    old: str,
-    new: str,
-    value: int,
+@pytest.mark.parametrize(
+    ("kind", "name", "instead"),
+    [
+        (PoolConfig, "budget_s", "write lookup_timeout_s"),
+        (TierConfig, "budget_s", "write lookup_timeout_s"),
+        (PoolConfig, "store_after_requests", "write min_requests_to_store"),
+        (PoolConfig, "weights_digest", "remove it, or name weights"),
+        (PoolConfig, "weights_digest_timeout_s", "set model_id"),
+        (HiCacheConfig, "fault_miss_ratio", "stop the pool's server"),
+        (HiCacheConfig, "fault_delay_s", "stop the pool's server"),
+        (HiCacheConfig, "fault_corrupt_ratio", "stop the pool's server"),
+    ],
+)
+def test_a_setting_of_an_earlier_version_is_refused_with_what_to_write(
+    tmp_path: Path, kind: type[PoolConfig], name: str, instead: str, source: str
 ) -> None:
-    monkeypatch.setattr("kvpool.config._warned", set())
     file = tmp_path / "kvpool.toml"
-
-    def load_from(settings: dict[str, int]) -> PoolConfig:
-        if source == "dict":
-            return load({"pool": URL, **settings})
-        if source == "environment":
-            return load(**{f"KVPOOL_{name.upper()}": str(number) for name, number in settings.items()})
-        file.write_text("".join(f"{name} = {number}\n" for name, number in settings.items()))
-        return load(KVPOOL_CONFIG=str(file))
-
-    assert getattr(load_from({new: value}), new) == value
-    assert not caplog.records
-    assert getattr(load_from({old: value}), new) == getattr(load_from({old: value}), new) == value
-    (warning,) = [record.getMessage() for record in caplog.records]
-    spelled = [
-        f"KVPOOL_{name.upper()}" if source == "environment" else f'setting "{name}"' for name in (old, new)
-    ]
-    assert all(words in warning for words in spelled)
-    with pytest.raises(ConfigError, match="are one setting") as caught:
-        load_from({old: value, new: value})
-    assert all(words in str(caught.value) for words in spelled)
-    with pytest.raises(ConfigError, match=spelled[0]):
-        load_from({old: -1})
-
-
-def test_an_old_name_stands_where_its_source_does() -> None:
-    assert load({"pool": URL, "budget_s": 2}, KVPOOL_LOOKUP_TIMEOUT_S="3").lookup_timeout_s == 2
-    assert load({"pool": URL, "lookup_timeout_s": 2}, KVPOOL_BUDGET_S="3").lookup_timeout_s == 2
-
-
-def test_an_old_name_of_other_settings_is_unknown() -> None:
-    given = {"pool": URL, "model_id": "m"}
-    with pytest.raises(ConfigError, match='unknown setting "store_after_requests"'):
-        TierConfig.load({**given, "store_after_requests": 2}, {})
-    assert TierConfig.load(given, {"KVPOOL_STORE_AFTER_REQUESTS": "2"}).lookup_timeout_s == 0.5
+    file.write_text(f"{name} = 1\n")
+    variable = f"KVPOOL_{name.upper()}"
+    mapping = {"pool": URL, "model_id": "m", **({name: 1} if source == "dict" else {})}
+    environ = {"environment": {variable: "1"}, "file": {"KVPOOL_CONFIG": str(file)}}.get(source, {})
+    with pytest.raises(ConfigError, match="is no setting any more") as refusal:
+        kind.load(mapping, environ)
+    assert (variable if source == "environment" else f'setting "{name}"') in str(refusal.value)
+    assert instead in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_it_is_frozen() -> None:

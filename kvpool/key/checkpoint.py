@@ -2,7 +2,7 @@
 
 Of each file that weights are loaded from, the digest covers the name, the size, the header whole (safetensors) or head
 and tail (the others), the start of every tensor, and 4 KiB at 16,384 places spread over all files. A checkpoint of up
-to 64 MiB is read in full. What differs in fewer places than that can have an equal digest: ``every_byte`` reads all.
+to 64 MiB is read in full. What differs in fewer places than that can have an equal digest.
 
 Beside the weights it covers the configuration, without the fields that say where it came from; and, where that names
 code of its own (``auto_map``), the code. Formats: safetensors (https://github.com/huggingface/safetensors), the zip
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from kvpool.errors import ConfigError
 
+TIMEOUT_S = 60.0
 WHOLE_NBYTES = 64 << 20  # of a checkpoint up to this size every byte is read
 SPOTS = 16_384
 SPOT_NBYTES = 4096
@@ -60,8 +61,7 @@ def checkpoint_digest(
     path: Path,
     *,
     suffixes: Sequence[str] = WEIGHTS_SUFFIXES,
-    every_byte: bool = False,
-    timeout_s: float = 60.0,
+    timeout_s: float = TIMEOUT_S,
 ) -> CheckpointDigest:
     """The digest of the weights in ``path``: a folder of a checkpoint or of an adapter, or one file.
 
@@ -69,11 +69,12 @@ def checkpoint_digest(
     Blocking, for at most ``timeout_s`` seconds, also when the disk hangs; reads of up to 8 threads at a time.
     Errors: ``ConfigError``: no weights, a file that cannot be read or is not whole, or out of time.
     """
-    reading = _Reading(Path(path), tuple(suffixes), every_byte, time.monotonic() + timeout_s)
+    reading = _Reading(Path(path), tuple(suffixes), time.monotonic() + timeout_s)
     digest = reading.wait()
     if digest is None:
         raise ConfigError(
-            f"the digest of the weights in {path} was not made within {timeout_s:g} s; look at the disk, or allow more"
+            f"the digest of the weights in {path} was not made within {timeout_s:g} s; look at the disk, or set "
+            "model_id"
         )
     return digest
 
@@ -98,8 +99,8 @@ class _Piece(NamedTuple):
 class _Reading:
     """One digest under way. Its threads are daemons: a disk that hangs must not keep the process from ending."""
 
-    def __init__(self, path: Path, suffixes: tuple[str, ...], every_byte: bool, until: float) -> None:
-        self._path, self._suffixes, self._every_byte, self._until = path, suffixes, every_byte, until
+    def __init__(self, path: Path, suffixes: tuple[str, ...], until: float) -> None:
+        self._path, self._suffixes, self._until = path, suffixes, until
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._pieces: Iterator[tuple[int, _Piece]] = iter(())
@@ -150,7 +151,7 @@ class _Reading:
         with self._lock:
             if self._error is not None:
                 raise self._error
-        said: list[object] = [["kvpool checkpoint", 1, self._every_byte or nbytes <= WHOLE_NBYTES]]
+        said: list[object] = [["kvpool checkpoint", 1, nbytes <= WHOLE_NBYTES]]
         said += [[file.name, file.nbytes] for file in files]
         said += [[piece.file.name, self._hashes[number].hex()] for number, piece in pieces]
         said += _configuration(self._path)
@@ -162,7 +163,7 @@ class _Reading:
 
     def _cut(self, files: Sequence[_File], nbytes: int) -> Iterator[_Piece]:
         for file in files:
-            if self._every_byte or nbytes <= WHOLE_NBYTES:
+            if nbytes <= WHOLE_NBYTES:
                 for start in range(0, file.nbytes, PIECE_NBYTES):
                     yield _Piece(file, [(start, min(PIECE_NBYTES, file.nbytes - start))])
             else:

@@ -2,7 +2,7 @@
 
 Interface: ``sglang/srt/mem_cache/hicache_storage.py`` (``HiCacheStorage``). SGLang copies pages between the device and
 its own host memory; this moves pages between that memory and the pool, and nothing is copied on the way
-(``page_mover.py``). SGLang's threads wait inside these calls.
+(``pages.py``). SGLang's threads wait inside these calls.
 
 Pages come as they lie in host memory (``*_v1``), or as one flat tensor each (the older calls, where ``interface_v1``
 is not set).
@@ -36,13 +36,9 @@ from kvpool.discovery.facts import announce_facts
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.key.key import Fact, namespace_prefix
 from kvpool.metrics import Metric
-from kvpool.sglang.epoch import epoch_of
-from kvpool.sglang.faults import Faults
-from kvpool.sglang.metrics_page import show
-from kvpool.sglang.page_keys import Form, PageKeys
-from kvpool.sglang.page_mover import PageMover
-from kvpool.sglang.pages import HostPages, flat_bytes, run_lengths
-from kvpool.sglang.pool_state import PoolState
+from kvpool.sglang.metrics import PoolState, show
+from kvpool.sglang.namespace import Form, PageKeys, epoch_of
+from kvpool.sglang.pages import HostPages, PageMover, flat_bytes, run_lengths
 from kvpool.sglang.served import served_facts
 from kvpool.store import open_store
 from kvpool.store.health import count_health
@@ -77,7 +73,6 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             )
         self._pages: HostPages | None = None
         self._mover: PageMover | None = None
-        self._faults = Faults(self._config)
         self._state = PoolState()
         self._store = open_store(self._config.pool, threads=self._config.threads)
 
@@ -110,7 +105,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             raise
         super().register_mem_pool_host(mem_pool_host)
         self._pages = pages
-        self._mover = PageMover(self._store, pages, self._keys, self._config, self._faults, self._state)
+        self._mover = PageMover(self._store, pages, self._keys, self._config, self._state)
 
     def _start(self, pages: HostPages) -> None:
         namespace = self._keys.namespace(self._form())
@@ -132,8 +127,6 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             logger.warning(
                 'kvpool: set "interface_v1": 1 in the extra config; without it SGLang copies each page twice'
             )
-        if self._faults:
-            logger.warning("kvpool: FAULT INJECTION IS ON: %s. Never serve users like this.", self._faults)
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
         """Refuse what is not keys and values of full attention. Errors: ``EngineRefused``; the store is closed."""
@@ -280,7 +273,6 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """Cancel what is under way, wait for it, and give everything back; a later call is a miss."""
-        self._faults.end()
         self._store.close()
 
     def _form(self) -> Form:

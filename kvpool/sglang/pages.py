@@ -1,22 +1,35 @@
-"""HostPages: the pages of SGLang's host memory as buffers, and the facts that say what their bytes mean.
+"""HostPages and PageMover: SGLang's pages as buffers of its host memory, moved to and from the pool.
 
-SGLang tells where a page lies by pointers and sizes (``HostKVCache.get_page_buffer_meta``): a page of keys and values
-is two buffers where the layout puts pages first, two a layer where it puts layers first, and one for MLA. Each
-buffer is moved as one record, so nothing is gathered; the record's group is the buffer's place in its page.
+SGLang tells a page's place by pointers and sizes (``HostKVCache.get_page_buffer_meta``): two buffers where the layout
+puts pages first, two a layer where it puts layers first, one for MLA. Each buffer is one record, whose group is the
+buffer's place in its page; nothing is gathered.
 
-Threads: any, once it is made. Nothing here blocks.
+SGLang's threads wait inside ``PageMover``, so every batch has a deadline. A call returns when nothing touches the host
+memory any more: SGLang gives those pages to other requests. Each call has a ``BlockMover`` of its own.
+
+Threads: any, several at once; ``_lock`` guards ``_speeds``. ``HostPages`` does not block.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from sglang.srt.mem_cache.pool_host import HostKVCache
 
-from kvpool.errors import EngineRefused
+from kvpool import metrics
+from kvpool.config import HiCacheConfig
+from kvpool.errors import EngineRefused, StoreUnavailable
 from kvpool.key.key import MAX_INDEX, Fact
+from kvpool.sglang.metrics import PoolState
+from kvpool.sglang.namespace import Form, PageKeys, is_hash
+from kvpool.store import Store
+from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
+from kvpool.transfer.mover import PART_NBYTES
 
 # What changes the bytes of a page without changing its size. Those that a kind of pool does not have are left out.
 _SHAPE = (
@@ -126,3 +139,154 @@ def flat_bytes(tensor: torch.Tensor) -> memoryview:
 def run_lengths(part_nbytes: Sequence[int]) -> str:
     """Sizes of a page's buffers, such as ``2*12288``."""
     return " + ".join(f"{count}*{nbytes}" for nbytes, count in Counter(part_nbytes).items())
+
+
+ASK_KEYS = 16384  # in one existence check: a page is many where the layout puts layers first
+SETTLE_STEP_S = 1.0
+MAX_SPEEDS = 1024  # kept until SGLang asks for them
+
+Way = Literal["prefetch", "backup"]
+
+
+class PageMover:
+    """Moves ``pages`` of one server. Errors of its calls: ``StoreUnavailable``, after it was counted."""
+
+    def __init__(
+        self,
+        store: Store,
+        pages: HostPages,
+        keys: PageKeys,
+        config: HiCacheConfig,
+        state: PoolState,
+    ) -> None:
+        self._store, self._pages, self._keys = store, pages, keys
+        self._config, self._state = config, state
+        self._count = state.counters.add
+        self._lock = threading.Lock()
+        self._speeds: dict[Way, deque[tuple[int, float]]] = {
+            way: deque(maxlen=MAX_SPEEDS) for way in ("prefetch", "backup")
+        }
+
+    def leading(self, form: Form, hashes: Sequence[str]) -> int:
+        """How many leading pages the pool has. Blocking, for at most ``lookup_timeout_s``."""
+        width = len(self._pages.sizes(form))
+        names = self._names(form, self._valid(hashes))
+        self._count(metrics.LOOKUP_REQUESTS)
+        try:
+            found = self._leading(names, width)
+        except StoreUnavailable:
+            self._count(metrics.LOOKUP_FAILURES, 1, "store_unavailable")
+            raise
+        self._state.answered()
+        return found
+
+    def _leading(self, names: list[str], width: int) -> int:
+        end = time.monotonic() + self._config.lookup_timeout_s
+        found, step = 0, max(1, ASK_KEYS // width) * width
+        for first in range(0, len(names), step):
+            asked = names[first : first + step]
+            timeout_s = end - time.monotonic()
+            if timeout_s <= 0:
+                raise StoreUnavailable(f"no answer within {self._config.lookup_timeout_s:g} s")
+            self._count(metrics.LOOKUP_BLOCKS, len(asked))
+            there = self._store.touch_many(asked, timeout_s=timeout_s)
+            found += (there.index(False) if False in there else len(there)) // width
+            if False in there:
+                break
+        return found
+
+    def load(self, form: Form, hashes: Sequence[str], views: Sequence[memoryview]) -> int:
+        """Load pages into ``views``; how many leading ones have come, and proved themselves.
+
+        Blocking, for at most ``max_load_s``; a pool that makes no progress for ``lookup_timeout_s`` ends it.
+        """
+        width = self._width(form, hashes, views)
+        valid = self._valid(hashes)
+        records = [
+            Record(*pair) for pair in zip(self._names(form, valid), views[: len(valid) * width], strict=True)
+        ]
+        moved = self._move(
+            form,
+            lambda mover: mover.load(
+                "pages",
+                records,
+                timeout_s=self._config.lookup_timeout_s,
+                max_s=self._config.max_load_s,
+                width=width,
+                need=Need.LEADING,
+                short=len(valid) < len(hashes),
+            ),
+        )
+        self._measure("prefetch", moved)
+        return sum(moved.moved)
+
+    def save(self, form: Form, hashes: Sequence[str], views: Sequence[memoryview]) -> list[bool]:
+        """Store the pages that the pool does not have; which of them it has now.
+
+        Blocking, for as long as the pool makes progress; nothing but other stores waits for it.
+        """
+        width = self._width(form, hashes, views)
+        valid = [place for place, key in enumerate(hashes) if is_hash(key)]
+        if len(valid) < len(hashes):
+            self._count(metrics.STORE_SKIPPED_BLOCKS, len(hashes) - len(valid), "fault")
+        names = self._names(form, [hashes[place] for place in valid])
+        sent = [view for place in valid for view in views[place * width : (place + 1) * width]]
+        records = [Record(*pair) for pair in zip(names, sent, strict=True)]
+        moved = self._move(form, lambda mover: mover.store("pages", records, width=width))
+        self._measure("backup", moved)
+        saved = [False] * len(hashes)
+        for place, ok in zip(valid, moved.moved, strict=True):
+            saved[place] = ok
+        return saved
+
+    def take_speeds(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """(pages, GB/s) of each load, and of each store, since the last call."""
+        with self._lock:
+            prefetched, backed_up = ([*self._speeds[way]] for way in ("prefetch", "backup"))
+            for speeds in self._speeds.values():
+                speeds.clear()
+        return prefetched, backed_up
+
+    def _move(self, form: Form, begin: Callable[[BlockMover[Record]], None]) -> Moved:
+        """Do one job, and wait until nothing of it touches a buffer any more, however this is left."""
+        sizes = self._pages.sizes(form)
+        part_items = len(sizes) * max(1, PART_NBYTES // sum(sizes))
+        mover = BlockMover(self._store, HostMemory(part_items), self._state.counters)
+        try:
+            begin(mover)
+            while not mover.drain(SETTLE_STEP_S):
+                pass
+            finished = mover.poll()
+        finally:
+            mover.close()
+        (moved,) = finished.loads or finished.stores
+        if isinstance(moved.error, StoreUnavailable):
+            self._state.unavailable(moved.error)
+        elif moved.error is not None:
+            self._state.fault(f"{type(moved.error).__name__}: {moved.error}", moved.error)
+        else:
+            self._state.answered()
+        return moved
+
+    def _width(self, form: Form, hashes: Sequence[str], views: Sequence[memoryview]) -> int:
+        """Buffers of a page. Errors: ``ValueError`` when keys and buffers do not belong together."""
+        sizes = self._pages.sizes(form)
+        if [view.nbytes for view in views] != list(sizes) * len(hashes):
+            raise ValueError(f"{len(views)} buffers are not those of {len(hashes)} pages of {sizes} bytes")
+        return len(sizes)
+
+    def _valid(self, hashes: Sequence[str]) -> Sequence[str]:
+        """The hashes before the first that is none."""
+        place = next((place for place, key in enumerate(hashes) if not is_hash(key)), len(hashes))
+        if place < len(hashes):
+            self._state.fault(f"{hashes[place]!r:.80} is no hash of a page", None)
+            self._count(metrics.LOOKUP_FAILURES, 1, "fault")
+        return hashes[:place]
+
+    def _names(self, form: Form, hashes: Sequence[str]) -> list[str]:
+        return self._keys.keys(form, [bytes.fromhex(key) for key in hashes], len(self._pages.sizes(form)))
+
+    def _measure(self, way: Way, moved: Moved) -> None:
+        if moved.sent:
+            with self._lock:
+                self._speeds[way].append((moved.sent, moved.nbytes / max(moved.seconds, 1e-9) / 1e9))

@@ -67,7 +67,7 @@ class Weights(NamedTuple):
 def weights_of(config: VllmConfig, settings: PoolConfig) -> Weights:
     """The facts of the weights that an engine of this configuration has loaded: call it when it has.
 
-    Blocking: reads files, for at most ``weights_digest_timeout_s``.
+    Blocking: reads files, for at most ``checkpoint.TIMEOUT_S``.
     Errors: ``ConfigError``, one sentence that says what to do.
     """
     load_format = str(config.load_config.load_format)
@@ -86,17 +86,7 @@ def weights_of(config: VllmConfig, settings: PoolConfig) -> Weights:
         )
     path = _path(config)
     started = time.monotonic()
-    try:
-        digest = checkpoint_digest(
-            path,
-            suffixes=_SUFFIXES[load_format],
-            every_byte=settings.weights_digest == "every_byte",
-            timeout_s=settings.weights_digest_timeout_s,
-        )
-    except ConfigError as error:
-        if time.monotonic() - started < settings.weights_digest_timeout_s:
-            raise
-        raise ConfigError(f"{error} (weights_digest_timeout_s)") from error
+    digest = checkpoint_digest(path, suffixes=_SUFFIXES[load_format])
     took_s = time.monotonic() - started
     facts: dict[str, Fact] = {"weights": digest.hex}
     if commit := snapshot_commit(path):

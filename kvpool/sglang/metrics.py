@@ -1,14 +1,22 @@
-"""PoolState: what a backend counts, and what it logs of a pool that is away and of calls that it could not serve.
+"""kvpool's metrics in SGLang: counters of any thread, on the page of each process, and a log line for each change.
 
-Threads: any; ``_lock`` guards ``_away`` and ``_faulty``, and the sums of ``SharedCounters``.
+SGLang's ``/metrics`` shows all of prometheus_client's registry.
+
+Threads: any may count; ``show`` is the scheduler's. ``PoolState._lock`` guards ``_away`` and ``_faulty``,
+``SharedCounters._lock`` its sums.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
-from kvpool.metrics import Counters, Metric, Samples
+import prometheus_client
+
+from kvpool.metrics import BY_NAME, Counters, Metric, Samples
 
 logger = logging.getLogger(__name__)
 
@@ -71,3 +79,28 @@ class PoolState:
                 "kvpool could not do what SGLang asked for, a miss (%s); more of this is counted and not logged",
                 what, exc_info=error,
             )  # fmt: skip
+
+
+@cache  # a registry takes a name once, and backends come and go
+def _exported(metric: Metric) -> Any:
+    labels = ["rank", metric.label] if metric.label else ["rank"]
+    if metric.is_counter:
+        return prometheus_client.Counter(metric.name, metric.help, labels)
+    if metric.is_gauge:
+        return prometheus_client.Gauge(metric.name, metric.help, labels, multiprocess_mode="mostrecent")
+    return prometheus_client.Histogram(metric.name, metric.help, labels, buckets=metric.buckets)
+
+
+def show(samples: Mapping[str, float | list[float]], rank: int) -> None:
+    """Add ``samples``, as ``Counters.take`` gives them, to what the page says of ``rank``."""
+    for key, sample in samples.items():
+        name, _, label = key.partition("/")
+        metric = BY_NAME[name]
+        shown = _exported(metric).labels(str(rank), *([label] if label else []))
+        if isinstance(sample, list):
+            for value in sample:
+                shown.observe(value)
+        elif metric.is_counter:
+            shown.inc(sample)
+        else:
+            shown.set(sample)
