@@ -270,9 +270,8 @@ async def _serve(
             parts.push_async_callback(status.close)
             status.start()
             http_server = HttpServer(
-                roster, stats, server.is_serving, auth=auth, tls=tls, status=status,
-                max_connection_age_s=settings.max_connection_age_s,
-            )  # fmt: skip
+                server, tls=tls, status=status, max_connection_age_s=settings.max_connection_age_s
+            )
             parts.push_async_callback(http_server.stop)
             http_port = await http_server.start(settings.http)
             page = f"{'http' if tls is None else 'https'}://{settings.http.rpartition(':')[0]}:{http_port}/status"

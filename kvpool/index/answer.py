@@ -70,25 +70,6 @@ class Lookup:
         return map(Row._make, zip(*(getattr(self, field.name) for field in fields(self)), strict=True))
 
 
-class TierRow(NamedTuple):
-    """What one rank holds of a prompt, tier by tier; local, the pool's and loadable blocks as in ``Lookup``.
-
-    ``memory_blocks``: leading blocks on the device or in main memory, each in either.
-    """
-
-    worker: str
-    dp_rank: int
-    block_tokens: int
-    prompt_blocks: int
-    device_blocks: int
-    host_blocks: int
-    disk_blocks: int
-    local_blocks: int
-    pool_blocks: int
-    memory_blocks: int
-    loadable_blocks: int
-
-
 @dataclass(frozen=True)
 class PublisherStatus:
     """How well one rank is followed.

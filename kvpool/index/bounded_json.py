@@ -16,20 +16,20 @@ MAX_VALUES = (1 << 20) + 1024
 MAX_CONTAINERS = 1 << 18
 
 
-def check(packed: bytes) -> None:
+def check(packed: bytes, most_values: int = MAX_VALUES, most_containers: int = MAX_CONTAINERS) -> None:
     """Errors: ``ConfigError`` for what would take too long to build."""
-    if len(packed) <= 2 * MAX_CONTAINERS:  # each takes two bytes
+    if len(packed) <= 2 * most_containers:  # each takes two bytes
         return
-    if packed.count(b",") > MAX_VALUES:
-        raise ConfigError(f"it has more than {MAX_VALUES} values")
-    if packed.count(b"[") + packed.count(b"{") > MAX_CONTAINERS:
-        raise ConfigError(f"it has more than {MAX_CONTAINERS} lists and objects")
+    if packed.count(b",") > most_values:
+        raise ConfigError(f"it has more than {most_values} values")
+    if packed.count(b"[") + packed.count(b"{") > most_containers:
+        raise ConfigError(f"it has more than {most_containers} lists and objects")
 
 
-def decode(raw: bytes | str) -> Any:
+def decode(raw: bytes | str, most_values: int = MAX_VALUES, most_containers: int = MAX_CONTAINERS) -> Any:
     """The value. Errors: ``ConfigError``."""
     packed = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
-    check(packed)
+    check(packed, most_values, most_containers)
     try:
         return msgspec.json.decode(packed)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

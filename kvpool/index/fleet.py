@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvpool.discovery.admission import MAX_TEXT_NBYTES, check_worker
 from kvpool.discovery.worker import DEFAULT_TENANT, Position, Worker
 from kvpool.errors import ConfigError, UnknownModel
-from kvpool.index.answer import Lookup, TierRow, Totals, WorkerStatus
+from kvpool.index.answer import Lookup, Totals, WorkerStatus
 from kvpool.index.buffer_budget import budgets_of
 from kvpool.index.dp_rank import Progress, pool_holder
 from kvpool.index.membership import (
@@ -348,15 +348,6 @@ class Fleet:
         prompt = as_prompt(model, fields)
         candidates = prompt.candidates()
         return [one.answer(hashes, candidates, at_once=at_once) for one, hashes in self._asked(prompt)]
-
-    def lookup_tiers(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> list[TierRow]:
-        """``lookup``, tier by tier, as of some batch of each rank; by name and rank. An empty prompt has zeros."""
-        prompt = as_prompt(model, fields)
-        candidates = prompt.candidates()
-        empty = ((one, b"") for one in self._partitions(prompt.tenant, prompt.model))
-        asked = empty if prompt.is_empty else self._asked(prompt)
-        rows = [row for partition, hashes in asked for row in partition.tiers(hashes, candidates)]
-        return sorted(rows, key=lambda row: row[:2])
 
     def _asked(self, prompt: Prompt) -> list[tuple[Partition, Buffer]]:
         """Which partitions a prompt is asked of, by which hashes."""

@@ -14,13 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool import _native
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
-from kvpool.index.answer import Lookup, TierRow
+from kvpool.index.answer import Lookup
 from kvpool.index.dp_rank import ONE_SEED, DpRank
 from kvpool.index.prompt import Prompt
 from kvpool.index.refusals import NotAtOnce
@@ -30,10 +29,8 @@ from kvpool.key.hashing import BlockHasher, seed_id
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_NOTHING = (0, 0, 0, 0, 0)
 # Rows that an event loop asks again, each in a look at every hash: more than threads apply batches at a time.
 MOVED_AT_ONCE = 8
-_STALE = attrgetter("stale")
 
 
 class Key(NamedTuple):
@@ -70,11 +67,6 @@ class Members:
             ),
             are_all,
         )  # fmt: skip
-        self.places = {rank.holder: place for place, rank in enumerate(self.ranks)}
-        self.places_of_pool: dict[str, list[int]] = {}
-        for place, rank in enumerate(self.ranks):
-            if rank.pool:
-                self.places_of_pool.setdefault(rank.pool, []).append(place)
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -83,11 +75,6 @@ class Members:
     def keys(self) -> tuple[tuple[str, int], ...]:
         """Worker's id and rank of each."""
         return tuple((rank.worker.id, rank.publisher.dp_rank) for rank in self.ranks)
-
-    @property
-    def holders(self) -> list[str]:
-        """Theirs in the table, and their pools'."""
-        return [*self.places, *self.places_of_pool]
 
 
 class Answer(NamedTuple):
@@ -174,39 +161,6 @@ class Partition:
             finally:
                 lock.release()
         return Answer(members, answer)
-
-    def tiers(self, hashes: Buffer, candidates: frozenset[str] | None) -> list[TierRow]:
-        """``answer``, tier by tier, as of some batch of each rank that is not named."""
-        members, answer = self.answer(hashes, candidates)
-        loadable = answer.columns()[-1]
-        holders = None if candidates is None else members.holders
-        # A rank that was stale just before or after gets no credit: what was read may be of that time.
-        stale_before = list(map(_STALE, members.ranks))
-        held: dict[int, tuple[int, ...]] = {}  # by place: device, host, disk, local, memory
-        pool = [0] * len(members)
-        for match in self.index.match(hashes, workers=holders):
-            for place in members.places_of_pool.get(match.worker, ()):
-                pool[place] = match.pool_blocks
-            blocks = (
-                match.device_blocks, match.host_blocks, match.disk_blocks, match.local_blocks,
-                match.memory_blocks,
-            )  # fmt: skip
-            if (mine := members.places.get(match.worker)) is not None:
-                # what all ranks that its batches name have
-                held[mine] = tuple(map(min, blocks, held.get(mine, blocks)))
-        rows = []
-        for place, (rank, was_stale) in enumerate(zip(members.ranks, stale_before, strict=True)):
-            untrusted = was_stale or rank.stale
-            device, host, disk, local, memory = _NOTHING if untrusted else held.get(place, _NOTHING)
-            rows.append(
-                TierRow(
-                    rank.worker.name, rank.publisher.dp_rank, rank.worker.block_tokens,
-                    memoryview(hashes).nbytes // 8, device, host, disk, local, pool[place], memory,
-                    # the table was read twice
-                    pool[place] if untrusted else max(local, pool[place], loadable[place]),
-                )
-            )  # fmt: skip
-        return rows
 
     def _among(self, candidates: frozenset[str] | None) -> Members:
         """Those who are asked about; None: all."""

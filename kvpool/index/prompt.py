@@ -66,11 +66,6 @@ class Prompt:
             return memoryview(self.hashes64).nbytes
         return 0 if self.token_ids is None else len_tokens(self.token_ids) * TOKEN_NBYTES
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it is given as no tokens, or as no hashes."""
-        return self.text is None and self.chat is None and self.nbytes == 0
-
     def checked_hashes(self) -> memoryview | None:
         """Its hashes; None: it is given as tokens. Errors: ``ConfigError`` for what cannot be looked up so."""
         if self.token_ids is not None:

@@ -5,6 +5,7 @@ Over 400 lines because all are of one command, and share what starts it.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,9 +169,14 @@ def test_from_a_publisher_to_a_table() -> None:
             assert 'kvpool_index_staleness_seconds{rank="0",tenant="default",worker="w-1"}' in figures
             assert figures['kvpool_index_refused_requests_total{status="NOT_FOUND"}'] == "2.0"
 
-            asked = json.dumps({"model": "m", "token_ids": TOKENS, "block_size": 16}).encode()
-            with opener.open(f"http://127.0.0.1:{shown[2]}/query", asked, timeout=30) as reply:
-                assert json.loads(reply.read())["default"]["w-1"]["GPU"] == 48
+            packed = base64.b64encode(array("I", TOKENS).tobytes()).decode()
+            asked = urllib.request.Request(
+                f"http://127.0.0.1:{shown[2]}/v1/lookup",
+                json.dumps({"scope": {"model": "m"}, "token_ids": packed}).encode(),
+                {"content-type": "application/json"},
+            )
+            with opener.open(asked, timeout=30) as reply:
+                assert json.loads(reply.read())["device_blocks"] == [3]
             top = json.loads(kvpool("top", "--index", index.target, "--once", "--json").stdout)
             assert (top["ranks"][0]["worker"], top["ranks"][0]["device_blocks"]) == ("w-1", 3)
             assert top["index"]["device_blocks"] >= 3  # that were asked about

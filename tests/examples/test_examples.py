@@ -130,20 +130,18 @@ def test_the_router_has_twenty_lines() -> None:
 
 
 def test_curl() -> None:
-    with misbehaving() as publisher, an_index({}, "--http", "127.0.0.1:0") as index:
+    with misbehaving() as publisher, ExitStack() as parts:
         holding(publisher, 3)
+        known = {"w": (publisher, "http://127.0.0.1:1")}
+        index = parts.enter_context(an_index(known, "--http", "127.0.0.1:0"))
         door = f"http://127.0.0.1:{index.http_port}"
-        one = publisher.publisher
-        ran = run("sh", EXAMPLES / "curl.sh", door, "m", one.events, one.replay)
+        ran = run("sh", EXAMPLES / "curl.sh", door, "m")
         assert ran.returncode == 0, ran.stderr + ran.stdout
-        first, registered, answer, gone = ran.stdout.splitlines()
+        first, held, placed = ran.stdout.splitlines()
         assert first == "the index serves"
-        assert json.loads(answer)["default"]["curl-1"]["GPU"] == 48, answer
-        assert json.loads(registered)
-        assert json.loads(gone)
-        with IndexClient(index.target, 30) as client:
-            assert not client.workers()
-        ran = run("sh", EXAMPLES / "curl.sh", door, "m", "nonsense", one.replay)
+        assert json.loads(held)["device_blocks"] == [3], held
+        assert json.loads(placed)["rows"]["worker"] == ["w"], placed
+        ran = run("sh", EXAMPLES / "curl.sh", door, "another")
         assert ran.returncode != 0
         assert "error" in ran.stdout
 

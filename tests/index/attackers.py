@@ -140,7 +140,8 @@ class Attackers:
     def bodies_over_http(self, _: str) -> None:
         for page in self._pages:
             request = urllib.request.Request(
-                f"http://{page}/query_by_hash", b'{"model": "m", "seq_hashes": [' + b"12345," * MiB + b"1]}",
+                f"http://{page}/v1/lookup",
+                b'{"scope": {"model": "m"}, "block_hashes": "' + b"QUJD" * (7 * MiB // 4) + b'"}',
                 {"authorization": f"Bearer {self._token}", "content-type": "application/json"},
             )  # fmt: skip
             with contextlib.suppress(OSError):
@@ -150,7 +151,7 @@ class Attackers:
         self._send_halves("GET /health HTTP/1.1", "127.0.0.2", "127.0.0.3")
 
     def bodies_sent_by_halves(self, _: str) -> None:
-        head = f"POST /query_by_hash HTTP/1.1\r\nauthorization: Bearer {self._token}"
+        head = f"POST /v1/lookup HTTP/1.1\r\ncontent-type: application/json\r\nauthorization: Bearer {self._token}"
         self._send_halves(head, "127.0.0.4", "127.0.0.5", "127.0.0.6")
 
     def _send_halves(self, head: str, *hosts: str) -> None:

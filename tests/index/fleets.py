@@ -116,10 +116,7 @@ class Served:
             self._options.get("pool"), server.is_serving, every_s=self._every_s,
         )  # fmt: skip
         http = HttpServer(
-            self.roster,
-            self._stats,
-            server.is_serving,
-            auth=self._options.get("auth"),
+            server,
             tls=self._options.get("tls"),
             status=status,
             max_connection_age_s=self._options.get("max_connection_age_s", 0.0),

@@ -107,8 +107,8 @@ Http = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="Where to show the status page (/status), and to answer lookups over HTTP (Mooncake's RFC 1403: "
-        "/query, /query_by_hash).",
+        help="Where to show the status page (/status), and to answer Lookup and Route in JSON "
+        "(/v1/lookup, /v1/route).",
         callback=is_address,
         rich_help_panel=ADDRESSES,
     ),

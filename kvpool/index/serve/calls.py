@@ -81,9 +81,7 @@ class Calls:
     def __init__(
         self, auth: TokenAuth, stats: RequestStats, budget: BufferBudget, tracing: Tracing | None = None
     ) -> None:
-        self._auth = auth
-        self._stats = stats
-        self._budget = budget
+        self.auth, self.stats, self.budget = auth, stats, budget
         self._tracing = tracing
         self._open_calls = limiter.of_calls()
         self._open_streams = limiter.of_streams()
@@ -147,13 +145,13 @@ class Calls:
 
     def caller(self, right: Right, context: grpc.aio.ServicerContext) -> Permissions:
         """Who calls, at this moment: tokens may change while a stream is open. Errors: ``AccessDenied``."""
-        caller = self._auth.authenticate(_authorization(context))
+        caller = self.auth.authenticate(_authorization(context))
         caller.check(right, None)
         return caller
 
     def room(self, caller: Permissions, context: grpc.aio.ServicerContext) -> CallRoom:
         """For the messages of a call, to be asked for in its task."""
-        return CallRoom(self._budget, owner_of(caller, context.peer().rpartition(":")[0]))
+        return CallRoom(self.budget, owner_of(caller, context.peer().rpartition(":")[0]))
 
     async def answer(self, method: Method, packed: bytes, caller: Permissions, room: CallRoom) -> Any:
         """What is answered to one message of a caller that has the right. Errors: for ``explain``."""
@@ -292,7 +290,7 @@ class Calls:
             error.__traceback__ = error.__context__ = None
         else:
             logger.error("a call of %s failed", name, exc_info=error)
-        self._stats.record_refusal(code.name)
+        self.stats.record_refusal(code.name)
         return code, text
 
 

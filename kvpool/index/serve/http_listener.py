@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -25,7 +27,34 @@ REQUEST_S = 30.0  # from its headers to its answer
 KEEP_ALIVE_S = 30
 STOP_TIMEOUT_S = 5
 
+JSON = "application/json"
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
 _CLOSE = (b"connection", b"close")
+
+
+class HttpRequest(NamedTuple):
+    """``query``: of its URL, the last of each name. ``host``: who sends it; empty: not known."""
+
+    raw: bytes
+    query: Mapping[str, str] = NOTHING
+    host: str = ""
+
+
+class HttpReply(NamedTuple):
+    """``body``: JSON."""
+
+    body: bytes
+    status: int = 200
+    headers: Mapping[str, str] = NOTHING
+
+
+class Refused(Exception):
+    """A status, as HTTP and as gRPC have it, and one line."""
+
+    def __init__(self, status: int, name: str, line: str) -> None:
+        super().__init__(line)
+        self.status, self.name = status, name
 
 
 class HttpListener:

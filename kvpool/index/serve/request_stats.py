@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvpool.errors import ConfigError, UnknownModel
-from kvpool.index.answer import Lookup, TierRow
+from kvpool.index.answer import Lookup
 from kvpool.index.place.placement import REASONS
 
 Result = Literal["answered", "wrong", "unknown", "failed"]
@@ -37,11 +37,6 @@ class Matched(NamedTuple):
     def of(cls, lookup: Lookup) -> Matched:
         """Of an answer."""
         return cls(*(max(getattr(lookup, column), default=0) for column in cls._fields))
-
-    @classmethod
-    def of_tiers(cls, rows: Sequence[TierRow]) -> Matched:
-        """Of an answer tier by tier."""
-        return cls(*(max((getattr(row, column) for row in rows), default=0) for column in cls._fields))
 
 
 class Placed(NamedTuple):

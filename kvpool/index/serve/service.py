@@ -82,7 +82,7 @@ class IndexServer:
     looked at again while it serves. ``max_connection_age_s``: after so long a caller is told to connect anew, so that
     a new replica gets its part; calls go on meanwhile. ``max_connection_grace_s``: after so long more its streams are
     ended, too. 0, of either: never. ``tracing``: of calls with one
-    request; None: off. ``calls``, ``health``: for other doors of the same index.
+    request; None: off. ``calls``, ``methods``, ``health``: for other doors of the same index.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class IndexServer:
         self._lookups = LookupCalls(
             self.calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
         )
+        self.methods = self._methods()
         self._publishing = PublishStreams(roster.receiver, self.calls)
         self._instance_id = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
@@ -218,8 +219,9 @@ class IndexServer:
 
     # ---- calls
 
-    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        unary = {
+    def _methods(self) -> dict[str, Method]:
+        """The calls with one request."""
+        return {
             "Lookup": self._lookups.method,
             "Route": Method(
                 pb.RouteRequest, "read", lambda request: _tenant(request.scope.tenant), self._route
@@ -240,13 +242,15 @@ class IndexServer:
                 pb.ListWorkersRequest, "read", lambda request: request.tenant or None, self._list
             ),
         }
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         handlers = {
             name: grpc.stream_unary_rpc_method_handler(
                 self.calls.unary(name, method),
                 # their answers are packed already
                 response_serializer=None if name in ("Lookup", "Route") else REPLIES[name].SerializeToString,
             )
-            for name, method in unary.items()
+            for name, method in self.methods.items()
         }
         streams: tuple[tuple[str, Right, Any, Any], ...] = (
             ("LookupStream", "read", self._lookups.serve, None),

@@ -28,8 +28,7 @@ from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
-from kvpool.index.serve.encoding import Encoding
-from kvpool.index.serve.http_call import HttpReply, HttpRequest, Refused
+from kvpool.index.serve.http_listener import HttpReply, HttpRequest, Refused
 from kvpool.index.serve.request_stats import Placed, RequestStats, Reuse
 from kvpool.index.serve.status_history import EVERY_S, StatusHistory
 from kvpool.index.serve.worker_rows import HEALTHS, WorkerRow, rows_of
@@ -124,7 +123,7 @@ class Status:
                 }
                 if caller.sees(ALL_TENANTS):
                     shown |= self._of_all(since)
-                return request.encoding.encode(shown)
+                return msgspec.json.encode(shown)
 
             return HttpReply(await self._in_thread(answer), headers=HEADERS)
 
@@ -143,7 +142,7 @@ class Status:
                         f"--tokenizer {prompt.model}=FOLDER, or give token ids"
                     )
                 prompt = await self._tokenizers.in_tokens(prompt)
-            reply = await self._in_thread(lambda: request.encoding.encode(self._holders(prompt)))
+            reply = await self._in_thread(lambda: msgspec.json.encode(self._holders(prompt)))
             return HttpReply(reply, headers=HEADERS)
 
     def _sample(self) -> tuple[Reuse, Placed, int | None]:
@@ -284,8 +283,6 @@ def _holder(pick: Pick, *, is_first: bool) -> dict[str, Any]:
 
 
 def _decode(request: HttpRequest) -> _Question:
-    if request.encoding is not Encoding.JSON:
-        raise ConfigError("send the question as JSON")
     if len(request.raw) > MAX_PROMPT_NBYTES:
         line = f"the page asks about prompts of at most {MAX_PROMPT_NBYTES} bytes: use kvpool lookup"
         raise Refused(413, "RESOURCE_EXHAUSTED", line)

@@ -90,7 +90,7 @@ def test_a_request_without_a_token_is_refused_before_it_is_received(tmp_path: Pa
                 futures = [method.future(request, timeout=WAIT_S) for _ in range(4)]
                 assert {code_of(future.result) for future in futures} == {"UNAUTHENTICATED"}
         connection = http.client.HTTPConnection("127.0.0.1", index.http_port, timeout=WAIT_S)
-        connection.request("POST", "/query", headers={"Content-Length": str(8 << 20)})
+        connection.request("POST", "/v1/lookup", headers={"Content-Length": str(8 << 20)})
         assert connection.getresponse().status == 401, "before its body came"
         connection.close()
         assert peak_nbytes(index) - before < MAX_REQUEST_NBYTES, "less than one of them"

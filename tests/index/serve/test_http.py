@@ -1,10 +1,12 @@
-"""RFC 1403 over HTTP: a client written from its definition, real publishers, and requests that misbehave.
+"""The HTTP door: calls in JSON, and requests that misbehave.
 
 Over 400 lines because all calls over HTTP share its fixtures.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
 import http.client
 import json
@@ -12,29 +14,35 @@ import socket
 import ssl
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from google.protobuf import json_format
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvpool import BlockHasher, ConfigError
+from kvpool import BlockHasher, ConfigError, IndexClient
+from kvpool.index.client.messages import REPLIES, SERVICE
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
-from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.serve import http as http_module
 from kvpool.index.serve import http_listener as listener_module
-from kvpool.index.serve import limiter, rfc1403
+from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.request_stats import RequestStats
+from kvpool.index.serve.service import IndexServer
+from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
 from tests.index.fleets import Served, a_worker, say, serving
-from tests.index.publisher import Misbehaving, misbehaving
 from tests.index.tokens import write_tokens
-from tests.index.wire import batch, removed, stored
+from tests.index.wire import batch, packed64, stored
 from tests.store.certificates import Authority
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -44,8 +52,14 @@ TOKENS = list(range(1000, 1160))  # ten blocks of 16
 HASHES = [int.from_bytes(digest[-8:], "big") for digest in BlockHasher(16).hashes(TOKENS)]
 
 
-class Rfc1403Client:
-    """As a gateway would write one from "Mooncake Conductor Indexer API" (RFC 1403), and nothing else."""
+ASKED = {
+    "scope": {"model": "m"},
+    "token_ids": base64.b64encode(array("I", TOKENS).tobytes()).decode(),
+}
+
+
+class JsonClient:
+    """Calls over one connection; ``headers`` of all of them."""
 
     def __init__(self, address: str, token: str = "", trust: ssl.SSLContext | None = None) -> None:
         host, port = address.split(":")
@@ -58,46 +72,26 @@ class Rfc1403Client:
             else http.client.HTTPSConnection(host, int(port), timeout=WAIT_S, context=trust)
         )
 
-    def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        self.connection.request(method, path, raw, self.headers)
+        self.connection.request(method, path, raw, self.headers | headers)
         reply = self.connection.getresponse()
         text = reply.read()
         assert reply.headers["content-type"] == "application/json"
         return reply.status, json.loads(text)
 
-    def register(self, instance_id: str, publisher: Misbehaving, dp_rank: int, model: str = "m") -> Any:
-        body = {
-            "endpoint": publisher.publisher.events, "replay_endpoint": publisher.publisher.replay, "type": "vLLM",
-            "modelname": model, "tenant_id": "default", "instance_id": instance_id, "block_size": 16,
-            "dp_rank": dp_rank,
-        }  # fmt: skip
-        status, reply = self.call("POST", "/register", body)
+    def lookup(self, **fields: Any) -> Any:
+        status, reply = self.call("POST", "/v1/lookup", {**ASKED, **fields})
         assert status == 200, reply
         return reply
 
-    def unregister(self, instance_id: str, dp_rank: int) -> tuple[int, Any]:
-        body = {
-            "type": "vLLM", "modelname": "m", "tenant_id": "default", "instance_id": instance_id, "block_size": 16,
-            "dp_rank": dp_rank,
-        }  # fmt: skip
-        return self.call("POST", "/unregister", body)
-
-    def query(self, **fields: Any) -> Any:
-        return self._asked("/query", {"model": "m", "token_ids": TOKENS, "block_size": 16, **fields})
-
-    def query_by_hash(self, **fields: Any) -> Any:
-        return self._asked("/query_by_hash", {"model": "m", "seq_hashes": HASHES, "block_size": 16, **fields})
-
-    def _asked(self, path: str, body: dict[str, Any]) -> Any:
-        status, reply = self.call("POST", path, body)
-        assert status == 200, reply
-        return reply[body.get("tenant_id", "default")]
+    def device_blocks(self) -> list[int]:
+        return self.lookup()["device_blocks"]  # type: ignore[no-any-return]
 
 
 @contextmanager
-def asking(address: str, token: str = "", trust: ssl.SSLContext | None = None) -> Iterator[Rfc1403Client]:
-    client = Rfc1403Client(address, token, trust)
+def asking(address: str, token: str = "", trust: ssl.SSLContext | None = None) -> Iterator[JsonClient]:
+    client = JsonClient(address, token, trust)
     try:
         yield client
     finally:
@@ -116,90 +110,45 @@ def served() -> Iterator[Served]:
 # ---- answers
 
 
-def test_a_client_gets_right_answers_of_real_publishers() -> None:
-    fleet = Fleet()
-    with (
-        misbehaving() as first, misbehaving() as second, misbehaving() as other,
-        serving(fleet, feed=Subscriber(fleet), http=True) as served, asking(served.http) as client,
-    ):  # fmt: skip
-        try:
-            assert client.call("GET", "/health") == (200, {"status": "ok"})
-            first.publish(batch(stored(HASHES[:4]), stored(HASHES[:7], medium="CPU")))
-            second.publish(batch(stored(HASHES[:6]), stored(HASHES[:2], medium="DISK")))
-            other.publish(batch(stored(HASHES[:9])))
-            assert client.register("x", first, 0) == {
-                "status": "registered successfully", "instance_id": "x",
-            }  # fmt: skip
-            client.register("x", second, 1)
-            client.register("y", other, 0)
-
-            x = {
-                "longest_matched": 112, "GPU": 96, "DP": {"0": 64, "1": 96}, "CPU": 112, "DISK": 32, "POOL": 0,
-            }  # fmt: skip
-            y = {"longest_matched": 144, "GPU": 144, "DP": {"0": 144}, "CPU": 0, "DISK": 0, "POOL": 0}
-            assert eventually(lambda: client.query() == {"x": x, "y": y}), client.query()
-            assert client.query_by_hash() == {"x": x, "y": y}
-            assert client.query(instance_id="x") == {"x": x}
-            assert client.query(instance_id="nobody") == {}
-            salted = client.query(cache_salt="s")
-            assert {name: one["longest_matched"] for name, one in salted.items()} == {"x": 0, "y": 0}
-
-            other.publish(batch(removed([HASHES[2]])))
-            assert eventually(lambda: client.query()["y"]["GPU"] == 32)
-            assert client.query()["x"] == x
-
-            removal = {"status": "unregistered successfully", "removed_instances": ["x|default|1"]}
-            assert client.unregister("x", 1) == (200, removal)
-            one = {"longest_matched": 112, "GPU": 64, "DP": {"0": 64}, "CPU": 112, "DISK": 0, "POOL": 0}
-            assert eventually(lambda: client.query()["x"] == one), client.query()
-            assert client.unregister("x", 1)[0] == 404
-            assert client.unregister("x", 0)[0] == 200
-            assert list(client.query()) == ["y"]
-        finally:
-            served.roster.close()
+def without_times(message: Any) -> Any:
+    for of_time in ("staleness_ms", "load_age_ms"):
+        if of_time in message.DESCRIPTOR.fields_by_name:
+            message.ClearField(of_time)
+    for name in ("rows", "responses"):
+        if name in message.DESCRIPTOR.fields_by_name:
+            inner = getattr(message, name)
+            for one in [inner] if name == "rows" else inner:
+                without_times(one)
+    return message
 
 
-def test_the_pool_stands_for_itself() -> None:
-    fleet = Fleet()
-    fleet.add(a_worker("a", namespace="a" * 32), "flag")
-    fleet.add(a_worker("b", namespace="a" * 32), "flag")
-    say(fleet, "default/a", 0, 0, batch(stored(HASHES[:2]), stored(HASHES[:5], medium="STORAGE")))
-    with serving(fleet, http=True) as served, asking(served.http) as client:
-        answer = client.query()
-        assert answer["a"] == {
-            "longest_matched": 80, "GPU": 32, "DP": {"0": 32}, "CPU": 0, "DISK": 0, "POOL": 80,
-        }  # fmt: skip
-        # b has not been heard from: it is not credited, but the pool is not its own.
-        assert answer["b"] == {
-            "longest_matched": 80, "GPU": 0, "DP": {"0": 0}, "CPU": 0, "DISK": 0, "POOL": 80,
-        }  # fmt: skip
+def test_answers_are_those_of_grpc_in_the_json_of_protobuf(served: Served) -> None:
+    served.fleet.add(a_worker("b", port=5657), "flag")
+    hashes = base64.b64encode(packed64(HASHES)).decode()
+    names = {"tokenIds": ASKED["token_ids"], "scope": {"model": "m"}}  # as protobuf spells them in JSON
+    with asking(served.http) as client, grpc.insecure_channel(served.target) as channel:
+        assert client.call("GET", "/health") == (200, {"status": "ok"})
+        for path, name, body in (
+            ("/v1/lookup", "Lookup", ASKED),
+            ("/v1/lookup", "Lookup", names),
+            ("/v1/lookup", "Lookup", {"scope": {"model": "m"}, "block_hashes": hashes, "workers": ["b"]}),
+            ("/v1/lookup", "Lookup", {"requests": [{**ASKED, "id": "7"}, {"scope": {"model": "x"}}]}),
+            ("/v1/route", "Route", {**ASKED, "most": 1, "loads": [{"worker": "a", "running": 3}]}),
+        ):
+            kind = {"Lookup": pb.LookupRequest, "Route": pb.RouteRequest}[name]
+            packed = json_format.ParseDict(body, kind()).SerializeToString()
+            reply = REPLIES[name].FromString(channel.unary_unary(f"/{SERVICE}/{name}")(packed))
+            status, answer = client.call("POST", path, body)
+            assert status == 200, answer
+            read = json_format.ParseDict(answer, REPLIES[name]())
+            assert without_times(read) == without_times(reply)
+        assert client.lookup()["device_blocks"] == [4, 0]
 
 
-def test_the_pool_goes_on_where_the_device_ends() -> None:
-    fleet = Fleet()
-    fleet.add(a_worker("a", namespace="a" * 32), "flag")
-    device, pool = stored(HASHES[:2]), stored(HASHES[2:7], medium="STORAGE")
-    say(fleet, "default/a", 0, 0, batch(device, pool))
-    with serving(fleet, http=True) as served, asking(served.http) as client:
-        both = client.call("POST", "/query", {"model": "m", "token_ids": TOKENS})[1]
-        assert both["default"]["a"] == {
-            "longest_matched": 112, "GPU": 32, "DP": {"0": 32}, "CPU": 0, "DISK": 0, "POOL": 0,
-        }  # fmt: skip
-        tiers = {"gpu": 32, "cpu": 32, "disk": 112}
-        assert both["instances"]["a"] == {
-            "longest_matched": 112, "dp": {"0": 32}, **tiers, "rank_matches": {"0": tiers},
-        }  # fmt: skip
-        served.fleet.mark("default/a", 0, stale=True, problem="batches are missing")
-        assert client.query()["a"]["longest_matched"] == 0, "the pool alone begins too late"
-
-
-def test_a_stale_rank_is_not_credited(served: Served) -> None:
-    with asking(served.http) as client:
-        assert client.query()["a"]["GPU"] == 64
-        served.fleet.mark("default/a", 0, stale=True, problem="batches are missing")
-        assert client.query()["a"]["longest_matched"] == 0
-        served.fleet.mark("default/a", 0, stale=False)
-        assert client.query()["a"]["GPU"] == 64
+def test_a_reservation_is_made_and_given_back(served: Served) -> None:
+    with asking(served.http) as client, IndexClient(served.target) as grpc_client:
+        _, reply = client.call("POST", "/v1/route", {**ASKED, "reserve_ms": 60_000})
+        assert grpc_client.release(reply["reservation"])
 
 
 def test_tenants_are_apart() -> None:
@@ -207,14 +156,11 @@ def test_tenants_are_apart() -> None:
     fleet.add(a_worker("a", tenant="t"), "flag")
     say(fleet, "t/a", 0, 0, batch(stored(HASHES)))
     with serving(fleet, http=True) as served, asking(served.http) as client:
-        assert client.query(tenant_id="t")["a"]["GPU"] == 160
-        status, reply = client.call("POST", "/query", {"model": "m", "token_ids": TOKENS})
-        assert (status, reply) == (
-            404,
-            {
-                "error": 'unknown model "m": this index follows no worker of tenant "default"; kvpool top shows whom '
-                "it follows, kvpool doctor why not others"
-            },
+        assert client.lookup(scope={"model": "m", "tenant": "t"})["device_blocks"] == [10]
+        status, reply = client.call("POST", "/v1/lookup", ASKED)
+        assert status == 404
+        assert reply["error"].startswith(
+            'unknown model "m": this index follows no worker of tenant "default"'
         )
 
 
@@ -225,16 +171,7 @@ def test_tokens_are_asked_for_here_too(tmp_path: Path) -> None:
     )  # fmt: skip
     fleet = Fleet()
     fleet.add(a_worker("a", tenant="t"), "flag")
-    asked = {"model": "m", "token_ids": TOKENS, "tenant_id": "t"}
-    named = {
-        "tenant_id": "t",
-        "instance_id": "b",
-        "type": "vLLM",
-        "modelname": "m",
-        "block_size": 16,
-        "dp_rank": 0,
-    }
-    endpoint = {"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:2"}
+    asked = {**ASKED, "scope": {"model": "m", "tenant": "t"}}
     with serving(fleet, http=True, auth=TokenAuth(str(tmp_path / "tokens.toml"))) as served:
 
         def status(holder: str, method: str, path: str, body: Any = None) -> int:
@@ -242,16 +179,14 @@ def test_tokens_are_asked_for_here_too(tmp_path: Path) -> None:
                 return client.call(method, path, body)[0]
 
         assert status("", "GET", "/health") == 200
-        assert status("", "POST", "/query", asked) == 401
-        assert status("wrong", "POST", "/query", asked) == 401
-        assert status("router", "POST", "/query", asked) == 200
-        assert status("worker", "POST", "/query", asked) == 403
-        for tenant in ("other", "default"):  # whether there are workers of it or not
-            assert status("router", "POST", "/query", {**asked, "tenant_id": tenant}) == 403
-        assert status("router", "POST", "/register", named | endpoint) == 403
-        assert status("worker", "POST", "/register", named | endpoint) == 200
-        assert status("worker", "POST", "/unregister", named) == 403
-        assert status("chief", "POST", "/unregister", named) == 200
+        for path in ("/v1/lookup", "/v1/route"):
+            assert status("", "POST", path, asked) == 401
+            assert status("wrong", "POST", path, asked) == 401
+            assert status("router", "POST", path, asked) == 200
+            assert status("worker", "POST", path, asked) == 403
+            for tenant in ("other", "default"):  # whether there are workers of it or not
+                of_tenant = {**asked, "scope": {"model": "m", "tenant": tenant}}
+                assert status("router", "POST", path, of_tenant) == 403
 
 
 def test_tls_is_spoken_here_too(tmp_path: Path) -> None:
@@ -270,26 +205,16 @@ def test_tls_is_spoken_here_too(tmp_path: Path) -> None:
             plain.call("GET", "/health")
 
 
-def test_a_request_is_answered_in_its_own_spelling(served: Served) -> None:
-    with asking(served.http) as client:
-        signed = [number - (1 << 64) if number >> 63 else number for number in HASHES]
-        for path, prompt in (("/query", {"token_ids": TOKENS}), ("/query_by_hash", {"block_hashes": signed})):
-            status, reply = client.call("POST", path, {"model_name": "m", **prompt})
-            assert status == 200
-            assert reply["scores"] == {"a": {"0": 64}}
-            assert reply["instances"]["a"]["gpu"] == reply["instances"]["a"]["longest_matched"] == 64
-
-
 def test_what_is_asked_is_counted() -> None:
     fleet, stats = Fleet(), RequestStats()
     fleet.add(a_worker("a"), "flag")
     say(fleet, "default/a", 0, 0, batch(stored(HASHES[:5])))
     with serving(fleet, stats=stats, http=True) as served, asking(served.http) as client:
-        client.query()
-        client.query_by_hash()
-        client.call("POST", "/query", {"model": "unknown", "token_ids": [1]})
-        client.call("POST", "/query", b"{")
-        client.call("GET", "/query")
+        client.lookup()
+        client.lookup()
+        client.call("POST", "/v1/lookup", {"scope": {"model": "unknown"}, "token_ids": "AQAAAA=="})
+        client.call("POST", "/v1/lookup", {"scope": {"model": "m"}})
+        client.call("GET", "/v1/lookup")
     totals = stats.totals()
     assert totals.results == {"answered": 2, "wrong": 1, "unknown": 1, "failed": 0}
     assert totals.matched == (20, 10, 10, 0)
@@ -302,22 +227,24 @@ def test_what_is_asked_is_counted() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "says"),
     [
-        ("POST", "/query", b"{", 400, "the request is not JSON"),
-        ("POST", "/query", {"model": "m", "token_ids": [-1]}, 400, "token_ids are whole numbers"),
-        ("POST", "/query", {"model": "m", "token_ids": [1], "tenant_id": "a/b"}, 400, "tenant"),
-        ("POST", "/query", {"model": "x", "token_ids": [1]}, 404, 'unknown model "x"; known are m'),
-        ("POST", "/query", {"model": "m", "token_ids": [1], "block_size": 32}, 404, "known are 16"),
-        ("POST", "/query_by_hash", {"model": "m"}, 400, "give the hashes"),
-        ("POST", "/register", {"model": "m"}, 400, "block_size is missing"),
-        ("POST", "/register", {"model": "m", "block_size": 16, "instance_id": "w", "endpoint": "tcp://*:1"}, 400,
-         "is where the worker listens"),
-        ("POST", "/register", {"model": "m", "block_size": 16, "instance_id": "a\nb", "endpoint": "tcp://h:1"}, 400,
-         "name"),
-        ("POST", "/unregister", {"instance_id": "nobody"}, 404, 'unknown instance "nobody"'),
-        ("GET", "/query", None, 405, "GET /query: Method Not Allowed; use POST"),
+        ("POST", "/v1/lookup", b"{", 400, "it is no LookupRequest in JSON"),
+        ("POST", "/v1/lookup", b"[1]", 400, "write an object"),
+        ("POST", "/v1/lookup", b"\xff", 400, "it is no LookupRequest in JSON"),
+        ("POST", "/v1/lookup", {"model": "m"}, 400, 'no field named "model"'),
+        ("POST", "/v1/lookup", {**ASKED, "token_ids": [1, 2]}, 400, "Failed to parse token_ids"),
+        ("POST", "/v1/lookup", {**ASKED, "token_ids": "AQ=="}, 400, "4 bytes each"),
+        ("POST", "/v1/lookup", {**ASKED, "scope": {"model": "m", "tenant": "a/b"}}, 400, "tenant"),
+        ("POST", "/v1/lookup", {**ASKED, "scope": {"model": "x"}}, 404, 'unknown model "x"; known are m'),
+        ("POST", "/v1/lookup", {"scope": {"model": "m"}}, 400, "a request holds a prompt"),
+        ("POST", "/v1/lookup", b'{"requests":[' * 20 + b"{}" + b"]}" * 20, 400, "Failed to parse requests"),
+        ("POST", "/v1/lookup", b"[" * 100_000, 400, "more than 4096 lists"),
+        ("POST", "/v1/lookup", b'{"workers": [' + b"1," * (1 << 18) + b"1]}", 400, "more than 65536 values"),
+        ("POST", "/v1/route", {**ASKED, "most": -1}, 400, "Value out of range"),
+        ("POST", "/v1/route", {**ASKED, "loads": [{}] * 5000}, 400, "more than 4096 lists and objects"),
+        ("GET", "/v1/lookup", None, 405, "GET /v1/lookup: Method Not Allowed; use POST"),
         ("POST", "/health", b"", 405, "Method Not Allowed"),
-        ("DELETE", "/register", None, 405, "Method Not Allowed"),
         ("POST", "/nowhere", b"", 404, "POST /nowhere: Not Found"),
+        *[("POST", path, b"{}", 410, http_module.GONE[path]) for path in http_module.GONE],
     ],
 )  # fmt: skip
 def test_what_is_refused_is_one_line_of_json(
@@ -329,7 +256,49 @@ def test_what_is_refused_is_one_line_of_json(
         assert list(reply) == ["error"]
         assert says in reply["error"]
         assert "\n" not in reply["error"]
-        assert client.query()["a"]["GPU"] == 64  # and the next one is answered
+        assert client.device_blocks() == [4]  # and the next one is answered
+
+
+@pytest.mark.parametrize("path", ["/v1/lookup", "/v1/route", "/status/prompt"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": ""}, 415),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://{host}"}, 403),
+        ({"Origin": "http://elsewhere"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://{host}", "Content-Type": "Application/JSON; charset=utf-8"}, 200),
+        ({"Origin": "https://seen-from-outside", "Sec-Fetch-Site": "same-origin"}, 200),
+    ],
+)
+def test_a_page_of_another_site_can_make_no_call(
+    served: Served, path: str, headers: dict[str, str], status: int
+) -> None:
+    """A browser sends a simple request for any page, and a ``Route`` reserves."""
+    sent = {name: value.format(host=served.http) for name, value in headers.items()}
+    asked = {"model": "m", "token_ids": TOKENS} if path == "/status/prompt" else ASKED
+    with asking(served.http) as client:
+        assert client.call("POST", path, asked, **sent)[0] == status
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(list(pb.RouteRequest.DESCRIPTOR.fields_by_name)), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.binary(max_size=40) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_json_becomes_a_message_or_is_refused(raw: bytes) -> None:
+    for kind in (pb.LookupRequest, pb.RouteRequest):
+        with contextlib.suppress(ConfigError):
+            kind.FromString(http_module._pack(kind, raw))
 
 
 def test_a_fault_of_ours_says_no_more_than_that(
@@ -338,9 +307,9 @@ def test_a_fault_of_ours_says_no_more_than_that(
     def fails(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(served.fleet, "lookup_tiers", fails)
+    monkeypatch.setattr(served.fleet, "ask", fails)
     with asking(served.http) as client:
-        status, reply = client.call("POST", "/query", {"model": "m", "token_ids": TOKENS})
+        status, reply = client.call("POST", "/v1/lookup", ASKED)
     assert (status, reply) == (500, {"error": "the index failed to answer; its log says why"})
     assert "ZeroDivisionError" in caplog.text
     caplog.clear()  # its traceback holds the server
@@ -352,21 +321,21 @@ def test_a_body_that_is_too_large(served: Served, monkeypatch: pytest.MonkeyPatc
     body = b" " * ((2 << 20) + 1)
     with asking(served.http) as client:
         given: Any = iter([body[: 1 << 20], body[1 << 20 :]]) if chunked else body
-        client.connection.request("POST", "/query", given, encode_chunked=chunked)
+        client.connection.request("POST", "/v1/lookup", given, client.headers, encode_chunked=chunked)
         reply = client.connection.getresponse()
         assert reply.status == 413
         assert "at most 1048576 bytes: send hashes" in json.loads(reply.read())["error"]
-        assert client.query()["a"]["GPU"] == 64
+        assert client.device_blocks() == [4]
 
 
 def test_bodies_in_memory_are_bounded_and_given_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = json.dumps({"model": "m", "token_ids": TOKENS}).encode()
+    request = json.dumps(ASKED).encode()
     buffers = served.fleet.buffers
     monkeypatch.setattr(buffers, "limit_nbytes", buffers.used_nbytes + len(request) + 50)
     with asking(served.http) as client, slowly(served, b"[" * 100) as held:
-        assert eventually(lambda: client.call("POST", "/query", request)[0] == 503)
+        assert eventually(lambda: client.call("POST", "/v1/lookup", request)[0] == 503)
         held.close()
-        assert eventually(lambda: client.call("POST", "/query", request)[0] == 200)
+        assert eventually(lambda: client.call("POST", "/v1/lookup", request)[0] == 200)
 
 
 @pytest.mark.parametrize("head", ["Content-Length: 8000000", "Transfer-Encoding: chunked"])
@@ -401,11 +370,14 @@ def cut_off(connection: socket.socket) -> bool:
 
 
 @contextmanager
-def slowly(served: Served, body: bytes, head: str = "POST /query HTTP/1.1") -> Iterator[socket.socket]:
+def slowly(served: Served, body: bytes, head: str = "POST /v1/lookup HTTP/1.1") -> Iterator[socket.socket]:
     """A connection that has sent the beginning of a request."""
     host, port = served.http.split(":")
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
-        sent = f"{head}\r\nHost: h\r\nContent-Length: 1000\r\n\r\n".encode() + body
+        sent = (
+            f"{head}\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n".encode()
+            + body
+        )
         connection.sendall(sent)
         yield connection
 
@@ -413,13 +385,13 @@ def slowly(served: Served, body: bytes, head: str = "POST /query HTTP/1.1") -> I
 def test_a_body_that_drips(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "BODY_S", 1.0)
     with slowly(served, b"{") as connection, asking(served.http) as client:
-        assert client.query()["a"]["GPU"] == 64  # meanwhile others are answered
+        assert client.device_blocks() == [4]  # meanwhile others are answered
         reply = b"".join(iter(lambda: connection.recv(4096), b""))
         assert reply.startswith(b"HTTP/1.1 408 ")
         assert reply.endswith(b'{"error":"the request did not arrive within 1 s"}')
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /query HTTP/1.1\r\nHost: h\r\nX: "])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/lookup HTTP/1.1\r\nHost: h\r\nX: "])
 def test_headers_that_drip(served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """Each byte comes in time, and the whole does not."""
     monkeypatch.setattr(listener_module, "HEAD_S", 0.5)
@@ -443,9 +415,9 @@ def test_headers_that_drip(served: Served, monkeypatch: pytest.MonkeyPatch, sent
 def test_a_second_request_may_not_drip_either(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "HEAD_S", 0.3)
     with asking(served.http) as client:
-        client.query()
+        client.lookup()
         connection = client.connection.sock
-        connection.sendall(b"POST /qu")
+        connection.sendall(b"POST /v1")
         assert cut_off(connection)
 
 
@@ -455,11 +427,11 @@ def test_an_idle_connection_outlives_the_time_for_headers(
     monkeypatch.setattr(listener_module, "HEAD_S", 1.5)
     monkeypatch.setattr(listener_module, "REQUEST_S", 1.0)
     with asking(served.http) as client, asking(served.http) as other:
-        client.query()
+        client.lookup()
         held = client.connection.sock
         other.connection.connect()
         assert cut_off(other.connection.sock)  # after HEAD_S, and REQUEST_S with it
-        client.query()
+        client.lookup()
         assert client.connection.sock is held
 
 
@@ -472,7 +444,7 @@ def test_what_is_no_http_is_turned_away(served: Served, sent: bytes) -> None:
         connection.sendall(sent)
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
     with asking(served.http) as client:
-        assert client.query()["a"]["GPU"] == 64
+        assert client.device_blocks() == [4]
 
 
 @pytest.mark.parametrize("limit", ["MAX_CONNECTIONS", "MAX_CONNECTIONS_OF_HOST"])
@@ -514,13 +486,13 @@ def test_calls_of_one_tenant_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
         fleet.add(a_worker("w", tenant=tenant), "flag")
     with (
         serving(fleet, http=True, auth=TokenAuth(str(tmp_path / "t.toml"))) as served,
-        slowly(served, b"{", f"POST /query HTTP/1.1\r\nAuthorization: Bearer {tokens['a']}"),
+        slowly(served, b"{", f"POST /v1/lookup HTTP/1.1\r\nAuthorization: Bearer {tokens['a']}"),
         asking(served.http, tokens["a"]) as same, asking(served.http, tokens["b"]) as other,
     ):  # fmt: skip
-        asked = {"model": "m", "token_ids": TOKENS}
+        of = {name: {**ASKED, "scope": {"model": "m", "tenant": name}} for name in "ab"}
         said = (429, {"error": "1 calls are open for this tenant: ask again later"})
-        assert eventually(lambda: same.call("POST", "/query", {**asked, "tenant_id": "a"}) == said)
-        assert other.call("POST", "/query", {**asked, "tenant_id": "b"})[0] == 200
+        assert eventually(lambda: same.call("POST", "/v1/lookup", of["a"]) == said)
+        assert other.call("POST", "/v1/lookup", of["b"])[0] == 200
 
 
 def test_questions_of_one_tenant_leave_threads_to_others(
@@ -530,27 +502,26 @@ def test_questions_of_one_tenant_leave_threads_to_others(
     fleet = Fleet()
     for tenant in ("a", "b"):
         fleet.add(a_worker("w", tenant=tenant), "flag")
-    decode, go_on, held = rfc1403.decode_query, threading.Event(), threading.Semaphore(0)
+    parse, go_on, held = http_module._pack, threading.Event(), threading.Semaphore(0)
 
-    def slow(raw: bytes, **options: Any) -> rfc1403.Query:
-        query = decode(raw, **options)
-        if query.prompt.tenant == "a":
+    def slow(kind: Any, raw: bytes) -> bytes:
+        if b'"tenant": "a"' in raw:
             held.release()
             go_on.wait(WAIT_S)
-        return query
+        return parse(kind, raw)
 
-    monkeypatch.setattr(rfc1403, "decode_query", slow)
+    monkeypatch.setattr(http_module, "_pack", slow)
     with serving(fleet, http=True, auth=TokenAuth(str(tmp_path / "t.toml"))) as served, ExitStack() as parts:
-        body = json.dumps({"model": "m", "token_ids": TOKENS, "tenant_id": "a"})
+        body = json.dumps({**ASKED, "scope": {"model": "m", "tenant": "a"}})
         for _ in range(8):
             client = parts.enter_context(asking(served.http, tokens["a"]))
-            client.connection.request("POST", "/query", body, client.headers)
+            client.connection.request("POST", "/v1/lookup", body, client.headers)
         try:
             for _ in range(http_module.THREADS_OF_OWNER):
                 assert held.acquire(timeout=WAIT_S)
             with asking(served.http, tokens["b"]) as other:
-                asked = {"model": "m", "token_ids": TOKENS, "tenant_id": "b"}
-                assert other.call("POST", "/query", asked)[0] == 200
+                asked = {**ASKED, "scope": {"model": "m", "tenant": "b"}}
+                assert other.call("POST", "/v1/lookup", asked)[0] == 200
         finally:
             go_on.set()
 
@@ -560,8 +531,9 @@ def deaf(fleet: Fleet, address: str) -> Iterator[None]:
     """A connection that asks many questions at once, 16 MB of answers, and reads none."""
     for number in range(200):
         fleet.add(a_worker(f"worker-{number:03}"), "flag")
-    body = b'{"model":"m","seq_hashes":[1]}'
-    question = b"POST /query_by_hash HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    head = b"POST /v1/lookup HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+    body = b'{"scope":{"model":"m"},"block_hashes":"AQAAAAAAAAA="}'
+    question = head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
     host, port = address.split(":")
     with socket.socket() as connection:
         connection.settimeout(WAIT_S)
@@ -613,13 +585,9 @@ def test_it_ends_while_somebody_drips(served: Served) -> None:
 
 
 def test_health_is_that_of_the_index() -> None:
-    async def not_yet() -> bool:
-        return False
-
-    import asyncio
-
     async def check() -> bytes:
-        server = HttpServer(Roster(Fleet()), RequestStats(), not_yet)
+        index = IndexServer(Roster(Fleet()), is_warm=lambda: False)
+        server = HttpServer(index)
         try:
             port = await server.start("127.0.0.1:0")
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -630,6 +598,7 @@ def test_health_is_that_of_the_index() -> None:
             return reply
         finally:
             await server.stop()
+            await index.stop()
 
     reply = asyncio.run(check())
     assert reply.startswith(b"HTTP/1.1 503 ")
@@ -637,14 +606,14 @@ def test_health_is_that_of_the_index() -> None:
 
 
 def test_an_address_that_is_taken_is_one_line(served: Served) -> None:
-    import asyncio
-
     async def start(listen: str) -> None:
-        server = HttpServer(Roster(Fleet()), RequestStats(), lambda: asyncio.sleep(0, True))
+        index = IndexServer(Roster(Fleet()))
+        server = HttpServer(index)
         try:
             await server.start(listen)
         finally:
             await server.stop()
+            await index.stop()
 
     for listen, says in ((served.http, "Address already in use"), ("x", "write HOST:PORT")):
         with pytest.raises(ConfigError, match=says):

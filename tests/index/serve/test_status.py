@@ -54,7 +54,9 @@ class Reply(NamedTuple):
 
 def call(served: Served, method: str, path: str, body: Any = None, token: str = "") -> Reply:
     connection = http.client.HTTPConnection(served.http, timeout=WAIT_S)
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+    headers = {"content-type": "application/json"}
+    if token:
+        headers["authorization"] = f"Bearer {token}"
     try:
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection.request(method, path, raw, headers)
