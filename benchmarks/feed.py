@@ -236,7 +236,7 @@ class _Index:
 
 @contextlib.contextmanager
 def _following(publishing: _Publishing) -> Iterator[_Index]:
-    from kvpool.cli.index_process import IndexProcess
+    from demo.index_process import IndexProcess
 
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,

@@ -22,10 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.valkey_shards import ValkeyShards, find_server
-from kvpool.cli.activity import doing
-from kvpool.cli.engine_process import EngineProcess, connector_config, small_engine, write_model
-from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
-from kvpool.cli.workspace import workspace
+from demo.engine_process import EngineProcess, connector_config, small_engine, write_model
+from demo.tiny_model import FIRST_WORD, VOCABULARY
+from demo.workspace import doing, workspace
 
 BLOCK_TOKENS = 128
 ANSWER_TOKENS = 8

@@ -32,7 +32,7 @@ from benchmarks.contest import percentile
 from benchmarks.plot import new_figure, save_figure
 from benchmarks.publisher import Publishers
 from benchmarks.simulated_fleet import BlockCache, Request, SimulatedFleet, Taken, arrivals
-from kvpool.cli.index_process import IndexProcess
+from demo.index_process import IndexProcess
 from kvpool.errors import IndexUnavailable, KVPoolError
 from kvpool.index import PrefixIndex, Worker
 from kvpool.index.client.client import IndexClient

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_report import Report, Row, Way, say, show
+from benchmarks.measure import accelerator
 from benchmarks.valkey_shards import ValkeyShards, find_server
 from kvpool.cli.bench_store import benched_pool
 from kvpool.errors import KVPoolError
@@ -30,7 +31,6 @@ from kvpool.metrics import Counters
 from kvpool.store import Store, open_store
 from kvpool.transfer import Block, BlockCopier, KVCacheMover
 from kvpool.transfer.lane import device_of
-from kvpool.transfer.measure import accelerator
 from kvpool.transfer.staging import LOAD_RESERVE, Staging
 
 # Of one of four tensor-parallel ranks of Llama-3-8B: 32 layers, K and V, 16 tokens, 2 of 8 heads of 128, bfloat16. So

@@ -46,7 +46,7 @@ def judge_tests(report: Report) -> list[Target]:
 
 
 def judge_copies(report: Report) -> list[Target]:
-    """Of ``kvpool bench device --json``, which says its targets."""
+    """Of ``python -m benchmarks device --json``, which says its targets."""
     (told,) = report
     targets = told["targets"]
     ratios = [

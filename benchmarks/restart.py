@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.contest import PROMPT_BLOCKS, holdings, unpacked
 from benchmarks.events import BLOCK_TOKENS, payloads
 from benchmarks.publisher import Publishers
-from kvpool.cli.engine_process import child_environment, free_ports
+from demo.engine_process import child_environment, free_ports
 from kvpool.errors import IndexUnavailable, UnknownModel
 from kvpool.index import Publisher, Worker
 from kvpool.index.client.client import IndexClient

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.route_traffic import BLOCK_TOKENS, MODEL, Plan
 from benchmarks.route_worker import Settings
-from kvpool.cli.engine_process import child_environment, free_ports
+from demo.engine_process import child_environment, free_ports
 from kvpool.errors import KVPoolError
 
 START_TIMEOUT_S = 60.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks import route_dynamo
 from benchmarks.route_fleet import WORKER, RouteFleet, Started
 from benchmarks.route_traffic import BLOCK_TOKENS, MODEL
-from kvpool.cli.engine_process import free_ports
-from kvpool.cli.index_process import IndexProcess
+from demo.engine_process import free_ports
+from demo.index_process import IndexProcess
 from kvpool.errors import ConfigError, KVPoolError
 from tests import envoy
 

@@ -17,8 +17,15 @@ from pathlib import Path
 
 from benchmarks.store_clients import BARE, OWN, Client, clients
 from benchmarks.store_report import Report, Row, draw, show
-from kvpool.cli.bench_store import benched_pool, progress_bar
-from kvpool.cli.timed_client import EXISTS_KEYS, VALUE_NBYTES, StoreClient, Values, server_memory
+from kvpool.cli.bench_store import (
+    EXISTS_KEYS,
+    VALUE_NBYTES,
+    StoreClient,
+    Values,
+    benched_pool,
+    progress_bar,
+    server_memory,
+)
 from kvpool.store import StoreURL, open_store
 from kvpool.text import format_nbytes, redact
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import kvpool_bare
 
 from benchmarks import store_peer
-from kvpool.cli.timed_client import TENANT, TIMEOUT_S, StoreClient, TimedClient, Values, Views, check_all
+from kvpool.cli.bench_store import TENANT, TIMEOUT_S, StoreClient, TimedClient, Values, Views, check_all
 from kvpool.errors import ConfigError
 from kvpool.store import Store, open_store
 from kvpool.store.server.connection import connect

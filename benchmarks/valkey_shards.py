@@ -13,7 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kvpool.cli.engine_process import free_ports, ran_s
+from demo.engine_process import free_ports, ran_s
 from kvpool.errors import ConfigError, StoreUnavailable
 
 FETCHED = Path(__file__).parents[1] / ".cache" / "servers" / "bin" / "valkey-server"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpool.cli.engine_process import free_ports
+from demo.engine_process import free_ports
 
 ROOT = Path(__file__).parents[1]
 BINARY = ROOT / ".cache/envoy/envoy/_bin/envoy"

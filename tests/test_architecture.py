@@ -46,15 +46,16 @@ FLOORS = (
     {"vllm.connector"},
     {"vllm.__init__"},
     {"cli"},
-    {"benchmarks"},  # a package beside kvpool, in no wheel
+    {"demo"},  # packages beside kvpool, in no wheel
+    {"benchmarks"},
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 STRANGERS = ({"transfer", "index"}, {"vllm", "sglang"}, {"vllm", "index"}, {"sglang", "index"})
 
 # Foreign package -> the only parts of kvpool that may import it.
 ONLY_IN = {
-    "torch": {"transfer", "vllm", "sglang", "benchmarks"},
-    "vllm": {"vllm"},
+    "torch": {"transfer", "vllm", "sglang", "benchmarks", "demo"},
+    "vllm": {"vllm", "demo", "benchmarks"},
     "sglang": {"sglang"},
     "zmq": {"benchmarks"},
     "grpc": {"index", "v1", "benchmarks"},
@@ -70,7 +71,7 @@ APART = {
     "benchmarks.dynamo_peer",
     "benchmarks.gpu_verdict",
     "benchmarks.store_peer",
-    "kvpool.cli.tiny_model",
+    "demo.tiny_model",
 }
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec"}
@@ -82,9 +83,15 @@ FORBIDDEN_ATTRIBUTES = {
 }
 FORBIDDEN_KEYWORDS = {"shell", "allow_pickle"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-MAY_READ_THE_ENVIRONMENT = {"config", "cli"}  # cli: to hand it on to the processes that it starts
+MAY_READ_THE_ENVIRONMENT = {
+    "config",
+    "cli",
+    "demo",
+    "benchmarks",
+}  # to hand it on to child processes
 MAX_LINES = 400
-PARTS = ("kvpool", "benchmarks", "tests")
+TOPS = ("kvpool", "demo", "benchmarks")
+PARTS = ("kvpool", "benchmarks", "demo", "tests")
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
 
@@ -102,14 +109,14 @@ class Source(NamedTuple):
 
 
 def part_of(module: str) -> str:
-    """The name below kvpool, of the whole package or file; or benchmarks."""
+    """The name below kvpool, of the whole package or file; or that of a package beside it."""
     package, _, below = module.partition(".")
     return below.partition(".")[0] if package == "kvpool" else package
 
 
 def sources(root: Path) -> list[Source]:
     found = []
-    for path in sorted([*(root / "kvpool").rglob("*.py"), *(root / "benchmarks").rglob("*.py")]):
+    for path in sorted(path for top in TOPS for path in (root / top).rglob("*.py")):
         relative = path.relative_to(root)
         parts = list(relative.with_suffix("").parts)
         is_package = parts[-1] == "__init__"
@@ -166,7 +173,7 @@ def import_faults(source: Source, modules: set[str], packages: set[str]) -> Iter
             continue
         if package in ONLY_IN and part not in ONLY_IN[package]:
             yield f"{where}: {package} may only be imported in {sorted(ONLY_IN[package])}"
-        if package not in ("kvpool", "benchmarks"):
+        if package not in TOPS:
             continue
         target = part_of(module)
         floor = floor_of(module, module in packages)
@@ -228,7 +235,7 @@ def cycles(found: list[Source], modules: set[str]) -> Iterator[str]:
 
 def stands(root: Path, name: str) -> bool:
     path = root / "kvpool" / name.replace(".", "/")
-    return path.is_dir() or path.with_suffix(".py").is_file() or name in ("_native", "v1", "benchmarks")
+    return path.is_dir() or path.with_suffix(".py").is_file() or name in ("_native", "v1", *TOPS)
 
 
 def faults(root: Path) -> list[str]:
@@ -306,7 +313,7 @@ def test_a_good_tree_has_no_faults(tmp_path: Path) -> None:
         ("transfer/mover.py", "from kvpool.index import x", "transfer must not see index"),
         ("store/memory.py", "import torch", "torch may only be imported in"),
         ("store/memory.py", "def f():\n    from torch import nn", "torch may only be imported in"),
-        ("transfer/mover.py", "import vllm", "vllm may only be imported in ['vllm']"),
+        ("transfer/mover.py", "import vllm", "vllm may only be imported in ['benchmarks', 'demo', 'vllm']"),
         ("transfer/mover.py", "import grpc.aio", "grpc may only be imported in"),
         ("vllm/x.py", "import zmq", "zmq may only be imported in ['benchmarks']"),
         ("store/memory.py", "from google.protobuf import message", "google may only be imported in"),
@@ -314,7 +321,8 @@ def test_a_good_tree_has_no_faults(tmp_path: Path) -> None:
         ("key/key.py", "import pickle", "pickle must not be imported"),
         ("cli/x.py", "from pickle import loads", "pickle must not be imported"),
         ("key/key.py", "eval('1')", "eval must not be called"),
-        ("cli/tiny_model.py", "from kvpool import errors", "is run where there is no kvpool"),
+        ("../demo/tiny_model.py", "from kvpool import errors", "is run where there is no kvpool"),
+        ("cli/x.py", "import demo.workspace", "kvpool.cli.x imports demo.workspace, which is above it"),
         ("cli/x.py", "from benchmarks import store", "kvpool.cli.x imports benchmarks, which is above it"),
         ("../benchmarks/store_peer.py", "from kvpool import errors", "is run where there is no kvpool"),
         ("cli/x.py", "import torch", "torch may only be imported in"),

@@ -162,7 +162,7 @@ def held(targets: list[Target]) -> list[bool | None]:
 def copied(
     *ratios: tuple[float, int], slower: float | None = 0.009, waits: int | None = 0, equal: bool = True
 ) -> list[Any]:
-    """What bench device prints, of rows with a ratio and the bytes of a block each."""
+    """What python -m benchmarks device prints, of rows with a ratio and the bytes of a block each."""
     better = {"over_plain": 0.95}
     rows = [
         {

@@ -10,7 +10,7 @@ import typer
 
 from kvpool.cli.commands.bench import bench
 from kvpool.cli.commands.index import index, lookup, token, top
-from kvpool.cli.commands.pool import demo, doctor, purge
+from kvpool.cli.commands.pool import doctor, purge
 from kvpool.cli.commands.router import router
 from kvpool.cli.exits import run
 from kvpool.cli.help import SETTINGS, Command, Group
@@ -18,7 +18,6 @@ from kvpool.cli.help import SETTINGS, Command, Group
 # A paragraph after \b is printed as it stands.
 FIRST_STEPS = """\b
 First steps:
-  kvpool demo               two engines and a pool on this machine; needs vLLM
   kvpool doctor --pool URL  what works in a deployment, and what to do next
   kvpool COMMAND --help     what a command takes
 
@@ -42,9 +41,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-TRY, SERVE, LOOK, MAINTAIN = "Try it", "Serve", "Look", "Maintain"
+SERVE, LOOK, MAINTAIN = "Serve", "Look", "Maintain"
 for command, panel, text in (
-    (demo, TRY, "Two engines share a pool: the second loads what the first computed."),
     (index, SERVE, "Serve the index: which worker holds how much of a prompt."),
     (router, SERVE, "Serve OpenAI's API in front of the workers."),
     (doctor, LOOK, "Examine a deployment: what works, what not, what to do."),
@@ -54,7 +52,7 @@ for command, panel, text in (
     (token, MAINTAIN, "Make a bearer token for callers of an index."),
 ):
     app.command(cls=Command, rich_help_panel=panel, short_help=text)(command)
-app.add_typer(bench, name="bench", rich_help_panel=MAINTAIN, short_help="Measure this host and its pool.")
+app.add_typer(bench, name="bench", rich_help_panel=MAINTAIN, short_help="Measure a pool.")
 
 
 def main() -> None:

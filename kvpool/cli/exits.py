@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import typer
 
+from kvpool.cli.removed import removed_command, removed_option
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.text import missing_extra
 
@@ -36,6 +37,8 @@ def run(app: typer.Typer, program: str) -> NoReturn:
             print(f"{program}: {sentence}", file=sys.stderr)
         sys.exit(code)
 
+    if program == "kvpool" and (refusal := removed_command(sys.argv[1:])) is not None:
+        end(refusal, EXIT_USAGE, "UsageError")
     try:
         # What a command's typer.Exit says; Ctrl-C comes as 130.
         code = app(prog_name=program, standalone_mode=False)
@@ -57,6 +60,9 @@ def run(app: typer.Typer, program: str) -> NoReturn:
             raise
         context = getattr(error, "ctx", None)
         page = getattr(context, "command_path", program)
+        option = getattr(error, "option_name", "") or ""
+        if (refusal := removed_option(page.removeprefix("kvpool "), option)) is not None:
+            end(refusal, EXIT_USAGE, "UsageError")
         sentence = " ".join(error.format_message().split()).rstrip(".")
         end(f"{sentence} (see {page} --help)", EXIT_USAGE, "UsageError")
 

@@ -63,7 +63,7 @@ class KVCacheMemory:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
                 f"{copiers[0].device} failed at its first copy of KV blocks ({reason}); "
-                "run kvpool bench device, which makes such copies alone"
+                "run python -m benchmarks device, which makes such copies alone"
             ) from error
         self._hold_engine_for(self._scatters)
 

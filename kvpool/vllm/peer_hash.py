@@ -1,4 +1,4 @@
-"""vLLM's own block hashing of a token list, as the peer of ``kvpool bench hash``."""
+"""vLLM's own block hashing of a token list, as the peer of ``python -m benchmarks hash``."""
 
 from __future__ import annotations
 

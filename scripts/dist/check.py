@@ -28,7 +28,7 @@ MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}
 LIBRARIES = re.compile(r"lib(c|m|dl|pthread|rt)\.so\.[0-9]+|ld-linux-(x86-64|aarch64)\.so\.[0-9]+")
 LICENCES = {"LICENSE", "openssl.txt", "xxhash.txt", "nanobind.txt", "robin-map.txt", "zig-compiler-rt.txt"}
 LICENCES |= {"libc++.txt", "libc++abi.txt", "libunwind.txt"}
-FOREIGN = re.compile(r"(^|/)(tests?|benchmarks|_native)/|\.(cpp|h|cmake|txt|so\.[0-9.]+)$|__pycache__")
+FOREIGN = re.compile(r"(^|/)(tests?|benchmarks|demo|_native)/|\.(cpp|h|cmake|txt|so\.[0-9.]+)$|__pycache__")
 
 
 def faults(path: Path) -> Iterator[str]:

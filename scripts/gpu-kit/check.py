@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from engines import Cases, started, stores_ended, valkey
 
-from kvpool.cli.engine_process import connector_config, small_engine, write_model
+from demo.engine_process import connector_config, small_engine, write_model
 from tests.e2e.harness import corrupt, prompt, records
 
 PROMPTS = ((1, 2049), (2, 3333), (3, 500))  # (seed, tokens); the records of the last are changed

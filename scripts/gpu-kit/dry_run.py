@@ -156,8 +156,8 @@ def main() -> int:
     from check import PYTHON_ONLY, TRITON
     from vllm import LLM, SamplingParams
 
-    from kvpool.cli.engine_process import connector_config, small_engine
-    from kvpool.cli.tiny_model import write_tiny_model
+    from demo.engine_process import connector_config, small_engine
+    from demo.tiny_model import write_tiny_model
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with tempfile.TemporaryDirectory(prefix="kvpool-gpu-dry-run-") as scratch:

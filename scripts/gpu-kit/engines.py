@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.valkey_shards import ValkeyShards, find_server
-from kvpool.cli.engine_process import EngineProcess
+from demo.engine_process import EngineProcess
 from tests.e2e.harness import prompt
 
 LOG_LINES = 25

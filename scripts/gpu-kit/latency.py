@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from engines import Cases, started, stores_ended, valkey
 
+from demo.engine_process import connector_config
 from kvpool.cli.bench_store import benched_pool
-from kvpool.cli.engine_process import connector_config
 from tests.e2e.harness import prompt
 
 ENGINES = ("off", "valkey", "files", "offload")

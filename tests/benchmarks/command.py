@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cli.test_app import refusal
+from tests.support.command_line import refusal
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "python -m benchmarks"

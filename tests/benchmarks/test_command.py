@@ -1,7 +1,8 @@
-"""``python -m benchmarks``: wrong use is one clear line."""
+"""``python -m benchmarks``: wrong use is one clear line, and hashes beside vLLM's."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.benchmarks.command import benchmark, refused
         (["e2e", "--pool", "fiel:///x"], 'did you mean "file"?'),
         (["e2e", "--width", "300"], "multiple of 256"),
         (["e2e", "--plot", "HERE/x/plot.png"], "cannot write the plot"),
+        (["device", "--tokens", "0"], "--tokens"),
         (["nothing"], "nothing"),
     ],
 )
@@ -28,4 +30,11 @@ def test_wrong_use_is_one_clear_line(arguments: list[str], says: str, tmp_path: 
 
 def test_help_names_every_benchmark() -> None:
     text = benchmark("--help").stdout
-    assert all(name in text for name in ("hash", "store", "index", "fleet", "e2e"))
+    assert all(name in text for name in ("hash", "device", "store", "index", "fleet", "e2e"))
+
+
+def test_hashes_are_vllms() -> None:
+    report = json.loads(benchmark("hash", "--tokens", "4096", "--rounds", "3", "--json").stdout)
+    assert report["hashes_equal"] is True
+    assert set(report["median_s"]) == {"kvpool", "vLLM"}
+    assert report["times_faster"] > 0

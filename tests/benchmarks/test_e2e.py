@@ -15,7 +15,7 @@ import pytest
 from benchmarks.e2e import Asked, ask, emptied
 from benchmarks.e2e_report import HOST, OFF, OWN, Answer, Report, show
 from benchmarks.e2e_workload import QUESTIONS, TURNS, Conversations, draw_workload, longest_prompt_tokens
-from kvpool.cli.engine_process import EngineProcess
+from demo.engine_process import EngineProcess
 from kvpool.store import open_store
 from tests.benchmarks.command import refused
 from tests.store.servers import running

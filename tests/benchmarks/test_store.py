@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.store_clients import Peer
-from kvpool.cli.timed_client import Values
+from kvpool.cli.bench_store import Values
 from kvpool.store import StoreURL
 from tests.benchmarks.command import benchmark, environment, refused
 from tests.store.servers import running

@@ -15,11 +15,11 @@ from kvpool.cli.exits import EXIT_FAILED, EXIT_USAGE, code_of
 from kvpool.cli.tables import Column, fitted, left_out, show
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, IndexUnavailable
-from tests.cli.test_app import kvpool, refused
+from tests.support.command_line import kvpool, refused
 
 COMMANDS = [
-    ("demo",), ("index",), ("router",), ("doctor",), ("top",), ("lookup",), ("purge",), ("token",), ("bench",),
-    ("bench", "hash"), ("bench", "store"), ("bench", "device"),
+    ("index",), ("router",), ("doctor",), ("top",), ("lookup",), ("purge",), ("token",), ("bench",),
+    ("bench", "store"),
 ]  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_completion_knows_commands_options_and_values() -> None:
     assert completed("kvpool do") == ["doctor"]
     assert completed("kvpool top --s") == ["--sort"]
     assert completed("kvpool top --sort d") == ["device", "disk"]
-    assert completed("kvpool bench ha") == ["hash"]
+    assert completed("kvpool bench st") == ["store"]
 
 
 @pytest.mark.parametrize(

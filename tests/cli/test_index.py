@@ -34,7 +34,6 @@ from kvpool.discovery.announcer import Announcer
 from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
-from tests.cli.test_app import kvpool, refused
 from tests.conftest import eventually
 from tests.index.fleets import a_worker, say, serving
 from tests.index.publisher import misbehaving
@@ -42,6 +41,7 @@ from tests.index.wire import batch, packed64, stored
 from tests.store.certificates import Authority
 from tests.store.server.test_rights import DOCUMENTED, url_of
 from tests.store.servers import running as running_server
+from tests.support.command_line import kvpool, refused
 
 TOKENS = list(range(100, 180))
 

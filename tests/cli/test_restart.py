@@ -11,18 +11,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from demo.engine_process import free_ports
 from kvpool import IndexClient, IndexUnavailable, UnknownModel, Worker, open_store
-from kvpool.cli.engine_process import free_ports
 from kvpool.discovery.announcer import Announcer
 from kvpool.index.client.messages import SERVICE
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import namespace_prefix
-from tests.cli.test_app import kvpool, refused
 from tests.cli.test_index import Index, running
 from tests.conftest import eventually
 from tests.index.publisher import Misbehaving, misbehaving
 from tests.index.wire import batch, packed64, removed, stored
 from tests.store.servers import running as running_server
+from tests.support.command_line import kvpool, refused
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

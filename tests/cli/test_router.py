@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, IndexClient
-from tests.cli.test_app import kvpool, refused
 from tests.cli.test_index import Index, running
 from tests.conftest import eventually
 from tests.index.openai_worker import ScriptedWorker, scripted
@@ -25,6 +24,7 @@ from tests.index.publisher import Misbehaving, misbehaving
 from tests.index.serve.test_ext_proc import TEXT, get, post
 from tests.index.wire import batch, stored
 from tests.store.certificates import Authority
+from tests.support.command_line import kvpool, refused
 
 TOKENS = list(TEXT.encode())
 ASKED = {"model": "m", "prompt": TOKENS}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.engine_process import free_ports
+from demo.engine_process import free_ports
 from tests import envoy
 from tests.conftest import eventually
 from tests.index.openai_worker import ScriptedWorker, scripted

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvpool.cli.engine_process import free_ports
+from demo.engine_process import free_ports
 from tests import envoy
 from tests.conftest import eventually
 from tests.deploy.manifests import (

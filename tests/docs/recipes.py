@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpool.cli.engine_process import child_environment
+from demo.engine_process import child_environment
 
 DOCS = Path(__file__).parents[2] / "docs"
 START_S = 60.0

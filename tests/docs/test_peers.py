@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from demo.engine_process import free_ports
 from kvpool import BlockHasher
-from kvpool.cli.engine_process import free_ports
 from tests.conftest import eventually
 from tests.docs.recipes import put_in, recipe, started
 from tests.index.openai_worker import ScriptedWorker, scripted

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from demo.engine_process import free_ports
 from kvpool import BlockHasher
-from kvpool.cli.engine_process import free_ports
 from kvpool.index.fleet import Fleet
 from tests import envoy
 from tests.cli.test_index import running

@@ -34,9 +34,7 @@ def named(page: str) -> list[tuple[str, list[str]]]:
 
 def test_the_page_of_commands_has_all_of_them() -> None:
     commands = named((DOCS / "reference" / "cli.md").read_text())
-    assert {"kvpool demo", "kvpool index", "kvpool router", "kvpool bench store"} <= {
-        name for name, _ in commands
-    }
+    assert {"kvpool index", "kvpool router", "kvpool bench store"} <= {name for name, _ in commands}
     assert all("--help" in options for _, options in commands)
 
 

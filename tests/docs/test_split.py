@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
+from demo.engine_process import free_ports
 from kvpool import BlockHasher, open_store
-from kvpool.cli.engine_process import free_ports
 from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
 from tests import envoy

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.engine_process import child_environment, kill_all_but_trackers
+from demo.engine_process import child_environment, kill_all_but_trackers
 from tests.conftest import eventually
 from tests.e2e.engine_forks import ONE_THREAD
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvpool.cli.engine_process import EngineProcess, child_environment
+from demo.engine_process import EngineProcess, child_environment
 
 FORK_TIMEOUT_S = 120.0  # the import of vLLM is a part of it, once
 MESSAGE_NBYTES = 1 << 16

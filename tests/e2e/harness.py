@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from kvpool import BlockHasher
-from kvpool._native import RECORD_HEADER_NBYTES, pack_header
-from kvpool.cli.engine_process import (
+from demo.engine_process import (
     EngineProcess,
     connector_config,
     kill_all_but_trackers,
     small_engine,
     write_model,
 )
-from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
+from demo.tiny_model import FIRST_WORD, VOCABULARY
+from kvpool import BlockHasher
+from kvpool._native import RECORD_HEADER_NBYTES, pack_header
 from tests.conftest import eventually
 from tests.e2e.engine_forks import ONE_THREAD, ForkedEngine
 

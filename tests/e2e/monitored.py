@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from demo.engine_process import connector_config, free_ports
+from demo.index_process import IndexProcess
 from kvpool import IndexClient
-from kvpool.cli.engine_process import connector_config, free_ports
-from kvpool.cli.index_process import IndexProcess
 from tests.conftest import eventually
 from tests.e2e.api_server import OPENER, ApiServer, answers
 from tests.store.servers import Server, find, running

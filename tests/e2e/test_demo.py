@@ -1,4 +1,4 @@
-"""``kvpool demo``, its refusals, and what it leaves behind when it is interrupted."""
+"""``make demo``, its refusals, and what it leaves behind when it is interrupted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.engine_process import EngineFailed, EngineProcess
+from demo.engine_process import EngineFailed, EngineProcess
 from tests.conftest import eventually
 from tests.e2e.harness import engine_options
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
-KVPOOL = str(Path(sys.executable).parent / "kvpool")
+ROOT = Path(__file__).parents[2]
+DEMO = [sys.executable, "-m", "demo"]
 
 
 def _engine_processes(folder: Path) -> set[int]:
@@ -35,7 +36,7 @@ def _engine_processes(folder: Path) -> set[int]:
     leaders = {
         sessions.get(pid)
         for pid, command in commands.items()
-        if str(folder) in command and "drive" in command
+        if str(folder) in command and "piped_engine" in command
     }
     return {pid for pid, session in sessions.items() if session in leaders}
 
@@ -64,7 +65,8 @@ def test_interrupted_demo_leaves_nothing() -> None:
 
 def _interrupt(tmp_path: Path) -> None:
     command = subprocess.Popen(
-        [KVPOOL, "demo"],
+        DEMO,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,7 +91,7 @@ def _interrupt(tmp_path: Path) -> None:
     _, errors = command.communicate(timeout=60)
     assert command.returncode == 130
     assert "Traceback" not in errors
-    assert errors.strip().splitlines()[-1] == "kvpool: interrupted"
+    assert errors.strip().splitlines()[-1] == "python -m demo: interrupted"
     assert list(tmp_path.iterdir()) == []
     assert eventually(lambda: not any(path.exists() for path in shared), within_s=60)
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine), within_s=60)
@@ -102,12 +104,12 @@ def test_block_size_that_the_engine_refuses_is_one_line_and_its_log_is_kept() ->
 
 def _refuse(folder: Path) -> None:
     ended = subprocess.run(
-        [KVPOOL, "demo", "--block-size", "16"], capture_output=True, text=True, timeout=240, check=False,
+        [*DEMO, "--block-size", "16"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, "TMPDIR": str(folder)},
     )  # fmt: skip
     assert ended.returncode == 1
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("kvpool: engine first did not run: ")
+    assert last.startswith("python -m demo: engine first did not run: ")
     assert "block size" in last.lower() or "block_size" in last
     assert "Traceback" not in ended.stderr
     (kept,) = folder.iterdir()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from demo.engine_process import EngineProcess
 from kvpool import BlockHasher
-from kvpool.cli.engine_process import EngineProcess
 from tests.e2e.harness import (
     BLOCK_TOKENS,
     ask,

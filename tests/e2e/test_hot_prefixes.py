@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from demo.engine_process import EngineProcess, connector_config, small_engine
 from kvpool import BlockHasher
-from kvpool.cli.engine_process import EngineProcess, connector_config, small_engine
 from tests.conftest import eventually
 from tests.e2e.harness import PATIENT, engine_options, passing, prompt, records
 from tests.store.servers import Server, running

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.engine_process import EngineFailed
+from demo.engine_process import EngineFailed
 from tests.e2e.harness import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,

@@ -13,8 +13,8 @@ import msgpack
 import pytest
 import zmq
 
+from demo.engine_process import EngineProcess, free_ports, kill_all_but_trackers
 from kvpool import BlockHasher, open_store
-from kvpool.cli.engine_process import EngineProcess, free_ports, kill_all_but_trackers
 from kvpool.config import hash_seed
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_watch import WorkerWatch

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from demo.engine_process import connector_config
 from kvpool._native import RECORD_HEADER_NBYTES
-from kvpool.cli.engine_process import connector_config
 from tests.e2e.harness import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,

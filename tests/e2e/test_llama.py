@@ -17,8 +17,8 @@ from typing import Any
 import msgpack
 import pytest
 
+from demo.engine_process import EngineProcess, free_ports
 from kvpool import BlockHasher
-from kvpool.cli.engine_process import EngineProcess, free_ports
 from tests.conftest import eventually
 from tests.e2e.harness import (
     BLOCK_TOKENS,

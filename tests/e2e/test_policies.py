@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from demo.engine_process import EngineProcess, connector_config
 from kvpool import BlockHasher
-from kvpool.cli.engine_process import EngineProcess, connector_config
 from tests.conftest import eventually
 from tests.e2e.harness import (
     BLOCK_TOKENS,

@@ -11,8 +11,8 @@ import msgpack
 import pytest
 import zmq
 
+from demo.engine_process import free_ports
 from kvpool import BlockHasher, open_store
-from kvpool.cli.engine_process import free_ports
 from kvpool.index.answer import Row
 from kvpool.vllm.cache_resync import INTERVAL_S
 from tests.conftest import eventually

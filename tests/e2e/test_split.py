@@ -15,9 +15,9 @@ import httpx
 import openai
 import pytest
 
+from demo.engine_process import free_ports
+from demo.index_process import IndexProcess
 from kvpool import IndexClient
-from kvpool.cli.engine_process import free_ports
-from kvpool.cli.index_process import IndexProcess
 from tests import envoy
 from tests.compose.traffic import words
 from tests.conftest import eventually

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from demo.engine_process import EngineProcess
 from kvpool import BlockHasher, metrics
-from kvpool.cli.engine_process import EngineProcess
 from tests.conftest import eventually
 from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, ask, engine_options, prompt, started
 from tests.store.servers import SERVERS, Server, running

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.engine_process import EngineProcess
+from demo.engine_process import EngineProcess
 from tests.conftest import eventually
 from tests.e2e.harness import (
     BLOCK_TOKENS,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.engine_process import child_environment
+from demo.engine_process import child_environment
 from tests.conftest import LONG_SOAK
 from tests.e2e.engine_forks import ROOT
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.engine_process import EngineProcess
+from demo.engine_process import EngineProcess
 from tests.e2e.harness import (
     ask,
     call,

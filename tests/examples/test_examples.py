@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from demo.engine_process import free_ports
 from kvpool import BlockHasher, IndexClient
-from kvpool.cli.engine_process import free_ports
 from tests.cli.test_index import Index
 from tests.cli.test_index import running as running_index
 from tests.conftest import eventually

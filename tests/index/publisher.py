@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from kvpool.cli.engine_process import free_ports
+from demo.engine_process import free_ports
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.follow.subscriber import END
 from kvpool.key.hashing import seed_id

@@ -25,8 +25,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from demo.index_process import IndexProcess
 from kvpool import IndexClient, UnknownModel
-from kvpool.cli.index_process import IndexProcess
 from kvpool.index import Row, Worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed_module

@@ -20,7 +20,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kvpool.cli.engine_process import free_ports
+from demo.engine_process import free_ports
 from tests.conftest import eventually
 from tests.store.certificates import Authority, Pair
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.engine_process import connector_config
+from demo.engine_process import connector_config
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from vllm import envs
 from vllm.model_executor import model_loader
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from kvpool.cli.engine_process import child_environment
+from demo.engine_process import child_environment
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.key import Fact

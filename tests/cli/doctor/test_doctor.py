@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
+from demo.engine_process import free_ports
+from demo.index_process import IndexProcess
 from kvpool import IndexClient, Namespace, open_store
 from kvpool.cli.doctor.file_system import file_system_findings
 from kvpool.cli.doctor.finding import Finding
 from kvpool.cli.doctor.host_settings import CONGESTION_CONTROL, host_findings
 from kvpool.cli.doctor.server_rules import RULES
 from kvpool.cli.doctor.server_settings import server_findings
-from kvpool.cli.engine_process import free_ports
-from kvpool.cli.index_process import IndexProcess
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.worker import Publisher, Worker
@@ -30,11 +30,11 @@ from kvpool.errors import StoreUnavailable
 from kvpool.index.dp_rank import UNHASHED
 from kvpool.key.hashing import seed_id
 from kvpool.store.url import StoreURL
-from tests.cli.test_app import kvpool, refused
 from tests.conftest import eventually
 from tests.index.publisher import misbehaving
 from tests.index.wire import batch, stored
 from tests.store.servers import Server, running
+from tests.support.command_line import kvpool, refused
 
 CONF = Path(__file__).parents[3] / "deploy" / "valkey.conf"
 # What the file has for its container only, and what the test's own server has to have otherwise.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.engine_process import free_ports
+from demo.engine_process import free_ports
 from kvpool.discovery.worker import Publisher
 from kvpool.index.follow import subscriber as module
 from kvpool.index.follow.subscriber import Subscriber

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from demo.engine_process import free_ports
 from kvpool import BlockHasher
-from kvpool.cli.engine_process import free_ports
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
 from tests import envoy

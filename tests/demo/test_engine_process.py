@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli import engine_process
-from kvpool.cli.engine_process import EngineProcess, first_error, ran_s
+from demo import engine_process
+from demo.engine_process import EngineProcess, first_error, ran_s
 from tests.conftest import eventually
 
 DEAF = """#!{python}

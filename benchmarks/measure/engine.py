@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpool.transfer.measure.arena import Arena
-from kvpool.transfer.measure.caches import CACHES
-from kvpool.transfer.measure.copies import Copies
+from benchmarks.measure.arena import Arena
+from benchmarks.measure.caches import CACHES
+from benchmarks.measure.copies import Copies
 
 TARGET_SLOWER = 0.01  # with stores
 CACHE, BLOCK_TOKENS = CACHES[0], 16

@@ -1,4 +1,4 @@
-"""``kvpool demo``: the main job on real engines, in two tables.
+"""``make demo``: the main job on real engines, in two tables.
 
 Two vLLM CPU engines, one after the other, share a pool. The first computes long prompts and offloads their
 blocks; the second, fresh, loads them. Both generate; the tokens must be the same. An index follows both and is
@@ -23,18 +23,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpool.cli.activity import doing
-from kvpool.cli.engine_process import (
+from demo.engine_process import (
     EngineProcess,
     connector_config,
     free_ports,
     small_engine,
     write_model,
 )
-from kvpool.cli.index_process import IndexProcess
+from demo.index_process import IndexProcess
+from demo.tiny_model import FIRST_WORD, VOCABULARY
+from demo.workspace import doing, workspace
 from kvpool.cli.tables import Column, add_row, console, fitted, show
-from kvpool.cli.tiny_model import FIRST_WORD, VOCABULARY
-from kvpool.cli.workspace import workspace
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError, UnknownModel
 from kvpool.index.client.client import IndexClient

@@ -1,4 +1,4 @@
-"""``kvpool.transfer.measure``: layouts against vLLM's own, bytes, what a figure is made of, and counting calls."""
+"""``benchmarks.measure``: layouts against vLLM's own, bytes, what a figure is made of, and counting calls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.errors import ConfigError
-from kvpool.transfer import BlockCopier
-from kvpool.transfer.measure import (
+from benchmarks.measure import (
     BLOCK_TOKENS,
     CACHES,
     Arena,
@@ -23,7 +21,9 @@ from kvpool.transfer.measure import (
     measure_copies,
     measure_engine,
 )
-from kvpool.transfer.measure.calls import ALLOCATING, SYNCHRONIZING, count_calls, of_kind
+from benchmarks.measure.calls import ALLOCATING, SYNCHRONIZING, count_calls, of_kind
+from kvpool.errors import ConfigError
+from kvpool.transfer import BlockCopier
 
 SMALL = Cache("small", "LBNHC", (3,), 2, 32)
 HYBRID = Cache("hybrid", "LBHNC", (3, 2, 2), 2, 32)

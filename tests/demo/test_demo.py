@@ -1,20 +1,40 @@
-"""What ``kvpool demo`` says at its end, and what it leaves behind; that it works is a test with engines."""
+"""What ``make demo`` says at its end, and what it leaves behind; that it works is a test with engines."""
 
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from kvpool.cli.activity import doing
-from kvpool.cli.demo import Held, Row, next_commands, verdict, wrong_with
-from kvpool.cli.workspace import workspace
+from demo.two_engines import Held, Row, next_commands, verdict, wrong_with
+from demo.workspace import doing, workspace
 from kvpool.errors import KVPoolError
+from tests.support.command_line import refusal
 
 GOOD = Row(2050, 16, 16, 2048, 0.940, 0.100, True, (Held(0, 0), Held(16, 16)), (Held(0, 16), Held(16, 16)))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--set", "pol=file:///x"], 'unknown setting "pol"; did you mean "pool"?'),
+        (["--set", "lookup_timeout_s"], "NAME=VALUE"),
+        (["--pool", "fiel:///x"], 'did you mean "file"?'),
+        (["--colour"], "--colour"),
+    ],
+)
+def test_wrong_use_is_one_clear_line(arguments: list[str], says: str) -> None:
+    command = [sys.executable, "-m", "demo", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert says in refusal(ended, "python -m demo")
 
 
 def silent() -> Console:

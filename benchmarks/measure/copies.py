@@ -11,14 +11,14 @@ from functools import partial
 
 import torch
 
+from benchmarks.measure.arena import Arena
+from benchmarks.measure.caches import Cache
 from kvpool.errors import ConfigError
 from kvpool.key.key import Namespace
 from kvpool.transfer.device import BlockCopier
 from kvpool.transfer.job import Job, Part, Stage
 from kvpool.transfer.kv_cache import Block, KVCacheMemory
 from kvpool.transfer.lane import DONE
-from kvpool.transfer.measure.arena import Arena
-from kvpool.transfer.measure.caches import Cache
 
 TARGET_OVER_PLAIN = 0.9
 TARGET_FROM_NBYTES = 512 << 10  # of a block's payload; a target for smaller ones is not set

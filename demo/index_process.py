@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from kvpool.cli.engine_process import child_environment
+from demo.engine_process import child_environment
 from kvpool.errors import KVPoolError
 
 START_TIMEOUT_S = 240.0  # as an engine has: a busy host reads its packages slowly

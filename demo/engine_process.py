@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from kvpool.errors import KVPoolError
 
-PIPED_ENGINE = Path(__file__).parents[2] / "demo" / "piped_engine.py"
+PIPED_ENGINE = Path(__file__).with_name("piped_engine.py")
 LOWEST_PORT = 10_000
 WRITE_TIMEOUT_S = 120.0  # for a tiny model
 START_TIMEOUT_S = 240.0
@@ -112,13 +112,18 @@ def small_engine(
 
 
 def write_model(folder: Path, **options: Any) -> Path:
-    """``kvpool.cli.tiny_model``, by a process of its own, so that torch stays out of this one.
+    """``tiny_model.py``, by a process of its own, so that torch stays out of this one.
 
     Blocking, some seconds. Errors: ``KVPoolError``.
     """
     try:
         written = subprocess.run(
-            [sys.executable, "-m", "kvpool.cli.tiny_model", str(folder), json.dumps(options)],
+            [
+                sys.executable,
+                str(Path(__file__).with_name("tiny_model.py")),
+                str(folder),
+                json.dumps(options),
+            ],
             env=child_environment({"TMPDIR": str(folder.parent)}),
             capture_output=True,
             text=True,

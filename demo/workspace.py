@@ -1,25 +1,17 @@
-"""Temporary folders that go away with a command, also when it is ended by a signal."""
+"""The folder of a command that takes minutes, gone at its end or its signal, and the lines about its steps."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
 
-
-@contextlib.contextmanager
-def termination_interrupts() -> Iterator[None]:
-    """Within it SIGTERM does what Ctrl-C does: it raises ``KeyboardInterrupt``. The process's main thread only."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+from kvpool.cli.bench_store import termination_interrupts
 
 
 @contextlib.contextmanager
@@ -63,5 +55,15 @@ def _tell(console: Console, sentence: str) -> None:
     console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
 
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def doing(console: Console, what: str) -> Iterator[None]:
+    """One line when it has ended, with the time that it took; a spinner until then, on a terminal."""
+    started = time.monotonic()
+    failed = "failed after "
+    try:
+        with console.status(what) if console.is_terminal else contextlib.nullcontext():
+            yield
+        failed = ""
+    finally:
+        took_s = time.monotonic() - started
+        console.print(f"{what}: {failed}{took_s:.1f} s", highlight=False, markup=False)

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.measure.arena import Arena
+from benchmarks.measure.caches import CACHES
+from benchmarks.measure.copies import Copies
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.metrics import Counters
 from kvpool.store import open_store
 from kvpool.transfer.kv_cache import KVCacheMover
-from kvpool.transfer.measure.arena import Arena
-from kvpool.transfer.measure.caches import CACHES
-from kvpool.transfer.measure.copies import Copies
 from kvpool.transfer.mover import Finished
 
 OURS = "kvpool: "  # before the name of each of our calls in the trace

@@ -102,9 +102,7 @@ def _write_tokenizer(folder: Path) -> None:
 if __name__ == "__main__":
     import argparse
 
-    parser = argparse.ArgumentParser(
-        "python -m kvpool.cli.tiny_model", description="Write a model of random weights."
-    )
+    parser = argparse.ArgumentParser("tiny_model.py", description="Write a model of random weights.")
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "options", type=json.loads, nargs="?", default={}, help="arguments of write_tiny_model, as JSON"

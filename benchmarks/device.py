@@ -1,4 +1,4 @@
-"""``kvpool bench device``: what kvpool's copies do on this device, and what they cost an engine."""
+"""``python -m benchmarks device``: what kvpool's copies do on this device, and what they cost an engine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from pathlib import Path
 from rich.box import SIMPLE
 from rich.table import Table
 
-from kvpool.cli.bench_store import progress_bar
-from kvpool.cli.tables import console, show
-from kvpool.errors import KVPoolError
-from kvpool.text import format_nbytes
-from kvpool.transfer.measure import (
+from benchmarks.measure import (
     BLOCK_TOKENS,
     CACHES,
     LAYOUTS,
@@ -30,6 +26,10 @@ from kvpool.transfer.measure import (
     measure_copies,
     measure_engine,
 )
+from kvpool.cli.bench_store import progress_bar
+from kvpool.cli.tables import console, show
+from kvpool.errors import KVPoolError
+from kvpool.text import format_nbytes
 
 NO_ACCELERATOR = (
     "No accelerator here: these are the CPU's copies, made in the step itself. They say nothing about a GPU, and what "
@@ -40,7 +40,7 @@ PUBLISHED_ONE_WAY, PUBLISHED_BOTH_WAYS = 50.0, 83.4
 PUBLISHED_SOURCE = "https://blog.vllm.ai/2026/01/08/kv-offloading-connector.html"
 
 
-def run_bench_device(
+def run_device(
     *,
     blocks: int | None = None,
     tokens: Sequence[int] | None = None,

@@ -1,4 +1,4 @@
-"""``kvpool bench hash``: the block-hash chain, native against vLLM's own function, interleaved in one run."""
+"""``python -m benchmarks hash``: the block-hash chain, native against vLLM's own function, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEED = 3
 VOCABULARY = 128_000
 
 
-def run_bench_hash(*, tokens: int, block_tokens: int, rounds: int, as_json: bool) -> None:
+def run_hash(*, tokens: int, block_tokens: int, rounds: int, as_json: bool) -> None:
     """Measure, compare the hashes, and print a table or JSON. Blocking, for a few seconds."""
     draw = random.Random(SEED)
     prompt = [draw.randrange(VOCABULARY) for _ in range(tokens)]
