@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from kvpool.discovery.worker import MAX_DP_RANK, PUSHED, Publisher, Worker
+from kvpool.discovery.worker import MAX_DP_RANK, Publisher, Worker
 from kvpool.errors import ConfigError
 from kvpool.key.hashing import ALGORITHMS, MAX_BLOCK_TOKENS, BlockHasher
 from kvpool.key.names import check_tenant
@@ -15,6 +15,9 @@ from kvpool.key.names import check_tenant
 MAX_NAME_NBYTES = 256
 MAX_TEXT_NBYTES = 1024  # of a model's name, an address, an endpoint
 MAX_PUBLISHERS = 1024
+PUSH_GONE = (
+    "events are no longer pushed: name the publisher's tcp://HOST:PORT, or let the worker announce itself"
+)
 
 _SEED_ID = re.compile(r"[0-9a-f]{16}")
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
@@ -65,10 +68,8 @@ def _check_publisher(who: str, publisher: Publisher) -> None:
     rank = publisher.dp_rank
     if type(rank) is not int or not 0 <= rank <= MAX_DP_RANK:
         raise ConfigError(f"{who}: dp_rank is a whole number from 0 to {MAX_DP_RANK}, not {rank!r:.40}")
-    if publisher.events == PUSHED:
-        if publisher.replay:
-            raise ConfigError(f"{who}: who pushes its events is asked on the same stream: leave replay empty")
-        return
+    if publisher.events == "push":
+        raise ConfigError(f"{who}: {PUSH_GONE}")
     if publisher.events or publisher.replay:  # both are empty where its events are switched off
         _endpoint(f"{who}: events", publisher.events)
     if publisher.replay:

@@ -12,7 +12,7 @@ import os.path
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from kvpool.discovery.worker import PUSHED, Worker
+from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.key.names import check_tenant
 
@@ -108,7 +108,7 @@ def _endpoints(worker: Worker) -> list[tuple[str, str]]:
         for publisher in worker.publishers
         for field in ("events", "replay")
     ]
-    return [one for one in (("address", worker.address), *named) if one[1] not in ("", PUSHED)]
+    return [one for one in (("address", worker.address), *named) if one[1]]
 
 
 def _host(endpoint: str) -> str:

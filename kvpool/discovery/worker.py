@@ -12,7 +12,6 @@ DEFAULT_TENANT = "default"
 MAX_DP_RANK = 65535
 MAX_WORKERS = 16384  # that one index follows
 DEFAULT_ALGORITHM = "sha256_cbor"
-PUSHED = "push"  # instead of an endpoint: the publisher brings its events (``IndexService.Publish``)
 
 
 @dataclass(frozen=True)

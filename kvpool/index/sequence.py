@@ -5,7 +5,7 @@ vLLM numbers its batches from 0 at every start, keeps the last 10,000 of them an
 replay is asked from the last batch that was applied, and that batch has to come back byte by byte: batches carry
 the time at which they were made, so no two are alike. (Of those that were applied a digest is kept, not the bytes.)
 
-Nothing here reads a socket or a clock; ``Subscriber`` and ``PushReceiver`` do.
+Nothing here reads a socket or a clock; ``Subscriber`` does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvpool.discovery.networks import one_spelling
-from kvpool.discovery.worker import PUSHED, Worker
+from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError, KVPoolError
 
 MORE = "remove some of its workers, or give the index a larger --tenant-share"
@@ -73,4 +73,4 @@ class TenantShares:
 def _endpoints(worker: Worker) -> list[str]:
     """Those of its publishers: its replays alone tell all that it publishes."""
     named = (one for publisher in worker.publishers for one in (publisher.events, publisher.replay))
-    return [one_spelling(endpoint) for endpoint in named if endpoint not in ("", PUSHED)]
+    return [one_spelling(endpoint) for endpoint in named if endpoint]

@@ -281,42 +281,6 @@ class RegisterWorkerResponse(_message.Message):
     replaced: bool
     def __init__(self, replaced: bool = ...) -> None: ...
 
-class EventBatch(_message.Message):
-    __slots__ = ("tenant", "worker", "dp_rank", "incarnation", "sequence", "payload", "answers", "last")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    DP_RANK_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    ANSWERS_FIELD_NUMBER: _ClassVar[int]
-    LAST_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    worker: str
-    dp_rank: int
-    incarnation: str
-    sequence: int
-    payload: bytes
-    answers: int
-    last: bool
-    def __init__(self, tenant: _Optional[str] = ..., worker: _Optional[str] = ..., dp_rank: _Optional[int] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., payload: _Optional[bytes] = ..., answers: _Optional[int] = ..., last: bool = ...) -> None: ...
-
-class PublishAck(_message.Message):
-    __slots__ = ("tenant", "worker", "dp_rank", "sequence", "question", "start")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    DP_RANK_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    QUESTION_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    worker: str
-    dp_rank: int
-    sequence: int
-    question: int
-    start: int
-    def __init__(self, tenant: _Optional[str] = ..., worker: _Optional[str] = ..., dp_rank: _Optional[int] = ..., sequence: _Optional[int] = ..., question: _Optional[int] = ..., start: _Optional[int] = ...) -> None: ...
-
 class RemoveWorkerRequest(_message.Message):
     __slots__ = ("tenant", "name")
     TENANT_FIELD_NUMBER: _ClassVar[int]

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class IndexServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Names of an earlier version, which are not used again: Publish, EventBatch, PublishAck.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -59,11 +60,6 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerResponse.FromString,
                 _registered_method=True)
-        self.Publish = channel.stream_stream(
-                '/kvpool.v1.IndexService/Publish',
-                request_serializer=kvpool_dot_v1_dot_index__pb2.EventBatch.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_index__pb2.PublishAck.FromString,
-                _registered_method=True)
         self.RemoveWorker = channel.unary_unary(
                 '/kvpool.v1.IndexService/RemoveWorker',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.RemoveWorkerRequest.SerializeToString,
@@ -82,7 +78,8 @@ class IndexServiceStub(object):
 
 
 class IndexServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Names of an earlier version, which are not used again: Publish, EventBatch, PublishAck.
+    """
 
     def Lookup(self, request, context):
         """How many leading blocks of one prompt each worker holds. NOT_FOUND for a model or tenant that no worker has
@@ -118,13 +115,6 @@ class IndexServiceServicer(object):
 
     def RegisterWorker(self, request, context):
         """Follow the events of a worker that does not announce itself in the pool, such as a stock vLLM.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Publish(self, request_iterator, context):
-        """Push the events of registered workers, where the index cannot reach the sockets of their publishers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,11 +169,6 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.RegisterWorkerResponse.SerializeToString,
             ),
-            'Publish': grpc.stream_stream_rpc_method_handler(
-                    servicer.Publish,
-                    request_deserializer=kvpool_dot_v1_dot_index__pb2.EventBatch.FromString,
-                    response_serializer=kvpool_dot_v1_dot_index__pb2.PublishAck.SerializeToString,
-            ),
             'RemoveWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoveWorker,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.RemoveWorkerRequest.FromString,
@@ -208,7 +193,8 @@ def add_IndexServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class IndexService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Names of an earlier version, which are not used again: Publish, EventBatch, PublishAck.
+    """
 
     @staticmethod
     def Lookup(request,
@@ -335,33 +321,6 @@ class IndexService(object):
             '/kvpool.v1.IndexService/RegisterWorker',
             kvpool_dot_v1_dot_index__pb2.RegisterWorkerRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.RegisterWorkerResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Publish(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvpool.v1.IndexService/Publish',
-            kvpool_dot_v1_dot_index__pb2.EventBatch.SerializeToString,
-            kvpool_dot_v1_dot_index__pb2.PublishAck.FromString,
             options,
             channel_credentials,
             insecure,

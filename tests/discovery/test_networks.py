@@ -54,13 +54,13 @@ def test_a_worker_at_another_place_is_refused_by_its_field(
         WorkerNetworks().check(one)
 
 
-def test_names_and_pushed_events_pass_and_sockets_when_they_are_allowed() -> None:
+def test_names_and_events_that_are_off_pass_and_sockets_when_they_are_allowed() -> None:
     WorkerNetworks(["10.0.0.0/8"]).check(
         replace(
             worker("w"), publishers=(Publisher(0, "tcp://worker-1:5557"),), address="http://worker-1:8000"
         )
     )
-    WorkerNetworks().check(replace(worker("w"), publishers=(Publisher(0, "push"),), address=""))
+    WorkerNetworks().check(replace(worker("w"), publishers=(Publisher(0, ""),), address=""))
     WorkerNetworks(["ipc"]).check(
         replace(worker("w"), publishers=(Publisher(0, "ipc:///run/w"),), address="")
     )

@@ -254,11 +254,6 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Publisher": {"dp_rank": (1, "uint"), "events": (2, "string"), "replay": (3, "string")},
     "RegisterWorkerRequest": {"worker": (1, "Worker"), "lease_ms": (2, "uint")},
     "RegisterWorkerResponse": {"replaced": (1, "uint")},
-    "EventBatch": {"tenant": (1, "string"), "worker": (2, "string"), "dp_rank": (3, "uint"),
-                   "incarnation": (4, "string"), "sequence": (5, "uint"), "payload": (6, "bytes"),
-                   "answers": (7, "uint"), "last": (8, "uint")},
-    "PublishAck": {"tenant": (1, "string"), "worker": (2, "string"), "dp_rank": (3, "uint"), "sequence": (4, "uint"),
-                   "question": (5, "uint"), "start": (6, "uint")},
     "RemoveWorkerRequest": {"tenant": (1, "string"), "name": (2, "string")},
     "RemoveWorkerResponse": {"removed": (1, "uint")},
     "ListWorkersRequest": {"tenant": (1, "string"), "model": (2, "string"), "page_size": (3, "uint"),
@@ -436,13 +431,6 @@ def make_protocol() -> list[dict[str, Any]]:
     message("ReleaseResponse", {"released": True})
     message("RegisterWorkerRequest", {"worker": worker, "lease_ms": 10_000})
     message("RegisterWorkerResponse", {"replaced": True})
-    whose = {"tenant": "t", "worker": "w-1", "dp_rank": 1}
-    message(
-        "EventBatch", {**whose, "incarnation": "f00d", "sequence": 300, "payload": "93cb3ff800000000000090c0"}
-    )
-    message("EventBatch", {**whose, "incarnation": "f00d", "answers": 7, "last": True})
-    message("PublishAck", {**whose, "sequence": 300})
-    message("PublishAck", {**whose, "sequence": 41, "question": 7, "start": 41})
     message("RemoveWorkerRequest", {"tenant": "t", "name": "w-1"})
     message("RemoveWorkerResponse", {"removed": False})
     message("ListWorkersRequest", {"tenant": "t", "model": "m"})

@@ -89,7 +89,7 @@ class Attackers:
     def workers_without_end(self, target: str) -> None:
         with self._client(target) as client:
             for number in range(300):
-                self._register(client, f"many-{number}", "push", model=f"m-{number}")
+                self._register(client, f"many-{number}", "", model=f"m-{number}")
 
     def endpoints_of_others(self, target: str) -> None:
         with self._client(target) as client:
@@ -133,7 +133,7 @@ class Attackers:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             with self._client(target) as client:
                 address = f"http://127.0.0.1:{server.server_port}"
-                self._register(client, "page", "push", address=address)
+                self._register(client, "page", "", address=address)
                 time.sleep(4)
             server.shutdown()
 
@@ -213,7 +213,7 @@ class Attackers:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as silent, self._client(target) as client:
             address = f"http://127.0.0.1:{silent.getsockname()[1]}"
             for number in range(200):
-                self._register(client, f"slow-{number}", "push", address=address)
+                self._register(client, f"slow-{number}", "", address=address)
             time.sleep(10)
 
     def announcements_that_are_none(self, _: str) -> None:

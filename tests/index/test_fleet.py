@@ -89,8 +89,8 @@ def test_an_endpoint_that_is_followed_for_one_tenant_is_not_for_another() -> Non
         fleet.remove("t/too")
     fleet.remove("t/mine")
     fleet.add(spy, "call")
-    fleet.add(a_worker("pushes", tenant="t", publishers=(Publisher(0, "push"),)), "call")
-    fleet.add(a_worker("pushes", tenant="u", publishers=(Publisher(0, "push"),)), "call")
+    fleet.add(a_worker("silent", tenant="t", publishers=(Publisher(0, ""),)), "call")
+    fleet.add(a_worker("silent", tenant="u", publishers=(Publisher(0, ""),)), "call")
 
 
 @pytest.mark.parametrize(
@@ -659,6 +659,7 @@ def test_one_line_is_logged_for_what_happens(caplog: pytest.LogCaptureFixture) -
         ({"publishers": tuple(Publisher(i, "tcp://h:1") for i in range(1025))}, "1025 publishers"),
         ({"publishers": (Publisher(0, "tcp://h:1"), Publisher(0, "tcp://h:2"))}, "the same dp_rank"),
         ({"publishers": (Publisher(-1, "tcp://h:1"),)}, "dp_rank is a whole number from 0"),
+        ({"publishers": (Publisher(0, "push"),)}, "events are no longer pushed"),
         ({"publishers": (Publisher(0, "h:1"),)}, "events: write tcp://HOST:PORT, not 'h:1'"),
         ({"publishers": (Publisher(0, "tcp://h:0"),)}, "events: write tcp://HOST:PORT"),
         ({"publishers": (Publisher(0, "tcp://h:70000"),)}, "events: write tcp://HOST:PORT"),

@@ -5,21 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import partial  # async only
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 import grpc.aio
 
+from kvpool.discovery.admission import PUSH_GONE  # async only
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
-from kvpool.discovery.worker_record import DEFAULT_LEASE_S  # async only
-from kvpool.errors import IndexUnavailable, KVPoolError
+from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.client import channel, codec
 from kvpool.index.client.access import Access
 from kvpool.index.client.codec import Answer, Call
-from kvpool.index.client.publisher import EventPublisher  # async only
 from kvpool.index.client.stream import LookupStream  # async only
 from kvpool.index.place.load import Load
 from kvpool.index.place.route import Route
@@ -131,21 +129,9 @@ class AsyncIndexClient:
         call = channel.open_stream(self._channel, self._access)
         return LookupStream(self._target, call, self._timeout_s)
 
-    def publisher(self, worker: Worker, lease_s: float = DEFAULT_LEASE_S) -> EventPublisher:
-        """Push the events of a worker of this caller, under a lease. Close it, or use it as a context manager.
-
-        ``worker``: with an incarnation, another one at each start, and events ``push`` of every publisher. Never
-        blocks. Errors: ``ConfigError``; ``IndexUnavailable`` when this client is closed.
-        """
-        if self._closed:
-            raise channel.closed(self._target)
-        return EventPublisher(
-            self._target,
-            self.register,
-            partial(channel.open_stream, self._channel, self._access, "Publish"),
-            worker,
-            lease_s,
-        )
+    def publisher(self, *_: object, **__: object) -> NoReturn:
+        """Errors: ``ConfigError``: events are no longer pushed."""
+        raise ConfigError(PUSH_GONE)
 
     # async only: end
 

@@ -26,7 +26,6 @@ from kvpool.index.client.messages import (
     encode_worker,
     first_line,
 )
-from kvpool.index.follow.push import Ack, Pushed
 from kvpool.index.place.load import Load
 from kvpool.index.place.route import Pick, Route
 from kvpool.index.prompt import TOKEN_NBYTES, Prompt
@@ -225,21 +224,6 @@ def status_call(tenant: str | None, model: str | None, page_token: str = "") -> 
     return Call("ListWorkers", request, lambda reply: (decode_status(reply), reply.next_page_token))
 
 
-def encode_batch(pushed: Pushed) -> Any:
-    """``EventBatch``."""
-    tenant, _, name = pushed.worker_id.partition("/")
-    return pb.EventBatch(
-        tenant=tenant,
-        worker=name,
-        dp_rank=pushed.dp_rank,
-        incarnation=pushed.incarnation,
-        sequence=pushed.sequence,
-        payload=pushed.payload,
-        answers=pushed.answers,
-        last=pushed.last,
-    )
-
-
 def pack_tokens(token_ids: Sequence[int] | Buffer) -> bytes:
     """Packed little-endian u32. ``token_ids``: ints, or a contiguous buffer of them (16, 32 or 64 bits)."""
     if len_tokens(token_ids) * TOKEN_NBYTES > MAX_PROMPT_NBYTES:
@@ -331,17 +315,6 @@ def decode_status(reply: Any) -> FleetStatus:
         for status in reply.workers
     )
     return FleetStatus(index, tuple(workers))
-
-
-def decode_ack(message: Any) -> Ack:
-    """Of ``PublishAck``."""
-    return Ack(
-        f"{message.tenant}/{message.worker}",
-        message.dp_rank,
-        message.sequence,
-        message.question,
-        message.start,
-    )
 
 
 def _pair(what: str, pair: Any) -> tuple[str, str]:

@@ -16,7 +16,6 @@ from kvpool.discovery.networks import WorkerNetworks
 from kvpool.discovery.worker import Position, Worker
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.fleet import Added, Fleet
-from kvpool.index.follow.push import PushReceiver
 from kvpool.index.membership import Source
 from kvpool.index.snapshot import Snapshot
 
@@ -43,8 +42,8 @@ class Feed(Protocol):
 class Roster:
     """Adds workers to ``fleet`` and removes them, and has ``feed`` follow those that are there.
 
-    ``feed``: None where events come some other way. ``receiver`` follows those who push their events. ``networks``:
-    where those are that no flag names; None: anywhere. Any thread may call any method.
+    ``feed``: None where events come some other way. ``networks``: where those are that no flag names; None: anywhere.
+    Any thread may call any method.
     """
 
     def __init__(
@@ -52,8 +51,7 @@ class Roster:
     ) -> None:
         self.fleet = fleet
         self._networks = networks
-        self.receiver = PushReceiver(fleet, budget=fleet.buffers)
-        self._feeds: tuple[Feed, ...] = (self.receiver,) if feed is None else (self.receiver, feed)
+        self._feed = feed
         self._lock = threading.Lock()
 
     def add(self, worker: Worker, source: Source, lease_s: float | None = None) -> Added:
@@ -68,8 +66,7 @@ class Roster:
             try:
                 added = self.fleet.add(worker, source, lease_s)
                 if added in ("new", "replaced"):
-                    for feed in self._feeds:
-                        feed.follow(worker)
+                    self._follow(worker)
             except KVPoolError:
                 if replaces or added is not None:  # it is not followed
                     self.fleet.remove(worker.id)
@@ -87,8 +84,7 @@ class Roster:
                     logger.warning("%s", error)
                     self.fleet.remove(worker.id)
                     continue
-                for feed in self._feeds:
-                    feed.follow(worker, positions)
+                self._follow(worker, positions)
 
     def remove(self, worker_id: str, source: Source | None = None) -> bool:
         """``Fleet.remove``."""
@@ -100,7 +96,7 @@ class Roster:
 
     def expire(self) -> list[str]:
         """``Fleet.expire``. Errors: ``KVPoolError`` when the feed has ended, since nothing known stays true then."""
-        if not all(feed.is_alive for feed in self._feeds):
+        if self._feed is not None and not self._feed.is_alive:
             raise KVPoolError("the index has stopped and reads no more events; the lines above say why")
         with self._lock:
             ended = self.fleet.expire()
@@ -110,13 +106,17 @@ class Roster:
 
     def close(self) -> None:
         """Stop following all workers."""
-        for feed in self._feeds:
-            feed.close()
+        if self._feed is not None:
+            self._feed.close()
 
     def _check(self, worker: Worker) -> None:
         if self._networks is not None:
             self._networks.check(worker)
 
+    def _follow(self, worker: Worker, positions: Mapping[int, Position] | None = None) -> None:
+        if self._feed is not None:
+            self._feed.follow(worker, positions)
+
     def _unfollow(self, worker_id: str) -> None:
-        for feed in self._feeds:
-            feed.unfollow(worker_id)
+        if self._feed is not None:
+            self._feed.unfollow(worker_id)

@@ -23,7 +23,7 @@ from typing import Any
 
 import anyio
 
-from kvpool.discovery.worker import PUSHED, EventSink, Position, Publisher, Worker
+from kvpool.discovery.worker import EventSink, Position, Publisher, Worker
 from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.follow.dialler import Dialler, Line, OfAnotherTenant
 from kvpool.index.follow.zmtp import Connection, Lost, Silent
@@ -191,8 +191,6 @@ class Subscriber:
         links = self._links[worker.id] = []
         for publisher in worker.publishers:
             rank = publisher.dp_rank
-            if publisher.events == PUSHED:  # it comes to us: see PushReceiver
-                continue
             if not publisher.events:
                 gate.mark(worker.id, rank, stale=True, problem="it publishes no KV events")
                 continue

@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError
 
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index.buffer_budget import BufferBudget
-from kvpool.index.follow.push import NotRegistered
 from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import Permissions, Right, TokenAuth, WrongToken
 from kvpool.index.serve.call_room import SMALL_NBYTES, CallRoom, owner_of
@@ -43,7 +42,6 @@ class NotTaken(KVPoolError):
 _CODES: tuple[tuple[type[KVPoolError], grpc.StatusCode], ...] = (
     (WrongToken, grpc.StatusCode.UNAUTHENTICATED),
     (AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
-    (NotRegistered, grpc.StatusCode.FAILED_PRECONDITION),
     (NotWarm, grpc.StatusCode.FAILED_PRECONDITION),
     (NotTaken, grpc.StatusCode.DEADLINE_EXCEEDED),
     (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
@@ -124,24 +122,6 @@ class Calls:
             return nullcontext()
         sent = {key: value for key, value in context.invocation_metadata() or () if key in HEADERS}
         return self._tracing.span(f"kvpool.{name}", sent)
-
-    def answering(
-        self, name: str, method: Method
-    ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[Any]]:
-        """Answers the messages of one stream, which ends with the first that is refused."""
-        room: CallRoom | None = None
-
-        async def answer(packed: bytes, context: grpc.aio.ServicerContext) -> Any:
-            nonlocal room
-            try:
-                caller = self.caller(method.right, context)
-                room = room or self.room(caller, context)
-                return await self.answer(method, packed, caller, room)
-            except Exception as error:
-                del packed
-                return await self._refuse(name, context, error)
-
-        return answer
 
     def caller(self, right: Right, context: grpc.aio.ServicerContext) -> Permissions:
         """Who calls, at this moment: tokens may change while a stream is open. Errors: ``AccessDenied``."""

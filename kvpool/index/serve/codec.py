@@ -14,10 +14,8 @@ from kvpool.index import bounded_json
 from kvpool.index.answer import IndexStatus, Lookup, PublisherStatus, WorkerStatus
 from kvpool.index.chat import Chat
 from kvpool.index.client.messages import encode_worker
-from kvpool.index.follow.push import Ack, Pushed
 from kvpool.index.place.load import Load
 from kvpool.index.prompt import TOKEN_NBYTES, Prompt, PromptFields
-from kvpool.key.names import check_tenant
 from kvpool.v1 import index_pb2 as pb
 
 CHUNK_NBYTES = 1 << 20  # of a snapshot
@@ -146,30 +144,4 @@ def encode_worker_status(status: WorkerStatus) -> Any:
             pb.PublisherStatus(**{name: getattr(rank, name) for name in PublisherStatus.__dataclass_fields__})
             for rank in status.publishers
         ],
-    )
-
-
-def decode_batch(message: Any) -> Pushed:
-    """Of ``EventBatch``."""
-    return Pushed(
-        f"{check_tenant(message.tenant or DEFAULT_TENANT)}/{message.worker}",
-        message.dp_rank,
-        message.incarnation,
-        message.sequence,
-        message.payload,
-        message.answers,
-        message.last,
-    )
-
-
-def encode_ack(ack: Ack) -> Any:
-    """``PublishAck``."""
-    tenant, _, name = ack.worker_id.partition("/")
-    return pb.PublishAck(
-        tenant=tenant,
-        worker=name,
-        dp_rank=ack.dp_rank,
-        sequence=ack.sequence,
-        question=ack.question,
-        start=ack.start,
     )

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from kvpool.discovery.admission import check_name
+from kvpool.discovery.admission import PUSH_GONE, check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus
@@ -46,7 +46,6 @@ from kvpool.index.serve.grpc_server import open_server
 from kvpool.index.serve.health import HEALTH, Health
 from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
-from kvpool.index.serve.publish_streams import PublishStreams
 from kvpool.index.serve.reflection_calls import REFLECTION, reflection_handlers
 from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
@@ -115,7 +114,6 @@ class IndexServer:
             self.calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
         )
         self.methods = self._methods()
-        self._publishing = PublishStreams(roster.receiver, self.calls)
         self._instance_id = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -183,7 +181,6 @@ class IndexServer:
             await stopped
         self._threads.shutdown()
         self._lookup_threads.close()
-        self._publishing.close()
 
     async def is_serving(self) -> bool:
         """Whether its health says so."""
@@ -252,15 +249,13 @@ class IndexServer:
             )
             for name, method in self.methods.items()
         }
-        streams: tuple[tuple[str, Right, Any, Any], ...] = (
-            ("LookupStream", "read", self._lookups.serve, None),
-            ("Publish", "publish", self._publishing.serve, pb.PublishAck.SerializeToString),
-            ("Snapshot", "admin", self._snapshots.serve, None),
+        streams: tuple[tuple[str, Right, Any], ...] = (
+            ("LookupStream", "read", self._lookups.serve),
+            ("Snapshot", "admin", self._snapshots.serve),
         )
-        for name, right, stream, reply in streams:
-            handlers[name] = grpc.stream_stream_rpc_method_handler(
-                self.calls.stream(name, right, stream), response_serializer=reply
-            )
+        for name, right, stream in streams:
+            handlers[name] = grpc.stream_stream_rpc_method_handler(self.calls.stream(name, right, stream))
+        handlers["Publish"] = grpc.stream_stream_rpc_method_handler(_publish_gone)
         return handlers
 
     def _pack_lookup(self, prompt: Prompt, at_once: bool) -> tuple[bytes, Matched]:
@@ -354,6 +349,10 @@ class IndexServer:
 
     async def _in_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+async def _publish_gone(_: Any, context: grpc.aio.ServicerContext) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, PUSH_GONE)
 
 
 def _tenant(name: str) -> str:

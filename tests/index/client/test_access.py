@@ -119,6 +119,21 @@ def test_a_snapshot_is_for_who_administers_all(closed: Closed) -> None:
             client.snapshot()
 
 
+def test_pushing_events_is_refused_with_what_to_do(closed: Closed) -> None:
+    with grpc.insecure_channel(closed.target) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/Publish")(iter([b"x"]), timeout=30)
+        with pytest.raises(grpc.RpcError, match="let the worker announce itself") as caught:
+            next(call)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    async def publisher() -> None:
+        async with AsyncIndexClient(closed.target) as client:
+            client.publisher(None)
+
+    with pytest.raises(ConfigError, match="let the worker announce itself"):
+        asyncio.run(publisher())
+
+
 def scope(tenant: str, model: str = "m") -> Any:
     return pb.Scope(model=model, tenant=tenant)
 
@@ -127,7 +142,6 @@ def requests(tenant: str) -> dict[str, Any]:
     return {
         "Lookup": pb.LookupRequest(scope=scope(tenant), block_hashes=bytes(8)),
         "LookupStream": pb.LookupRequest(scope=scope(tenant), block_hashes=bytes(8)),
-        "Publish": pb.EventBatch(tenant=tenant, worker="x"),
         "RegisterWorker": pb.RegisterWorkerRequest(worker=pb.Worker(name="x", tenant=tenant)),
         "RemoveWorker": pb.RemoveWorkerRequest(name="x", tenant=tenant),
         "ListWorkers": pb.ListWorkersRequest(tenant=tenant),
@@ -135,7 +149,7 @@ def requests(tenant: str) -> dict[str, Any]:
 
 
 RIGHT = {
-    "Lookup": "read", "LookupStream": "read", "ListWorkers": "read", "Publish": "publish", "RegisterWorker": "publish",
+    "Lookup": "read", "LookupStream": "read", "ListWorkers": "read", "RegisterWorker": "publish",
     "RemoveWorker": "admin",
 }  # fmt: skip
 HOLDERS = {"router": {"read"}, "worker": {"publish"}, "owner": {"read", "admin"}}

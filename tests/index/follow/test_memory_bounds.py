@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvpool import IndexClient
-from kvpool.discovery.worker import PUSHED, Publisher
+from kvpool.discovery.worker import Publisher
 from kvpool.index import Worker
 from kvpool.index.answer import WorkerStatus
 from kvpool.key.hashing import seed_id
@@ -66,7 +66,7 @@ def statuses(client: IndexClient) -> dict[str, WorkerStatus]:
 
 
 def test_ranks_that_say_nothing_take_little_and_no_more_than_there_is(tmp_path: Path) -> None:
-    ranks = tuple(Publisher(rank, PUSHED) for rank in range(1024))
+    ranks = tuple(Publisher(rank, "") for rank in range(1024))
     with Index(tmp_path / "log", "256MiB") as index, IndexClient(index.target, timeout_s=WITHIN_S) as client:
         client.workers()
         before = peak(index)
@@ -117,7 +117,7 @@ def test_twelve_ranks_with_large_batches_while_a_lease_ends(tmp_path: Path) -> N
         publishers = [opened.enter_context(misbehaving()) for _ in range(12)]
         index = opened.enter_context(Index(tmp_path / "log", "512MiB"))
         client = opened.enter_context(IndexClient(index.target, timeout_s=WITHIN_S))
-        client.register(a_worker("leased", Publisher(0, PUSHED), tenant="other"), lease_s=1)
+        client.register(a_worker("leased", Publisher(0, ""), tenant="other"), lease_s=1)
         before = peak(index)
         for number, publisher in enumerate(publishers):
             publisher.publish(large)

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from kvpool import IndexClient, IndexUnavailable
-from kvpool.discovery.worker import PUSHED, Publisher
+from kvpool.discovery.worker import Publisher
 from kvpool.errors import SnapshotRefused
 from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.client.messages import MAX_REQUEST_NBYTES, SERVICE
@@ -29,7 +29,7 @@ from kvpool.index.snapshot_room import PACK_BLOCK_NBYTES
 from kvpool.v1 import index_pb2 as pb
 from tests.cli.test_index import running
 from tests.conftest import eventually
-from tests.index.fleets import Served, a_worker, say, serving
+from tests.index.fleets import Clock, Served, a_worker, say, serving
 from tests.index.serve.test_hostile_callers import peak_nbytes
 from tests.index.tokens import write_tokens
 from tests.index.wire import batch, packed64, stored
@@ -124,9 +124,9 @@ def little_memory(folder: Path) -> Iterator[tuple[Served, dict[str, str]]]:
     tokens = write_tokens(
         folder / "tokens.toml", a=(["read"], ["a"]), b=(["read"], ["b"]), root=(["read", "admin"], ["*"])
     )
-    fleet = Fleet(max_memory_nbytes=64 * MiB)
+    fleet = Fleet(max_memory_nbytes=64 * MiB, clock=Clock())  # a reply has as many bytes whenever it is made
     for tenant in "ab":
-        ranks = tuple(Publisher(rank, PUSHED) for rank in range(20))
+        ranks = tuple(Publisher(rank, "") for rank in range(20))
         fleet.add(a_worker(tenant=tenant, publishers=ranks), "flag")
         say(fleet, f"{tenant}/w", 0, 0, batch(stored(range(1, 1000))))
 

@@ -21,7 +21,12 @@ MESSAGES = [
     (pb.RouteRequest(scope=pb.Scope(model="m", multimodal=[ITEM] * 5), token_ids=bytes(100)), 8),
     (pb.LookupRequest(chat=CHAT, scope=pb.Scope(model="m"), id=(1 << 64) - 1), 8),
     (pb.LookupRequest(requests=[pb.LookupRequest(workers=["w"] * 50)] * 2), 2),
-    (pb.RegisterWorkerRequest(worker=pb.Worker(name="w", publishers=[pb.Publisher(events="push")] * 6)), 8),
+    (
+        pb.RegisterWorkerRequest(
+            worker=pb.Worker(name="w", publishers=[pb.Publisher(events="tcp://h:1")] * 6)
+        ),
+        8,
+    ),
 ]
 
 

@@ -17,13 +17,13 @@ from kvpool.index.serve import limiter
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
 from tests.conftest import eventually
-from tests.index.client.test_publisher import QUIET
 from tests.index.fleets import a_worker, serving
 from tests.index.wire import packed64
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
 WAIT_S = 30
+QUIET = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))  # windows that do not grow
 
 
 def a_fleet(workers: int = 1) -> Fleet:
