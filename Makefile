@@ -96,7 +96,7 @@ help:
 	@echo "make fuzz      replies of servers, records, events of engines, lookups and lists in JSON, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
 	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, faults on clients in Python that make test tries on ours"
 	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
-	@echo "make dist      wheels for manylinux_2_28 and the sdist, in dist/; WHEELS='cp311-x86_64' makes that one. docs/how-to/releasing.md"
+	@echo "make dist      wheels for manylinux_2_28 and the sdist, in dist/; WHEELS='cp311-x86_64' makes that one. CONTRIBUTING.md"
 	@echo "make test-dist the wheels of dist/ for this machine: what they hold; installed without a compiler, beside vLLM, and with"
 	@echo "               the lowest versions of what kvpool needs. Makes what is missing"
 	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"

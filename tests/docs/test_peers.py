@@ -21,7 +21,7 @@ from tests.index.serve.test_ext_proc import TEXT, post
 from tests.index.wire import batch, stored
 
 PEERS = Path(__file__).parents[2] / ".cache/peers"
-PAGE = "how-to/routers.md"
+PAGE = "how-to/routing.md"
 POOL = {
     "medium": "STORAGE",
     "locality": "REMOTE",

@@ -1,4 +1,4 @@
-"""The recipes of ``docs/how-to/routers.md`` for NGINX and Envoy, run by these in front of scripted workers."""
+"""The recipes of ``docs/how-to/routing.md`` for NGINX and Envoy, run by these in front of scripted workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.index.serve.test_ext_proc import TEXT, get, post
 from tests.index.wire import batch, stored
 from tests.store.servers import find
 
-PAGE = "how-to/routers.md"
+PAGE = "how-to/routing.md"
 ASKED = {"model": "m", "prompt": TEXT}
 WORKERS = ("10.0.0.1:8000", "10.0.0.2:8000")
 
