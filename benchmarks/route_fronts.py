@@ -17,7 +17,7 @@ from benchmarks.route_traffic import BLOCK_TOKENS, MODEL
 from demo.engine_process import free_ports
 from demo.index_process import IndexProcess
 from kvpool.errors import ConfigError, KVPoolError
-from tests import envoy
+from tests.support import envoy
 
 HEALTHY_TIMEOUT_S = 30.0
 # The index tokenizes what no cache of tokens holds, which takes longer than its default allows for a long prompt.

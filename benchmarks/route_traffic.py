@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from kvpool.key.hashing import BlockHasher
-from tests.index.tiny_tokenizer import write_tokenizer
+from tests.support.tiny_tokenizer import write_tokenizer
 
 MODEL = "bench"
 BLOCK_TOKENS = 16

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
 import os
 import signal
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-# These are no test files, so what their assertions compared would not be shown.
-pytest.register_assert_rewrite("tests.store.conformance", "tests.vllm.secondary_tier")
+# Their assertions show both sides, as those of test files do.
+pytest.register_assert_rewrite("tests.support")
+
+from tests.support.deadlines import eventually  # noqa: E402
 
 # A shell that runs the tests in the background has them ignore this, and what they start would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -27,27 +29,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("kvpool", deadline=None)
 settings.load_profile("kvpool")
 
-# How long each soak test goes on.
-SOAK_S = float(os.environ.get("SOAK_S", "60"))
-LONG_SOAK = pytest.mark.skipif(SOAK_S < 300, reason="too long for a short soak: SOAK_S=300 runs it")
 
 _SETTLE_S = 20.0
 # What a library opens once for a whole process, and keeps.
 _PROCESS_WIDE = ("/dev/null", "/dev/urandom", "/dev/random", "anon_inode:[eventpoll]", "/dev/nvidia")
-
-
-def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> bool:
-    """Wait until ``condition()`` holds, for at most ``within_s`` seconds; says whether it did."""
-    deadline_s = time.monotonic() + within_s
-    pause_s = 0.002
-    while not condition():
-        if time.monotonic() >= deadline_s:
-            return False
-        threading.Event().wait(pause_s)
-        pause_s = min(
-            1.1 * pause_s, 0.05
-        )  # what is waited for needs the cores, and a condition may be a call
-    return True
 
 
 def _threads() -> set[str]:
@@ -126,3 +111,23 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         return not left
 
     assert eventually(gone, within_s=_SETTLE_S), f"left behind: {sorted(left)}"
+
+
+@pytest.fixture(scope="session")
+def grpc_started() -> None:
+    """gRPC keeps a thread and descriptors for the whole process: before anything is counted."""
+    from kvpool import IndexUnavailable
+    from kvpool.index.client.async_client import AsyncIndexClient
+    from kvpool.index.client.client import IndexClient
+    from tests.support.fleets import serving
+
+    async def ask(target: str) -> None:
+        async with AsyncIndexClient(target) as client:
+            await client.workers(timeout_s=20)
+
+    with serving() as served:
+        asyncio.run(ask(served.target))
+        with IndexClient(served.target, timeout_s=20) as client:
+            client.workers()
+    with IndexClient("127.0.0.1:1") as client, pytest.raises(IndexUnavailable):
+        client.workers()

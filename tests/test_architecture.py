@@ -275,6 +275,56 @@ def test_a_long_file_says_why_it_is_one() -> None:
     assert silent == [], f'split it along its nouns, or write into its first lines: "{reason} ..."'
 
 
+def shared_faults(root: Path) -> list[str]:
+    """Tests and benchmarks share what lies in ``tests/support`` and in kits beside them, never a test or a conftest."""
+    files = [path for part in ("tests", "benchmarks") for path in (root / part).rglob("*.py")]
+    modules = {".".join(path.relative_to(root).with_suffix("").parts) for path in files}
+    found = []
+    for path in files:
+        relative = path.relative_to(root)
+        source = Source(
+            str(relative), ".".join(relative.with_suffix("").parts), False, ast.parse(path.read_text())
+        )
+        for line, module in imports(source, modules):
+            package, _, below = module.partition(".")
+            if package == "tests" and any(one.startswith(("test_", "conftest")) for one in below.split(".")):
+                found.append(f"{source.path}:{line} imports {module}: what tests share lies in tests/support")
+            above = module in modules and package == "tests" and not module.startswith("tests.support.")
+            if above and source.module.startswith("tests.support."):
+                found.append(f"{source.path}:{line} imports {module}, which is above it")
+    return sorted(found)
+
+
+def test_no_test_imports_another() -> None:
+    assert shared_faults(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("tests/a/test_b.py", "from tests.a.test_c import d", "imports tests.a.test_c: what tests share"),
+        (
+            "tests/a/test_b.py",
+            "def f():\n    from tests.a import test_c",
+            "imports tests.a.test_c: what tests share",
+        ),
+        ("tests/a/conftest.py", "from tests.conftest import f", "imports tests.conftest: what tests share"),
+        ("benchmarks/b.py", "from tests.a.test_c import d", "imports tests.a.test_c: what tests share"),
+        ("tests/support/b.py", "from tests.a import kit", "imports tests.a.kit, which is above it"),
+    ],
+)
+def test_an_import_of_a_test_is_found(tmp_path: Path, name: str, text: str, fault: str) -> None:
+    good = {
+        "tests/a/kit.py": "",
+        "tests/a/test_c.py": "from tests.a.kit import x\nfrom tests.support.s import y",
+    }
+    for path, content in {**good, name: text}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    (found,) = shared_faults(tmp_path)
+    assert fault in found
+
+
 GOOD = {
     "__init__.py": "from kvpool.errors import E",
     "errors.py": "class E(Exception): ...",

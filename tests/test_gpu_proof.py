@@ -23,7 +23,7 @@ from benchmarks.gpu_verdict import (
     judge_tests,
     table,
 )
-from tests.conftest import eventually
+from tests.support.deadlines import eventually
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "scripts" / "gpu-proof"

@@ -23,7 +23,7 @@ from kvpool.errors import ConfigError
 from kvpool.tracing import Tracing
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1.index_pb2_grpc import IndexServiceStub
-from tests.conftest import eventually
+from tests.support.deadlines import eventually
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=b"}

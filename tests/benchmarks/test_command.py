@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.command import benchmark, refused
+from tests.support.command_line import benchmark, benchmark_refused
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from tests.benchmarks.command import benchmark, refused
 )
 def test_wrong_use_is_one_clear_line(arguments: list[str], says: str, tmp_path: Path) -> None:
     """HERE: a folder with nothing in it."""
-    assert says in refused(*(one.replace("HERE", str(tmp_path)) for one in arguments))
+    assert says in benchmark_refused(*(one.replace("HERE", str(tmp_path)) for one in arguments))
 
 
 def test_help_names_every_benchmark() -> None:

@@ -14,7 +14,7 @@ from benchmarks.measure import CACHES, CallsMeasured, CopiesMeasured, EngineMeas
 from benchmarks.measure.copies import Speed
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.transfer import BlockCopier
-from tests.benchmarks.command import benchmark
+from tests.support.command_line import benchmark
 
 SMALL_RUN: dict[str, Any] = {"blocks": 1, "tokens": [16], "rounds": 1}
 

@@ -17,8 +17,8 @@ from benchmarks.e2e_report import HOST, OFF, OWN, Answer, Report, show
 from benchmarks.e2e_workload import QUESTIONS, TURNS, Conversations, draw_workload, longest_prompt_tokens
 from demo.engine_process import EngineProcess
 from kvpool.store import open_store
-from tests.benchmarks.command import refused
-from tests.store.servers import running
+from tests.support.command_line import benchmark_refused
+from tests.support.servers import running
 
 ANSWER = list(range(16))
 
@@ -171,5 +171,5 @@ def test_what_a_run_put_into_a_pool_goes_and_nothing_else(tmp_path: Path) -> Non
 def test_peer_that_is_not_installed_is_told_before_an_engine_starts(tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
         arguments = ["e2e", "--pool", server.url, "--peers", "--peers-folder", str(tmp_path)]
-        assert "make bench-peers" in refused(*arguments)
+        assert "make bench-peers" in benchmark_refused(*arguments)
         assert server.client.keys() == []

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks.simulated_fleet import BlockCache, Taken, arrivals
-from tests.benchmarks.command import benchmark
+from tests.support.command_line import benchmark
 
 
 def test_bench_fleet_finds_more_with_a_shared_index(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.benchmarks.command import benchmark, refused
+from tests.support.command_line import benchmark, benchmark_refused
 
 
 def test_rows_without_a_server_say_why_and_files_are_measured(tmp_path: Path) -> None:
@@ -26,4 +26,4 @@ def test_rows_without_a_server_say_why_and_files_are_measured(tmp_path: Path) ->
 
 
 def test_a_server_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
-    assert "name a valkey-server" in refused("gpu", "--small", "--server", str(tmp_path / "none"))
+    assert "name a valkey-server" in benchmark_refused("gpu", "--small", "--server", str(tmp_path / "none"))

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.contest import contest
 from benchmarks.index import Dictionary
-from tests.benchmarks.command import benchmark, environment, refused
+from tests.support.command_line import benchmark, benchmark_refused, environment
 
 
 def test_bench_index_agrees_with_a_dictionary() -> None:
@@ -72,6 +72,6 @@ def test_contest_tells_who_is_wrong() -> None:
 
 def test_dynamo_that_is_not_there_or_cannot_start_is_one_clear_line(tmp_path: Path) -> None:
     arguments = ["index", "--peers", "--peers-folder", str(tmp_path)]
-    assert "make bench-peers" in refused(*arguments)
+    assert "make bench-peers" in benchmark_refused(*arguments)
     environment(tmp_path, "dynamo")
-    assert "No module named 'dynamo'" in refused(*arguments)
+    assert "No module named 'dynamo'" in benchmark_refused(*arguments)

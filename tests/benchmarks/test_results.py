@@ -12,7 +12,7 @@ from benchmarks import first_token, plots
 from benchmarks.first_token import Timed, _show_lengths
 from benchmarks.valkey_shards import ValkeyShards, find_server
 from kvpool.errors import ConfigError
-from tests.benchmarks.command import benchmark
+from tests.support.command_line import benchmark
 
 
 def test_a_kept_result_says_what_was_run_on_what(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.chat import Chat
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.key.hashing import BlockHasher
-from tests.benchmarks.command import benchmark, refused
-from tests.conftest import eventually
+from tests.support.command_line import benchmark, benchmark_refused
+from tests.support.deadlines import eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -214,7 +214,9 @@ def test_bench_route_measures_a_front_beside_none() -> None:
 
 
 def test_peers_that_are_not_there_are_named_with_what_makes_them(tmp_path: Path) -> None:
-    assert "make bench-peers makes it" in refused("route", "--peers", "--peers-folder", str(tmp_path))
+    assert "make bench-peers makes it" in benchmark_refused(
+        "route", "--peers", "--peers-folder", str(tmp_path)
+    )
     with pytest.raises(ConfigError, match="make bench-peers makes it"):
         route_dynamo.installed(tmp_path)
-    assert "the fronts are Envoy + kvpool" in refused("route", "--only", "nginx")
+    assert "the fronts are Envoy + kvpool" in benchmark_refused("route", "--only", "nginx")

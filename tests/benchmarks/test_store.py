@@ -10,8 +10,8 @@ import pytest
 from benchmarks.store_clients import Peer
 from kvpool.cli.bench_store import Values
 from kvpool.store import StoreURL
-from tests.benchmarks.command import benchmark, environment, refused
-from tests.store.servers import running
+from tests.support.command_line import benchmark, benchmark_refused, environment
+from tests.support.servers import running
 
 SIZES = (64 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 CELLS = ("put_idle", "put_busy", "get_idle", "get_busy")
@@ -93,14 +93,14 @@ def test_peer_that_is_not_there_or_cannot_start_is_one_clear_line(tmp_path: Path
             "--peers-folder",
             str(tmp_path / "peers"),
         ]
-        assert "make bench-peers" in refused(*arguments)
+        assert "make bench-peers" in benchmark_refused(*arguments)
         environment(tmp_path / "peers", "lmcache")
-        assert "lmcache could not open" in refused(*arguments)
+        assert "lmcache could not open" in benchmark_refused(*arguments)
         assert server.client.keys() == []
 
 
 def test_plot_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path) -> None:
-    line = refused("store", "--plot", str(tmp_path / "nowhere" / "plot.png"))
+    line = benchmark_refused("store", "--plot", str(tmp_path / "nowhere" / "plot.png"))
     assert "cannot write the plot" in line
 
 
@@ -109,7 +109,7 @@ def test_bench_store_refuses_a_server_that_would_evict_for_it(tmp_path: Path) ->
         "valkey-server", tmp_path, "--maxmemory", "10mb", "--maxmemory-policy", "allkeys-lru"
     ) as server:
         server.client.set("other", "theirs")
-        line = refused("store", "--pool", server.url, "--rounds", "1", "--batch-bytes", "8MiB")
+        line = benchmark_refused("store", "--pool", server.url, "--rounds", "1", "--batch-bytes", "8MiB")
         assert "before it evicts" in line
         assert "--batch-bytes" in line
         assert server.client.keys() == [b"other"]
@@ -117,5 +117,5 @@ def test_bench_store_refuses_a_server_that_would_evict_for_it(tmp_path: Path) ->
 
 def test_bench_store_in_a_pool_that_is_too_small_is_one_clear_line(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool?capacity=2MiB"
-    assert "lower --batch-bytes" in refused("store", "--pool", url, "--batch-bytes", "8MiB")
+    assert "lower --batch-bytes" in benchmark_refused("store", "--pool", url, "--batch-bytes", "8MiB")
     assert list((tmp_path / "pool" / "blocks").glob("*/*")) == []

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.cli.bench_store import EXISTS_KEYS, VALUE_NBYTES
-from tests.store.servers import running
 from tests.support.command_line import kvpool, refusal, refused
+from tests.support.servers import running
 
 
 def test_bench_store_measures_a_pool_by_value_size_and_leaves_nothing(tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ import time
 import urllib.error
 import urllib.request
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,68 +32,16 @@ from kvpool.discovery.announcer import Announcer
 from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
-from tests.conftest import eventually
-from tests.index.fleets import a_worker, say, serving
-from tests.index.publisher import misbehaving
-from tests.index.wire import batch, packed64, stored
-from tests.store.certificates import Authority
-from tests.store.server.test_rights import DOCUMENTED, url_of
-from tests.store.servers import running as running_server
 from tests.support.command_line import kvpool, refused
+from tests.support.credentials import DOCUMENTED, Authority, url_of
+from tests.support.deadlines import eventually
+from tests.support.feeds import misbehaving
+from tests.support.fleets import a_worker, say, serving
+from tests.support.index_process import running
+from tests.support.servers import running as running_server
+from tests.support.wire import batch, packed64, stored
 
 TOKENS = list(range(100, 180))
-
-
-class Index:
-    """A running ``kvpool index``."""
-
-    command = "index"
-
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [
-            str(Path(sys.executable).parent / "kvpool"),
-            self.command,
-            "--listen",
-            "127.0.0.1:0",
-            "--drain",
-            "0",
-            *arguments,
-        ]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
-        )
-        assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], 60)[0], "not ready in time"
-        self.ready = self.process.stdout.readline().decode().strip()
-        found = re.match(self.command + r" listens on (127\.0\.0\.1:[0-9]+), ", self.ready)
-        assert found is not None, self.ready or self.stop()
-        self.target = found[1]
-
-    @property
-    def http_port(self) -> int:
-        """Of one that was started with ``--http``."""
-        found = re.search(r"HTTP on port ([0-9]+)", self.ready)
-        assert found is not None, self.ready
-        return int(found[1])
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[str]]:
-        """Exit code and the lines on standard error, without their time."""
-        self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=30)
-        lines = errors.decode().splitlines()
-        assert all(line.count(" ") > 1 for line in lines), errors.decode()
-        return self.process.returncode, [line.split(" ", 2)[2] for line in lines]
-
-
-@contextmanager
-def running(*arguments: str, kind: type[Index] = Index, **environment: str) -> Iterator[Index]:
-    index = kind(*arguments, **environment)
-    try:
-        yield index
-    finally:
-        if index.process.poll() is None:
-            index.process.kill()
-            index.process.communicate(timeout=30)
 
 
 def test_it_may_open_as_many_files_as_its_process_may() -> None:

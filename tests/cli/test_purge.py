@@ -17,9 +17,9 @@ import pytest
 from kvpool import Namespace, open_store
 from kvpool.discovery.facts import announce_facts
 from kvpool.store import Store
-from tests.conftest import eventually
-from tests.store.servers import SERVERS, Server, running
 from tests.support.command_line import kvpool, refused
+from tests.support.deadlines import eventually
+from tests.support.servers import SERVERS, Server, running
 
 BLOCKS = 1200  # more than one step of a scan
 HASHES = [hashlib.sha256(b"%d" % number).digest() for number in range(BLOCKS)]

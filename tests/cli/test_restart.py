@@ -17,12 +17,12 @@ from kvpool.discovery.announcer import Announcer
 from kvpool.index.client.messages import SERVICE
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import namespace_prefix
-from tests.cli.test_index import Index, running
-from tests.conftest import eventually
-from tests.index.publisher import Misbehaving, misbehaving
-from tests.index.wire import batch, packed64, removed, stored
-from tests.store.servers import running as running_server
 from tests.support.command_line import kvpool, refused
+from tests.support.deadlines import eventually
+from tests.support.feeds import Misbehaving, misbehaving
+from tests.support.index_process import Index, running
+from tests.support.servers import running as running_server
+from tests.support.wire import batch, packed64, removed, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

@@ -11,13 +11,13 @@ import pytest
 
 from kvpool import BlockHasher, IndexClient
 from kvpool.index.place.metrics_page import Engine
-from tests.cli.test_index import running
-from tests.conftest import eventually
-from tests.index.pages import serving_page
-from tests.index.publisher import misbehaving
-from tests.index.tiny_tokenizer import write_tokenizer
-from tests.index.wire import batch, stored
 from tests.support.command_line import kvpool, refused
+from tests.support.deadlines import eventually
+from tests.support.feeds import misbehaving
+from tests.support.index_process import running
+from tests.support.metrics_pages import serving_page
+from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.wire import batch, stored
 
 CHAT = {
     "model": "m",

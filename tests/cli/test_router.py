@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, IndexClient
-from tests.cli.test_index import Index, running
-from tests.conftest import eventually
-from tests.index.openai_worker import ScriptedWorker, scripted
-from tests.index.publisher import Misbehaving, misbehaving
-from tests.index.serve.test_ext_proc import TEXT, get, post
-from tests.index.wire import batch, stored
-from tests.store.certificates import Authority
 from tests.support.command_line import kvpool, refused
+from tests.support.credentials import Authority
+from tests.support.deadlines import eventually
+from tests.support.feeds import Misbehaving, misbehaving
+from tests.support.http_client import TEXT, get, post
+from tests.support.index_process import Index, running
+from tests.support.openai_worker import ScriptedWorker, scripted
+from tests.support.wire import batch, stored
 
 TOKENS = list(TEXT.encode())
 ASKED = {"model": "m", "prompt": TOKENS}

@@ -30,10 +30,10 @@ from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, W
 from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
-from tests.conftest import eventually
-from tests.index.fleets import Served, a_worker, say, serving
-from tests.index.wire import batch, packed64, stored
 from tests.support.command_line import kvpool, refused
+from tests.support.deadlines import eventually
+from tests.support.fleets import Served, a_worker, say, serving
+from tests.support.wire import batch, packed64, stored
 
 KVPOOL = str(Path(sys.executable).parent / "kvpool")
 

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import eventually
+from tests.support.deadlines import eventually
 
 ROOT = Path(__file__).parents[2]
 UP_TIMEOUT_S = 420.0

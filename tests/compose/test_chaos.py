@@ -28,7 +28,8 @@ from tests.compose.traffic import (
     latencies_s,
     words,
 )
-from tests.conftest import LONG_SOAK, eventually
+from tests.support.deadlines import eventually
+from tests.support.soak import LONG_SOAK
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 

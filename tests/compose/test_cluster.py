@@ -15,7 +15,7 @@ import pytest
 
 import kvpool
 from tests.compose.cluster import MODEL, Cluster
-from tests.conftest import eventually
+from tests.support.deadlines import eventually
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 

@@ -18,7 +18,7 @@ import pytest
 
 import kvpool
 from tests.compose.cluster import ASK_TIMEOUT_S, MODEL, ROOT, Cluster
-from tests.conftest import eventually
+from tests.support.deadlines import eventually
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 

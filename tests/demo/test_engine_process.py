@@ -12,7 +12,7 @@ import pytest
 
 from demo import engine_process
 from demo.engine_process import EngineProcess, first_error, ran_s
-from tests.conftest import eventually
+from tests.support.deadlines import eventually
 
 DEAF = """#!{python}
 import signal, time

@@ -1,4 +1,4 @@
-"""Fixtures: of the index, for the parts that ask one; the files of the Secrets."""
+"""The files of the Secrets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.manifests import ROOT
-from tests.index.conftest import grpc_started
-
-__all__ = ["grpc_started", "secrets"]
 
 
 @pytest.fixture(scope="module")

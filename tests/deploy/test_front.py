@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from demo.engine_process import free_ports
-from tests import envoy
-from tests.conftest import eventually
-from tests.index.openai_worker import ScriptedWorker, scripted
+from tests.support import envoy
+from tests.support.deadlines import eventually
+from tests.support.openai_worker import ScriptedWorker, scripted
 
 FRONT = envoy.ROOT / "deploy/front"
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}

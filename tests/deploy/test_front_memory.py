@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests import envoy
-from tests.conftest import eventually
-from tests.index.openai_worker import scripted
+from tests.support import envoy
+from tests.support.deadlines import eventually
+from tests.support.openai_worker import scripted
 
 MiB = 1 << 20
 PART = 15 * MiB  # of a body of 16

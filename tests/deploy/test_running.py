@@ -23,8 +23,6 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from demo.engine_process import free_ports
-from tests import envoy
-from tests.conftest import eventually
 from tests.deploy.manifests import (
     OVERLAYS,
     Object,
@@ -34,8 +32,10 @@ from tests.deploy.manifests import (
     options,
     overlay,
 )
-from tests.index.openai_worker import scripted
-from tests.store.servers import running
+from tests.support import envoy
+from tests.support.deadlines import eventually
+from tests.support.openai_worker import scripted
+from tests.support.servers import running
 
 PYTHON = Path(sys.executable)
 SERVING = health_pb2.HealthCheckResponse.SERVING

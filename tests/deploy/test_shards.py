@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import eventually
 from tests.deploy.manifests import ROOT, Object, arguments, containers, one, overlay
-from tests.store.servers import FOLDER, find
+from tests.support.deadlines import eventually
+from tests.support.servers import FOLDER, find
 
 PYTHON = Path(sys.executable)
 

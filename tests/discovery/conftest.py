@@ -9,7 +9,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.store.store import Store
-from tests.store.servers import SERVERS, Server, running
+from tests.support.servers import SERVERS, Server, running
 
 
 @pytest.fixture(params=["memory", "file", *SERVERS])

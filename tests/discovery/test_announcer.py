@@ -15,16 +15,9 @@ from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_record import pack_worker
 from kvpool.key.key import request_key, workers_prefix
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.discovery.workers import (
-    KEY,
-    LEASE_S,
-    Watched,
-    announced,
-    watching,
-    worker,
-)
-from tests.store.servers import Server
+from tests.support.announced_workers import KEY, LEASE_S, Watched, announced, watching, worker
+from tests.support.deadlines import eventually
+from tests.support.servers import Server
 
 
 @pytest.mark.parametrize(

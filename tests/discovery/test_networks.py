@@ -9,7 +9,7 @@ import pytest
 from kvpool import ConfigError
 from kvpool.discovery.networks import WorkerNetworks, one_spelling, places_of
 from kvpool.discovery.worker import Publisher
-from tests.discovery.workers import worker
+from tests.support.announced_workers import worker
 
 LOCAL = ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"]
 OF_THE_LINK = ["169.254.169.254", "fe80::1", "fe80::1%eth0", "224.0.0.1", "0.0.0.0", "::"]

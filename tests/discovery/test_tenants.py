@@ -18,10 +18,10 @@ from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import AnnouncementsRefused
 from kvpool.store.server import documents
 from kvpool.store.store import MAX_DOCUMENT_NBYTES
-from tests.conftest import eventually
-from tests.discovery.workers import Watched, announced, leave_facts, rounds, watching, worker
-from tests.store.proxy import proxied
-from tests.store.servers import Cluster, Server
+from tests.support.announced_workers import Watched, announced, leave_facts, rounds, watching, worker
+from tests.support.deadlines import eventually
+from tests.support.proxy import proxied
+from tests.support.servers import Cluster, Server
 
 
 def spoil(server: Server, way: str) -> None:

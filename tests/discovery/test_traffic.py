@@ -16,7 +16,7 @@ from kvpool.discovery.traffic_announcer import TrafficAnnouncer
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import is_traffic_key, traffic_prefix
 from kvpool.store.memory import MemoryStore
-from tests.conftest import eventually
+from tests.support.deadlines import eventually
 
 BLOCK = 16
 

@@ -9,11 +9,7 @@ import msgpack
 import pytest
 
 from kvpool.discovery.worker_record import Announced, merge_ranks, pack_worker, unpack_worker
-from tests.discovery.workers import (
-    FIELDS,
-    KEY,
-    worker,
-)
+from tests.support.announced_workers import FIELDS, KEY, worker
 
 
 def test_golden_record() -> None:

@@ -18,8 +18,7 @@ from kvpool.discovery.worker_record import pack_worker
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.key.key import is_request_key, request_key, workers_prefix
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.discovery.workers import (
+from tests.support.announced_workers import (
     FIELDS,
     LEASE_S,
     Watched,
@@ -29,7 +28,8 @@ from tests.discovery.workers import (
     watching,
     worker,
 )
-from tests.store.servers import Server
+from tests.support.deadlines import eventually
+from tests.support.servers import Server
 
 
 def test_a_worker_comes_stays_beyond_its_lease_and_stops(store: Store) -> None:

@@ -13,12 +13,12 @@ import pytest
 
 from demo.engine_process import free_ports
 from kvpool import BlockHasher
-from tests.conftest import eventually
-from tests.docs.recipes import put_in, recipe, started
-from tests.index.openai_worker import ScriptedWorker, scripted
-from tests.index.publisher import misbehaving
-from tests.index.serve.test_ext_proc import TEXT, post
-from tests.index.wire import batch, stored
+from tests.support.deadlines import eventually
+from tests.support.feeds import misbehaving
+from tests.support.http_client import TEXT, post
+from tests.support.openai_worker import ScriptedWorker, scripted
+from tests.support.recipes import put_in, recipe, started
+from tests.support.wire import batch, stored
 
 PEERS = Path(__file__).parents[2] / ".cache/peers"
 PAGE = "how-to/routing.md"

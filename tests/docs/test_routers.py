@@ -18,16 +18,16 @@ import yaml
 from demo.engine_process import free_ports
 from kvpool import BlockHasher
 from kvpool.index.fleet import Fleet
-from tests import envoy
-from tests.cli.test_index import running
-from tests.conftest import eventually
-from tests.docs.recipes import put_in, recipe, started
-from tests.index.fleets import say, serving
-from tests.index.openai_worker import ScriptedWorker, scripted
-from tests.index.publisher import misbehaving
-from tests.index.serve.test_ext_proc import TEXT, get, post
-from tests.index.wire import batch, stored
-from tests.store.servers import find
+from tests.support import envoy
+from tests.support.deadlines import eventually
+from tests.support.feeds import misbehaving
+from tests.support.fleets import say, serving
+from tests.support.http_client import TEXT, get, post
+from tests.support.index_process import running
+from tests.support.openai_worker import ScriptedWorker, scripted
+from tests.support.recipes import put_in, recipe, started
+from tests.support.servers import find
+from tests.support.wire import batch, stored
 
 PAGE = "how-to/routing.md"
 ASKED = {"model": "m", "prompt": TEXT}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpool import metrics
-from tests.docs.recipes import DOCS
+from tests.support.recipes import DOCS
 
 ROOT = DOCS.parent
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

@@ -17,17 +17,15 @@ from demo.engine_process import free_ports
 from kvpool import BlockHasher, open_store
 from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
-from tests import envoy
-from tests.conftest import eventually
-from tests.discovery.workers import announced
-from tests.docs import split_front
-from tests.docs.recipes import put_in, recipe, started
-from tests.docs.split_front import HEADING, PAGE
-from tests.index.fleets import Served, say, serving
-from tests.index.openai_worker import ScriptedWorker, scripted
-from tests.index.publisher import misbehaving
-from tests.index.serve.test_ext_proc import TEXT, post
-from tests.index.wire import batch, stored
+from tests.support import envoy
+from tests.support.announced_workers import announced
+from tests.support.deadlines import eventually
+from tests.support.feeds import misbehaving
+from tests.support.fleets import Served, say, serving
+from tests.support.http_client import TEXT, post
+from tests.support.openai_worker import ScriptedWorker, scripted
+from tests.support.recipes import SPLIT_HEADING, SPLIT_PAGE, put_in, recipe, split_chat, split_front, started
+from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -42,7 +40,7 @@ class Split:
 
     def __init__(self, workers: dict[str, ScriptedWorker], index: Served, client: openai.OpenAI) -> None:
         self.workers, self.index, self._client = workers, index, client
-        self._chat = split_front.chat()
+        self._chat = split_chat()
 
     def chat(self, **more: Any) -> Any:
         return self._chat(self._client, **ASKED, **more)
@@ -68,7 +66,7 @@ def split(tmp_path: Path) -> Iterator[Split]:
         listen, admin = free_ports(2)
         with serving(fleet, place={"timeout_s": 5}) as index:
             prefill, decode = ([workers[name].at for name in names] for names in (("p1", "p2"), ("d1", "d2")))
-            config = split_front.configured(prefill, decode, index.ext_proc, listen, admin)
+            config = split_front(prefill, decode, index.ext_proc, listen, admin)
             with (
                 envoy.started(tmp_path, config, listen=listen, admin=admin) as front,
                 openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as client,
@@ -137,7 +135,7 @@ def test_two_routers_serve_a_group_each(tmp_path: Path) -> None:
                     store, one.worker(publishers=(publisher,), incarnation="one", namespace="ab" * 16), 10
                 )
             )
-        for line, one in zip(recipe(PAGE, HEADING, "sh", 1).splitlines(), workers, strict=True):
+        for line, one in zip(recipe(SPLIT_PAGE, SPLIT_HEADING, "sh", 1).splitlines(), workers, strict=True):
             (port,) = free_ports(1)
             listen = "0.0.0.0:8081" if one.name == "p" else "0.0.0.0:8080"
             network = "10.0.0.0/24" if one.name == "p" else "10.0.1.0/24"

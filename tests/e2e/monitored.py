@@ -20,9 +20,9 @@ from typing import Any
 from demo.engine_process import connector_config, free_ports
 from demo.index_process import IndexProcess
 from kvpool import IndexClient
-from tests.conftest import eventually
-from tests.e2e.api_server import OPENER, ApiServer, answers
-from tests.store.servers import Server, find, running
+from tests.support.api_server import OPENER, ApiServer, answers
+from tests.support.deadlines import eventually
+from tests.support.servers import Server, find, running
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "kvpool.json"

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.e2e_report import HOST, LMCACHE, OFF, OWN
 from benchmarks.e2e_workload import QUESTIONS, TURNS
-from tests.benchmarks.command import benchmark
-from tests.conftest import LONG_SOAK
-from tests.store.servers import running
+from tests.support.command_line import benchmark
+from tests.support.servers import running
+from tests.support.soak import LONG_SOAK
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(620)]
 

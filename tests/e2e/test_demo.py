@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from demo.engine_process import EngineFailed, EngineProcess
-from tests.conftest import eventually
-from tests.e2e.harness import engine_options
+from tests.support.deadlines import eventually
+from tests.support.engines import engine_options
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 

@@ -12,7 +12,7 @@ import torch
 
 from demo.engine_process import EngineProcess
 from kvpool import BlockHasher
-from tests.e2e.harness import (
+from tests.support.engines import (
     BLOCK_TOKENS,
     ask,
     corrupt,

@@ -12,9 +12,9 @@ import pytest
 
 from demo.engine_process import EngineProcess, connector_config, small_engine
 from kvpool import BlockHasher
-from tests.conftest import eventually
-from tests.e2e.harness import PATIENT, engine_options, passing, prompt, records
-from tests.store.servers import Server, running
+from tests.support.deadlines import eventually
+from tests.support.engines import PATIENT, engine_options, passing, prompt, records
+from tests.support.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from demo.engine_process import EngineFailed
-from tests.e2e.harness import (
+from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
     engine_options,
@@ -21,7 +21,7 @@ from tests.e2e.harness import (
     started,
     write_model,
 )
-from tests.hub import Hub, serving
+from tests.support.hub import Hub, serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,64 +16,30 @@ from demo.engine_process import EngineProcess, free_ports, kill_all_but_trackers
 from kvpool import BlockHasher, open_store
 from kvpool.config import hash_seed
 from kvpool.discovery.worker import Publisher, Worker
-from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.answer import Row
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.subscriber import END, Subscriber
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import parse_facts_key
-from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.e2e.harness import BLOCK_TOKENS, engine_options, passing, prompt, started
-from tests.store.servers import running
+from tests.support.deadlines import eventually
+from tests.support.engines import (
+    BLOCK_TOKENS,
+    PROMPTS,
+    WITHIN_S,
+    Index,
+    options_of,
+    passing,
+    prompt,
+    started,
+)
+from tests.support.servers import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LEASE_S = 3.0
 LONG_LEASE_S = 600.0
-# 40 blocks of 1 MiB: the prompts below need more, so blocks are evicted.
-KV_CACHE_NBYTES = 40 << 20
-PROMPTS = [prompt(700 + i, 1100 + 130 * i) for i in range(8)]
 HASHER = BlockHasher(BLOCK_TOKENS)
-WITHIN_S = 30.0
-
-
-@dataclass
-class Index:
-    """What ``kvpool index`` consists of, without the gRPC around it."""
-
-    store: Store
-    fleet: Fleet = field(default_factory=Fleet)
-
-    def __post_init__(self) -> None:
-        self.roster = Roster(self.fleet, Subscriber(self.fleet))
-        self.watch = WorkerWatch(
-            self.store,
-            on_worker=lambda worker, keep_s: self.roster.add(worker, "pool", keep_s),
-            on_gone=self.roster.remove,
-            on_pool_lost=self.fleet.forget_pool,
-            incomplete=self.fleet.incomplete,
-            on_asked=self.fleet.asked,
-        )
-
-    def close(self) -> None:
-        self.watch.close()
-        self.roster.close()
-
-    def row(self, model: str, tokens: list[int], worker: str) -> Row:
-        (row,) = self.fleet.lookup(model, token_ids=tokens, workers=[worker])
-        return row
-
-    def knows(self, worker: str) -> bool:
-        """Whether it follows the worker, and all that it was told is true now."""
-        for status in self.fleet.workers():
-            if status.worker.name == worker:
-                return not any(publisher.stale for publisher in status.publishers)
-        return False
-
-    def incarnation(self, worker: str) -> str:
-        return next(one.worker.incarnation for one in self.fleet.workers() if one.worker.name == worker)
 
 
 class EngineSays:
@@ -116,21 +81,6 @@ class EngineSays:
                 break
             count += 1
         return count
-
-
-def options_of(model: Path, pool: str, ports: list[int], **settings: Any) -> dict[str, Any]:
-    events = {
-        "enable_kv_cache_events": True,
-        "endpoint": f"tcp://*:{ports[0]}",
-        "replay_endpoint": f"tcp://*:{ports[1]}",
-    }
-    return engine_options(
-        model,
-        pool,
-        settings={"advertise_host": "127.0.0.1", **settings},
-        kv_events_config=events,
-        kv_cache_memory_bytes=KV_CACHE_NBYTES,
-    )
 
 
 def assert_true(index: Index, model: str, worker: str, replay_port: int) -> EngineSays:

@@ -11,7 +11,7 @@ import pytest
 
 from demo.engine_process import connector_config
 from kvpool._native import RECORD_HEADER_NBYTES
-from tests.e2e.harness import (
+from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
     PATIENT,
@@ -126,7 +126,7 @@ def test_pipeline_stages_share_with_their_like_only(
     """A stage of one layer and one of three; what an engine without stages has stored is not for them."""
     pool = shutil.copytree(of_one_rank.pool, tmp_path / "pool")
     double = {**engine_options(llama, f"file://{pool}"), "pipeline_parallel_size": 2}
-    double["worker_cls"] = "tests.e2e.cpu_pipeline.PipelineCpuWorker"
+    double["worker_cls"] = "tests.support.cpu_pipeline.PipelineCpuWorker"
     environment = {**TP2, "VLLM_PP_LAYER_PARTITION": "1,3"}
     (alone,) = namespaces(pool)
     with started("first", tmp_path, double, **environment) as engine:

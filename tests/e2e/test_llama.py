@@ -19,8 +19,8 @@ import pytest
 
 from demo.engine_process import EngineProcess, free_ports
 from kvpool import BlockHasher
-from tests.conftest import eventually
-from tests.e2e.harness import (
+from tests.support.deadlines import eventually
+from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
     call,

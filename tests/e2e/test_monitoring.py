@@ -15,10 +15,10 @@ import pytest
 
 from kvpool import IndexClient
 from kvpool.key.key import KEY_PREFIX, is_key
-from tests.conftest import eventually
 from tests.e2e import monitored
-from tests.e2e.harness import prompt, write_model
 from tests.e2e.monitored import Fleet, Values
+from tests.support.deadlines import eventually
+from tests.support.engines import prompt, write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 

@@ -15,8 +15,8 @@ import pytest
 
 from demo.engine_process import EngineProcess, connector_config
 from kvpool import BlockHasher
-from tests.conftest import eventually
-from tests.e2e.harness import (
+from tests.support.deadlines import eventually
+from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
     PATIENT,
@@ -25,8 +25,8 @@ from tests.e2e.harness import (
     prompt,
     records,
 )
-from tests.store.proxy import Proxy, proxied
-from tests.store.servers import Server, running
+from tests.support.proxy import Proxy, proxied
+from tests.support.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 

@@ -15,9 +15,8 @@ from demo.engine_process import free_ports
 from kvpool import BlockHasher, open_store
 from kvpool.index.answer import Row
 from kvpool.vllm.cache_resync import INTERVAL_S
-from tests.conftest import eventually
-from tests.e2e.harness import BLOCK_TOKENS, passing, prompt
-from tests.e2e.test_index import PROMPTS, WITHIN_S, Index, options_of
+from tests.support.deadlines import eventually
+from tests.support.engines import BLOCK_TOKENS, PROMPTS, WITHIN_S, Index, options_of, passing, prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -18,13 +18,11 @@ import pytest
 from demo.engine_process import free_ports
 from demo.index_process import IndexProcess
 from kvpool import IndexClient
-from tests import envoy
 from tests.compose.traffic import words
-from tests.conftest import eventually
-from tests.docs import split_front
-from tests.e2e import api_server
-from tests.e2e.api_server import ApiServer
-from tests.e2e.harness import (
+from tests.support import api_server, envoy
+from tests.support.api_server import ApiServer
+from tests.support.deadlines import eventually
+from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
     PATIENT,
@@ -35,6 +33,7 @@ from tests.e2e.harness import (
     records,
     started,
 )
+from tests.support.recipes import split_chat, split_front
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -104,7 +103,7 @@ class Split:
         options = ("--ext-proc", f"127.0.0.1:{picker}", "--tokenizer", f"{api_server.NAME}={model}")
         index = parts.enter_context(IndexProcess(folder, f"file://{self._pool}", options))
         groups = [[url.removeprefix("http://")] for url in self.urls]
-        config_of_front = split_front.configured(*groups, f"127.0.0.1:{picker}", listen, admin)
+        config_of_front = split_front(*groups, f"127.0.0.1:{picker}", listen, admin)
         front = parts.enter_context(envoy.started(folder, config_of_front, listen=listen, admin=admin))
         known = parts.enter_context(IndexClient(index.address))
         assert eventually(lambda: len(known.workers()) == 2, within_s=60)
@@ -139,7 +138,7 @@ def test_a_front_sends_prompts_to_one_engine_and_answers_from_the_other(llama: P
         http = parts.enter_context(httpx.Client(event_hooks={"response": [heard]}))
         client = openai.OpenAI(base_url=f"{split.url}/v1", api_key="none", http_client=http)
         for text, one, whole in zip(PROMPTS, expected, blocks, strict=True):
-            answer = split_front.chat()(client, **asked(text)).model_dump()
+            answer = split_chat()(client, **asked(text)).model_dump()
             assert answer["choices"][0]["message"]["content"] == one["choices"][0]["message"]["content"]
             loaded = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert loaded == whole * BLOCK_TOKENS, "all whole blocks come from the pool"

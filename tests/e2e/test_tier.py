@@ -11,9 +11,9 @@ import pytest
 
 from demo.engine_process import EngineProcess
 from kvpool import BlockHasher, metrics
-from tests.conftest import eventually
-from tests.e2e.harness import BLOCK_TOKENS, GENERATED_TOKENS, ask, engine_options, prompt, started
-from tests.store.servers import SERVERS, Server, running
+from tests.support.deadlines import eventually
+from tests.support.engines import BLOCK_TOKENS, GENERATED_TOKENS, ask, engine_options, prompt, started
+from tests.support.servers import SERVERS, Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -30,7 +30,7 @@ def tier_options(model: Path, server: Server, blocks_per_chunk: int = 1) -> dict
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "spec_name": "CpuTieringSpec",
-            "spec_module_path": "tests.e2e.cpu_tiering",
+            "spec_module_path": "tests.support.cpu_tiering",
             "cpu_bytes_to_use": 128 << 20,
             "block_size": 128 * blocks_per_chunk,
             "secondary_tiers": [

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from demo.engine_process import EngineProcess
-from tests.conftest import eventually
-from tests.e2e.harness import (
+from tests.support.deadlines import Stopwatch, eventually
+from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
     call,
@@ -23,8 +23,7 @@ from tests.e2e.harness import (
     rests,
     started,
 )
-from tests.store.servers import Server, running
-from tests.store.stopwatch import Stopwatch
+from tests.support.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.smoke, pytest.mark.timeout(420)]
 

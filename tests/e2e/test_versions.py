@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from demo.engine_process import child_environment
-from tests.conftest import LONG_SOAK
-from tests.e2e.engine_forks import ROOT
+from tests.support.engine_forks import ROOT
+from tests.support.soak import LONG_SOAK
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from demo.engine_process import EngineProcess
-from tests.e2e.harness import (
+from tests.support.engines import (
     ask,
     call,
     engine_options,

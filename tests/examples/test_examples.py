@@ -16,15 +16,15 @@ import pytest
 
 from demo.engine_process import free_ports
 from kvpool import BlockHasher, IndexClient
-from tests.cli.test_index import Index
-from tests.cli.test_index import running as running_index
-from tests.conftest import eventually
-from tests.docs.recipes import started
-from tests.index.openai_worker import ScriptedWorker, scripted
-from tests.index.publisher import Misbehaving, misbehaving
-from tests.index.serve.test_ext_proc import post
-from tests.index.wire import batch, stored
-from tests.store.servers import running
+from tests.support.deadlines import eventually
+from tests.support.feeds import Misbehaving, misbehaving
+from tests.support.http_client import post
+from tests.support.index_process import Index
+from tests.support.index_process import running as running_index
+from tests.support.openai_worker import ScriptedWorker, scripted
+from tests.support.recipes import started
+from tests.support.servers import running
+from tests.support.wire import batch, stored
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -69,7 +69,7 @@ def hash_cases() -> list[dict[str, Any]]:
 
 
 def make_hashes() -> list[dict[str, Any]]:
-    from tests.vllm_oracle import vllm_hashes
+    from tests.support.vllm_blocks import vllm_hashes
 
     cases = hash_cases()
     for case in cases:
@@ -318,7 +318,7 @@ def make_protocol() -> list[dict[str, Any]]:
     """Four kinds of rows: ``prompt`` (tokens and what a client may send for them), ``message`` (fields and bytes),
     ``exchange`` (a worker, its batches by number, a request and its reply) and ``stream`` (the same, with requests and
     replies by id)."""
-    from tests.vllm_oracle import vllm_hashes
+    from tests.support.vllm_blocks import vllm_hashes
 
     rows: list[dict[str, Any]] = []
     prompts: list[tuple[str, dict[str, Any]]] = [

@@ -1,48 +1,42 @@
-"""What is started once: gRPC, which keeps a thread and descriptors of its own for the whole process and has them
-before anything is counted; and vLLM's own server, in a process of its own, for what it makes of prompts.
-"""
+"""Names of hosts, and vLLM's own server in a process of its own, which says what it makes of prompts."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpool.index import resolver
+from tests.support.deadlines import eventually
+from tests.support.networks import Names
 
-@pytest.fixture(scope="session")
-def grpc_started() -> None:
-    from kvpool import IndexUnavailable
-    from kvpool.index.client.async_client import AsyncIndexClient
-    from kvpool.index.client.client import IndexClient
-    from tests.index.fleets import serving
 
-    async def ask(target: str) -> None:
-        async with AsyncIndexClient(target) as client:
-            await client.workers(timeout_s=20)
-
-    with serving() as served:
-        asyncio.run(ask(served.target))
-        with IndexClient(served.target, timeout_s=20) as client:
-            client.workers()
-    with IndexClient("127.0.0.1:1") as client, pytest.raises(IndexUnavailable):
-        client.workers()
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    """The names of the resolver, in the place of the system's."""
+    one = Names()
+    monkeypatch.setattr(resolver.socket, "getaddrinfo", one.getaddrinfo)
+    yield one
+    one.go_on.set()  # those in line, too, while the system's resolver is not asked
+    assert eventually(lambda: "kvpool-resolver" not in {thread.name for thread in threading.enumerate()})
 
 
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """See ``tests.vllm_server``: tokens of the cases of ``test_tokenizer``, and metrics pages."""
-    from tests.index.place.test_tokenizer import CASES
-    from tests.index.tiny_tokenizer import write_tokenizer
+    """See ``tests.support.vllm_server``: tokens of the cases of ``tests.support.prompts``, and metrics pages."""
+    from tests.support.prompts import CASES
+    from tests.support.tiny_tokenizer import write_tokenizer
 
     folder = str(write_tokenizer(tmp_path_factory.mktemp("server")))
     cases = [(template, kind, {"model": folder, **body}) for template, kind, body in CASES]
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.vllm_server", folder],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.vllm_server", folder],
         input=json.dumps(cases), capture_output=True, text=True, timeout=240, check=False,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip

@@ -17,8 +17,8 @@ from kvpool.index.partition import merged
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve import codec, lookup_codec
 from kvpool.v1 import index_pb2 as pb
-from tests.index.fleets import Clock, a_worker, say
-from tests.index.wire import batch, packed64, stored
+from tests.support.fleets import Clock, a_worker, say
+from tests.support.wire import batch, packed64, stored
 
 U32 = st.integers(0, (1 << 32) - 1)
 U64 = st.integers(0, (1 << 64) - 1)

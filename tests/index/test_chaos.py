@@ -1,7 +1,7 @@
 """Two indexes, two honest tenants with 64 workers, every attacker at once, a pool that dies: answers stay true.
 
-The attackers (``tests.index.attackers``) run at the lowest priority: they stand for other hosts, which take no time of
-the index's processors. For a long soak (``SOAK_S=600``): the slowest thousandth of a short one says nothing.
+The attackers (``tests.support.attackers``) run at the lowest priority: they stand for other hosts, which take no time
+of the index's processors. For a long soak (``SOAK_S=600``): the slowest thousandth of a short one says nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from kvpool import IndexClient, open_store
 from kvpool.discovery.announcer import Announcer
 from kvpool.index import Worker
 from kvpool.key.hashing import seed_id
-from tests.cli.test_index import Index
-from tests.cli.test_index import running as running_index
-from tests.conftest import LONG_SOAK, SOAK_S, eventually
-from tests.index.attackers import Attackers
-from tests.index.test_oracle import PROMPTS, Source, telling
-from tests.index.tokens import write_tokens
-from tests.index.wire import packed64
-from tests.store.servers import running as running_server
+from tests.support.attackers import Attackers
+from tests.support.credentials import write_tokens
+from tests.support.deadlines import eventually
+from tests.support.index_process import Index
+from tests.support.index_process import running as running_index
+from tests.support.oracle import PROMPTS, Source, telling
+from tests.support.servers import running as running_server
+from tests.support.soak import LONG_SOAK, SOAK_S
+from tests.support.wire import packed64
 
 WORKERS = 32  # of each tenant
 HONEST = ("announced", "called")  # tenants: by how their workers become known
@@ -117,7 +118,7 @@ def test_answers_stay_true_and_in_time_whatever_others_do(tmp_path: Path) -> Non
         before = [peak_mib(index) for index in indexes]
 
         attackers = subprocess.Popen(
-            ["nice", "-n", "39", sys.executable, "-m", "tests.index.attackers"],
+            ["nice", "-n", "39", sys.executable, "-m", "tests.support.attackers"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={
                 **os.environ,
@@ -130,7 +131,7 @@ def test_answers_stay_true_and_in_time_whatever_others_do(tmp_path: Path) -> Non
         )  # fmt: skip
         askers = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.index.asker", index.target, tenant, str(SOAK_S)],
+                [sys.executable, "-m", "tests.support.asker", index.target, tenant, str(SOAK_S)],
                 stdout=subprocess.PIPE, text=True,
                 env={**os.environ, "KVPOOL_INDEX_TOKEN": tokens["router"]},
             )

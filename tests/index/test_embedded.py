@@ -10,9 +10,9 @@ from typing import Any
 from kvpool import BlockHasher, Worker
 from kvpool.index import Lookup, Route
 from kvpool.key.hashing import seed_id
-from tests.conftest import eventually
-from tests.index.publisher import misbehaving
-from tests.index.wire import batch, stored
+from tests.support.deadlines import eventually
+from tests.support.feeds import misbehaving
+from tests.support.wire import batch, stored
 
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "run-an-index.md"
 TOKENS = list(range(64))

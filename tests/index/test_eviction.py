@@ -14,10 +14,9 @@ from kvpool import ConfigError, PrefixIndex
 from kvpool.index.fleet import Fleet
 from kvpool.index.snapshot import Snapshot
 from kvpool.index.table import Content, MemoryBudget
-from tests.index.fleets import a_worker, say
-from tests.index.model import Model
-from tests.index.test_table import HASHES, device_blocks, steps
-from tests.index.wire import batch, cleared, packed64, removed, stored
+from tests.support.fleets import a_worker, say
+from tests.support.oracle import Model, device_blocks
+from tests.support.wire import HASHES, batch, cleared, packed64, removed, steps, stored
 
 
 def prompts(seed: int, blocks: int) -> Iterator[list[int]]:

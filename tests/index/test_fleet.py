@@ -24,9 +24,9 @@ from kvpool.index import Lookup, Publisher, Row, Worker, membership
 from kvpool.index.fleet import Fleet
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import seed_id
-from tests.conftest import eventually
-from tests.index.fleets import Clock, a_worker, say
-from tests.index.wire import batch, cleared, packed64, removed, stored
+from tests.support.deadlines import eventually
+from tests.support.fleets import Clock, a_worker, say
+from tests.support.wire import batch, cleared, packed64, removed, stored
 
 NAMESPACE, OTHER_NAMESPACE = "a" * 32, "b" * 32
 

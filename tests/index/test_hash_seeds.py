@@ -11,8 +11,8 @@ from kvpool.index.dp_rank import ONE_SEED, UNHASHED
 from kvpool.index.fleet import Fleet
 from kvpool.index.membership import SOURCES, Source
 from kvpool.key.hashing import seed_id
-from tests.index.fleets import a_worker, say, serving
-from tests.index.wire import batch, packed64, stored
+from tests.support.fleets import a_worker, say, serving
+from tests.support.wire import batch, packed64, stored
 
 OTHER = (
     f"{UNHASHED}, for such workers hash with another seed than the index: "

@@ -17,9 +17,9 @@ from kvpool import _native
 from kvpool.index import PrefixIndex
 from kvpool.index.fleet import Fleet
 from kvpool.vllm.plan import Group, longest_hit
-from tests.index.fleets import Clock, a_worker, say
-from tests.index.model import Model
-from tests.index.wire import batch, packed64, removed, stored
+from tests.support.fleets import Clock, a_worker, say
+from tests.support.oracle import Model
+from tests.support.wire import batch, packed64, removed, stored
 
 NAMESPACE = "a" * 32
 PROMPT = list(range(1, 11))

@@ -16,9 +16,8 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -32,163 +31,22 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed_module
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.key.hashing import seed_id
-from tests.conftest import SOAK_S, eventually
-from tests.index.fleets import serving
-from tests.index.model import Model
-from tests.index.publisher import Misbehaving
-from tests.index.wire import batch, cleared, packed64, removed, stored
+from tests.support.deadlines import eventually
+from tests.support.fleets import serving
+from tests.support.oracle import PROMPTS, Source, telling
+from tests.support.soak import SOAK_S
+from tests.support.wire import packed64
 
 SETTLED_S = 2.0  # promised: so long after the last event everything is known
 MARGIN_S = 3.0  # for a machine that is busy with other things
 CALL_S = 20.0
-PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [9, 10], [4, 5]]
 MODEL = "m"
-
-Events = list[dict[str, Any]]
 
 
 # ---- what is told
 
 
-def stores(chance: random.Random, hybrid: bool) -> Events:
-    prompt = chance.choice(PROMPTS)
-    begin = chance.choice([0, chance.randrange(len(prompt))])
-    blocks = prompt[begin : chance.choice([len(prompt), chance.randint(begin + 1, len(prompt))])]
-    fields: dict[str, Any] = {
-        "parent": prompt[begin - 1] if begin else chance.choice([None, 99]),
-        "medium": chance.choice(["GPU", "GPU", "GPU", None, "CPU", "DISK"]),
-        "token_ids": list(range(16 * len(blocks))) if chance.random() < 0.5 else [],
-    }
-    if not hybrid:
-        return [stored(blocks, **fields)]
-    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33, "group_idx": 1}
-    seen = chance.choice([0, chance.randrange(len(blocks))])
-    return [
-        stored(blocks, group_idx=0, kv_cache_spec_kind="full_attention", **fields),
-        stored(blocks[seen:], **fields | window | {"parent": blocks[seen - 1] if seen else fields["parent"]}),
-    ]
-
-
-def removals(chance: random.Random, hybrid: bool) -> Events:
-    """Of the end of a prompt, as engines do; or of anything."""
-    prompt = chance.choice(PROMPTS)
-    blocks = chance.choice([prompt[chance.randrange(len(prompt)) :], chance.sample(prompt, 1)])
-    group = chance.choice([0, 1]) if hybrid else None
-    return [removed(blocks, medium=chance.choice(["GPU", "GPU", "GPU", "CPU"]), group_idx=group)]
-
-
-def telling(chance: random.Random, hybrid: bool) -> Events:
-    """The events of one batch."""
-    told: Events = []
-    for _ in range(chance.randint(1, 3)):
-        what = chance.random()
-        if what < 0.55:
-            told += stores(chance, hybrid)
-        else:
-            told += removals(chance, hybrid) if what < 0.95 else [cleared()]
-    return told
-
-
 # ---- what must be answered
-
-
-@dataclass
-class Life:
-    """One start of a publisher: what it has told, by number. None: a batch that nobody can read."""
-
-    told: list[Events | None] = field(default_factory=list)
-    forgot: bool = False  # it has dropped batches, so an index may have had to begin in the middle
-    _states: dict[tuple[int, int], Model] = field(default_factory=dict)
-
-    @property
-    def last(self) -> int:
-        """The number that a row names when it knows everything."""
-        return 0 if not self.told or self.told[-1] is None else len(self.told) - 1
-
-    def whole_from(self, number: int) -> int:
-        """Where a state as of ``number`` begins that lacks nothing: behind the last batch that is not one."""
-        return max((at + 1 for at, events in enumerate(self.told[: number + 1]) if events is None), default=0)
-
-    def credit(self, first: int, number: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """(device, local) blocks after the batches from ``first`` to ``number``."""
-        state = self._states.get((first, number))
-        if state is None:
-            state = self._states[first, number] = Model(reuse_reports=True, block_tokens=16)
-            for events in self.told[first : number + 1]:
-                state.apply("w", 0, events or [])
-        return next(((row.device_blocks, row.local_blocks) for row in state.match(prompt)), (0, 0))
-
-    def allows(self, row: Row, prompt: Sequence[int]) -> bool:
-        """Whether a row that is not stale is what was held after the batch that it names."""
-        said = (row.device_blocks, row.local_blocks)
-        if row.sequence == 0 and said == (0, 0):
-            return True  # before the first batch
-        if row.sequence >= len(self.told):
-            return False
-        whole = self.whole_from(row.sequence)
-        firsts = range(whole, row.sequence + 1) if self.forgot else (whole,)
-        return any(self.credit(first, row.sequence, prompt) == said for first in firsts)
-
-    def is_known_to_the_end(self, row: Row, prompt: Sequence[int], kept_from: int) -> bool:
-        """Whether a row says what is held now; the publisher has kept its batches from ``kept_from`` on."""
-        whole = self.whole_from(len(self.told) - 1)
-        firsts = range(whole, max(whole, kept_from) + 1) if self.forgot else (whole,)
-        said = (row.device_blocks, row.local_blocks)
-        return row.sequence == self.last and any(
-            self.credit(first, len(self.told) - 1, prompt) == said for first in firsts
-        )
-
-
-class Source:
-    """A rank of a worker with its publisher, and all that it ever told."""
-
-    def __init__(self, worker: str, rank: int) -> None:
-        self.worker, self.rank = worker, rank
-        self.hybrid = worker == "hybrid"
-        self.publisher = Misbehaving()
-        self.lives = [Life()]
-        self.late: list[tuple[int, bytes]] = []  # sent by and by
-        # By replica: the life that it is known to speak of by now, so that no answer may be of one before.
-        self.lives_seen: dict[int, int] = {}
-        self._told = 0
-
-    @property
-    def life(self) -> Life:
-        return self.lives[-1]
-
-    def tell(self, events: Events | None, *, fate: str) -> None:
-        self._told += 1
-        number = len(self.life.told)
-        payload = (
-            batch(*(events or []), dp_rank=self.rank, at_s=self._told) if events is not None else b"\x92\x00"
-        )
-        if events is None:
-            payload += self._told.to_bytes(4, "big")  # no two batches are alike
-        self.life.told.append(events)
-        self.publisher.publish(payload, lost=fate != "heard" and fate != "twice")
-        if fate == "twice":
-            self.again(number, payload)
-        elif fate == "late":
-            self.late.append((number, payload))
-
-    def again(self, number: int, payload: bytes) -> None:
-        self.publisher.send(b"", number.to_bytes(8, "big"), payload)
-
-    def restart(self) -> None:
-        """A process ends and another one takes its place."""
-        self.publisher.close()
-        self.publisher = Misbehaving(self.publisher.ports)
-        self.lives.append(Life())
-        self.late.clear()
-
-    def check(self, replica: int, row: Row, prompt: Sequence[int]) -> None:
-        if row.stale:
-            assert (row.device_blocks, row.local_blocks) == (0, 0), f"credited while stale: {row}"
-            return
-        seen = self.lives_seen.get(replica, 0)
-        allowed = [at for at in range(seen, len(self.lives)) if self.lives[at].allows(row, prompt)]
-        assert allowed, f"replica {replica} answers {row} of {prompt}; told since: {self.lives[seen:]}"
-        self.lives_seen[replica] = allowed[0]
 
 
 class Oracle(RuleBasedStateMachine):

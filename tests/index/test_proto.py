@@ -26,7 +26,7 @@ from kvpool.index.serve import codec
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2
 from tests.golden.make import MESSAGES
-from tests.index.fleets import Clock, serving
+from tests.support.fleets import Clock, serving
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".cache" / "proto"

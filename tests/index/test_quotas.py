@@ -12,9 +12,9 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.place import reservations
 from kvpool.index.place.router import Router
 from kvpool.key.hashing import seed_id
-from tests.cli.test_index import running
-from tests.index.fleets import a_worker
-from tests.index.tokens import write_tokens
+from tests.support.credentials import write_tokens
+from tests.support.fleets import a_worker
+from tests.support.index_process import running
 
 LIMITS = {"MAX_WORKERS": 8, "MAX_RANKS": 16, "MAX_MODELS": 4, "MAX_PARTITIONS": 4}
 

@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from kvpool.index import resolver as module
 from kvpool.index.resolver import Resolver, Unresolved
-from tests.conftest import eventually
-from tests.index.fleets import Clock
-
-WITHIN_S = 20.0
-
-
-class Names:
-    """In the place of the system's resolver: names that begin with "hang" have no answer until ``go_on``."""
-
-    def __init__(self) -> None:
-        self.known = {"a.test": "127.0.0.1"}
-        self.asked: list[str] = []
-        self.go_on = threading.Event()
-        self._lock = threading.Lock()
-
-    def getaddrinfo(self, host: str, *_: Any, **__: Any) -> list[Any]:
-        with self._lock:
-            self.asked.append(host)
-        if host.startswith("hang"):
-            assert self.go_on.wait(WITHIN_S)
-        if host not in self.known:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (self.known[host], 0))]
-
-
-@pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
-    one = Names()
-    monkeypatch.setattr(module.socket, "getaddrinfo", one.getaddrinfo)
-    yield one
-    one.go_on.set()  # those in line, too, while the system's resolver is not asked
-    assert eventually(
-        lambda: "kvpool-resolver" not in {thread.name for thread in threading.enumerate()}, within_s=WITHIN_S
-    )
+from tests.support.deadlines import eventually
+from tests.support.fleets import Clock
+from tests.support.networks import WITHIN_S, Names
 
 
 def test_an_address_is_looked_up_again_when_it_is_no_longer_fresh(names: Names) -> None:

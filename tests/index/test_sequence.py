@@ -5,64 +5,17 @@ Over 400 lines because one order of batches has many ways to be broken.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvpool.discovery.worker import Position
-from kvpool.errors import MalformedEvents
 from kvpool.index import sequence as module
 from kvpool.index.sequence import Sequence
+from tests.support.feeds import Heard, sequence
 
 KEPT = 6  # batches that the publisher of these tests can send again
-
-
-@dataclass
-class Heard:
-    """A sink that keeps what it was told."""
-
-    applied: list[bytes] = field(default_factory=list)  # since the last reset
-    numbers: list[int] = field(default_factory=list)
-    stale: bool = True
-    problems: list[str] = field(default_factory=list)
-    anew: list[bool] = field(default_factory=list)  # of each reset, whether another life has begun
-    proofs: int = 0
-    gaps: int = 0
-    closed: int = 0
-    malformed: bytes | None = None
-
-    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
-        assert (worker_id, dp_rank) == ("default/w", 3)
-        if payload == self.malformed:
-            raise MalformedEvents("a batch of KV events is malformed: byte 0")
-        self.applied.append(payload)
-        self.numbers.append(sequence)
-
-    def heard(self, worker_id: str, dp_rank: int) -> None:
-        self.proofs += 1
-
-    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
-        assert problem
-        self.anew.append(anew)
-        assert "\n" not in problem
-        self.problems.append(problem)
-        self.applied, self.numbers = [], []
-
-    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
-        assert bool(problem) == stale
-        self.marked = (worker_id, problem)
-        self.stale = stale
-
-    def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
-        self.gaps += not closed
-        self.closed += closed
-
-
-def sequence(heard: Heard, *, can_replay: bool = True) -> Sequence:
-    return Sequence(heard, "default/w", 3, can_replay=can_replay)
 
 
 def batch(number: int, life: int = 0) -> bytes:

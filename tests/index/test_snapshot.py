@@ -25,8 +25,8 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.membership import RESTORED_LEASE_S
 from kvpool.index.sequence import batch_digest
 from kvpool.index.snapshot import PartitionState, Snapshot, pack, unpack
-from tests.index.fleets import Clock, a_worker, say
-from tests.index.wire import batch, packed64, removed, stored
+from tests.support.fleets import Clock, a_worker, say
+from tests.support.wire import batch, packed64, removed, stored
 
 NAMESPACE = "a" * 32
 HEADER_NBYTES = 32

@@ -5,11 +5,9 @@ Over 400 lines because the table is tested as one thing, on golden events.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -21,17 +19,18 @@ import kvpool
 from kvpool import BlockHasher, ConfigError, MalformedEvents, PrefixIndex
 from kvpool.index import Match
 from kvpool.index.table import TIERS, Applied
-from tests.index.model import Model
-from tests.index.wire import Hash, batch, cleared, packed64, removed, stored
-
-GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "events.json").read_text())
-
-
-def device_blocks(index: PrefixIndex, prompt: list[int], worker: str = "w") -> int:
-    return max(
-        (row.device_blocks for row in index.match(packed64(prompt)) if row.worker == worker), default=0
-    )
-
+from tests.support.oracle import Model, device_blocks
+from tests.support.wire import (
+    GOLDEN,
+    HASHES,
+    Hash,
+    batch,
+    cleared,
+    packed64,
+    removed,
+    steps,
+    stored,
+)
 
 # ---- what another index is known to get wrong (four blocks of 16 tokens, as it was reported)
 
@@ -342,54 +341,6 @@ def test_a_clear_may_be_of_the_device_alone() -> None:
 
 
 # ---- against the model
-
-HASHES = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 1 << 32, (1 << 63) + 1, (1 << 64) - 1])
-WORKERS = st.sampled_from(["a", "b", "c"])
-RANKS = st.sampled_from([0, 0, 0, 1])
-
-
-@st.composite
-def wire_hashes(draw: st.DrawFn) -> list[Hash]:
-    as_bytes = draw(st.booleans())
-    blocks = draw(st.lists(HASHES, max_size=6))
-    if not as_bytes:
-        return list(blocks)
-    return [draw(st.sampled_from([b"", b"x" * 24])) + block.to_bytes(8, "big") for block in blocks]
-
-
-@st.composite
-def events(draw: st.DrawFn) -> dict[str, Any]:
-    kind = draw(st.sampled_from(["stored"] * 5 + ["removed"] * 4 + ["cleared"]))
-    if kind == "cleared":
-        return cleared(draw(st.sampled_from([None, None, "GPU", "GPU", "CPU", "STORAGE"])))
-    fields: dict[str, Any] = {"medium": draw(st.sampled_from(["GPU", "GPU", None, "CPU", "DISK", "STORAGE"]))}
-    fields["group_idx"] = draw(st.sampled_from([None, 0, 0, 0, 1]))
-    if kind == "removed":
-        return removed(draw(wire_hashes()), **fields)
-    fields["kv_cache_spec_kind"] = draw(
-        st.sampled_from(
-            [None, None, "full_attention", "sliding_window", "sliding_window", "mamba", "new_kind",
-             "chunked_local_attention"]
-        )
-    )  # fmt: skip
-    fields["kv_cache_spec_sliding_window"] = draw(st.sampled_from([None, 1, 2, 17, 18, 40]))
-    fields["block_size"] = draw(st.sampled_from([0, 8, 16, 16, 16, 16, 24, 32]))
-    fields["parent"] = draw(st.sampled_from([None, 5, b"y" * 32]))
-    fields["token_ids"] = draw(st.lists(st.integers(0, (1 << 32) - 1), max_size=4))
-    fields["extra_keys"] = draw(st.sampled_from([None, [None, ["adapter", ["image", 3]]]]))
-    return stored(draw(wire_hashes()), **fields)
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> tuple[Any, ...]:
-    what = draw(st.sampled_from(["apply"] * 10 + ["remove", "clear"]))
-    worker = draw(WORKERS)
-    if what == "remove":
-        return what, worker
-    if what == "clear":
-        tier = draw(st.sampled_from([None, "device", "host", "disk", "pool"]))
-        return what, worker, draw(st.sampled_from([None, 0, 1])), tier
-    return what, worker, draw(st.lists(events(), max_size=4)), draw(RANKS), draw(st.booleans())
 
 
 @settings(max_examples=400, deadline=None)

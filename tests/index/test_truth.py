@@ -15,10 +15,10 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed_module
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.key.hashing import seed_id
-from tests.conftest import eventually
-from tests.index.fleets import serving
-from tests.index.publisher import Misbehaving, misbehaving
-from tests.index.wire import batch, cleared, removed, stored
+from tests.support.deadlines import eventually
+from tests.support.feeds import Misbehaving, misbehaving
+from tests.support.fleets import serving
+from tests.support.wire import batch, cleared, removed, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

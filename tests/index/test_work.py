@@ -12,8 +12,8 @@ from kvpool.errors import MalformedEvents
 from kvpool.index import partition as module
 from kvpool.index.fleet import Fleet
 from kvpool.index.refusals import ClearedTooOften, NotAtOnce
-from tests.index.fleets import a_worker, say
-from tests.index.wire import batch, cleared, packed64, stored
+from tests.support.fleets import a_worker, say
+from tests.support.wire import batch, cleared, packed64, stored
 
 BLOCKS = list(range(1, 4097))
 WINDOW = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33}

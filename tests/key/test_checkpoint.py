@@ -14,7 +14,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.key import checkpoint
 from kvpool.key.checkpoint import checkpoint_digest
-from tests.conftest import eventually
+from tests.support.deadlines import eventually
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ import pytest
 
 from kvpool import BlockHasher
 from kvpool.errors import ConfigError
-from tests import vllm_oracle
-from tests.store.stopwatch import ends_within
+from tests.support import vllm_blocks
+from tests.support.deadlines import ends_within
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "hashes.json").read_text())
 TOKENS = list(range(1000, 1100))
@@ -204,7 +204,7 @@ def test_the_same_as_vllm(algorithm: str) -> None:
     requests = blocks = with_items = 0
     for turn in range(100):
         seed = None if turn % 4 == 0 and algorithm == "sha256_cbor" else random_text(chance).replace("\0", "")
-        vllm_oracle.init_none_hash(algorithm, seed)
+        vllm_blocks.init_none_hash(algorithm, seed)
         for _ in range(30):
             block_tokens = chance.choice([1, 2, 16, 16, 32, 64, 128, chance.randrange(1, 129)])
             count = chance.choice(
@@ -220,7 +220,7 @@ def test_the_same_as_vllm(algorithm: str) -> None:
             if chance.random() < 0.6:
                 extra["multimodal"] = random_items(chance, count, block_tokens, overlapping=overlapping)
             generated = None if overlapping or chance.random() < 0.7 else chance.randrange(count + 1)
-            expected = vllm_oracle.request_hashes(
+            expected = vllm_blocks.request_hashes(
                 tokens, block_tokens=block_tokens, algorithm=algorithm, first_tokens=generated, **extra
             )
             hasher = BlockHasher(block_tokens, algorithm, seed)

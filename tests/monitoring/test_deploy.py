@@ -15,7 +15,7 @@ import pytest
 
 from kvpool import metrics
 from kvpool.metrics import Metric
-from tests.store.servers import find
+from tests.support.servers import find
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "alerts.yml"

@@ -26,14 +26,14 @@ from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.place.metrics_page import Engine
 from kvpool.key.hashing import seed_id
 from kvpool.store.store import Store
-from tests.cli.test_index import running as running_index
-from tests.conftest import eventually
-from tests.index.pages import PageServer
-from tests.index.publisher import Misbehaving
-from tests.index.serve.test_ext_proc_protocol import Call, body, headers
-from tests.index.tiny_tokenizer import write_tokenizer
-from tests.index.wire import batch, removed, stored
-from tests.store.servers import running as running_server
+from tests.support.deadlines import eventually
+from tests.support.ext_proc import Call, body, headers
+from tests.support.feeds import Misbehaving
+from tests.support.index_process import running as running_index
+from tests.support.metrics_pages import PageServer
+from tests.support.servers import running as running_server
+from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.wire import batch, removed, stored
 
 MODEL = "org/chat-8b"
 BLOCK = 16

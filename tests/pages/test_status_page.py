@@ -16,12 +16,13 @@ import pytest
 
 from kvpool import IndexClient
 from kvpool.discovery.worker import Publisher
-from tests.conftest import eventually
-from tests.index.fleets import a_worker, serving
-from tests.index.serve.test_status import HOSTILE
-from tests.index.tokens import write_tokens
 from tests.pages.browser import NARROW, WIDE, expect, opened, page_of
 from tests.pages.live_fleet import MODEL, LiveFleet, live_fleet, seen
+from tests.support.credentials import write_tokens
+from tests.support.deadlines import eventually
+from tests.support.fleets import a_worker, serving
+
+HOSTILE = '<img src=x onerror="alert(1)">'
 
 pytestmark = [
     pytest.mark.pages,

@@ -24,12 +24,11 @@ from kvpool.config import HiCacheConfig
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.key.key import parse_key
-from tests.conftest import eventually
 from tests.sglang.server import PAGE_TOKENS, Controller, Server, extra, hashes, storage_config, tokens
-from tests.store.proxy import Harm, Way, proxied
-from tests.store.servers import Server as StoreServer
-from tests.store.servers import running
-from tests.store.stopwatch import Stopwatch
+from tests.support.deadlines import Stopwatch, eventually
+from tests.support.proxy import Harm, Way, proxied
+from tests.support.servers import Server as StoreServer
+from tests.support.servers import running
 
 pytestmark = pytest.mark.sglang
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.store.store import Store
-from tests.store.servers import CLIENTS, SERVERS, Server, running, with_client
+from tests.support.servers import CLIENTS, SERVERS, Server, running, with_client
 
 # Clients in Python say the same to both servers: every run has each client on one, make soak on the other, too.
 SOAKED_PAIRS = {("redis-server", "redis"), ("valkey-server", "glide")}

@@ -18,13 +18,11 @@ from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.clients import link_thread
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.conformance import keys, payload
-from tests.store.misbehaving import HungUp, Misbehaving, Peer, misbehaving
-from tests.store.server.test_fault_matrix import Buffer
-from tests.store.servers import CLIENTS, with_client
-from tests.store.stopwatch import MARGIN_S, Stopwatch
-from tests.store.traffic import serves
+from tests.support.conformance import Buffer, keys, payload
+from tests.support.deadlines import MARGIN_S, Stopwatch, eventually
+from tests.support.misbehaving import HungUp, Misbehaving, Peer, misbehaving
+from tests.support.servers import CLIENTS, with_client
+from tests.support.store_traffic import serves
 
 NBYTES = 100_000
 KEYS = keys(8)

@@ -25,8 +25,7 @@ from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.documents import ORPHAN_AGE_S, Announcements
 from kvpool.store.file import FileStore
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.conformance import (
+from tests.support.conformance import (
     MIB,
     EvictionConformance,
     OpenStore,
@@ -35,9 +34,16 @@ from tests.store.conformance import (
     keys,
     payload,
 )
-from tests.store.file_user import HOT, RECORD_NBYTES, SMALL_CAPACITY_NBYTES, VALUE_NBYTES
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.deadlines import eventually
+from tests.support.file_user import (
+    HOT,
+    RECORD_NBYTES,
+    REPOSITORY,
+    SMALL_CAPACITY_NBYTES,
+    VALUE_NBYTES,
+    record_files,
+    run_user,
+)
 
 
 @pytest.fixture
@@ -62,13 +68,6 @@ class TestFileStore(EvictionConformance, StoreConformance):
             yield store
 
 
-def run_user(what: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.store.file_user", what, *arguments]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
 def held_and_counted_nbytes(root: Path) -> tuple[int, int]:
     """Sizes of all files and the shared counter, under the lock of an eviction pass: nothing moves meanwhile."""
     with (root / "usage").open("rb") as usage:
@@ -84,10 +83,6 @@ def held_and_counted_nbytes(root: Path) -> tuple[int, int]:
         held = sum(path.stat().st_size for path in files if path.is_file())
         counts = usage.read()[24:]  # bytes << 16 | check, for each bucket and for tmp/
         return held, sum(int.from_bytes(counts[at + 2 : at + 8], "little") for at in range(0, len(counts), 8))
-
-
-def record_files(root: Path) -> list[Path]:
-    return sorted(path for path in (root / "blocks").rglob("*") if path.is_file())
 
 
 # ---------------------------------------------------------------------- what the records must survive

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.store import open_store
-from tests.conftest import SOAK_S, eventually
+from tests.support.deadlines import eventually
+from tests.support.soak import SOAK_S
 
 CAPACITY_NBYTES = 24 << 20
 USERS = 3

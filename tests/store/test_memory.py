@@ -5,7 +5,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.store import open_store
 from kvpool.store.memory import MemoryStore
-from tests.store.conformance import MIB, EvictionConformance, OpenStore, StoreConformance, key, keys
+from tests.support.conformance import MIB, EvictionConformance, OpenStore, StoreConformance, key, keys
 
 
 class TestMemoryStore(EvictionConformance, StoreConformance):

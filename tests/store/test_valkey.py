@@ -12,26 +12,17 @@ from kvpool import open_store
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.record import pack_header
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.conformance import MIB, OpenStore, StoreConformance, key, keys, payload
-from tests.store.servers import CLIENTS, ON_REDIS, ON_VALKEY, Server, with_client
-
-
-class ServerConformance(StoreConformance):
-    """The kit on a server, through the client that a subclass names."""
-
-    @pytest.fixture
-    def open_one(self, server: Server) -> OpenStore:
-        def open_one(capacity_nbytes: int) -> Store:
-            # What the server itself needs, connections among it, and what it needs to take a value in.
-            used_nbytes = server.info("used_memory")
-            server.client.config_set("maxmemory", used_nbytes + capacity_nbytes)
-            return open_store(self.url(server))
-
-        return open_one
-
-    def url(self, server: Server) -> str:
-        return server.url
+from tests.support.conformance import (
+    MIB,
+    LightConformance,
+    OtherClientConformance,
+    ServerConformance,
+    key,
+    keys,
+    payload,
+)
+from tests.support.deadlines import eventually
+from tests.support.servers import CLIENTS, ON_REDIS, ON_VALKEY, Server, with_client
 
 
 class TestValkeyStore(ServerConformance):
@@ -41,23 +32,6 @@ class TestValkeyStore(ServerConformance):
 class TestValkeyStoreOnUnixSocket(ServerConformance):
     def url(self, server: Server) -> str:
         return f"valkey+unix://{server.socket_path}?connections=1"
-
-
-class OtherClientConformance(ServerConformance):
-    client: str
-
-    def url(self, server: Server) -> str:
-        return with_client(server.url, self.client)
-
-
-class LightConformance(OtherClientConformance):
-    """Without the two cases that take long; these run on the other server."""
-
-    test_ten_thousand_keys = None  # type: ignore[assignment]
-
-    @pytest.mark.parametrize("nbytes", [1, 128, 129, 65536, 262145])
-    def test_round_trip(self, store: Store, nbytes: int) -> None:
-        super().test_round_trip(store, nbytes)
 
 
 @ON_VALKEY

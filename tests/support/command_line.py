@@ -1,4 +1,4 @@
-"""The command line as a user runs it, and the one line with which it refuses."""
+"""``kvpool`` and ``python -m benchmarks`` as a user runs them."""
 
 from __future__ import annotations
 
@@ -32,3 +32,25 @@ def refusal(ended: subprocess.CompletedProcess[str], program: str = "kvpool") ->
     assert lines[0].startswith(f"{program}: ")
     assert ended.stdout == ""
     return lines[0]
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = "python -m benchmarks"
+
+
+def benchmark(*arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT)
+
+
+def environment(folder: Path, name: str) -> None:
+    """An environment of a peer under ``folder`` with this interpreter, and so without the peer."""
+    program = folder / name / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
+
+
+def benchmark_refused(*arguments: str) -> str:
+    """Run a benchmark that must fail; the one line that it prints."""
+    return refusal(benchmark(*arguments), PROGRAM)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpool.store import Store, open_store
-from tests.transfer.on_device import DEVICE, Engine
+from tests.support.devices import DEVICE, Engine
 
 
 @pytest.fixture(params=[DEVICE], ids=str)

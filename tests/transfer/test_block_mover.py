@@ -8,8 +8,7 @@ from kvpool import metrics
 from kvpool.metrics import Counters
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
 from kvpool.transfer.memory import MAX_PARTS
-from tests.transfer.scripted_store import ScriptedStore
-from tests.transfer.test_mover import key
+from tests.support.scripted_store import ScriptedStore, key
 
 
 class Bench:

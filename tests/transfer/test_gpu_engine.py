@@ -9,8 +9,9 @@ from kvpool.metrics import Counters
 from kvpool.store import Store
 from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import Block
-from tests.transfer.on_device import NUMBERS, Engine, keep_busy, needs_cuda, wait_for_all
-from tests.transfer.test_mover import key, run
+from tests.support.devices import NUMBERS, Engine, keep_busy, needs_cuda, wait_for_all
+from tests.support.mover import run
+from tests.support.scripted_store import key
 
 pytestmark = pytest.mark.gpu
 

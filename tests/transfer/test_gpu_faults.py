@@ -11,10 +11,9 @@ import torch
 
 from kvpool.transfer import BlockCopier
 from kvpool.transfer.kv_cache import ABANDON_AFTER_S
-from tests.conftest import eventually
-from tests.store.stopwatch import ends_within
-from tests.transfer.bench import BLOCKS, NOTHING, Bench, block
-from tests.transfer.on_device import ACCELERATED, ON_CUDA, RunningDevice, keep_busy, wait_for_all
+from tests.support.deadlines import ends_within, eventually
+from tests.support.devices import ACCELERATED, ON_CUDA, RunningDevice, keep_busy, wait_for_all
+from tests.support.mover import BLOCKS, NOTHING, Bench, block
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ import torch
 from kvpool.transfer import BlockCopier
 from kvpool.transfer.lane import device_of
 from kvpool.transfer.staging import Staging
-from tests.transfer.on_device import ACCELERATED
-from tests.transfer.test_layouts import check
+from tests.support.block_copies import check
+from tests.support.devices import ACCELERATED
 
 pytestmark = pytest.mark.gpu
 

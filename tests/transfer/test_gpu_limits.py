@@ -16,9 +16,10 @@ from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import Block
 from kvpool.transfer.lane import device_of
 from kvpool.transfer.staging import Staging
-from tests.transfer.on_device import ACCELERATED, DEVICE, RunningDevice, keep_busy, needs_cuda
-from tests.transfer.test_layouts import Copies, content
-from tests.transfer.test_mover import key, run
+from tests.support.block_copies import Copies, content
+from tests.support.devices import ACCELERATED, DEVICE, RunningDevice, keep_busy, needs_cuda
+from tests.support.mover import run
+from tests.support.scripted_store import key
 
 pytestmark = pytest.mark.gpu
 

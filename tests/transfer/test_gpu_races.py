@@ -16,9 +16,8 @@ from kvpool.transfer import BlockCopier
 from kvpool.transfer.kv_cache import Block
 from kvpool.transfer.lane import DONE, Event, device_of
 from kvpool.transfer.staging import Staging
-from tests.conftest import eventually
-from tests.transfer.life import drive
-from tests.transfer.on_device import (
+from tests.support.deadlines import eventually
+from tests.support.devices import (
     ACCELERATED,
     LAYERS,
     NUMBERS,
@@ -28,7 +27,8 @@ from tests.transfer.on_device import (
     keep_busy,
     wait_for_all,
 )
-from tests.transfer.test_mover import key, run
+from tests.support.mover import drive, run
+from tests.support.scripted_store import key
 
 pytestmark = pytest.mark.gpu
 

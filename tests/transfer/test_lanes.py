@@ -12,10 +12,9 @@ from kvpool.transfer.kv_cache import ABANDON_AFTER_S
 from kvpool.transfer.lane import Host, device_of
 from kvpool.transfer.mover import Finished
 from kvpool.transfer.staging import Staging
-from tests.conftest import SOAK_S
-from tests.store.stopwatch import ends_within
-from tests.transfer.bench import NOTHING, Bench, block
-from tests.transfer.life import drive
+from tests.support.deadlines import ends_within
+from tests.support.mover import NOTHING, Bench, block, drive
+from tests.support.soak import SOAK_S
 
 
 def told(finished: Finished) -> tuple[list[int], list[tuple[int, bool]]]:

@@ -10,19 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool import _native, metrics
+from kvpool import metrics
 from kvpool.errors import ConfigError
-from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Batch, Store, open_store
 from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import ABANDON_AFTER_S, Block
-from kvpool.transfer.mover import Finished
-from tests.conftest import eventually
-from tests.store.stopwatch import ends_within
-from tests.transfer.block_store import BlockStore
+from tests.support.deadlines import ends_within, eventually
+from tests.support.mover import run
+from tests.support.scripted_store import StallingStore, key
 
-NAMESPACE = Namespace("default", {"model": "test"})
 BLOCKS = 40
 
 
@@ -45,10 +42,6 @@ def fill(caches: list[list[torch.Tensor]], seed: int) -> None:
             layer.copy_(torch.randint(-100, 100, layer.shape).to(layer.dtype))
 
 
-def key(number: int, group: int) -> str:
-    return NAMESPACE.key(number.to_bytes(32, "big"), group, 0)
-
-
 def engine_on(
     store: Store,
     caches: list[list[torch.Tensor]],
@@ -65,20 +58,6 @@ def engine_on(
         max_store_nbytes_per_s=cap,
         counters=Counters(),
     )
-
-
-def run(engine: KVCacheMover, *, within_s: float = 20.0) -> Finished:
-    """Poll until nothing is under way; everything that ended."""
-    all_of_it = Finished([], [], [])
-
-    def over() -> bool:
-        finished = engine.poll()
-        all_of_it.loads.extend(finished.loads)
-        all_of_it.stores.extend(finished.stores)
-        return not engine.busy
-
-    assert eventually(over, within_s=within_s)
-    return all_of_it
 
 
 @pytest.fixture
@@ -219,46 +198,6 @@ def test_a_load_is_submitted_once() -> None:
         engine.load("job", blocks([1], groups=1), timeout_s=5, max_s=5)
     engine.close()
     store.close()
-
-
-class StallingBatch:
-    """A batch that ends when the test says so, whatever its deadline was."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.ended, self.cancelled = count, False, False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def wait(self, timeout_s: float) -> bool:
-        if not self.ended:
-            time.sleep(min(timeout_s, 0.01))
-        return self.ended
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def results(self) -> bytes:
-        return bytes([_native.OK]) * self.count
-
-    def error(self) -> str | None:
-        return None
-
-
-class StallingStore(BlockStore):
-    """Takes every batch and never ends one by itself: a disk that hangs inside the kernel."""
-
-    def __init__(self) -> None:
-        super().__init__("stalling")
-        self.batches: list[tuple[StallingBatch, list[memoryview]]] = []
-
-    def _submit(
-        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
-    ) -> StallingBatch:
-        self.batches.append((StallingBatch(len(keys)), list(views or ())))
-        return self.batches[-1][0]
-
-    def _close(self) -> None: ...
 
 
 def test_a_load_that_the_store_never_ends_fails_in_time_and_late_bytes_go_nowhere() -> None:

@@ -15,10 +15,10 @@ from kvpool.metrics import Counters
 from kvpool.store import Batch
 from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import Block
-from tests.conftest import eventually
-from tests.store.conformance import key, payload
-from tests.store.misbehaving import Peer, misbehaving
-from tests.store.servers import running
+from tests.support.conformance import key, payload
+from tests.support.deadlines import eventually
+from tests.support.misbehaving import Peer, misbehaving
+from tests.support.servers import running
 
 WRITERS = 64
 PROCESSES = 4

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from demo.engine_process import connector_config
+
+if TYPE_CHECKING:
+    from tests.support.lifecycle import Configured, Shape
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +21,7 @@ def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function that makes a ``VllmConfig`` from options of ``EngineArgs``, with kvpool as its connector."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from tests.e2e.harness import write_model
+    from tests.support.engines import write_model
 
     model: Path = write_model(tmp_path_factory.mktemp("config") / "model", kind="llama", width=256, layers=2)
 
@@ -36,6 +40,21 @@ def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 **options,
             }
         ).create_engine_config()
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def configured(engine_config: Callable[..., Any]) -> Configured:
+    """vLLM's configuration for engines of a shape, made once and copied."""
+    from tests.support.lifecycle import configuration, prepare
+
+    made: dict[int, Any] = {}
+
+    def make(shape: Shape) -> Any:
+        if shape.drafts not in made:
+            made[shape.drafts] = configuration(engine_config, shape.drafts)
+        return prepare(copy.deepcopy(made[shape.drafts]), shape)
 
     return make
 

@@ -16,9 +16,18 @@ from kvpool.key.checkpoint import CheckpointDigest
 from kvpool.store import Store, open_store
 from kvpool.vllm import adapters
 from kvpool.vllm.adapters import AdapterCheck, Adapters, pool_hash
-from tests.conftest import eventually
-from tests.vllm.test_extra_keys import BLOCKS, computed, request
-from tests.vllm.test_scheduler import BLOCK_TOKENS, NAMESPACE, TABLE, answer, half, output
+from tests.support.deadlines import eventually
+from tests.support.scheduler import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    NAMESPACE,
+    TABLE,
+    answer,
+    computed,
+    half,
+    output,
+    request_with,
+)
 
 pytestmark = [pytest.mark.vllm]
 
@@ -179,10 +188,10 @@ def test_an_adapter_that_was_rewritten_between_two_engines_is_another_one(
     store: Store, tmp_path: Path
 ) -> None:
     lora = {"lora": ("adapter", str(write(tmp_path / "a", 1)))}
-    told = computed(request("stored", **lora), store)  # type: ignore[arg-type]
-    assert answer(half(store), request("same", **lora)) == BLOCK_TOKENS * BLOCKS  # type: ignore[arg-type]
+    told = computed(request_with("stored", **lora), store)  # type: ignore[arg-type]
+    assert answer(half(store), request_with("same", **lora)) == BLOCK_TOKENS * BLOCKS  # type: ignore[arg-type]
     write(tmp_path / "a", 2)
-    assert answer(half(store), request("rewritten", **lora)) == 0  # type: ignore[arg-type]
+    assert answer(half(store), request_with("rewritten", **lora)) == 0  # type: ignore[arg-type]
     assert len(told) == BLOCKS
 
 
@@ -191,10 +200,10 @@ def test_a_request_of_an_adapter_that_is_not_known_is_computed_and_counted(
 ) -> None:
     path = write(tmp_path / "a", 1)
     lora = {"lora": ("adapter", str(path))}
-    computed(request("stored", **lora), store)  # type: ignore[arg-type]
+    computed(request_with("stored", **lora), store)  # type: ignore[arg-type]
     scheduler = half(store)
     shutil.rmtree(path)
-    asked = request("asked", **lora)  # type: ignore[arg-type]
+    asked = request_with("asked", **lora)  # type: ignore[arg-type]
     scheduler.seen(asked)
     assert answer(scheduler, asked) == 0
     assert scheduler.plan(output(asked, 96, TABLE)).stores == []
@@ -210,7 +219,7 @@ def test_blocks_that_are_computed_before_the_adapter_is_known_are_stored_when_it
     seen = adapters._seen
     monkeypatch.setattr(adapters, "_seen", lambda path: (known.wait(30), seen(path))[1])
     scheduler = half(store)
-    asked = request("asked", lora=("adapter", str(write(tmp_path / "a", 1))))
+    asked = request_with("asked", lora=("adapter", str(write(tmp_path / "a", 1))))
     scheduler.seen(asked)
     scheduler.allocated(asked, TABLE, 0)
     assert scheduler.plan(output(asked, 48, TABLE)).stores == []

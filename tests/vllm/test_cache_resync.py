@@ -17,9 +17,8 @@ from kvpool import PrefixIndex
 from kvpool.vllm import cache_resync as module
 from kvpool.vllm.cache_resync import INTERVAL_S, CacheResync
 from kvpool.vllm.plan import Group
-from tests.index.follow.test_engine_events import _encode, _Engine, _held
-from tests.index.wire import batch, packed64, stored
-from tests.vllm_oracle import init_none_hash, request_hashes
+from tests.support.vllm_blocks import RandomEngine, encoded, held, init_none_hash, request_hashes
+from tests.support.wire import batch, packed64, stored
 
 pytestmark = [pytest.mark.vllm]
 
@@ -69,11 +68,11 @@ def test_copies_are_told_one_by_one(
     copies = [fill(block_pool, one) for one in (long, short, short)]
     block_pool.take_events()
     index = PrefixIndex(reuse_reports=reuse_reports)
-    applied = index.apply("w", _encode(resync(block_pool).events()))
+    applied = index.apply("w", encoded(resync(block_pool).events()))
     assert (applied.cleared_events, applied.stored, applied.copied) == (1, 3, 4)
     for left, blocks in zip([2, 2, 0], copies, strict=True):
         block_pool.evict_blocks({block.block_id for block in blocks})
-        index.apply("w", _encode(block_pool.take_events()))
+        index.apply("w", encoded(block_pool.take_events()))
         assert len(index) == left
 
 
@@ -83,7 +82,7 @@ def test_other_tiers_stay() -> None:
     fill(block_pool, one)
     index = PrefixIndex()
     index.apply("w", batch(*(stored(numbers(one), medium=medium) for medium in ("CPU", "DISK", "STORAGE"))))
-    index.apply("w", _encode(resync(block_pool).events()))
+    index.apply("w", encoded(resync(block_pool).events()))
     assert [list(row[2:6]) for row in index.match(packed64(numbers(one)))] == [[2, 2, 2, 2]]
 
 
@@ -106,7 +105,7 @@ def test_every_group_is_told_by_its_number_and_kind() -> None:
     ]
     assert [event.parent_block_hash is None for event in held] == [False, False, True]
     index = PrefixIndex()
-    index.apply("w", _encode(told))
+    index.apply("w", encoded(told))
     assert len(index.match(packed64(numbers(one)))) == 0, (
         "the third group holds nothing, and needs everything"
     )
@@ -117,7 +116,7 @@ def test_who_knows_vllms_events_reads_these() -> None:
 
     block_pool = BlockPool(16, True, BLOCK, enable_kv_cache_events=True)
     fill(block_pool, request([1] * 8))
-    payload = _encode(resync(block_pool).events())
+    payload = encoded(resync(block_pool).events())
     cleared, held = msgspec.msgpack.decode(payload, type=KVEventBatch).events
     assert cleared == AllBlocksCleared()
     assert (held.medium, held.token_ids, held.lora_name) == ("GPU", [], None)
@@ -127,7 +126,7 @@ def test_an_empty_cache_is_told_too() -> None:
     block_pool = BlockPool(16, True, BLOCK, enable_kv_cache_events=True)
     index = PrefixIndex()
     index.apply("w", batch(stored([1, 2])))
-    index.apply("w", _encode(resync(block_pool).events()))
+    index.apply("w", encoded(resync(block_pool).events()))
     assert len(index) == 0
 
 
@@ -182,7 +181,7 @@ class Telling(RuleBasedStateMachine):
         init_none_hash("sha256_cbor", None)
         # Without reports of reused blocks copies are counted exactly, and so is all that is compared.
         self.exact = report_mode == "incremental"
-        self.engine = _Engine(random.Random(0), report_mode=report_mode)
+        self.engine = RandomEngine(random.Random(0), report_mode=report_mode)
         self.index = PrefixIndex(reuse_reports=not self.exact)
         self.resync = CacheResync([Group(BLOCK)], clock=lambda: self.now_s)
         self.resync.bind(self.engine.pool)
@@ -205,15 +204,15 @@ class Telling(RuleBasedStateMachine):
         self.engine.chance.seed(seed)
         self.engine.act()
         self.now_s += INTERVAL_S
-        self.index.apply("w", _encode([*self.engine.pool.take_events(), *self.resync.events()], 0))
+        self.index.apply("w", encoded([*self.engine.pool.take_events(), *self.resync.events()], 0))
         self.whole = True
-        assert _held(self.index, self.engine.known) == self.engine.holds()
+        assert held(self.index, self.engine.known) == self.engine.holds()
 
     @invariant()
     def never_more_than_is_there(self) -> None:
         if not hasattr(self, "engine"):
             return
-        credited, truth = _held(self.index, self.engine.known), self.engine.holds()
+        credited, truth = held(self.index, self.engine.known), self.engine.holds()
         assert credited <= truth
         if self.whole and self.exact:
             assert credited == truth
@@ -225,8 +224,8 @@ class Telling(RuleBasedStateMachine):
         self.tell(0)
         for block_id in range(1, 60):
             self.engine.pool.evict_blocks({block_id})
-            self.index.apply("w", _encode(self.engine.pool.take_events(), 0))
-            assert _held(self.index, self.engine.known) == self.engine.holds()
+            self.index.apply("w", encoded(self.engine.pool.take_events(), 0))
+            assert held(self.index, self.engine.known) == self.engine.holds()
         assert len(self.index) == self.index.counters()["copied_blocks"] == 0
 
 

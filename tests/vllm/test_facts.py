@@ -22,7 +22,7 @@ from kvpool.key.key import Namespace
 from kvpool.vllm.events import held_event
 from kvpool.vllm.facts import ROPE_ROWS, _model_config, _processor, engine_facts, layout_of, rope_fact
 from kvpool.vllm.plan import Group
-from tests.vllm.specs import FULL, LATENT, WEIGHTS, WINDOW, attention_layers, cache_of, differing, facts_of
+from tests.support.specs import FULL, LATENT, WEIGHTS, WINDOW, attention_layers, cache_of, differing, facts_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 

@@ -11,12 +11,9 @@ import pytest
 
 from kvpool.store.memory import MemoryStore
 from kvpool.vllm.store_planner import StorePlanner
-from tests.vllm.lifecycle import ScriptedEngine, Shape, World
-from tests.vllm.test_lifecycle import configured
+from tests.support.lifecycle import ScriptedEngine, Shape, World
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
-__all__ = ["configured"]
-
 SESSIONS = 24
 REQUESTS = 120
 COMMON = [index * 5 % 43 for index in range(28)]  # 7 blocks that all prompts begin with

@@ -15,7 +15,7 @@ import kvpool.vllm
 from kvpool.errors import EngineRefused
 from kvpool.vllm import internals
 from kvpool.vllm.support import groups_of
-from tests.vllm.specs import FULL, WINDOW, cache_of
+from tests.support.specs import FULL, WINDOW, cache_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 

@@ -6,7 +6,6 @@ Over 400 lines because it is one state machine, and what it once found.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,20 +20,17 @@ from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError
 from kvpool.key.key import Fact, parse_key
 from kvpool.vllm import connector
-from tests.conftest import SOAK_S
-from tests.vllm.lifecycle import (
+from tests.support.lifecycle import (
     BLOCK_TOKENS,
-    BUDGET_S,
     LONG_S,
-    MAX_LOAD_S,
     MOODS,
+    Configured,
     LateDevice,
     ScriptedEngine,
     Shape,
     World,
-    prepare,
 )
-from tests.vllm.lives import ENGINES, NUMBERS, RARELY, Life, live, live_long
+from tests.support.soak import ENGINES, NUMBERS, RARELY, SOAK_S, Life, live, live_long
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
@@ -70,41 +66,6 @@ WAYS_TO_LOAD_WEIGHTS = (
     {"seen": False},
     {"seen": False, "reset_before": True},
 )
-
-Configured = Callable[[Shape], Any]
-
-
-@pytest.fixture(scope="module")
-def configured(engine_config: Callable[..., Any]) -> Configured:
-    """vLLM's configuration for engines of a shape, made once and copied."""
-    made: dict[int, Any] = {}
-
-    def make(shape: Shape) -> Any:
-        if shape.drafts not in made:
-            made[shape.drafts] = _configuration(engine_config, shape.drafts)
-        return prepare(copy.deepcopy(made[shape.drafts]), shape)
-
-    return make
-
-
-def _configuration(engine_config: Callable[..., Any], drafts: int) -> Any:
-    speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
-    return engine_config(
-        speculative_config=speculation if drafts else None,
-        block_size=128,
-        max_model_len=128,
-        max_num_batched_tokens=24,
-        max_num_seqs=4,
-        enable_chunked_prefill=True,
-        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
-        transfer={
-            "kv_connector_extra_config": {
-                "pool": "file:///unused",
-                "lookup_timeout_s": BUDGET_S,
-                "max_load_s": MAX_LOAD_S,
-            }
-        },
-    )
 
 
 class EngineLife(Life):

@@ -15,12 +15,9 @@ from kvpool.vllm.outcomes import AGED_S, Outcomes
 from kvpool.vllm.request_params import WITHOUT_POOL
 from kvpool.vllm.request_state import RequestState
 from kvpool.vllm.scheduler import SchedulerHalf
-from tests.vllm.lifecycle import BLOCK_TOKENS, ScriptedEngine, Shape, World
-from tests.vllm.test_lifecycle import configured
+from tests.support.lifecycle import BLOCK_TOKENS, ScriptedEngine, Shape, World
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
-__all__ = ["configured"]
-
 PROMPT = [index * 5 % 43 for index in range(6 * BLOCK_TOKENS + 1)]
 SHAPE = Shape(slots=24)
 WHOLE = 6 * BLOCK_TOKENS

@@ -17,7 +17,7 @@ from kvpool.store import Store, open_store
 from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
-from tests.vllm.test_scheduler import BLOCK_TOKENS, STEP_TOKENS, TABLE, answer, half, output, put, request
+from tests.support.scheduler import BLOCK_TOKENS, STEP_TOKENS, TABLE, answer, half, output, put, request
 
 pytestmark = [pytest.mark.vllm]
 

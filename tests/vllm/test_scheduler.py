@@ -6,23 +6,18 @@ Over 400 lines because all calls of the scheduler half share one scripted pool.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvpool import metrics
-from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.store import Batch, Store, open_store
@@ -31,17 +26,22 @@ from kvpool.store.store import MAX_BATCH_KEYS
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from kvpool.vllm.plan import BlockRef, Group, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
-from tests.conftest import eventually
-from tests.store.stopwatch import ends_within
-from tests.transfer.test_mover import StallingStore
+from tests.support.deadlines import ends_within
+from tests.support.scheduler import (
+    BLOCK_TOKENS,
+    BUDGET_S,
+    FACTS,
+    NAMESPACE,
+    TABLE,
+    answer,
+    half,
+    output,
+    put,
+    request,
+)
+from tests.support.scripted_store import StallingStore
 
 pytestmark = [pytest.mark.vllm]
-
-BLOCK_TOKENS = 16
-FACTS = {"model": "test", "tensor_parallel": 2}
-NAMESPACE = Namespace("default", FACTS)
-BUDGET_S = 0.2
-STEP_TOKENS = 32
 
 
 @pytest.fixture
@@ -54,93 +54,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def stalling() -> Iterator[StallingStore]:
     with StallingStore() as store:
         yield store
-
-
-def request(name: str, tokens: int = 100, transfer_params: object = None) -> Request:
-    init_none_hash(sha256_cbor)
-    extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}
-    return Request(
-        name,
-        list(range(tokens)),
-        SamplingParams(max_tokens=8, extra_args=extra),
-        None,
-        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
-    )
-
-
-def half(
-    store: Store,
-    ranks: int = 1,
-    stages: int = 1,
-    events: bool = True,
-    heard: bool = True,
-    loads: bool = True,
-    stores: bool = True,
-    groups: Sequence[Group] = (Group(BLOCK_TOKENS),),
-    **settings: Any,
-) -> SchedulerHalf:
-    scheduler = SchedulerHalf(
-        PoolConfig(pool="file:///unused", lookup_timeout_s=BUDGET_S, **settings),
-        store,
-        [replace(group, blocks_per_record=settings.get("blocks_per_record", 1)) for group in groups],
-        ranks=ranks,
-        stages=stages,
-        align_tokens=BLOCK_TOKENS,
-        hash_block_tokens=BLOCK_TOKENS,
-        step_tokens=STEP_TOKENS,
-        loads=loads,
-        stores=stores,
-        events=events,
-    )
-    scheduler.bind_block_pool(BlockPool(32, True, BLOCK_TOKENS))
-    if heard:
-        scheduler.update(PoolWorkerMetadata(facts=dict.fromkeys(range(ranks), FACTS)), (), ())
-    return scheduler
-
-
-def put(store: Store, hashes: list[bytes], ranks: int = 1) -> None:
-    for rank in range(ranks):
-        keys = NAMESPACE.keys(hashes, 0, rank)
-        assert all(store.put_many(keys, [b"x"] * len(keys)))
-
-
-def answer(scheduler: SchedulerHalf, asked: Request, local_tokens: int = 0) -> int:
-    """Ask until there is an answer, as the engine does."""
-    answers: list[int] = []
-
-    def answered() -> bool:
-        tokens, is_async = scheduler.matched_tokens(asked, local_tokens)
-        if tokens is None:
-            return False
-        assert is_async == (tokens > 0)
-        answers.append(tokens)
-        return True
-
-    assert eventually(answered)
-    return answers[0]
-
-
-def output(asked: Request, scheduled_tokens: int, tables: tuple[list[int], ...]) -> SchedulerOutput:
-    """A step that computes ``scheduled_tokens`` more of a request that was scheduled before."""
-    step = SchedulerOutput.make_empty()
-    step.scheduled_cached_reqs = CachedRequestData(
-        req_ids=[asked.request_id],
-        resumed_req_ids=set(),
-        new_token_ids=[],
-        all_token_ids={},
-        new_block_ids=[None],
-        num_computed_tokens=[asked.num_computed_tokens],
-        num_output_tokens=[0],
-    )
-    step.num_scheduled_tokens = {asked.request_id: scheduled_tokens}
-    step.total_num_scheduled_tokens = scheduled_tokens
-    step.kv_connector_block_state = KVConnectorBlockState(
-        req_ids={asked.request_id}, resolve_block_ids=lambda _: tables, boundary_state_offloads={}
-    )
-    return step
-
-
-TABLE = ([7, 8, 9, 10, 11, 12, 13],)
 
 
 def ids(blocks: list[BlockRef]) -> list[int]:

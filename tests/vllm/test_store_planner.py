@@ -16,8 +16,8 @@ from kvpool.store import Store, open_store
 from kvpool.transfer.staging import MAX_STAGING_NBYTES, MIN_STAGING_NBYTES, default_nbytes
 from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
-from tests.conftest import eventually
-from tests.vllm.test_scheduler import BLOCK_TOKENS, answer, half, output, put, request
+from tests.support.deadlines import eventually
+from tests.support.scheduler import BLOCK_TOKENS, answer, half, output, put, request
 
 pytestmark = [pytest.mark.vllm]
 

@@ -22,7 +22,7 @@ from kvpool.key.key import Namespace
 from kvpool.vllm import internals
 from kvpool.vllm.plan import Group
 from kvpool.vllm.support import groups_of, refuse_unsupported
-from tests.vllm.specs import FULL, LATENT, WINDOW, attention_layers, cache_of, differing, facts_of
+from tests.support.specs import FULL, LATENT, WINDOW, attention_layers, cache_of, differing, facts_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 

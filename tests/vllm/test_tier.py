@@ -29,10 +29,8 @@ from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import EngineRefused, KVPoolError
 from kvpool.store.store import MAX_BATCH_KEYS
 from kvpool.vllm import KVPoolTier, tier_lookups
-from tests.conftest import eventually
-from tests.store.servers import SERVERS, Server, running
-from tests.store.stopwatch import Stopwatch
-from tests.vllm.secondary_tier import (
+from tests.support.deadlines import Stopwatch, eventually
+from tests.support.secondary_tier import (
     CHUNK_NBYTES,
     CHUNKS,
     HIT,
@@ -44,6 +42,7 @@ from tests.vllm.secondary_tier import (
     key,
     spec,
 )
+from tests.support.servers import SERVERS, Server, running
 
 MARGIN_S = 2.0
 

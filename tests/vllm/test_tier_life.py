@@ -15,10 +15,9 @@ from hypothesis.stateful import initialize, rule
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvpool.errors import StoreUnavailable
-from tests.conftest import SOAK_S
-from tests.vllm.lifecycle import MOODS, TroubledStore
-from tests.vllm.lives import ENGINES, NUMBERS, RARELY, Life, live, live_long
-from tests.vllm.tier_life import (
+from tests.support.lifecycle import MOODS, TroubledStore
+from tests.support.soak import ENGINES, NUMBERS, RARELY, SOAK_S, Life, live, live_long
+from tests.support.tier_life import (
     COST_A_JOB,
     RECORD_NBYTES,
     STUMBLES,

@@ -21,7 +21,7 @@ from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.key import Fact
 from kvpool.vllm.weights import model_name, weights_of
-from tests.hub import serving
+from tests.support.hub import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 

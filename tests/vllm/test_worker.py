@@ -26,10 +26,9 @@ from kvpool.transfer.mover import Finished
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.worker import WorkerHalf
-from tests.conftest import eventually
-from tests.store.misbehaving import Peer, misbehaving
-from tests.store.stopwatch import ends_within
-from tests.transfer.slow_device import SlowDevice
+from tests.support.deadlines import ends_within, eventually
+from tests.support.devices import SlowDevice
+from tests.support.misbehaving import Peer, misbehaving
 
 pytestmark = [pytest.mark.vllm]
 

@@ -13,11 +13,11 @@ from demo.engine_process import free_ports
 from kvpool import open_store
 from kvpool.cli.doctor.serving import samples
 from kvpool.index.fleet import Fleet
-from tests.cli.doctor.test_doctor import announced, examined, sentences, worker
-from tests.index.fleets import Served, a_worker, serving
-from tests.index.pages import PageServer, answer, serving_page
-from tests.index.publisher import misbehaving
 from tests.support.command_line import kvpool, refused
+from tests.support.doctor import announced, examined, sentences, worker
+from tests.support.feeds import misbehaving
+from tests.support.fleets import Served, a_worker, serving
+from tests.support.metrics_pages import PageServer, answer, serving_page
 
 PAGE = b"""# HELP kvpool_lookup_requests_total Requests whose prefix was looked up in the pool.
 kvpool_lookup_requests_total{engine="0",model_name="m"} 7.0

@@ -5,13 +5,11 @@ Over 400 lines because each finding of the doctor is one test on the same server
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,37 +21,22 @@ from kvpool.cli.doctor.finding import Finding
 from kvpool.cli.doctor.host_settings import CONGESTION_CONTROL, host_findings
 from kvpool.cli.doctor.server_rules import RULES
 from kvpool.cli.doctor.server_settings import server_findings
-from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.facts import announce_facts
-from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker import Publisher
 from kvpool.errors import StoreUnavailable
 from kvpool.index.dp_rank import UNHASHED
-from kvpool.key.hashing import seed_id
 from kvpool.store.url import StoreURL
-from tests.conftest import eventually
-from tests.index.publisher import misbehaving
-from tests.index.wire import batch, stored
-from tests.store.servers import Server, running
 from tests.support.command_line import kvpool, refused
+from tests.support.deadlines import eventually
+from tests.support.doctor import NOBODY, announced, examined, sentences, worker
+from tests.support.feeds import misbehaving
+from tests.support.servers import Server, running
+from tests.support.wire import batch, stored
 
 CONF = Path(__file__).parents[3] / "deploy" / "valkey.conf"
 # What the file has for its container only, and what the test's own server has to have otherwise.
 OURS_ALONE = {"bind", "protected-mode"}
 GOOD = ("--include", str(CONF), "--bind", "127.0.0.1")
-
-
-NOBODY = "no worker of tenant default has announced"
-
-
-def examined(*arguments: str) -> tuple[int, list[dict[str, str]]]:
-    """Exit code and findings, both without that no worker is there: most tests have a pool alone."""
-    ended = kvpool("doctor", *arguments, "--json")
-    report: dict[str, Any] = json.loads(ended.stdout)
-    assert report["ok"] is (ended.returncode == 0)
-    findings = [one for one in report["findings"] if not one["says"].startswith(NOBODY)]
-    fails = any(one["level"] == "fail" for one in findings)
-    assert report["ok"] is not (fails or len(findings) < len(report["findings"]))
-    return int(fails), findings
 
 
 def about_the_server(findings: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -64,10 +47,6 @@ def about_the_server(findings: list[dict[str, str]]) -> list[dict[str, str]]:
 def to_change(server: Server) -> list[Finding]:
     """The same, asked without a process of its own."""
     return [one for one in server_findings(StoreURL.parse(server.url)) if one.level != "ok"]
-
-
-def sentences(findings: list[dict[str, str]], level: str) -> str:
-    return "\n".join(f"{one['says']} -> {one['change']}" for one in findings if one["level"] == level)
 
 
 @pytest.fixture(params=["redis-server", "valkey-server"])
@@ -378,21 +357,6 @@ def test_wrong_use_is_one_clear_line() -> None:
     assert "--pool URL" in refused("doctor")
     assert "three slashes" in refused("doctor", "--pool", "file://x")
     assert "tenant" in refused("doctor", "--pool", "memory://", "--tenant", "a:b")
-
-
-def worker(name: str, publisher: Publisher, **more: Any) -> Worker:
-    fields: dict[str, Any] = {"model": "m", "block_tokens": 16, "hash_seed_id": seed_id(None)}
-    return Worker(name=name, publishers=(publisher,), incarnation=name, **{**fields, **more})
-
-
-@contextlib.contextmanager
-def announced(url: str, *workers: Worker) -> Iterator[None]:
-    """These announce themselves in the pool for as long as the block runs."""
-    with open_store(url) as store, contextlib.ExitStack() as announcers:
-        for one in workers:
-            announcers.callback(Announcer(store, one).close)
-        assert eventually(lambda: len(store.announcements("kvpool:default:worker:")) == len(workers))
-        yield
 
 
 def test_a_pool_without_workers_says_so(tmp_path: Path) -> None:

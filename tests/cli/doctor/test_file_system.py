@@ -17,9 +17,9 @@ import pytest
 
 from kvpool.errors import StoreUnavailable
 from kvpool.store.file import FileStore
-from tests.conftest import eventually
-from tests.store.conformance import MIB, key, keys, payload
-from tests.store.test_file import record_files, run_user
+from tests.support.conformance import MIB, key, keys, payload
+from tests.support.deadlines import eventually
+from tests.support.file_user import record_files, run_user
 
 VALUE_NBYTES = 100_000
 

@@ -21,10 +21,10 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.v1 import index_pb2 as pb
-from tests.conftest import eventually
-from tests.index.fleets import Served, a_worker, say, serving
-from tests.index.tokens import write_tokens
-from tests.index.wire import batch, packed64, stored
+from tests.support.credentials import write_tokens
+from tests.support.deadlines import eventually
+from tests.support.fleets import Served, a_worker, say, serving
+from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

@@ -39,46 +39,18 @@ from kvpool.index import (
 )
 from kvpool.index.client import codec
 from kvpool.index.client.channel import error_of
-from kvpool.index.client.messages import REPLIES, SERVICE, decode_worker
+from kvpool.index.client.messages import decode_worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.prompt import Prompt
 from kvpool.index.serve.codec import decode_prompt, encode_index_status, encode_lookup, encode_worker_status
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2 as pb
-from tests.conftest import eventually
-from tests.index.fleets import Served, a_worker, say, serving
-from tests.index.wire import batch, packed64, stored
+from tests.support.calls import PATIENT_S, by_either, grpc_server
+from tests.support.deadlines import eventually
+from tests.support.fleets import Served, a_worker, say, serving
+from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
-
-PATIENT_S = 30.0
-
-
-def by_either(target: str, what: str, *arguments: Any, timeout_s: float = PATIENT_S, **options: Any) -> Any:
-    """One call by the blocking client, and the same by the asynchronous one; they must agree, in errors as well."""
-
-    def blocking() -> Any:
-        with IndexClient(target, timeout_s) as client:
-            return getattr(client, what)(*arguments, **options)
-
-    async def asynchronous() -> Any:
-        async with AsyncIndexClient(target, timeout_s) as client:
-            return await getattr(client, what)(*arguments, **options)
-
-    answers: list[Any] = []
-    errors: list[kvpool.KVPoolError] = []
-    for call in (blocking, lambda: asyncio.run(asynchronous())):
-        try:
-            answers.append(call())
-        except kvpool.KVPoolError as error:
-            errors.append(error)
-    if errors:
-        assert len(errors) == 2, (errors, answers)
-        assert type(errors[0]) is type(errors[1])
-        for error in errors:
-            assert "\n" not in str(error)
-        raise errors[0]
-    return answers
 
 
 @pytest.fixture
@@ -298,21 +270,6 @@ def test_what_listens_is_no_grpc(says: bytes) -> None:
         by_either(target, "workers", timeout_s=10)
     assert target in str(caught.value)
     assert "does not speak gRPC" in str(caught.value) or "no index answers" in str(caught.value)
-
-
-@contextmanager
-def grpc_server(handle: Callable[[bytes, Any], bytes] | None) -> Iterator[str]:
-    """A gRPC server that is no index, or a bad one."""
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    if handle is not None:
-        handlers = {name: grpc.unary_unary_rpc_method_handler(handle) for name in REPLIES}
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(None).wait(30)
 
 
 def test_another_grpc_server() -> None:

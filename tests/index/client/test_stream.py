@@ -19,8 +19,8 @@ from kvpool.index.client.messages import MAX_REQUESTS, SERVICE
 from kvpool.index.client.stream import LookupStream
 from kvpool.index.fleet import Fleet
 from kvpool.v1 import index_pb2 as pb
-from tests.index.fleets import a_worker, say, serving
-from tests.index.wire import batch, packed64, stored
+from tests.support.fleets import a_worker, say, serving
+from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

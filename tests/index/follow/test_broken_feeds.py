@@ -16,14 +16,9 @@ from kvpool.discovery.worker import Publisher
 from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.follow import subscriber as module
 from kvpool.index.follow.subscriber import Subscriber
-from tests.conftest import eventually
-from tests.index.publisher import misbehaving, worker_of
-from tests.index.test_resolver import Names, names
-from tests.index.test_sequence import Heard
-
-__all__ = ["names"]
-
-WITHIN_S = 20.0
+from tests.support.deadlines import eventually
+from tests.support.feeds import WITHIN_S, Heard, frames, misbehaving, raw_publisher, worker_of
+from tests.support.networks import Names
 
 
 class AmongOthers(Heard):
@@ -213,53 +208,6 @@ def test_a_publisher_without_replay_whose_path_goes_silent_is_stale(
         )
         silent.clear()
         assert eventually(heard_of, within_s=WITHIN_S)
-
-
-def raw_publisher(say: Callable[[socket.socket], None]) -> contextlib.AbstractContextManager[Publisher]:
-    """A PUB socket by hand: after its handshake it says what it is told to."""
-
-    @contextlib.contextmanager
-    def running() -> Iterator[Publisher]:
-        closing_ = threading.Event()
-        listener = socket.create_server(("127.0.0.1", 0))
-        listener.settimeout(0.05)
-
-        def serve() -> None:
-            while not closing_.is_set():
-                with contextlib.suppress(OSError):
-                    connection = listener.accept()[0]
-                    with connection:
-                        connection.settimeout(0.5)
-                        connection.sendall(GREETING)
-                        connection.recv(4096)
-                        say(connection)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield Publisher(0, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
-        finally:
-            closing_.set()
-            thread.join(WITHIN_S)
-            listener.close()
-
-    return running()
-
-
-GREETING = (
-    b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32) + b"\x04\x19\x05READY"
-    b"\x0bSocket-Type\x00\x00\x00\x03PUB"
-)
-
-
-def frames(*sizes: int, more: bool = True) -> Callable[[socket.socket], None]:
-    def say(connection: socket.socket) -> None:
-        for size in sizes:
-            connection.sendall(bytes((2 | more,)) + size.to_bytes(8, "big") + bytes(min(size, 1 << 20)))
-            for _ in range(size // (1 << 20) - 1):
-                connection.sendall(bytes(1 << 20))
-
-    return say
 
 
 def test_a_publisher_whose_batches_take_long_lets_others_have_their_turn() -> None:

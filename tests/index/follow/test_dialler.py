@@ -11,11 +11,9 @@ import pytest
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.follow import subscriber as module
 from kvpool.index.follow.subscriber import Subscriber
-from tests.conftest import eventually
-from tests.index.publisher import misbehaving, worker_of
-from tests.index.test_resolver import Names, names
-
-__all__ = ["names"]
+from tests.support.deadlines import eventually
+from tests.support.feeds import misbehaving, worker_of
+from tests.support.networks import Names
 
 WITHIN_S = 20.0
 

@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 
 from kvpool import PrefixIndex
-from tests.index.wire import batch, cleared, packed64, removed, stored
+from tests.support.vllm_blocks import RandomEngine, encoded, held
+from tests.support.wire import batch, cleared, packed64, removed, stored
 
 pytestmark = pytest.mark.vllm
-
-
-def _encode(events: list[Any], dp_rank: int | None = None) -> bytes:
-    import msgspec
-    from vllm.distributed.kv_events import KVEventBatch
-
-    return msgspec.msgpack.encode(KVEventBatch(ts=1.5, events=events, data_parallel_rank=dp_rank))
 
 
 def test_our_batches_are_the_bytes_that_vllm_sends() -> None:
@@ -34,8 +28,8 @@ def test_our_batches_are_the_bytes_that_vllm_sends() -> None:
     made = [
         getattr(kv_events, event["type"])(**{k: v for k, v in event.items() if k != "type"}) for event in told
     ]
-    assert batch(*told) == _encode(made)
-    assert batch(*told, dp_rank=3) == _encode(made, 3)
+    assert batch(*told) == encoded(made)
+    assert batch(*told, dp_rank=3) == encoded(made, 3)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +51,19 @@ def test_events_of_before_maps_are_read(fields: int) -> None:
         kv_events.BlockRemoved([2], "CPU", 0),
     ]  # fmt: skip
     index = PrefixIndex(reuse_reports=False)
-    applied = index.apply("w", _encode([as_array(told[0], 5 + fields), as_array(told[1], 1 + fields)], 3))
+    applied = index.apply("w", encoded([as_array(told[0], 5 + fields), as_array(told[1], 1 + fields)], 3))
     assert (applied.stored, applied.removed, applied.skipped_events) == (3, 1, 0)
     (row,) = index.match(packed64([1, 2, 3]))
     assert (row.dp_rank, row.device_blocks, row.host_blocks) == ((3, 0, 1) if fields else (3, 1, 0))
     assert len(index) == 2
     cleared_as_array = as_array(kv_events.AllBlocksCleared(), 0)
-    assert index.apply("w", _encode([cleared_as_array], 3)).cleared_events == 1
+    assert index.apply("w", encoded([cleared_as_array], 3)).cleared_events == 1
     assert len(index) == 0
 
 
 def test_the_golden_batches_are_what_vllm_packs_today() -> None:
     from tests.golden.make import make_events
-    from tests.index.test_table import GOLDEN
+    from tests.support.wire import GOLDEN
 
     assert make_events() == GOLDEN
 
@@ -88,94 +82,15 @@ def test_the_pools_events_are_of_the_pool_tier() -> None:
     numbers = [int.from_bytes(block_hash[-8:], "big") for block_hash in hashes]
     index = PrefixIndex()
     told = [stored_event(request, 0, Group(32), i, hashes) for i in range(2)]
-    assert index.apply("w", _encode(told)).stored == 2
+    assert index.apply("w", encoded(told)).stored == 2
     assert list(index.match(packed64(numbers)).pool_blocks) == [2]
-    assert index.apply("w", _encode([removed_event(hashes[1], 0)])).removed == 1
+    assert index.apply("w", encoded([removed_event(hashes[1], 0)])).removed == 1
     assert list(index.match(packed64(numbers)).pool_blocks) == [1]
-
-
-class _Engine:
-    """vLLM's own block pool and block hashes under random requests; and what it really holds."""
-
-    BLOCK = 4
-
-    def __init__(self, chance: random.Random, *, report_mode: str) -> None:
-        from vllm.v1.core.block_pool import BlockPool
-
-        self.chance, self.report_mode = chance, report_mode
-        self.pool = BlockPool(60, True, self.BLOCK, enable_kv_cache_events=True)
-        self.running: list[list[Any]] = []
-        self.known: set[int] = set()
-
-    def step(self) -> bytes:
-        self.act()
-        return _encode(self.pool.take_events(), 0)
-
-    def act(self) -> None:
-        what = self.chance.random()
-        if what < 0.6:
-            self._start()
-        elif what < 0.9 and self.running:
-            self.pool.free_blocks(reversed(self.running.pop(self.chance.randrange(len(self.running)))))
-        elif what < 0.97:
-            self.pool.evict_blocks(set(self.chance.sample(range(1, 60), 3)))
-        elif not self.running:
-            self.pool.reset_prefix_cache()
-
-    def _start(self) -> None:
-        """A request: reuses the cached prefix, or, as after an asynchronous load, only a part of it or none."""
-        from tests.vllm_oracle import request_hashes
-
-        root = self.chance.randrange(4)
-        tokens = [root] * (self.BLOCK * self.chance.randrange(1, 9))
-        if self.chance.random() < 0.3:
-            tokens[self.chance.randrange(len(tokens))] = 9
-        hashes: Any = request_hashes(
-            tokens,
-            block_tokens=self.BLOCK,
-            algorithm="sha256_cbor",
-            lora=None,
-            cache_salt=None,
-            multimodal=(),
-        )
-        self.known.update(int.from_bytes(block_hash[-8:], "big") for block_hash in hashes)
-        reused: list[Any] = []
-        for block_hash in hashes[:-1]:
-            found = self.pool.get_cached_block(block_hash, [0])
-            if not found:
-                break
-            reused += found
-        if self.chance.random() < 0.3:
-            del reused[self.chance.randrange(len(reused) + 1) :]
-        if len(hashes) - len(reused) > self.pool.get_num_free_blocks() - len(reused):
-            return
-        from types import SimpleNamespace
-
-        request: Any = SimpleNamespace(
-            block_hashes=hashes, all_token_ids=tokens, lora_request=None, session_id=None, mm_features=[],
-            cache_salt=None, prompt_embeds=None,
-        )  # fmt: skip
-        if self.report_mode == "full":
-            self.pool.emit_cached_block_events(request, len(reused), self.BLOCK, 0)
-        self.pool.touch(reused)
-        blocks = reused + self.pool.get_new_blocks(len(hashes) - len(reused))
-        self.pool.cache_full_blocks(request, blocks, len(reused), len(hashes), self.BLOCK, 0)
-        self.running.append(blocks)
-
-    def holds(self) -> set[int]:
-        from vllm.v1.core.kv_cache_utils import get_block_hash
-
-        cache = self.pool.cached_block_hash_to_block._cache
-        return {int.from_bytes(get_block_hash(key)[-8:], "big") for key in cache}
-
-
-def _held(index: PrefixIndex, known: set[int]) -> set[int]:
-    return {block for block in known if len(index.match(packed64([block])))}
 
 
 @pytest.fixture(autouse=True)
 def _none_hash() -> None:
-    from tests.vllm_oracle import init_none_hash
+    from tests.support.vllm_blocks import init_none_hash
 
     init_none_hash("sha256_cbor", None)
 
@@ -183,12 +98,12 @@ def _none_hash() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_index_knows_what_the_engines_pool_holds(seed: int) -> None:
     """Exactly, where no request asks for reports of reused blocks: copies, evictions and resets among it."""
-    engine = _Engine(random.Random(seed), report_mode="incremental")
+    engine = RandomEngine(random.Random(seed), report_mode="incremental")
     index = PrefixIndex(reuse_reports=False)
     copied = 0
     for _ in range(400):
         copied += index.apply("w", engine.step()).copied
-        assert _held(index, engine.known) == engine.holds()
+        assert held(index, engine.known) == engine.holds()
     assert copied > 20, "a test without copies proves nothing"
 
 
@@ -196,12 +111,12 @@ def test_the_index_knows_what_the_engines_pool_holds(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_index_never_credits_more_than_the_pool_holds(seed: int, report_mode: str) -> None:
     """Whatever the report mode; what it credits too little is little."""
-    engine = _Engine(random.Random(seed), report_mode=report_mode)
+    engine = RandomEngine(random.Random(seed), report_mode=report_mode)
     index = PrefixIndex()
     repeated = missed = held = 0
     for _ in range(400):
         repeated += index.apply("w", engine.step()).repeated
-        credited, truth = _held(index, engine.known), engine.holds()
+        credited, truth = held(index, engine.known), engine.holds()
         assert credited <= truth
         missed, held = missed + len(truth - credited), held + len(truth)
     assert repeated > 10
@@ -281,7 +196,7 @@ class _HybridEngine:
             self.manager.evict_blocks(set(self.chance.sample(range(1, 70), 4)))
         elif not self.running:
             self.manager.reset_prefix_cache()
-        return _encode(self.manager.take_events(), 0)
+        return encoded(self.manager.take_events(), 0)
 
     def _start(self) -> None:
         from vllm.sampling_params import SamplingParams

@@ -11,10 +11,10 @@ from kvpool.index import Worker
 from kvpool.index.dp_rank import LOOKAHEAD
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.subscriber import Subscriber
-from tests.conftest import eventually
-from tests.index.fleets import a_worker, say, serving
-from tests.index.publisher import misbehaving
-from tests.index.wire import batch, packed64, stored
+from tests.support.deadlines import eventually
+from tests.support.feeds import misbehaving
+from tests.support.fleets import a_worker, say, serving
+from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

@@ -15,10 +15,9 @@ from kvpool.discovery.worker import Publisher
 from kvpool.index import Worker
 from kvpool.index.answer import WorkerStatus
 from kvpool.key.hashing import seed_id
-from tests.conftest import eventually
-from tests.index.follow.test_broken_feeds import frames, raw_publisher
-from tests.index.publisher import misbehaving
-from tests.index.wire import batch, packed64, stored
+from tests.support.deadlines import eventually
+from tests.support.feeds import frames, misbehaving, raw_publisher
+from tests.support.wire import batch, packed64, stored
 
 WITHIN_S = 60.0
 MiB = 1 << 20

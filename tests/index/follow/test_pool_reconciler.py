@@ -5,13 +5,11 @@ Over 400 lines because it holds one model of a pool and the machine that drives 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +23,31 @@ from kvpool.index.follow import pool_reconciler as module
 from kvpool.index.follow.pool_reconciler import PoolReconciler
 from kvpool.store.memory import MemoryStore
 from kvpool.store.server import notices as server_notices
-from kvpool.store.store import Store
-from tests.conftest import SOAK_S, eventually
-from tests.index.fleets import a_worker
-from tests.index.wire import Hash, batch, packed64, removed, stored
-from tests.store.servers import SERVERS, Cluster, Server, running
+from tests.support.deadlines import eventually
+from tests.support.fleets import a_worker
+from tests.support.reconciler import (
+    NAMESPACE,
+    NBYTES,
+    NEVER_S,
+    another_round,
+    credited,
+    digest,
+    following,
+    hashes64,
+    keys,
+    put,
+    rests,
+)
+from tests.support.servers import SERVERS, Cluster, Server, running
+from tests.support.soak import SOAK_S
+from tests.support.wire import batch, packed64, removed, stored
 
-NAMESPACE = Namespace("default", {"model": "m"})
 OTHER = Namespace("default", {"model": "m", "kv_dtype": "fp8"})
-NEVER_S = 3600.0  # a pause in which nothing but notices can help
-NBYTES = 2000
-
-
-def digest(number: int) -> bytes:
-    return hashlib.sha256(b"%d" % number).digest()
-
-
-def keys(
-    numbers: Iterable[int], group: int = 0, rank: int = 0, namespace: Namespace = NAMESPACE
-) -> list[str]:
-    return namespace.keys([digest(number) for number in numbers], group, rank)
-
-
-def put(store: Store, numbers: Iterable[int], group: int = 0, rank: int = 0) -> None:
-    names = keys(numbers, group, rank)
-    assert all(store.put_many(names, [bytes(NBYTES)] * len(names), timeout_s=30))
-
-
-def hashes64(numbers: Iterable[int]) -> list[Hash]:
-    return [int.from_bytes(digest(number)[-8:], "big") for number in numbers]
 
 
 def told(numbers: Iterable[int], **more: Any) -> bytes:
     """What a worker says when it has put them."""
     return batch(stored(hashes64(numbers), medium="STORAGE", **more))
-
-
-def credited(fleet: Fleet, numbers: Iterable[int], namespace: Namespace = NAMESPACE) -> set[int]:
-    """Which of these could be loaded from the pool, each asked by itself."""
-    (pool,) = (one for one in fleet.pools() if one.namespace == namespace.hex)
-    return {
-        number
-        for number in numbers
-        if any(pool.table.match(packed64(hashes64([number])), workers=[pool.holder]).pool_blocks)
-    }
 
 
 def present(server: Server, numbers: Iterable[int]) -> set[int]:
@@ -84,44 +63,6 @@ def a_fleet(*namespaces: Namespace) -> Fleet:
     for number, namespace in enumerate(namespaces or (NAMESPACE,)):
         fleet.add(a_worker(f"w{number}", namespace=namespace.hex), "pool")
     return fleet
-
-
-@contextmanager
-def following(
-    fleet: Fleet, store: Store, *, pause_s: float = NEVER_S, **more: Any
-) -> Iterator[PoolReconciler]:
-    reconciler = PoolReconciler(fleet, store, pause_s=pause_s, **more)
-    try:
-        yield reconciler
-    finally:
-        reconciler.close()
-        assert not reconciler._thread.is_alive()
-
-
-def rests(reconciler: PoolReconciler) -> bool:
-    """Wait until servers are listened to, and no round goes on or is to come soon."""
-    return eventually(
-        lambda: (
-            reconciler.totals().missed_notices > 0
-            and not reconciler._again.is_set()
-            and reconciler._round is None
-            and reconciler.totals().rounds > 0
-        ),
-        within_s=30,
-    )
-
-
-def another_round(reconciler: PoolReconciler) -> None:
-    """Wait for a round that begins after this call."""
-    before = reconciler.totals().rounds
-    reconciler._again.set()
-    assert eventually(
-        lambda: (
-            reconciler.totals().rounds > before
-            and reconciler._round is None
-            and not reconciler._again.is_set()
-        )
-    )
 
 
 @pytest.fixture(params=SERVERS)

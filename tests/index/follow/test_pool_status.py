@@ -13,8 +13,8 @@ from kvpool.index.serve.metrics import _of_servers, _of_traffic
 from kvpool.key.key import traffic_key
 from kvpool.store import open_store
 from kvpool.store.memory import MemoryStore
-from tests.conftest import eventually
-from tests.store.servers import Cluster, running
+from tests.support.deadlines import eventually
+from tests.support.servers import Cluster, running
 
 
 def shown(status: PoolStatus) -> dict[str, dict[str, float]]:

@@ -12,19 +12,10 @@ from kvpool.discovery.facts import announce_facts
 from kvpool.index.fleet import Fleet
 from kvpool.store.server import notices
 from kvpool.store.server.connection import MAX_REPLIES_NBYTES
-from tests.conftest import eventually
-from tests.index.fleets import a_worker
-from tests.index.follow.test_pool_reconciler import (
-    NAMESPACE,
-    NBYTES,
-    another_round,
-    credited,
-    following,
-    keys,
-    put,
-    rests,
-)
-from tests.store.servers import Server, running
+from tests.support.deadlines import eventually
+from tests.support.fleets import a_worker
+from tests.support.reconciler import NAMESPACE, NBYTES, another_round, credited, following, keys, put, rests
+from tests.support.servers import Server, running
 
 OTHER = Namespace("other", {"model": "m", "groups": 1, "group0.attention": "full", "group0.block_tokens": 16})
 HUGE = b"x" * (MAX_REPLIES_NBYTES + (1 << 20))  # a name

@@ -24,11 +24,11 @@ from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.sequence import Sequence
 from kvpool.key.hashing import seed_id
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.index.fleets import a_worker
-from tests.index.publisher import Misbehaving, misbehaving
-from tests.index.wire import batch, cleared, packed64, removed, stored
-from tests.store.servers import running
+from tests.support.deadlines import eventually
+from tests.support.feeds import Misbehaving, misbehaving
+from tests.support.fleets import a_worker
+from tests.support.servers import running
+from tests.support.wire import batch, cleared, packed64, removed, stored
 
 WITHIN_S = 20.0
 

@@ -16,9 +16,9 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file as module
 from kvpool.index.follow.snapshot_file import SnapshotFile, age, lock, read, write
 from kvpool.index.snapshot import Snapshot, pack
-from tests.conftest import eventually
-from tests.index.fleets import a_worker, say
-from tests.index.wire import batch, stored
+from tests.support.deadlines import eventually
+from tests.support.fleets import a_worker, say
+from tests.support.wire import batch, stored
 
 
 def taker(fleet: Fleet, life: str = "") -> Callable[[], Snapshot]:

@@ -16,10 +16,9 @@ from demo.engine_process import free_ports
 from kvpool.discovery.worker import Publisher
 from kvpool.index.follow import subscriber as module
 from kvpool.index.follow.subscriber import Subscriber
-from tests.conftest import eventually
-from tests.index.publisher import misbehaving, worker_of
-from tests.index.test_sequence import Heard
-from tests.index.wire import batch, stored
+from tests.support.deadlines import eventually
+from tests.support.feeds import Heard, misbehaving, worker_of
+from tests.support.wire import batch, stored
 
 WITHIN_S = 20.0
 

@@ -14,9 +14,9 @@ from kvpool.index.follow import subscriber as feed_module
 from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.snapshot import Snapshot, pack, unpack
-from tests.conftest import eventually
-from tests.index.publisher import Misbehaving, misbehaving, worker_of
-from tests.index.wire import batch, packed64, removed, stored
+from tests.support.deadlines import eventually
+from tests.support.feeds import Misbehaving, misbehaving, worker_of
+from tests.support.wire import batch, packed64, removed, stored
 
 WITHIN_S = 20.0
 PROMPT = list(range(1, 11))

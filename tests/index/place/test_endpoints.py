@@ -14,7 +14,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.place import endpoints
 from kvpool.index.place.endpoints import Endpoints
 from kvpool.index.resolver import Addresses, Resolver, Unresolved
-from tests.index.fleets import a_worker
+from tests.support.fleets import a_worker
 
 
 class Names(Resolver):

@@ -9,7 +9,7 @@ import pytest
 from kvpool import ConfigError, Load
 from kvpool.index.place import load as load_module
 from kvpool.index.place.load import KEEP_S, Known, LoadBoard
-from tests.index.fleets import Clock
+from tests.support.fleets import Clock
 
 
 def test_the_later_of_two_sources_counts() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool.index.place import metrics_page
 from kvpool.index.place.metrics_page import BadPage, Engine, read_page
-from tests.index.pages import page
+from tests.support.metrics_pages import page
 
 
 def test_the_pages_of_vllm(vllm_server: dict[str, Any]) -> None:

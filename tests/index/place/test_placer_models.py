@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.index.place import placer as placer_module
 from kvpool.index.place.inference_request import MAX_READ_NBYTES
-from tests.index.place.test_placer import LONG, Placing, placing
+from tests.support.placing import LONG, Placing, placing
 
 MODELS = "mn"  # of worker a, and of worker b
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/transcriptions"

@@ -12,10 +12,10 @@ from kvpool.index.place.metrics_page import Engine, GateCounters, read_page
 from kvpool.index.place.pool_cost import HALF_LIFE_S, MIN_TOKENS, PoolCost
 from kvpool.index.place.router import POOL, Costs, Router
 from kvpool.index.place.scraper import Scraper
-from tests.index.fleets import Clock, a_worker, say
-from tests.index.pages import page, serving_page
-from tests.index.place.test_router import NAMESPACE, TEN, a_fleet, order
-from tests.index.wire import batch, packed64, stored
+from tests.support.fleets import Clock, a_fleet, a_worker, say
+from tests.support.metrics_pages import page, serving_page
+from tests.support.placing import NAMESPACE, TEN, order
+from tests.support.wire import batch, packed64, stored
 
 FAST = GateCounters(load_tokens=100_000.0, load_s=1.0, prefill_tokens=100_000.0, prefill_s=10.0)
 SLOW = FAST._replace(load_s=8.0)

@@ -20,7 +20,7 @@ from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.resolver import Resolver
-from tests.index.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
+from tests.support.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
 
 
 class Placing:

@@ -16,7 +16,7 @@ from kvpool.index.place import renderer
 from kvpool.index.place.inference_request import read_request
 from kvpool.index.place.renderer import Asked, NoTokens, Renderer
 from kvpool.index.prompt import Prompt
-from tests.index.openai_worker import ScriptedWorker, scripted
+from tests.support.openai_worker import ScriptedWorker, scripted
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 

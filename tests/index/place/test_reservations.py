@@ -8,7 +8,8 @@ from kvpool import Load
 from kvpool.index.place import reservations as reservations_module
 from kvpool.index.place.router import Router
 from kvpool.index.prompt import Prompt
-from tests.index.place.test_router import COSTS, Clock, a_fleet, order
+from tests.support.fleets import Clock, a_fleet
+from tests.support.placing import COSTS, order
 
 
 def test_a_reservation_is_seen_by_others_until_it_ends() -> None:

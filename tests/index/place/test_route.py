@@ -20,10 +20,10 @@ from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.serve.codec import MAX_TEXT_NBYTES
 from kvpool.v1 import index_pb2 as pb
-from tests.index.fleets import Served, a_worker, say, serving
-from tests.index.serve.test_service import refused
-from tests.index.tiny_tokenizer import write_tokenizer
-from tests.index.wire import batch, stored
+from tests.support.calls import refused
+from tests.support.fleets import Served, a_worker, say, serving
+from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

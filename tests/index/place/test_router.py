@@ -13,33 +13,14 @@ from hypothesis import strategies as st
 from kvpool import BlockHasher, ConfigError, KVPoolError, Load, UnknownModel
 from kvpool.index.answer import Row
 from kvpool.index.client.codec import decode_route
-from kvpool.index.fleet import Fleet
 from kvpool.index.place.load import KEEP_S
 from kvpool.index.place.route import Pick, Route
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.prompt import Prompt
 from kvpool.v1 import index_pb2 as pb
-from tests.index.fleets import Clock, a_worker, say
-from tests.index.wire import batch, packed64, stored
-
-COSTS = Costs(local=0.25, pool=0.5, waiting=1000, running=100, usage=200, speed=100)
-NAMESPACE = "0123456789abcdef" * 2
-
-
-def a_fleet(*names: str, clock: Clock | None = None, **fields: Any) -> Fleet:
-    """Workers that hold nothing, and are heard."""
-    fleet = Fleet(clock=clock or Clock())
-    for place, name in enumerate(names):
-        fleet.add(a_worker(name, port=5000 + 2 * place, **fields), "flag")
-        fleet.heard(f"default/{name}", 0)
-    return fleet
-
-
-def order(route: Route) -> list[str]:
-    return [pick.worker for pick in route.picks]
-
-
-TEN = list(range(1, 11))
+from tests.support.fleets import Clock, a_fleet, a_worker, say
+from tests.support.placing import COSTS, NAMESPACE, TEN, order
+from tests.support.wire import batch, packed64, stored
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,10 @@ from kvpool.index.place.load import Known, LoadBoard
 from kvpool.index.place.metrics_page import Engine
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
-from tests.index.fleets import a_worker, say
-from tests.index.pages import PageServer, answer, page, serving_page
-from tests.index.test_resolver import Names, names
-from tests.index.wire import batch, packed64, stored
-
-__all__ = ["names"]
+from tests.support.fleets import a_worker, say
+from tests.support.metrics_pages import PageServer, answer, page, serving_page
+from tests.support.networks import Names
+from tests.support.wire import batch, packed64, stored
 
 WITHIN_S = 20.0
 

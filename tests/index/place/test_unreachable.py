@@ -6,8 +6,8 @@ from kvpool import Load
 from kvpool.index import Publisher
 from kvpool.index.place.load import KEEP_FAILED_S, KEEP_S
 from kvpool.index.place.router import Router
-from tests.index.fleets import Clock, a_worker
-from tests.index.place.test_router import a_fleet, order
+from tests.support.fleets import Clock, a_fleet, a_worker
+from tests.support.placing import order
 
 
 def a_dead_worker(clock: Clock) -> Router:

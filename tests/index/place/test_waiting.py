@@ -7,9 +7,9 @@ import pytest
 from kvpool import Load
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.prompt import Prompt
-from tests.index.fleets import Clock, say
-from tests.index.place.test_router import TEN, a_fleet
-from tests.index.wire import batch, packed64, stored
+from tests.support.fleets import Clock, a_fleet, say
+from tests.support.placing import TEN
+from tests.support.wire import batch, packed64, stored
 
 
 def queues(router: Router) -> dict[str, int]:

@@ -21,8 +21,8 @@ from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.resolver import Resolver
-from tests.index.openai_worker import ScriptedWorker
-from tests.store.certificates import Authority
+from tests.support.credentials import Authority
+from tests.support.openai_worker import ScriptedWorker
 
 WITHIN_S = 20.0
 

@@ -13,7 +13,7 @@ from kvpool import ConfigError, IndexUnavailable
 from kvpool.errors import AccessDenied
 from kvpool.index.client.access import check_token
 from kvpool.index.serve.auth import EVERYTHING, TokenAuth, WrongToken, make_token
-from tests.index.tokens import write_tokens
+from tests.support.credentials import write_tokens
 
 GOOD = "a" * 64
 

@@ -16,17 +16,16 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
-from tests import envoy
-from tests.conftest import eventually
-from tests.index.fleets import serving
-from tests.index.openai_worker import ScriptedWorker, scripted
-from tests.index.serve import test_ext_proc, test_proxy
-from tests.index.serve.test_ext_proc import TEXT, get, post
-from tests.index.serve.test_proxy import ASKED, BadWorker, all_of, beside
+from tests.support import envoy
+from tests.support.deadlines import eventually
+from tests.support.fleets import serving
+from tests.support.fronts import ASKED, EnvoyCluster, ProxyCluster, beside, envoy_cluster, proxy_cluster
+from tests.support.http_client import TEXT, all_of, get, post, request_of
+from tests.support.openai_worker import BadWorker, ScriptedWorker, scripted
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-Front = test_ext_proc.Cluster | test_proxy.Cluster
+Front = EnvoyCluster | ProxyCluster
 BODY = json.dumps(ASKED).encode()
 LENGTH = f"content-length: {len(BODY)}"
 NAMES = ("a", "b")
@@ -35,10 +34,10 @@ NAMES = ("a", "b")
 @pytest.fixture(params=["router", "envoy"])
 def front(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Front]:
     if request.param == "router":
-        with test_proxy.cluster(*NAMES) as there:
+        with proxy_cluster(*NAMES) as there:
             yield there
     else:
-        with test_ext_proc.cluster(tmp_path, names=NAMES) as there:
+        with envoy_cluster(tmp_path, names=NAMES) as there:
             yield there
 
 
@@ -203,7 +202,7 @@ PATHS = (
 
 
 def test_what_is_between_engines_cannot_be_reached_by_another_spelling(tmp_path: Path) -> None:
-    with test_ext_proc.cluster(tmp_path, names=NAMES) as there:
+    with envoy_cluster(tmp_path, names=NAMES) as there:
         for path in PATHS:
             status, body = answered(there, sent(f"POST {path} HTTP/1.1", LENGTH, body=BODY))
             assert (status, taken(there)) == (404, 0), path
@@ -214,7 +213,7 @@ def test_what_is_between_engines_cannot_be_reached_by_another_spelling(tmp_path:
 
 
 def test_the_router_passes_paths_as_they_are() -> None:
-    with test_proxy.cluster(*NAMES) as there:
+    with proxy_cluster(*NAMES) as there:
         for path in ("//v1/completions", "/v1/../x", "/..", "/%2e%2e/x", "/v1/completions%00", "/v1/x;y"):
             status, body = answered(there, sent(f"POST {path} HTTP/1.1", LENGTH, body=BODY))
             assert status == 200
@@ -229,7 +228,7 @@ def test_what_envoy_itself_answers_has_the_form_of_openais_api(tmp_path: Path) -
         index.fleet.add(workers[0].worker(), "flag")
         with envoy.running(tmp_path, [workers[0].at], [index.ext_proc], text=text) as front:
             assert eventually(lambda: front.healthy("workers") == 1 and front.healthy("picker") == 1)
-            there = test_ext_proc.Cluster(workers, index, front)
+            there = EnvoyCluster(workers, index, front)
             status, body = answered(there, sent("POST / HTTP/1.1", LENGTH, body=BODY[:9]))
             assert (status, in_form(body, 408)[:16]) == (408, "Envoy answers: r"), "the rest does not come"
             status, body = answered(
@@ -307,7 +306,7 @@ def test_a_workers_name_forges_no_header(front: Front) -> None:
 )
 def test_a_workers_answer_that_is_none(head: bytes, message: str) -> None:
     def talk(client: socket.socket) -> None:
-        if test_proxy.request_of(client):
+        if request_of(client):
             client.sendall(b"HTTP/1.1 " + head + b"\r\n\r\n{}")
 
     with beside(BadWorker("b\u00f6d", talk), "a") as there:

@@ -27,12 +27,11 @@ from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.snapshot import Snapshot
 from kvpool.index.snapshot_room import PACK_BLOCK_NBYTES
 from kvpool.v1 import index_pb2 as pb
-from tests.cli.test_index import running
-from tests.conftest import eventually
-from tests.index.fleets import Clock, Served, a_worker, say, serving
-from tests.index.serve.test_hostile_callers import peak_nbytes
-from tests.index.tokens import write_tokens
-from tests.index.wire import batch, packed64, stored
+from tests.support.credentials import write_tokens
+from tests.support.deadlines import eventually
+from tests.support.fleets import Clock, Served, a_worker, say, serving
+from tests.support.index_process import peak_nbytes, running
+from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

@@ -20,10 +20,10 @@ from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
 from kvpool.index.serve.auth import TokenAuth
-from tests import envoy
-from tests.conftest import eventually
-from tests.index.fleets import serving
-from tests.index.openai_worker import scripted
+from tests.support import envoy
+from tests.support.deadlines import eventually
+from tests.support.fleets import serving
+from tests.support.openai_worker import scripted
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

@@ -6,12 +6,8 @@ import hashlib
 import json
 import re
 import signal
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,93 +15,24 @@ from demo.engine_process import free_ports
 from kvpool import BlockHasher
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
-from tests import envoy
-from tests.cli.test_index import running
-from tests.conftest import eventually
-from tests.index.fleets import Served, say, serving
-from tests.index.openai_worker import ScriptedWorker, scripted
-from tests.index.wire import batch, stored
-from tests.store.stopwatch import ends_within
+from tests.support import envoy
+from tests.support.deadlines import ends_within, eventually
+from tests.support.fleets import say
+from tests.support.fronts import envoy_cluster
+from tests.support.http_client import TEXT, get, post
+from tests.support.index_process import running
+from tests.support.openai_worker import scripted
+from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-TEXT = "so long a prompt that it has several blocks of sixteen bytes, and a few more at its end"
 MESSAGE_TIMEOUT_S = 2.0  # of deploy/envoy.yaml
 MODES = pytest.mark.parametrize("duplex", [False, True], ids=["buffered", "duplex"])
 
 
-class Reply(NamedTuple):
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def worker(self) -> str:
-        return str(json.loads(self.body)["worker"])
-
-
-def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> Reply:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent = {
-        "content-type": "application/json",
-        **{name.replace("_", "-"): value for name, value in headers.items()},
-    }
-    return get(url + path, data, sent)
-
-
-def get(url: str, data: bytes | None = None, headers: dict[str, str] | None = None) -> Reply:
-    request = urllib.request.Request(url, data, headers or {})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            return Reply(reply.status, {k.lower(): v for k, v in reply.headers.items()}, reply.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return Reply(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())
-
-
-class Cluster:
-    """Workers a, b and c behind Envoy and an index."""
-
-    def __init__(self, workers: list[ScriptedWorker], index: Served, front: envoy.Envoy) -> None:
-        self.workers = {worker.name: worker for worker in workers}
-        self.index, self.front, self.url = index, front, front.url
-        self._sequence = 0
-
-    def hold(self, name: str, text: str = TEXT) -> None:
-        """From now on a worker holds the blocks of a text."""
-        hashes = BlockHasher(16).hashes(list(text.encode()))
-        say(self.index.fleet, f"default/{name}", 0, self._sequence, batch(stored(hashes)))
-        self._sequence += 1
-
-
-@contextmanager
-def cluster(
-    folder: Path,
-    *,
-    duplex: bool = False,
-    place: dict[str, Any] | None = None,
-    more: str = "",
-    names: tuple[str, ...] = ("a", "b", "c"),
-    **options: Any,
-) -> Iterator[Cluster]:
-    with ExitStack() as parts:
-        workers = parts.enter_context(scripted(*names))
-        fleet = options.pop("fleet", None) or Fleet()
-        for worker in workers:
-            fleet.add(worker.worker(), "flag")
-            fleet.heard(f"default/{worker.name}", 0)
-        options.setdefault("router", Router(fleet))
-        index = parts.enter_context(serving(fleet, place={"timeout_s": 5, **(place or {})}, **options))
-        front = parts.enter_context(
-            envoy.running(folder, [w.at for w in workers], [index.ext_proc], duplex=duplex, more=more)
-        )
-        assert eventually(lambda: front.healthy("workers") == len(workers) and front.healthy("picker") == 1)
-        yield Cluster(workers, index, front)
-
-
 @MODES
 def test_a_request_goes_to_the_worker_that_holds_its_prompt(tmp_path: Path, duplex: bool) -> None:
-    with cluster(tmp_path, duplex=duplex) as there:
+    with envoy_cluster(tmp_path, duplex=duplex) as there:
         for name in ("b", "c"):
             text = f"{name} {TEXT}"
             there.hold(name, text)
@@ -122,7 +49,7 @@ def test_a_request_goes_to_the_worker_that_holds_its_prompt(tmp_path: Path, dupl
 
 @MODES
 def test_chats_and_token_ids_find_their_worker(tmp_path: Path, duplex: bool) -> None:
-    with cluster(tmp_path, duplex=duplex) as there:
+    with envoy_cluster(tmp_path, duplex=duplex) as there:
         there.hold("c", f"user: {TEXT}\n")
         there.hold("b", TEXT)
         chat = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
@@ -135,7 +62,7 @@ def test_chats_and_token_ids_find_their_worker(tmp_path: Path, duplex: bool) -> 
 def test_responses_find_their_worker_by_the_tokens_that_one_of_them_says(
     tmp_path: Path, duplex: bool
 ) -> None:
-    with cluster(tmp_path, duplex=duplex) as there:
+    with envoy_cluster(tmp_path, duplex=duplex) as there:
         for worker in there.workers.values():
             worker.render = lambda body: list(body["input"].encode())
         there.hold("c")
@@ -148,7 +75,7 @@ def test_responses_find_their_worker_by_the_tokens_that_one_of_them_says(
 @MODES
 @pytest.mark.parametrize("size", [0, 1, 63_488, 63_489, 1 << 20, (16 << 20) - 100])
 def test_bodies_arrive_as_they_were_sent(tmp_path: Path, duplex: bool, size: int) -> None:
-    with cluster(tmp_path, duplex=duplex) as there:
+    with envoy_cluster(tmp_path, duplex=duplex) as there:
         body = json.dumps({"model": "m", "prompt": "x" * size}).encode() if size else b""
         reply = post(there.url, body)
         assert reply.status == 200
@@ -157,7 +84,7 @@ def test_bodies_arrive_as_they_were_sent(tmp_path: Path, duplex: bool, size: int
 
 @MODES
 def test_streams_come_through(tmp_path: Path, duplex: bool) -> None:
-    with cluster(tmp_path, duplex=duplex) as there:
+    with envoy_cluster(tmp_path, duplex=duplex) as there:
         reply = post(there.url, {"model": "m", "prompt": TEXT, "stream": True})
         assert reply.body.count(b"data: ") == 4
         assert reply.headers["content-type"] == "text/event-stream"
@@ -180,7 +107,7 @@ def test_streams_come_through(tmp_path: Path, duplex: bool) -> None:
 def test_what_is_wrong_with_a_request_is_for_the_worker_to_say(
     tmp_path: Path, duplex: bool, body: bytes, reason: str
 ) -> None:
-    with cluster(tmp_path, duplex=duplex) as there:
+    with envoy_cluster(tmp_path, duplex=duplex) as there:
         reply = post(there.url, body)
         assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, reason)
         assert json.loads(reply.body)["sha256"] == hashlib.sha256(body).hexdigest()
@@ -188,14 +115,14 @@ def test_what_is_wrong_with_a_request_is_for_the_worker_to_say(
 
 @MODES
 def test_requests_without_a_body_and_other_paths(tmp_path: Path, duplex: bool) -> None:
-    with cluster(tmp_path, duplex=duplex) as there:
+    with envoy_cluster(tmp_path, duplex=duplex) as there:
         assert get(f"{there.url}/v1/models").headers["x-kvpool-reason"] in ("unreadable", "load")
         reply = post(there.url, {"model": "m", "input": "x"}, "/v1/embeddings")
         assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "no-tokens")
 
 
 def test_who_sends_a_request_cannot_say_where_it_goes(tmp_path: Path) -> None:
-    with cluster(tmp_path) as there:
+    with envoy_cluster(tmp_path) as there:
         there.hold("b")
         forged = {
             "x_gateway_destination_endpoint": there.workers["c"].at, "x_kvpool_worker": "c", "x_kvpool_tenant": "c",
@@ -214,7 +141,7 @@ def test_who_sends_a_request_cannot_say_where_it_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 2 << 20])
 def test_the_next_best_worker_serves_where_the_best_cannot_be_reached(tmp_path: Path, nbytes: int) -> None:
-    with cluster(tmp_path) as there:
+    with envoy_cluster(tmp_path) as there:
         there.hold("b")
         there.hold("c", TEXT[:32])
         there.workers["b"].stop()
@@ -224,7 +151,7 @@ def test_the_next_best_worker_serves_where_the_best_cannot_be_reached(tmp_path: 
 
 
 def test_without_an_index_requests_are_served(tmp_path: Path) -> None:
-    with cluster(tmp_path) as there:
+    with envoy_cluster(tmp_path) as there:
         there.index.stop()
         assert {post(there.url, {"model": "m", "prompt": TEXT}).status for _ in range(20)} == {200}
         assert "x-kvpool-reason" not in post(there.url, {"model": "m", "prompt": TEXT}).headers
@@ -257,7 +184,7 @@ def test_where_an_index_hangs_a_request_is_served_after_the_deadline_of_its_answ
 
 def test_an_old_connection_to_the_index_costs_no_request(tmp_path: Path) -> None:
     ended = "cluster.picker.upstream_cx_close_notify"
-    with cluster(tmp_path, max_connection_age_s=0.2) as there:
+    with envoy_cluster(tmp_path, max_connection_age_s=0.2) as there:
         replies = []
 
         def have_ended() -> bool:
@@ -269,7 +196,7 @@ def test_an_old_connection_to_the_index_costs_no_request(tmp_path: Path) -> None
 
 
 def test_without_an_index_a_dead_worker_costs_no_request(tmp_path: Path) -> None:
-    with cluster(tmp_path, names=("a", "b")) as there:
+    with envoy_cluster(tmp_path, names=("a", "b")) as there:
         there.index.stop()
         there.workers["b"].stop()
         # Faster than health checks find it: each retry goes to a worker that was not tried.
@@ -278,7 +205,7 @@ def test_without_an_index_a_dead_worker_costs_no_request(tmp_path: Path) -> None
 
 
 def test_a_connection_that_a_worker_closes_when_idle_is_not_used_again(tmp_path: Path) -> None:
-    with cluster(tmp_path, names=("a",)) as there:
+    with envoy_cluster(tmp_path, names=("a",)) as there:
         assert post(there.url, {"model": "m", "prompt": TEXT}).status == 200
         assert there.front.counters("cluster.workers.upstream_cx_active")[
             "cluster.workers.upstream_cx_active"
@@ -292,7 +219,7 @@ def test_a_connection_that_a_worker_closes_when_idle_is_not_used_again(tmp_path:
 
 
 def test_callers_do_not_reach_what_is_between_engines(tmp_path: Path) -> None:
-    with cluster(tmp_path, names=("a",)) as there:
+    with envoy_cluster(tmp_path, names=("a",)) as there:
         assert post(there.url, {"request_ids": ["x"]}, "/inference/v1/abort_requests").status == 404
         assert there.workers["a"].bodies == []
 
@@ -300,7 +227,7 @@ def test_callers_do_not_reach_what_is_between_engines(tmp_path: Path) -> None:
 def test_all_workers_asleep_or_busy(tmp_path: Path) -> None:
     fleet = Fleet()
     router = Router(fleet)
-    with cluster(tmp_path, fleet=fleet, router=router, place={"max_waiting": 4}) as there:
+    with envoy_cluster(tmp_path, fleet=fleet, router=router, place={"max_waiting": 4}) as there:
         from kvpool import Load
 
         for name in there.workers:
@@ -324,7 +251,7 @@ def test_all_workers_asleep_or_busy(tmp_path: Path) -> None:
 def test_a_worker_that_says_no_tokens_in_time_costs_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with cluster(tmp_path, place={"timeout_s": 0.2}) as there:
+    with envoy_cluster(tmp_path, place={"timeout_s": 0.2}) as there:
         there.hold("b")
         for worker in there.workers.values():
             worker.render_delay_s = 1.0
@@ -346,7 +273,7 @@ def test_a_worker_that_says_no_tokens_in_time_costs_no_request(
 
 
 def test_what_is_under_way_counts_until_it_is_answered(tmp_path: Path) -> None:
-    with cluster(tmp_path) as there:
+    with envoy_cluster(tmp_path) as there:
         from concurrent.futures import ThreadPoolExecutor
 
         for worker in there.workers.values():
@@ -368,7 +295,7 @@ def test_what_is_under_way_counts_until_it_is_answered(tmp_path: Path) -> None:
 
 def test_two_that_are_one_worker_have_one_endpoint_and_the_rank_is_told(tmp_path: Path) -> None:
     fleet = Fleet()
-    with cluster(tmp_path, fleet=fleet, names=("a",)) as there:
+    with envoy_cluster(tmp_path, fleet=fleet, names=("a",)) as there:
         worker = there.workers["a"]
         fleet.remove("default/a")
         fleet.add(worker.worker(ranks=2), "flag")

@@ -16,9 +16,8 @@ from kvpool.index.serve import ext_proc, ext_proc_exchange, limiter
 from kvpool.index.serve.placements import Placements, Refusal
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.v1 import ext_proc_pb2 as pb
-from tests.cli.test_index import Index, running
-from tests.conftest import eventually
-from tests.index.serve.test_ext_proc_protocol import (
+from tests.support.deadlines import eventually
+from tests.support.ext_proc import (
     BODY,
     PROCESS,
     Call,
@@ -30,7 +29,7 @@ from tests.index.serve.test_ext_proc_protocol import (
     response,
     set_headers,
 )
-from tests.index.serve.test_hostile_callers import peak_nbytes
+from tests.support.index_process import Index, peak_nbytes, running
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

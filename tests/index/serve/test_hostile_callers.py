@@ -24,11 +24,11 @@ from kvpool.index.serve import calls, limiter
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.service import INLINE_NBYTES
 from kvpool.v1 import index_pb2 as pb
-from tests.cli.test_index import Index, running
-from tests.index.fleets import Served, a_worker, serving
-from tests.index.tokens import write_tokens
-from tests.index.wire import batch, cleared, packed64, stored
-from tests.store.stopwatch import ends_within
+from tests.support.credentials import write_tokens
+from tests.support.deadlines import ends_within
+from tests.support.fleets import Served, a_worker, serving
+from tests.support.index_process import peak_nbytes, running
+from tests.support.wire import batch, cleared, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -60,13 +60,6 @@ def guarded(tmp_path: Path) -> Iterator[tuple[Served, dict[str, str]]]:
         fleet.add(a_worker(tenant=tenant), "flag")
     with serving(fleet, auth=TokenAuth(str(path))) as served:
         yield served, tokens
-
-
-def peak_nbytes(index: Index) -> int:
-    """The most memory that the process has had."""
-    status = Path(f"/proc/{index.process.pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) << 10
 
 
 def code_of(call: Callable[[], Any]) -> str:

@@ -39,11 +39,10 @@ from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.v1 import index_pb2 as pb
-from tests.conftest import eventually
-from tests.index.fleets import Served, a_worker, say, serving
-from tests.index.tokens import write_tokens
-from tests.index.wire import batch, packed64, stored
-from tests.store.certificates import Authority
+from tests.support.credentials import Authority, write_tokens
+from tests.support.deadlines import eventually
+from tests.support.fleets import Served, a_worker, say, serving
+from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

@@ -16,9 +16,9 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.serve import limiter
 from kvpool.index.serve.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
-from tests.conftest import eventually
-from tests.index.fleets import a_worker, serving
-from tests.index.wire import packed64
+from tests.support.deadlines import eventually
+from tests.support.fleets import a_worker, serving
+from tests.support.wire import packed64
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

@@ -16,10 +16,10 @@ from kvpool.index.serve import http_listener as listener_module
 from kvpool.index.serve import metrics as exporter_module
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.request_stats import Matched, RequestStats
-from tests.conftest import eventually
-from tests.index.fleets import Clock, a_worker, say
-from tests.index.pages import showing
-from tests.index.wire import batch, stored
+from tests.support.deadlines import eventually
+from tests.support.fleets import Clock, a_worker, say
+from tests.support.metrics_pages import showing
+from tests.support.wire import batch, stored
 
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

@@ -16,9 +16,8 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,155 +27,23 @@ import pytest
 
 from kvpool import BlockHasher, Load
 from kvpool.index.client.tls import ServerTls, trusting
-from kvpool.index.fleet import Fleet
-from kvpool.index.place.router import Router
 from kvpool.index.serve import limiter, placements, proxy_connection, proxy_forwarding
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.request_stats import RequestStats
-from tests.conftest import eventually
-from tests.index.fleets import Served, say, serving
-from tests.index.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
-from tests.index.pages import showing
-from tests.index.serve.test_ext_proc import TEXT, get, post
-from tests.index.wire import batch, stored
-from tests.store.certificates import Authority
+from tests.support.credentials import Authority
+from tests.support.deadlines import eventually
+from tests.support.fleets import say
+from tests.support.fronts import ASKED, beside, proxy_cluster
+from tests.support.http_client import TEXT, all_of, get, of_request, post, request_of
+from tests.support.metrics_pages import showing
+from tests.support.openai_worker import BadWorker, ScriptedWorker, that_accepts_nothing
+from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-ASKED = {"model": "m", "prompt": list(TEXT.encode())}  # no worker has to be asked for its tokens
-
-
-class Cluster:
-    """Workers behind a proxy."""
-
-    def __init__(self, workers: list[ScriptedWorker], index: Served, router: Router) -> None:
-        self.workers = {worker.name: worker for worker in workers}
-        self.index, self.router, self.url = index, router, f"http://{index.proxy}"
-        self.port = int(index.proxy.rpartition(":")[2])
-        self._sequence = 0
-
-    def hold(self, name: str, text: str = TEXT) -> None:
-        """From now on a worker holds the blocks of a text."""
-        hashes = BlockHasher(16).hashes(list(text.encode()))
-        say(self.index.fleet, f"default/{name}", 0, self._sequence, batch(stored(hashes)))
-        self._sequence += 1
-
-    def outcomes(self) -> dict[str, int]:
-        return {name: count for name, count in self.index.proxy_stats.totals().responses.items() if count}
-
-    def retries(self) -> dict[str, int]:
-        return {name: count for name, count in self.index.proxy_stats.totals().retries.items() if count}
-
-    def ends(self) -> bool:
-        """Whether nothing is under way or held any longer."""
-        under_way = self.index.proxy_stats.totals().under_way
-        return under_way == 0 and len(self.router._reservations) == 0 and self.index.held_nbytes() == 0
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
-
-    def raw(self, sent: bytes) -> bytes:
-        """All that comes back until the proxy ends the connection."""
-        with self.connect() as client:
-            client.sendall(sent)
-            return all_of(client)
-
-
-def all_of(client: socket.socket) -> bytes:
-    received = b""
-    while part := client.recv(65536):
-        received += part
-    return received
-
-
-@contextmanager
-def cluster(
-    *names: str,
-    place: dict[str, Any] | None = None,
-    proxy: dict[str, Any] | None = None,
-    workers: list[ScriptedWorker] | None = None,
-    **options: Any,
-) -> Iterator[Cluster]:
-    with ExitStack() as parts:
-        started = (
-            workers if workers is not None else parts.enter_context(scripted(*(names or ("a", "b", "c"))))
-        )
-        fleet = Fleet()
-        for worker in started:
-            fleet.add(worker.worker(), "flag")
-            fleet.heard(f"default/{worker.name}", 0)
-        router = Router(fleet)
-        index = parts.enter_context(
-            serving(
-                fleet, place={"timeout_s": 5, **(place or {})}, proxy=proxy or {}, router=router, **options
-            )
-        )
-        yield Cluster(started, index, router)
-
-
-class BadWorker:
-    """One that misbehaves: ``talk`` has each of its connections."""
-
-    def __init__(self, name: str, talk: Callable[[socket.socket], object]) -> None:
-        self.name, self._talk = name, talk
-        self.connections = 0
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
-        self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def worker(self) -> Any:
-        return ScriptedWorker(self.name, self.port).worker()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listening.accept()
-            except OSError:
-                return
-            self.connections += 1
-            self._open.append(client)
-            thread = threading.Thread(target=self._serve, args=(client,))
-            self._threads.append(thread)
-            thread.start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with client, suppress(OSError):
-            self._talk(client)
-
-    def stop(self) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for client in self._open:
-            with suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(30)
-
-
-def request_of(client: socket.socket) -> bytes:
-    """The bytes of one request; empty: the connection has ended."""
-    received = b""
-    while b"\r\n\r\n" not in received:
-        part = client.recv(65536)
-        if not part:
-            return b""
-        received += part
-    head, _, body = received.partition(b"\r\n\r\n")
-    found = re.search(rb"(?i)content-length: (\d+)", head)
-    while found and len(body) < int(found[1]):
-        body += client.recv(65536)
-    return head + b"\r\n\r\n" + body
-
-
-def of_request(body: bytes, *headers: str, path: str = "/v1/completions") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
 
 def test_a_request_goes_to_the_worker_that_holds_its_prompt() -> None:
-    with cluster() as there:
+    with proxy_cluster() as there:
         there.hold("b")
         there.hold("c", f"user: {TEXT}\n")
         reply = post(there.url, {"model": "m", "prompt": TEXT})
@@ -207,7 +74,7 @@ def test_a_request_goes_to_the_worker_that_holds_its_prompt() -> None:
 def test_a_request_whose_tokens_only_a_worker_makes_goes_to_the_holder_of_its_prompt(
     path: str, prompt: dict[str, Any], rendered: str
 ) -> None:
-    with cluster() as there:
+    with proxy_cluster() as there:
         there.hold("b", rendered)
         for _ in range(2):
             reply = post(there.url, {"model": "m", **prompt}, path)
@@ -223,14 +90,14 @@ def test_a_request_whose_tokens_only_a_worker_makes_goes_to_the_holder_of_its_pr
 
 
 def test_decision_headers_can_be_left_out() -> None:
-    with cluster("a", place={"shows": False}) as there:
+    with proxy_cluster("a", place={"shows": False}) as there:
         reply = post(there.url, ASKED)
         headers = {*reply.headers, *there.workers["a"].seen()}
         assert not [name for name in headers if name.startswith("x-kvpool")]
 
 
 def test_parts_of_a_stream_come_as_the_worker_sends_them() -> None:
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         there.workers["a"].hold_parts.clear()
         client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
         client.request("POST", "/v1/completions", json.dumps({**ASKED, "stream": True}))
@@ -247,7 +114,7 @@ def test_parts_of_a_stream_come_as_the_worker_sends_them() -> None:
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before", "amid"])
 def test_a_client_that_goes_away_ends_its_request_at_the_worker(begun: bool) -> None:
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         worker = there.workers["a"]
         (worker.hold_parts if begun else worker.hold).clear()
         with there.connect() as client:
@@ -265,7 +132,7 @@ def test_a_client_that_goes_away_ends_its_request_at_the_worker(begun: bool) -> 
 
 
 def test_the_next_best_worker_serves_where_the_best_is_away() -> None:
-    with cluster() as there:
+    with proxy_cluster() as there:
         there.hold("b")
         there.hold("c", TEXT[:32])
         there.workers["b"].stop()
@@ -277,7 +144,7 @@ def test_the_next_best_worker_serves_where_the_best_is_away() -> None:
 
 
 def test_the_next_best_worker_serves_where_the_best_shuts_down() -> None:
-    with cluster() as there:
+    with proxy_cluster() as there:
         there.hold("b")
         there.hold("c", TEXT[:32])
         there.workers["b"].status = 503
@@ -292,19 +159,6 @@ def test_the_next_best_worker_serves_where_the_best_shuts_down() -> None:
             there.workers["b"].status = status
             assert (post(there.url, ASKED).status, len(there.workers["c"].bodies)) == (status, 2)
         assert eventually(there.ends)
-
-
-@contextmanager
-def beside(bad: BadWorker, *good: str) -> Iterator[Cluster]:
-    """A cluster of these and of a worker that misbehaves, which holds the prompt."""
-    try:
-        with cluster(*good) as there:
-            there.index.fleet.add(bad.worker(), "flag")
-            there.index.fleet.heard(f"default/{bad.name}", 0)
-            there.hold(bad.name)
-            yield there
-    finally:
-        bad.stop()
 
 
 BEGUN = (
@@ -338,7 +192,7 @@ def test_a_response_that_has_begun_is_not_asked_for_again() -> None:
 
 
 def test_a_worker_that_accepts_no_connection() -> None:
-    with that_accepts_nothing() as port, cluster("a") as there:
+    with that_accepts_nothing() as port, proxy_cluster("a") as there:
         there.index.fleet.add(ScriptedWorker("full", port).worker(), "flag")
         there.index.fleet.heard("default/full", 0)
         there.hold("full")
@@ -348,7 +202,7 @@ def test_a_worker_that_accepts_no_connection() -> None:
 
 
 def test_responses_without_a_body() -> None:
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
         client.request("HEAD", "/v1/models")
         with client.getresponse() as reply:
@@ -380,7 +234,7 @@ def test_a_worker_that_speaks_no_http() -> None:
 
 
 def test_a_worker_that_says_nothing_for_too_long() -> None:
-    with cluster("a", proxy={"response_s": 0.2}) as there:
+    with proxy_cluster("a", proxy={"response_s": 0.2}) as there:
         there.workers["a"].hold.clear()
         assert post(there.url, ASKED).status == 504
         assert eventually(lambda: there.workers["a"].given_up == 1)
@@ -389,7 +243,7 @@ def test_a_worker_that_says_nothing_for_too_long() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 1 << 20, (1 << 20) + 1])
 def test_bodies_pass_as_they_are(size: int) -> None:
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         body = os.urandom(size)
         for headers in ({}, {"content_encoding": "gzip"}):
             there.workers["a"].reply = None
@@ -405,7 +259,7 @@ def test_bodies_pass_as_they_are(size: int) -> None:
 
 
 def test_a_body_in_chunks_arrives_whole() -> None:
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         body = json.dumps({"model": "m", "prompt": "x" * 200_000}).encode()
         client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
         for expect in ({}, {"expect": "100-continue"}):
@@ -417,7 +271,7 @@ def test_a_body_in_chunks_arrives_whole() -> None:
 
 
 def test_a_client_may_wait_until_its_body_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster("a") as there, there.connect() as client:
+    with proxy_cluster("a") as there, there.connect() as client:
         head = of_request(b"{}", "expect: 100-continue").removesuffix(b"{}")
         client.sendall(head)
         assert client.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -428,7 +282,7 @@ def test_a_client_may_wait_until_its_body_is_wanted(monkeypatch: pytest.MonkeyPa
 def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placements, "MAX_BODY_NBYTES", 1000)
     monkeypatch.setattr(proxy_forwarding, "MAX_BODY_NBYTES", 1000)
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         assert post(there.url, b"x" * 1000).status == 200
         reply = post(there.url, b"x" * 1001)
         error = json.loads(reply.body)["error"]
@@ -449,7 +303,7 @@ def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_connection, "HEAD_S", 0.2)
     monkeypatch.setattr(proxy_forwarding, "BODY_S", 0.2)
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         assert there.raw(b"") == b"", "nothing at all"
         assert there.raw(b"POST /v1/completions HTTP/1.1\r\nhost:") == b"", "half a head"
         with there.connect() as client:  # half of a second head
@@ -471,7 +325,7 @@ def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_connection, "WRITE_S", 0.2)
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         there.workers["a"].reply = bytes(64 << 20)
         with there.connect() as client:
             client.sendall(of_request(b"{}"))
@@ -480,7 +334,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_forged_headers_and_those_of_a_connection_are_not_passed_on() -> None:
-    with cluster("a", "b") as there:
+    with proxy_cluster("a", "b") as there:
         there.hold("b")
         there.workers["b"].reply_headers = {
             "x-gateway-destination-endpoint": "9.9.9.9:9", "x-kvpool-reason": "forged", "keep-alive": "timeout=9",
@@ -517,7 +371,7 @@ def test_forged_headers_and_those_of_a_connection_are_not_passed_on() -> None:
 def test_a_cookie_is_its_clients_own(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     # aiohttp's own jar keeps cookies of names, and none of numeric addresses unless it is told to.
     monkeypatch.setattr("aiohttp.client.CookieJar", partial(aiohttp.CookieJar, unsafe=True))
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         there.workers["a"].reply_headers = {"set-cookie": "session=1; Path=/"}
         assert post(there.url, ASKED, path, cookie="mine=2").headers["set-cookie"] == "session=1; Path=/"
         assert there.workers["a"].seen()["cookie"] == "mine=2"
@@ -528,7 +382,7 @@ def test_a_cookie_is_its_clients_own(monkeypatch: pytest.MonkeyPatch, path: str)
 
 
 def test_where_a_request_came_from_is_told() -> None:
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         post(there.url, ASKED)
         seen = there.workers["a"].seen()
         assert (seen["x-forwarded-for"], seen["x-forwarded-proto"]) == ("127.0.0.1", "http")
@@ -545,7 +399,7 @@ def test_where_a_request_came_from_is_told() -> None:
 
 
 def test_the_rank_is_told() -> None:
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         fleet, worker = there.index.fleet, there.workers["a"]
         fleet.remove("default/a")
         fleet.add(worker.worker(ranks=2), "flag")
@@ -557,7 +411,7 @@ def test_the_rank_is_told() -> None:
 
 
 def test_all_workers_busy_asleep_or_away() -> None:
-    with cluster("a", "b", place={"max_waiting": 4}) as there:
+    with proxy_cluster("a", "b", place={"max_waiting": 4}) as there:
         for name in there.workers:
             there.router.loads.report(f"default/{name}", Load(name, waiting=4))
         reply = post(there.url, ASKED)
@@ -587,7 +441,7 @@ def test_all_workers_busy_asleep_or_away() -> None:
     "body", [b"no json", b"", b"[]", b'{"model": "unknown", "prompt": "x"}', b'{"prompt": 3}']
 )
 def test_what_is_wrong_with_a_request_is_for_a_worker_to_say(body: bytes) -> None:
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         there.workers["a"].status = 400
         assert post(there.url, body).status == 400
         assert there.workers["a"].bodies == [body]
@@ -599,7 +453,7 @@ def test_what_is_wrong_with_a_request_is_for_a_worker_to_say(body: bytes) -> Non
 def test_what_a_worker_says_of_a_prompt_that_is_too_long_passes_as_it_is(streams: bool) -> None:
     message = "This model's maximum context length is 64 tokens. However, your request has 87 input tokens."
     error = {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}
-    with cluster() as there:
+    with proxy_cluster() as there:
         there.hold("b")
         worker = there.workers["b"]
         worker.status, worker.reply = 400, json.dumps({"error": error}, indent=1).encode()
@@ -614,7 +468,7 @@ def test_what_a_worker_says_of_a_prompt_that_is_too_long_passes_as_it_is(streams
 
 def test_health_waits_until_the_fleet_is_known() -> None:
     warm = threading.Event()
-    with cluster("a", is_warm=warm.is_set) as there:
+    with proxy_cluster("a", is_warm=warm.is_set) as there:
         reply = get(f"{there.url}/health")
         assert (reply.status, json.loads(reply.body)["error"]["code"]) == (503, 503)
         assert post(there.url, ASKED).status == 200, "what is known serves"
@@ -635,7 +489,7 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
     worker.start()
     try:
         for worker_tls, status in ((trusting("--worker-ca", str(authority.ca)), 200), (None, 503)):
-            with cluster(workers=[worker], proxy={"worker_tls": worker_tls}, tls=tls()) as there:
+            with proxy_cluster(workers=[worker], proxy={"worker_tls": worker_tls}, tls=tls()) as there:
                 there.index.fleet.add(worker.worker(address=f"https://localhost:{worker.port}"), "flag")
                 there.index.fleet.heard("default/a", 0)
                 client = http.client.HTTPSConnection(
@@ -655,7 +509,7 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
 
 
 def test_metrics() -> None:
-    with cluster("a", "b") as there:
+    with proxy_cluster("a", "b") as there:
         there.workers["a"].stop()
         there.hold("a")
         assert post(there.url, ASKED).worker == "b"
@@ -679,7 +533,7 @@ def test_metrics() -> None:
 
 def test_what_is_no_request_is_refused_in_the_same_form() -> None:
     smuggled = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         for sent in (
             b"what?\r\n\r\n",
             of_request(smuggled, "transfer-encoding: chunked"),
@@ -705,7 +559,7 @@ def test_what_is_no_request_is_refused_in_the_same_form() -> None:
 
 def test_one_host_has_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limiter, "MAX_REQUESTS_OF_HOST", 2)
-    with cluster("a") as there, ThreadPoolExecutor(2) as callers:
+    with proxy_cluster("a") as there, ThreadPoolExecutor(2) as callers:
         there.workers["a"].hold.clear()
         asked = [callers.submit(post, there.url, ASKED) for _ in range(2)]
         assert eventually(lambda: len(there.workers["a"].bodies) == 2)
@@ -718,7 +572,7 @@ def test_one_host_has_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_bodies_of_one_host_leave_room_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster("a") as there, there.connect() as slow:
+    with proxy_cluster("a") as there, there.connect() as slow:
         buffers = there.index.fleet.buffers
         monkeypatch.setattr(
             buffers, "limit_nbytes", 160_000
@@ -735,7 +589,7 @@ def test_bodies_of_one_host_leave_room_for_those_of_others(monkeypatch: pytest.M
 
 def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_connection, "MAX_CONNECTIONS_OF_HOST", 2)
-    with cluster("a") as there:
+    with proxy_cluster("a") as there:
         with there.connect(), there.connect(), there.connect() as third, suppress(ConnectionError):
             third.sendall(of_request(b"{}"))
             assert third.recv(65536) == b""

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvpool.index.serve import proxy_models
-from tests.conftest import eventually
-from tests.index.fleets import a_worker
-from tests.index.openai_worker import ScriptedWorker, scripted
-from tests.index.serve.test_ext_proc import get
-from tests.index.serve.test_proxy import Cluster, cluster
+from tests.support.deadlines import eventually
+from tests.support.fleets import a_worker
+from tests.support.fronts import ProxyCluster, join, proxy_cluster
+from tests.support.http_client import get
+from tests.support.openai_worker import ScriptedWorker, scripted
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -29,13 +29,8 @@ def lists(worker: ScriptedWorker, *cards: dict[str, Any]) -> None:
     worker.reply_headers = {"content-type": "application/json"}
 
 
-def join(there: Cluster, worker: ScriptedWorker, model: str, **fields: Any) -> None:
-    there.index.fleet.add(worker.worker(model=model, **fields), "flag")
-    there.index.fleet.heard(f"default/{worker.name}", 0)
-
-
 def test_the_models_of_all_workers_each_once() -> None:
-    with scripted("a", "b", "c") as workers, cluster(workers=[]) as there:
+    with scripted("a", "b", "c") as workers, proxy_cluster(workers=[]) as there:
         a, b, c = workers
         join(there, a, "one")
         join(there, b, "two")
@@ -64,7 +59,7 @@ def test_a_model_whose_workers_list_nothing_is_listed_by_its_name(monkeypatch: p
     monkeypatch.setattr(proxy_models, "LIST_S", 1.0)
     monkeypatch.setattr(proxy_models, "KEEP_S", 0.0)
     monkeypatch.setattr(proxy_models, "MAX_LIST_NBYTES", 1000)
-    with scripted("a", "b", "c", "d", "e", "f") as workers, cluster(workers=[]) as there:
+    with scripted("a", "b", "c", "d", "e", "f") as workers, proxy_cluster(workers=[]) as there:
         for worker in workers:
             join(there, worker, f"of-{worker.name}")
             lists(worker, card(f"of-{worker.name}"))
@@ -95,7 +90,7 @@ def test_a_model_whose_workers_list_nothing_is_listed_by_its_name(monkeypatch: p
 
 def test_what_all_workers_refuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_models, "KEEP_S", 0.0)
-    with scripted("a", "b") as workers, cluster(workers=[]) as there:
+    with scripted("a", "b") as workers, proxy_cluster(workers=[]) as there:
         for worker in workers:
             join(there, worker, f"of-{worker.name}")
             worker.reply, worker.status = b'{"error": "no key"}', 401
@@ -108,8 +103,8 @@ def test_what_all_workers_refuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextmanager
-def two_models() -> Iterator[tuple[Cluster, list[ScriptedWorker]]]:
-    with scripted("a", "b") as workers, cluster(workers=[]) as there:
+def two_models() -> Iterator[tuple[ProxyCluster, list[ScriptedWorker]]]:
+    with scripted("a", "b") as workers, proxy_cluster(workers=[]) as there:
         for worker in workers:
             join(there, worker, f"of-{worker.name}")
             lists(worker, card(f"of-{worker.name}"))
@@ -177,7 +172,7 @@ def test_answers_that_are_kept_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_worker_of_an_only_model_answers_itself() -> None:
-    with cluster("a", "b") as there:
+    with proxy_cluster("a", "b") as there:
         for worker in there.workers.values():
             worker.reply = b"as it is"
         reply = get(f"{there.url}/v1/models")

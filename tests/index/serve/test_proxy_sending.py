@@ -13,10 +13,10 @@ import pytest
 
 from kvpool.index.place import inference_request
 from kvpool.index.serve import proxy, proxy_sending
-from tests.conftest import eventually
-from tests.index.openai_worker import ScriptedWorker
-from tests.index.serve.test_ext_proc import TEXT, post
-from tests.index.serve.test_proxy import ASKED, BadWorker, Cluster, beside, cluster, of_request, request_of
+from tests.support.deadlines import eventually
+from tests.support.fronts import ASKED, ProxyCluster, beside, proxy_cluster
+from tests.support.http_client import TEXT, of_request, post, request_of
+from tests.support.openai_worker import BadWorker, ScriptedWorker
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -25,9 +25,12 @@ LARGE_NBYTES = 12 << 20  # more than the buffers of two sockets hold
 
 
 @contextmanager
-def before_one_that_is_stopped() -> Iterator[Cluster]:
+def before_one_that_is_stopped() -> Iterator[ProxyCluster]:
     """A cluster of a worker whose kernel accepts connections, and that reads nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as stopped, cluster("a", proxy={"response_s": 0.2}) as there:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as stopped,
+        proxy_cluster("a", proxy={"response_s": 0.2}) as there,
+    ):
         there.index.fleet.remove("default/a")
         there.index.fleet.add(ScriptedWorker("stopped", stopped.getsockname()[1]).worker(), "flag")
         yield there
@@ -100,7 +103,7 @@ def test_a_request_is_sent_again_once_after_a_lost_connection(monkeypatch: pytes
     first, second = BadWorker("first", once), BadWorker("second", once)
     other = TEXT[::-1]
     try:
-        with cluster("a") as there:
+        with proxy_cluster("a") as there:
             for bad in (first, second):
                 there.index.fleet.add(bad.worker(), "flag")
                 there.index.fleet.heard(f"default/{bad.name}", 0)

@@ -15,10 +15,10 @@ import pytest
 from kvpool import BlockHasher
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.subscriber import Subscriber
-from tests.conftest import eventually
-from tests.index.fleets import Served, a_worker, say, serving
-from tests.index.publisher import Misbehaving, misbehaving
-from tests.index.wire import batch, stored
+from tests.support.deadlines import eventually
+from tests.support.feeds import Misbehaving, misbehaving
+from tests.support.fleets import Served, a_worker, say, serving
+from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

@@ -30,13 +30,12 @@ from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc
-from tests.conftest import eventually
-from tests.index.fleets import Clock, Served, a_worker, say, serving
-from tests.index.wire import batch, packed64, stored
+from tests.support.calls import WAIT_S, raw, refused
+from tests.support.deadlines import eventually
+from tests.support.fleets import Clock, Served, a_worker, say, serving
+from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
-
-WAIT_S = 30
 
 
 @pytest.fixture
@@ -53,22 +52,6 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
     options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(served.target, options=options) as opened:
         yield opened
-
-
-def raw(channel: grpc.Channel, method: str, request: bytes, timeout_s: float = WAIT_S) -> bytes:
-    return channel.unary_unary(f"/{SERVICE}/{method}")(request, timeout=timeout_s)
-
-
-def refused(channel: grpc.Channel, method: str, request: Any) -> tuple[str, str]:
-    """Name of the status code, and its text."""
-    packed = request if isinstance(request, bytes) else request.SerializeToString()
-    with pytest.raises(grpc.RpcError) as caught:
-        raw(channel, method, packed)
-    text = caught.value.details()
-    assert text
-    assert "\n" not in text
-    assert "Traceback" not in text
-    return caught.value.code().name, text
 
 
 # ---- the four calls, by the generated stub

@@ -8,12 +8,11 @@ import pytest
 
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.inference_request import MAX_READ_NBYTES
-from tests.index.fleets import a_worker
-from tests.index.openai_worker import scripted
-from tests.index.serve.test_ext_proc import get, post
-from tests.index.serve.test_ext_proc_protocol import Call, body, calling, headers, picking, reserved, response
-from tests.index.serve.test_proxy import cluster
-from tests.index.serve.test_proxy_models import join
+from tests.support.ext_proc import Call, body, calling, headers, picking, reserved, response
+from tests.support.fleets import a_worker
+from tests.support.fronts import join, proxy_cluster
+from tests.support.http_client import get, post
+from tests.support.openai_worker import scripted
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -44,7 +43,7 @@ def test_the_picker_names_workers_of_the_requests_model(prompt: str) -> None:
 
 @pytest.mark.parametrize("prompt", ["x", LARGE], ids=["small", "large"])
 def test_the_router_sends_a_request_to_a_worker_of_its_model(prompt: str) -> None:
-    with scripted("a", "b") as workers, cluster(workers=[]) as there:
+    with scripted("a", "b") as workers, proxy_cluster(workers=[]) as there:
         for worker in workers:
             join(there, worker, f"of-{worker.name}")
         for name in ("b", "b", "a", "a"):

@@ -28,11 +28,11 @@ from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.serve import limiter, status, status_page
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.request_stats import Matched, RequestStats
-from tests.conftest import eventually
-from tests.index.fleets import Clock, Served, a_worker, say, serving
-from tests.index.tiny_tokenizer import write_tokenizer
-from tests.index.tokens import write_tokens
-from tests.index.wire import batch, removed, stored
+from tests.support.credentials import write_tokens
+from tests.support.deadlines import eventually
+from tests.support.fleets import Clock, Served, a_worker, say, serving
+from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.wire import batch, removed, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

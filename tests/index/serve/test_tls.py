@@ -12,10 +12,11 @@ import pytest
 
 from kvpool import ConfigError, IndexClient, IndexUnavailable
 from kvpool.index.client.tls import ServerTls
-from tests.conftest import eventually
-from tests.index.client.test_client import by_either
-from tests.index.fleets import serving
-from tests.store.certificates import Authority, Pair
+from tests.support import calls
+from tests.support.calls import by_either
+from tests.support.credentials import Authority, Pair
+from tests.support.deadlines import eventually
+from tests.support.fleets import serving
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -73,18 +74,16 @@ def test_an_index_that_proves_its_name_is_asked(authority: Authority, server: Pa
 
 
 def test_both_clients(authority: Authority, server: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.index.client import test_client
-
     class Trusting(IndexClient):
         def __init__(self, target: str, timeout_s: float) -> None:
             super().__init__(target, timeout_s, tls_ca=str(authority.ca))
 
-    class AsyncTrusting(test_client.AsyncIndexClient):
+    class AsyncTrusting(calls.AsyncIndexClient):
         def __init__(self, target: str, timeout_s: float) -> None:
             super().__init__(target, timeout_s, tls_ca=str(authority.ca))
 
-    monkeypatch.setattr(test_client, "IndexClient", Trusting)
-    monkeypatch.setattr(test_client, "AsyncIndexClient", AsyncTrusting)
+    monkeypatch.setattr(calls, "IndexClient", Trusting)
+    monkeypatch.setattr(calls, "AsyncIndexClient", AsyncTrusting)
     with secured(server) as served:
         assert by_either(served.target, "workers") == [[], []]
 

@@ -17,9 +17,9 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.serve import worker_pages
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.v1 import index_pb2 as pb
-from tests.index.client.test_client import grpc_server
-from tests.index.fleets import a_worker, serving
-from tests.index.tokens import write_tokens
+from tests.support.calls import grpc_server
+from tests.support.credentials import write_tokens
+from tests.support.fleets import a_worker, serving
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 

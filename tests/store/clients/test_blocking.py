@@ -16,11 +16,10 @@ from kvpool import open_store
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.clients import link_thread, window_queue
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.conformance import MIB, key, keys, payload
-from tests.store.misbehaving import misbehaving, says, to
-from tests.store.servers import Server, running
-from tests.store.stopwatch import MARGIN_S, ends_within
+from tests.support.conformance import MIB, key, keys, payload
+from tests.support.deadlines import MARGIN_S, ends_within, eventually
+from tests.support.misbehaving import misbehaving, says, to
+from tests.support.servers import Server, running
 
 
 @pytest.fixture

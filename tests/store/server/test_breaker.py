@@ -16,12 +16,11 @@ from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.store import Store
 from kvpool.store.valkey import ValkeyStore
-from tests.conftest import eventually
-from tests.store.conformance import key, keys, payload
-from tests.store.network import Distant, distant, missing
-from tests.store.servers import CLIENTS, Server, running, with_client
-from tests.store.stopwatch import ends_within
-from tests.store.traffic import serves
+from tests.support.conformance import key, keys, payload
+from tests.support.deadlines import ends_within, eventually
+from tests.support.networks import Distant, distant, missing
+from tests.support.servers import CLIENTS, Server, running, with_client
+from tests.support.store_traffic import serves
 
 BACK_WITHIN_S = 1.0
 DEADLINE_S = 0.5

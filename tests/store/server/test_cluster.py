@@ -13,12 +13,11 @@ from kvpool import open_store
 from kvpool.cli.doctor.doctor import run_doctor
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.certificates import Authority
-from tests.store.conformance import OpenStore, StoreConformance, key, keys, payload
-from tests.store.servers import SERVERS, Cluster, Server
-from tests.store.stopwatch import MARGIN_S, ends_within
-from tests.store.traffic import Traffic, serves
+from tests.support.conformance import OpenStore, StoreConformance, key, keys, payload
+from tests.support.credentials import Authority
+from tests.support.deadlines import MARGIN_S, ends_within, eventually
+from tests.support.servers import SERVERS, Cluster, Server
+from tests.support.store_traffic import Traffic, serves
 
 # Keys that hold several slots of every node.
 MANY = 40

@@ -11,11 +11,10 @@ from kvpool import __version__, open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.server import documents as server_announcements
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.conformance import key
-from tests.store.misbehaving import Peer, misbehaving
-from tests.store.servers import Server, with_client
-from tests.store.stopwatch import ends_within
+from tests.support.conformance import key
+from tests.support.deadlines import ends_within, eventually
+from tests.support.misbehaving import Peer, misbehaving
+from tests.support.servers import Server, with_client
 
 CALLS: dict[str, Callable[[Store], object]] = {
     "announce": lambda store: store.announce("kvpool:t:x", b"x", lease_s=60),

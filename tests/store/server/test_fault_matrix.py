@@ -19,11 +19,10 @@ from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.key.record import pack_header
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.conformance import keys, payload
-from tests.store.misbehaving import Harm, HungUp, Misbehaving, Peer, bulk, fields, misbehaving, says, to
-from tests.store.servers import CLIENTS, with_client
-from tests.store.stopwatch import ends_within
+from tests.support.conformance import Buffer, keys, payload
+from tests.support.deadlines import ends_within, eventually
+from tests.support.misbehaving import Harm, HungUp, Misbehaving, Peer, bulk, fields, misbehaving, says, to
+from tests.support.servers import CLIENTS, with_client
 
 DEADLINE_S = 0.4
 BACK_WITHIN_S = 1.0
@@ -31,12 +30,6 @@ KEYS = keys(6)
 NBYTES = 700
 VALUES = [payload(number, NBYTES) for number in range(len(KEYS))]
 STALE = [payload(100 + number, NBYTES) for number in range(len(KEYS))]
-
-
-class Buffer(bytearray):
-    """One that can be watched: it goes when nobody holds it."""
-
-    __slots__ = ("__weakref__",)
 
 
 # ---------------------------------------------------------------------- harms

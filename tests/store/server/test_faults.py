@@ -15,11 +15,10 @@ from kvpool import open_store
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.native import NativeStore
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.conformance import MIB, key, keys, payload
-from tests.store.servers import Server, running, with_client
-from tests.store.stopwatch import MARGIN_S, ends_within
-from tests.store.traffic import Traffic, serves
+from tests.support.conformance import MIB, key, keys, payload
+from tests.support.deadlines import MARGIN_S, ends_within, eventually
+from tests.support.servers import Server, running, with_client
+from tests.support.store_traffic import Traffic, serves
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 
 from kvpool import open_store
 from kvpool.store.store import Store
-from tests.store.conformance import MIB, NAMESPACE
-from tests.store.servers import SERVERS, running
+from tests.support.conformance import MIB, NAMESPACE
+from tests.support.servers import SERVERS, running
 
 KIB = 1 << 10
 MOST_COST = 1.08

@@ -9,9 +9,9 @@ import pytest
 
 from kvpool import open_store
 from kvpool.store.server import notices as module
-from tests.conftest import eventually
-from tests.store.conformance import keys
-from tests.store.servers import running
+from tests.support.conformance import keys
+from tests.support.deadlines import eventually
+from tests.support.servers import running
 
 SILENCE_S = 3 * module.TIMEOUT_S  # beyond the end of the last step, and beyond a PING
 

@@ -11,26 +11,9 @@ from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store import StoreURL, open_for_inspection
 from kvpool.store.server.rights import COSTS, refused_commands
-from tests.store.conformance import key, keys, payload
-from tests.store.servers import Server, running, with_client
-
-# As docs/how-to/valkey.md has it.
-DOCUMENTED = [
-    "+ping", "+select", "+client|setname", "+multi", "+exec", "+hset", "+pexpire", "+pttl", "+hmget", "+exists",
-    "+touch", "+unlink", "+time", "+set", "+mget", "+zadd", "+zcard", "+zrange", "+zrem",
-    "+zremrangebyscore", "+zremrangebyrank",
-]  # fmt: skip
-
-
-def url_of(server: Server, *, without: tuple[str, ...] = (), keys: str = "kvpool:tenant-1:*") -> str:
-    """For a user who may do what the documentation says, but for these."""
-    commands = [one for one in DOCUMENTED if one[1:] not in without] + ["+info"]  # GLIDE's own
-    if server.name == "valkey-server":
-        commands.append("+client|setinfo")  # Redis has it from 7.2 on
-    server.client.acl_setuser(
-        "worker", enabled=True, reset=True, passwords=["+p"], keys=[keys], commands=commands
-    )
-    return f"valkey://worker:p@127.0.0.1:{server.port}"
+from tests.support.conformance import key, keys, payload
+from tests.support.credentials import url_of
+from tests.support.servers import Server, running, with_client
 
 
 def test_the_documented_rights_are_enough(server: Server, client: str) -> None:

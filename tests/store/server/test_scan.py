@@ -11,8 +11,8 @@ from kvpool import Namespace, open_store
 from kvpool.errors import StoreClosed, StoreUnavailable
 from kvpool.key.key import namespace_prefix, tenant_prefix
 from kvpool.store.store import SCAN_KEYS, Store
-from tests.store.conformance import NAMESPACE, keys
-from tests.store.servers import SERVERS, running
+from tests.support.conformance import NAMESPACE, keys
+from tests.support.servers import SERVERS, running
 
 OTHER = Namespace("tenant-10", dict(NAMESPACE.facts))  # its prefix begins with the other's letters
 COUNT = 2 * SCAN_KEYS + 1

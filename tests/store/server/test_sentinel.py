@@ -12,13 +12,12 @@ from kvpool import open_store
 from kvpool.cli.doctor.doctor import run_doctor
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.certificates import Authority
-from tests.store.conformance import OpenStore, StoreConformance, key
-from tests.store.misbehaving import bulk, misbehaving, says
-from tests.store.servers import SERVERS, Server, Watched
-from tests.store.stopwatch import MARGIN_S
-from tests.store.traffic import Traffic, serves
+from tests.support.conformance import OpenStore, StoreConformance, key
+from tests.support.credentials import Authority
+from tests.support.deadlines import MARGIN_S, eventually
+from tests.support.misbehaving import bulk, misbehaving, says
+from tests.support.servers import SERVERS, Server, Watched
+from tests.support.store_traffic import Traffic, serves
 
 OTHER = 99  # a key that Traffic does not use
 

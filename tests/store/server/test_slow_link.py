@@ -12,11 +12,10 @@ import pytest
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.store import Store
-from tests.conftest import eventually
-from tests.store.conformance import MIB, key, payload
-from tests.store.proxy import proxied
-from tests.store.servers import Server
-from tests.store.stopwatch import Stopwatch
+from tests.support.conformance import MIB, key, payload
+from tests.support.deadlines import Stopwatch, eventually
+from tests.support.proxy import proxied
+from tests.support.servers import Server
 
 LINK_NBYTES_PER_S = 8e6
 VALUE_NBYTES = 256 << 10

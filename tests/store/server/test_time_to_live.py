@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvpool import _native, open_store
-from tests.conftest import eventually
-from tests.store.conformance import key, keys
-from tests.store.servers import Server, with_client
+from tests.support.conformance import key, keys
+from tests.support.deadlines import eventually
+from tests.support.servers import Server, with_client
 
 TTL_MS = 86_400_000
 

@@ -27,15 +27,13 @@ from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store import Store, StoreURL
 from kvpool.store.server.connection import _under_tls, connect
 from kvpool.store.tls import Tls
-from tests.conftest import eventually
-from tests.store.certificates import Authority, Pair
-from tests.store.conformance import MIB, key, keys, payload
-from tests.store.proxy import Harm, Way, proxied
-from tests.store.server.test_cuts import Exchange
-from tests.store.servers import CLIENTS, ON_REDIS, ON_VALKEY, SERVERS, TlsServer, started, with_client
-from tests.store.stopwatch import MARGIN_S, ends_within
-from tests.store.test_valkey import LightConformance, ServerConformance
-from tests.store.traffic import Traffic, serves
+from tests.support.conformance import MIB, LightConformance, ServerConformance, key, keys, payload
+from tests.support.credentials import Authority, Pair
+from tests.support.deadlines import MARGIN_S, ends_within, eventually
+from tests.support.exchange import Exchange
+from tests.support.proxy import Harm, Way, proxied
+from tests.support.servers import CLIENTS, ON_REDIS, ON_VALKEY, SERVERS, TlsServer, started, with_client
+from tests.support.store_traffic import Traffic, serves
 
 SIZES = [1, 127, 128, 129, 4095, 4096, 4224, 16383, 16384, 16385, 65536, 262145, 2 * MIB, 4 * MIB]
 

@@ -1,5 +1,0 @@
-"""Fixtures of the index for the recipes that ask one."""
-
-from tests.index.conftest import grpc_started
-
-__all__ = ["grpc_started"]

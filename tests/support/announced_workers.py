@@ -1,0 +1,119 @@
+"""Workers that announce themselves in a pool, and a watch that notes what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvpool.discovery.announcer import Announcer
+from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker_watch import WorkerWatch
+from kvpool.store.store import Store
+from tests.support.deadlines import eventually
+
+LEASE_S = 1.0
+KEY = "kvpool:default:worker:3:10.0.0.7:5557"
+FIELDS: dict[str, Any] = {
+    "version": 1,
+    "block_tokens": 16,
+    "events": "tcp://10.0.0.7:5560",
+    "replay": "tcp://10.0.0.7:5660",
+    "lease_s": 10.0,
+    "model": "m",
+    "hash_algorithm": "sha256_cbor",
+    "hash_seed_id": "0123456789abcdef",
+    "address": "http://10.0.0.7:8000",
+    "incarnation": "one",
+    "namespace": "ab" * 16,
+}
+
+
+def worker(name: str = "10.0.0.7:5557", incarnation: str = "one", dp_rank: int = 3, **more: Any) -> Worker:
+    fields: dict[str, Any] = {
+        "name": name,
+        "model": "m",
+        "block_tokens": 16,
+        "hash_seed_id": "0123456789abcdef",
+        "publishers": (Publisher(dp_rank, "tcp://10.0.0.7:5560", "tcp://10.0.0.7:5660"),),
+        "address": "http://10.0.0.7:8000",
+        "incarnation": incarnation,
+        "namespace": "ab" * 16,
+    }
+    return Worker(**{**fields, **more})
+
+
+@contextmanager
+def announced(store: Store, one: Worker, lease_s: float = LEASE_S) -> Iterator[list[str]]:
+    said: list[str] = []
+    announcer = Announcer(store, one, lease_s=lease_s, say=said.append)
+    try:
+        yield said
+    finally:
+        announcer.close()
+
+
+class Watched:
+    """What a watch has told."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.gone: list[str] = []
+        self.starts: list[str] = []
+        self.lost_of: list[str | None] = []  # tenants; None: all
+        self.tells = 0
+        self.raising: Exception | None = None
+
+    def on_worker(self, one: Worker, keep_s: float) -> None:
+        assert keep_s > 5
+        if self.raising is not None:
+            raise self.raising
+        if self.workers.get(one.id) != one:
+            self.starts.append(one.incarnation)
+        self.workers[one.id] = one
+        self.tells += 1
+
+    def on_gone(self, worker_id: str) -> None:
+        del self.workers[worker_id]
+        self.gone.append(worker_id)
+
+    def on_pool_lost(self, tenant: str | None) -> None:
+        self.lost_of.append(tenant)
+
+    @property
+    def pool_losses(self) -> int:
+        return len(self.lost_of)
+
+    def sees(self, *names: str) -> bool:
+        return set(self.workers) == {f"default/{name}" for name in names}
+
+
+@contextmanager
+def watching(
+    store: Store, told: Watched, tenants: list[str] | None = None, life: str = ""
+) -> Iterator[WorkerWatch]:
+    watch = WorkerWatch(
+        store,
+        on_worker=told.on_worker,
+        on_gone=told.on_gone,
+        on_pool_lost=told.on_pool_lost,
+        tenants=tenants,
+        interval_s=0.05,
+        life=life,
+    )
+    try:
+        yield watch
+    finally:
+        watch.close()
+        assert not watch._thread.is_alive()
+
+
+def rounds(watch: WorkerWatch, count: int) -> bool:
+    """Wait for some more rounds in which the pool answered."""
+    until = watch.rounds + count
+    return eventually(lambda: watch.rounds >= until)
+
+
+def leave_facts(store: Store, tenant: str = "default") -> None:
+    """As the connector does: so the pool is not empty when workers have stopped."""
+    store.announce(f"kvpool:{tenant}:{'ab' * 16}:facts", b"facts", lease_s=600)

@@ -1,0 +1,173 @@
+"""Engines whose driver is forked from a process that has imported vLLM, which takes most of an engine's start.
+
+As ``tests.support.cpu_platform``, whose engines fork their further processes: what runs in them is the same. One whose
+environment says something that is read while vLLM is imported gets an interpreter of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from demo.engine_process import EngineProcess, child_environment
+
+FORK_TIMEOUT_S = 120.0  # the import of vLLM is a part of it, once
+MESSAGE_NBYTES = 1 << 16
+# What engines may have of their own; vLLM looks at these when it starts an engine.
+READ_LATE = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_PP_LAYER_PARTITION", "TMPDIR", "PYTEST_CURRENT_TEST"}
+# Several threads of an engine spin at each barrier while another engine has their core.
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+ROOT = Path(__file__).parents[2]
+
+
+class ForkedEngine(EngineProcess):
+    """One engine on ``cpu_platform``; else as ``EngineProcess``. Within ``forking``."""
+
+    def _launch(self, log: BinaryIO, answers_fd: int, environment: Mapping[str, str]) -> Any:
+        assert _forks is not None
+        environment = {**environment, "PYTHONPATH": _forks.environment["PYTHONPATH"]}
+        own = {name for name, _ in environment.items() ^ _forks.environment.items()}
+        if own <= READ_LATE:
+            return _forks.start(self._options, log, answers_fd, environment)
+        return super()._launch(log, answers_fd, environment)
+
+
+@contextlib.contextmanager
+def forking(folder: Path) -> Iterator[None]:
+    """Engines may be forked until the end of the block. vLLM finds their platform in ``folder``."""
+    global _forks
+    about = folder / "kvpool_tests-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool-tests\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(
+        "[vllm.platform_plugins]\nkvpool_tests = tests.support.cpu_platform:platform\n"
+    )
+    modules = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    _forks = _Forks(child_environment({"PYTHONPATH": modules, **ONE_THREAD}))
+    try:
+        yield
+    finally:
+        _forks.close()
+        _forks = None
+
+
+class _Forked:
+    """A process that is another one's child; as ``subprocess.Popen``, of which ``EngineProcess`` needs this much.
+
+    How it ended stays unknown: ``returncode`` is 0 then.
+    """
+
+    def __init__(self, process_id: int, stdin: BinaryIO) -> None:
+        self.pid, self.stdin = process_id, stdin
+        self.returncode: int | None = None
+        try:
+            self._ended_fd = os.pidfd_open(process_id)
+        except ProcessLookupError:
+            self.returncode = 0
+
+    def poll(self) -> int | None:
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._look(timeout) is None:
+            raise subprocess.TimeoutExpired("engine", timeout or 0)
+        return 0
+
+    def _look(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None and select.select([self._ended_fd], [], [], timeout_s)[0]:
+            os.close(self._ended_fd)
+            self.returncode = 0
+        return self.returncode
+
+
+class _Forks:
+    """The process that forks."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+        self._asks, asked = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with asked:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.engine_forks", str(asked.fileno())],
+                pass_fds=[asked.fileno()],
+                env=environment,
+            )
+        self._asks.settimeout(FORK_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._asks.close()
+        self._process.wait(FORK_TIMEOUT_S)
+
+    def start(self, options: Path, log: BinaryIO, answers_fd: int, environment: Mapping[str, str]) -> _Forked:
+        asked = json.dumps([str(options), answers_fd, dict(environment)]).encode()
+        assert len(asked) < MESSAGE_NBYTES
+        read_fd, write_fd = os.pipe()
+        stdin = os.fdopen(write_fd, "wb", buffering=0)
+        try:
+            socket.send_fds(self._asks, [asked], [read_fd, log.fileno(), answers_fd])
+            return _Forked(int(self._asks.recv(64)), stdin)
+        except BaseException:
+            stdin.close()
+            raise
+        finally:
+            os.close(read_fd)
+
+
+_forks: _Forks | None = None
+
+
+def _serve(asked: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
+    while True:
+        message, fds, _, _ = socket.recv_fds(asked, MESSAGE_NBYTES, 3)
+        if not message:
+            return
+        import vllm.entrypoints.llm  # noqa: F401
+
+        if (process_id := os.fork()) == 0:
+            _drive(asked, fds, *json.loads(message))
+        for fd in fds:
+            os.close(fd)
+        asked.sendall(str(process_id).encode())
+
+
+def _drive(
+    asked: socket.socket, fds: list[int], options: str, answers_fd: int, environment: dict[str, str]
+) -> None:
+    """Become what ``python demo/piped_engine.py`` is. Never returns."""
+    try:
+        asked.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for fd, at in zip(fds, (0, 1, answers_fd), strict=True):
+            os.dup2(fd, at)
+        os.dup2(1, 2)
+        for fd in {*fds} - {answers_fd}:
+            os.close(fd)
+        # The rest stays where it is: it is there that what gives processes their names looks for room.
+        os.environ.update({name: environment[name] for name in READ_LATE & environment.keys()})
+        tempfile.tempdir = None  # of another environment
+        sys.argv = ["piped_engine.py", options]
+        from demo import piped_engine
+
+        piped_engine.main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

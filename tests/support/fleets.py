@@ -1,0 +1,210 @@
+"""Workers for the tests of the fleet, the service and its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
+
+from kvpool.index import Publisher, Worker
+from kvpool.index.fleet import Fleet
+from kvpool.index.follow.roster import Roster
+from kvpool.index.place.endpoints import Endpoints
+from kvpool.index.place.placer import Placer
+from kvpool.index.place.renderer import Renderer
+from kvpool.index.place.router import Router
+from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.resolver import Resolver
+from kvpool.index.serve.ext_proc import ExtProcServer
+from kvpool.index.serve.http import HttpServer
+from kvpool.index.serve.placements import Placements
+from kvpool.index.serve.proxy import Proxy
+from kvpool.index.serve.proxy_stats import ProxyStats
+from kvpool.index.serve.request_stats import RequestStats
+from kvpool.index.serve.service import IndexServer
+from kvpool.index.serve.status import Status
+from kvpool.key.hashing import seed_id
+
+
+class Clock:
+    """Seconds that stand still until a test moves them."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def a_worker(name: str = "w", *, ranks: int = 1, port: int = 5557, **fields: Any) -> Worker:
+    if "tenant" in fields:  # an endpoint is followed for one tenant only
+        port += 1000 + zlib.crc32(fields["tenant"].encode()) % 20_000
+    publishers = tuple(
+        Publisher(rank, f"tcp://127.0.0.1:{port + rank}", f"tcp://127.0.0.1:{port + 100 + rank}")
+        for rank in range(ranks)
+    )
+    known: dict[str, Any] = {
+        "model": "m", "block_tokens": 16, "hash_seed_id": seed_id(None), "publishers": publishers,
+        "address": f"http://{name}:8000",
+    }  # fmt: skip
+    return Worker(name=name, **{**known, **fields})
+
+
+def say(fleet: Fleet, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
+    """A batch of a rank that is followed well."""
+    fleet.apply(worker_id, dp_rank, sequence, payload)
+    fleet.heard(worker_id, dp_rank)
+
+
+class Served:
+    """An index that listens in a thread of its own."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        feed: Any = None,
+        *,
+        stats: RequestStats | None = None,
+        http: bool = False,
+        place: dict[str, Any] | None = None,
+        proxy: dict[str, Any] | None = None,
+        target: str = "",
+        every_s: float = 5.0,
+        **options: Any,
+    ) -> None:
+        self.fleet = fleet
+        self._every_s = every_s
+        self.ext_proc = ""  # where it speaks ext_proc; empty: nowhere
+        self.proxy = ""  # where it sends requests on; empty: nowhere
+        self.proxy_stats = ProxyStats()
+        self.held_nbytes = lambda: 0  # of bodies of requests
+        self._place = place  # options of Placer
+        self._proxy_options = proxy  # of Proxy
+        self.roster = Roster(fleet, feed)
+        self.target = target
+        self.http = ""  # where it speaks HTTP; empty: nowhere
+        self._stats = stats or RequestStats()
+        self._with_http = http
+        self._options = options  # of IndexServer
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._ready.wait(30)
+        if self._failure is not None:
+            self._thread.join(30)
+            raise self._failure
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    async def _serve(self) -> None:
+        self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
+        self._options.setdefault("router", Router(self.fleet))
+        self._options.setdefault("tokenizers", Tokenizers())
+        server = IndexServer(self.roster, self._stats, **self._options)
+        status = Status(
+            self.fleet, self._options["router"], self._options["tokenizers"], self._stats,
+            self._options.get("pool"), server.is_serving, every_s=self._every_s,
+        )  # fmt: skip
+        http = HttpServer(
+            server,
+            tls=self._options.get("tls"),
+            status=status,
+            max_connection_age_s=self._options.get("max_connection_age_s", 0.0),
+        )
+        parts = AsyncExitStack()
+        try:
+            self.target = f"127.0.0.1:{await server.start(self.target or '127.0.0.1:0')}"
+            if self._place is not None:
+                await self._start_placing(server, parts)
+            if self._with_http:
+                status.start()
+                self.http = f"127.0.0.1:{await http.start('127.0.0.1:0')}"
+            self._ready.set()
+            await server.wait(self._done)
+        except BaseException as error:
+            self._failure = error
+            self._ready.set()
+        finally:
+            await parts.aclose()
+            await http.stop()
+            await status.close()
+            await server.stop()
+
+    async def _start_placing(self, server: IndexServer, parts: AsyncExitStack) -> None:
+        options: dict[str, Any] = {"shows": True, **(self._place or {})}
+        tokenizers = Tokenizers(options.pop("tokenizers", None))
+        parts.callback(tokenizers.close)
+        renderer = Renderer(budget=self.fleet.buffers)
+        parts.push_async_callback(renderer.close)
+        router = self._options.get("router") or Router(self.fleet)
+        endpoints = Endpoints(self.fleet, options.pop("resolver", None) or Resolver())
+        shows = options.pop("shows")
+        placer = Placer(self.fleet, router, tokenizers, renderer, endpoints, **options)
+        parts.callback(placer.close)
+        placements = Placements(placer, server.health, self._stats, self.fleet.buffers, shows=shows)
+        self.held_nbytes = lambda: placements.held_nbytes
+        if self._proxy_options is not None:
+            proxy = Proxy(
+                placements,
+                server.health,
+                self.proxy_stats,
+                **{"tenant": "default", "tls": self._options.get("tls"), **self._proxy_options},
+            )
+            parts.push_async_callback(proxy.stop)
+            self.proxy = f"127.0.0.1:{await proxy.start('127.0.0.1:0')}"
+            return
+        of_door = ("tls", "max_connection_age_s", "max_connection_grace_s")
+        picker = ExtProcServer(
+            placements,
+            server.calls,
+            server.health,
+            **{name: self._options[name] for name in of_door if name in self._options},
+        )
+        parts.push_async_callback(picker.stop)
+        self.ext_proc = f"127.0.0.1:{await picker.start('127.0.0.1:0')}"
+
+
+@contextmanager
+def serving(
+    fleet: Fleet | None = None,
+    *,
+    feed: Any = None,
+    stats: RequestStats | None = None,
+    http: bool = False,
+    place: dict[str, Any] | None = None,
+    proxy: dict[str, Any] | None = None,
+    target: str = "",
+    **options: Any,
+) -> Iterator[Served]:
+    """An index, on a free port unless one is given, until the end of the block; ``options``: of ``IndexServer``.
+
+    ``place``: options of a ``Placer``, for an endpoint picker beside it; None: there is none. ``proxy``: those of a
+    ``Proxy``, which is then there in the place of the picker.
+    """
+    served = Served(
+        fleet or Fleet(), feed, stats=stats, http=http, place=place, proxy=proxy, target=target, **options
+    )
+    try:
+        served.start()
+        yield served
+    finally:
+        served.stop()
+
+
+def a_fleet(*names: str, clock: Clock | None = None, **fields: Any) -> Fleet:
+    """Workers that hold nothing, and are heard."""
+    fleet = Fleet(clock=clock or Clock())
+    for place, name in enumerate(names):
+        fleet.add(a_worker(name, port=5000 + 2 * place, **fields), "flag")
+        fleet.heard(f"default/{name}", 0)
+    return fleet

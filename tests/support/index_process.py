@@ -1,0 +1,72 @@
+"""``kvpool index``, ``kvpool router``: a process of its own on free ports."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Index:
+    """A running ``kvpool index``."""
+
+    command = "index"
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        command = [
+            str(Path(sys.executable).parent / "kvpool"),
+            self.command,
+            "--listen",
+            "127.0.0.1:0",
+            "--drain",
+            "0",
+            *arguments,
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
+        )
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], 60)[0], "not ready in time"
+        self.ready = self.process.stdout.readline().decode().strip()
+        found = re.match(self.command + r" listens on (127\.0\.0\.1:[0-9]+), ", self.ready)
+        assert found is not None, self.ready or self.stop()
+        self.target = found[1]
+
+    @property
+    def http_port(self) -> int:
+        """Of one that was started with ``--http``."""
+        found = re.search(r"HTTP on port ([0-9]+)", self.ready)
+        assert found is not None, self.ready
+        return int(found[1])
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[str]]:
+        """Exit code and the lines on standard error, without their time."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=30)
+        lines = errors.decode().splitlines()
+        assert all(line.count(" ") > 1 for line in lines), errors.decode()
+        return self.process.returncode, [line.split(" ", 2)[2] for line in lines]
+
+
+@contextmanager
+def running(*arguments: str, kind: type[Index] = Index, **environment: str) -> Iterator[Index]:
+    index = kind(*arguments, **environment)
+    try:
+        yield index
+    finally:
+        if index.process.poll() is None:
+            index.process.kill()
+            index.process.communicate(timeout=30)
+
+
+def peak_nbytes(index: Index) -> int:
+    """The most memory that the process has had."""
+    status = Path(f"/proc/{index.process.pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) << 10

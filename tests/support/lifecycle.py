@@ -1,0 +1,1019 @@
+"""Engines whose model is a script, everything else of them real: vLLM's scheduler and its block pool, both halves of
+the connector, one worker half a rank; and a store that is slow, wrong or gone when it is told to.
+
+Over 400 lines because it is one scripted engine.
+
+What the model "computes" for a token is a number that depends on its weights and on every token before it, so bytes of
+other weights, another block, rank, layer or request are noticed where they are read. Time is simulated and nothing runs
+beside the caller: a run is the same each time, and minutes of a pool that is away take milliseconds.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvpool import _native
+from kvpool.errors import StoreUnavailable
+from kvpool.key.key import parse_key
+from kvpool.metrics import Samples, add_samples
+from kvpool.store.memory import MemoryStore
+from kvpool.transfer import BlockCopier
+from kvpool.vllm.connector import KVPoolConnector
+from kvpool.vllm.plan import PoolMetadata
+from tests.support.devices import SlowDevice
+from tests.support.scripted_store import BlockStore
+
+BLOCK_TOKENS = 4
+WINDOW = 9  # tokens; blocks outside of it go back to the engine while the request runs
+LAYERS = 2
+DEVICE_BLOCKS = 26  # so few that requests are preempted
+MAX_TOKENS = 64
+MAX_DRAFTS = 3
+BUDGET_S = 0.2
+MAX_LOAD_S = 2.0
+VOCABULARY = 50
+STEP_S = 0.01
+LONG_S = 40.0  # of simulated time: by then whatever is under way has ended, however badly
+_MODULUS = (1 << 61) - 1
+_GARBAGE = b"\xee"
+
+
+class Clock:
+    """Stands for ``time`` in the modules under test."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Text:
+    """A prompt and what the model says to it; for each token the number that its KV consists of."""
+
+    def __init__(self, prompt: Sequence[int], weights: int) -> None:
+        self.tokens: list[int] = []
+        self.weights = weights
+        self.values = np.zeros(MAX_TOKENS + MAX_DRAFTS + 1, np.int64)
+        for token in prompt:
+            self._append(token)
+        self.prompt_tokens = len(prompt)
+
+    def _append(self, token: int) -> None:
+        at = len(self.tokens)
+        self.values[at] = _value(int(self.values[at - 1]) if at else 1 + self.weights, token)
+        self.tokens.append(token)
+
+    def grow(self, tokens: int) -> None:
+        while len(self.tokens) < tokens:
+            self._append(int(self.values[len(self.tokens) - 1]) % VOCABULARY)
+
+
+def _value(before: int, token: int) -> int:
+    return (before * 1_000_003 + token + 1) % _MODULUS
+
+
+# ---------------------------------------------------------------------- the store
+
+
+class World:
+    """One pool, the clients that are connected to it, and the numbers of the tokens under each record's hash."""
+
+    def __init__(self, seed: int, capacity_nbytes: int) -> None:
+        self.clock = Clock()
+        self.random = random.Random(seed)
+        self.records = MemoryStore(capacity_nbytes)
+        self.parents: dict[bytes, bytes | None] = {}  # by a record's hash: that of the one before it
+        self.values: dict[tuple[int, bytes], np.ndarray] = {}  # by weights and hash
+        self.weights: dict[bytes, int] = {}  # of which the blocks in a namespace are, by its fingerprint
+        self.newest_weights = 0
+        self.batches: list[_Batch] = []
+        self.put: set[str] = set()
+        self.reachable = True
+        # Simulated time stands for the real one where kvpool looks at it, and this pool for the one that is configured.
+        self._patch = pytest.MonkeyPatch()
+        # The names of epochs, by which records are sorted, are the same each time, or no life could be replayed.
+        names = SimpleNamespace(token_hex=lambda nbytes: self.random.randbytes(nbytes).hex())
+        for module in ("kvpool.vllm.engine_namespace", "kvpool.vllm.tier"):
+            self._patch.setattr(f"{module}.secrets", names)
+        for module in (
+            "kvpool.vllm.scheduler",
+            "kvpool.vllm.lookups",
+            "kvpool.vllm.step_timer",
+            "kvpool.vllm.store_planner",
+            "kvpool.vllm.store_queue",
+            "kvpool.vllm.held_blocks",
+            "kvpool.transfer.mover",
+            "kvpool.transfer.kv_cache",
+            "kvpool.transfer.job",
+            "kvpool.store.batch",
+        ):
+            self._patch.setattr(f"{module}.time", self.clock)
+        for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
+            self._patch.setattr(f"{module}.open_store", self._open_store)
+        # Nothing runs beside the caller.
+        self._patch.setattr("kvpool.vllm.worker.WorkerHalf._begin_announcing", lambda worker, namespace: None)
+
+    def _open_store(self, url: str, *, threads: int, opened_by: str = "") -> TroubledStore:
+        if not self.reachable:
+            raise StoreUnavailable("this rank does not reach the pool")
+        return TroubledStore(self)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let batches end when they are due, in order."""
+        until_s = self.clock.now_s + seconds
+        while due := [batch for batch in self.batches if batch.due_s <= until_s]:
+            first = min(due, key=lambda batch: batch.due_s)
+            self.clock.now_s = max(self.clock.now_s, first.due_s)
+            self.batches.remove(first)
+            first.end()
+        self.clock.now_s = until_s
+
+    def payload_of(self, key: str) -> bytes:
+        """What has to be in the record under a key: block by block, layer by layer."""
+        _, fingerprint, block_hash, group, rank = parse_key(key)
+        values = self.values[self.weights[fingerprint], block_hash]
+        return b"".join(
+            (block + salt(group, layer, rank)).tobytes()
+            for block in values.reshape(-1, BLOCK_TOKENS)
+            for layer in range(LAYERS)
+        )
+
+    def lose(self, part: float) -> None:
+        """Somebody empties the pool, or a part of it."""
+        keys = [block.key for blocks in self.records.scan() for block in blocks]
+        self.records.delete_many([key for key in sorted(keys) if self.random.random() < part])
+
+    def close(self) -> None:
+        self._patch.undo()
+        self.records.close()
+
+
+def salt(group: int, layer: int, rank: int) -> int:
+    return 1 + layer + 10 * group + 100 * rank
+
+
+MOODS = ("slow", "stuck", "faulting", "refusing", "losing", "full")
+
+
+@dataclass
+class _Batch:
+    """One batch; what it does, it does when it ends, whoever looks."""
+
+    client: TroubledStore
+    operation: int
+    keys: list[str]
+    views: list[memoryview]
+    mood: str
+    due_s: float
+    deadline_s: float
+    answer: bytes | None = None
+    cancelled: bool = False
+
+    def done(self) -> bool:
+        return self.answer is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        world = self.client.world
+        if not self.done():
+            world.pass_time(min(timeout_s, max(0.0, self.due_s - world.clock.now_s)))
+        return self.done()
+
+    def cancel(self) -> None:
+        if not self.done() and not self.cancelled:
+            self.cancelled = True
+            if self.mood != "stuck":  # a thread inside the kernel ends when the kernel lets it
+                self.due_s = min(self.due_s, self.client.world.clock.now_s + 0.002)
+
+    def results(self) -> bytes:
+        assert self.answer is not None
+        return self.answer
+
+    def error(self) -> str | None:
+        return "made up"
+
+    def end(self) -> None:
+        world = self.client.world
+        if self.operation == _native.PUT_ABSENT:
+            self._check_source()
+        if self.cancelled or self.mood in ("faulting", "stuck") or world.clock.now_s >= self.deadline_s:
+            self._spoil()
+            late = _native.CANCELLED if self.cancelled else _native.TIMED_OUT
+            self.answer = bytes([_native.FAULT if self.mood == "faulting" else late] * len(self.keys))
+        elif self.operation == _native.PUT_ABSENT:
+            there = world.records.touch_many(self.keys)
+            new = [place for place, present in enumerate(there) if not present]
+            kept = dict.fromkeys(range(len(self.keys)), _native.PRESENT)
+            if self.mood == "full":
+                kept |= dict.fromkeys(new, _native.NO_ROOM)
+            else:
+                ended = world.records.put_many([self.keys[at] for at in new], [self.views[at] for at in new])
+                kept |= {at: _native.OK if ok else _native.NO_ROOM for at, ok in zip(new, ended, strict=True)}
+                world.put.update(self.keys[at] for at in new if kept[at] == _native.OK)
+            self.answer = bytes(kept.values())
+        else:
+            if self.mood == "losing" and self.operation == _native.GET:
+                world.records.delete_many([key for key in self.keys if world.random.random() < 0.5])
+            if self.operation == _native.GET:
+                found = world.records.get_many_into(self.keys, self.views)
+            else:
+                found = world.records.touch_many(self.keys)
+            self.answer = bytes(_native.OK if ok else _native.MISS for ok in found)
+
+    def _check_source(self) -> None:
+        """Whoever sends a buffer must leave it alone until the batch has ended, also if nobody waits for it."""
+        for key, view in zip(self.keys, self.views, strict=True):
+            assert bytes(view) == self.client.world.payload_of(key), (
+                f"a buffer changed while it was sent: {key}"
+            )
+
+    def _spoil(self) -> None:
+        """Who did not end well may have written anything."""
+        if self.operation == _native.GET:
+            for view in self.views:
+                view[:] = _GARBAGE * view.nbytes
+
+
+class TroubledStore(BlockStore):
+    """A client of the world's pool, in a mood that is good until it is told otherwise."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__("troubled")
+        self.world = world
+        self.be("good", 0)
+
+    def be(self, mood: str, seconds: float) -> None:
+        """In this mood for so long, and good again then."""
+        self._mood, self._until_s = mood, self.world.clock.now_s + seconds
+
+    @property
+    def mood(self) -> str:
+        return self._mood if self.world.clock.now_s < self._until_s else "good"
+
+    def _submit(
+        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
+    ) -> _Batch:
+        if self.mood == "refusing":
+            raise StoreUnavailable("the pool is away")
+        now_s, draw = self.world.clock.now_s, self.world.random
+        deadline_s = now_s + timeout_s
+        due_s = now_s + draw.choice((0.0, 0.001, 0.02))
+        if self.mood == "slow":
+            due_s = min(deadline_s, now_s + draw.random() * 2 * timeout_s)
+        elif self.mood == "late":
+            due_s = now_s + timeout_s / 2
+        elif self.mood == "stuck":
+            due_s = deadline_s + draw.random() * 3
+        batch = _Batch(self, operation, list(keys), list(views or ()), self.mood, due_s, deadline_s)
+        self.world.batches.append(batch)
+        self.world.pass_time(0)
+        return batch
+
+    def under_way(self) -> list[_Batch]:
+        return [batch for batch in self.world.batches if batch.client is self]
+
+    def _close(self) -> None:
+        for batch in self.under_way():
+            batch.cancel()
+        while batches := self.under_way():
+            batches[0].wait(LONG_S)
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+class LateDevice(SlowDevice):
+    """A device whose copies end in some later step; the engine's stream is the caller."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 16)
+        self.halted = False
+
+    def follow(self, event: Any) -> None:
+        """What is computed from here on comes after all copies."""
+        self.go_on()
+
+
+@dataclass
+class Rank:
+    """One worker: its KV cache and its half of the connector."""
+
+    index: int
+    caches: dict[str, torch.Tensor]
+    numbers: list[list[np.ndarray]]  # the same memory, by group and layer
+    connector: KVPoolConnector
+    loading: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # request: (group, block)
+    fault: str = ""  # what is to go wrong once: "gather" or "scatter"
+    device: LateDevice | None = None
+
+    @property
+    def store(self) -> TroubledStore | None:
+        assert self.connector._worker is not None
+        store = self.connector._worker._store
+        assert store is None or isinstance(store, TroubledStore)
+        return store
+
+
+@dataclass
+class Running:
+    """What a model runner keeps of a request."""
+
+    text: Text
+    tables: list[list[int]]
+    tokens: int  # of the prompt, and those that were sampled
+    computed: int  # of them; what is planned ahead counts drafts as accepted
+    drafts: list[int] = field(default_factory=list)  # of the next step
+    written: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by this step, drafts with it
+
+
+@dataclass
+class Shape:
+    """How an engine is set up; engines of one world are set up alike."""
+
+    ranks: int = 1  # all stages together
+    overlapping: bool = False
+    windowed: bool = False
+    slots: int = 6
+    blocks_per_record: int = 1
+    latent: bool = False  # the first group is MLA, of which every rank holds the same bytes
+    drafts: int = 0  # tokens that are guessed ahead in each step, some of them wrong
+    stages: int = 1  # of a pipeline, each with LAYERS layers of its own
+    late: bool = False  # copies end in a later step
+    weights_never_change: bool = False  # as the setting
+
+    @property
+    def stage_ranks(self) -> int:
+        return self.ranks // self.stages
+
+    def part(self, group: int, rank: int) -> int:
+        """The number under which the pool has what a rank holds of a group."""
+        return rank // self.stage_ranks if self.latent and group == 0 else rank
+
+    def parts(self, group: int) -> int:
+        return self.part(group, self.ranks - 1) + 1
+
+    def salt(self, group: int, layer: int, rank: int) -> int:
+        return salt(group, layer, self.part(group, rank))
+
+
+class ScriptedEngine:
+    """One engine on the world's pool. Whatever kvpool promises is checked where it could be broken."""
+
+    def __init__(
+        self, world: World, config: VllmConfig, shape: Shape, without_pool: int | None = None
+    ) -> None:
+        self.world, self.shape, self.config = world, shape, config
+        self.weights = 0
+        self.reloads = 0  # that vLLM has made itself
+        self._start(without_pool)
+
+    def _start(self, without_pool: int | None) -> None:
+        kind = AsyncScheduler if self.shape.overlapping else Scheduler
+        self.scheduler = kind(
+            self.config,
+            cache_config(self.shape, stage=0),
+            StructuredOutputManager(self.config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+            log_stats=False,
+        )
+        self.connector = self.scheduler.connector
+        assert isinstance(self.connector, KVPoolConnector)
+        assert self.connector._scheduler is not None
+        self.planner = self.connector._scheduler
+        self.planner.stats = dict  # type: ignore[method-assign]  # what is counted is for ``counters``
+        self.stores = self.planner._store_planner
+        self._watch_offers()
+        self.ranks = [self._rank(index, index == without_pool) for index in range(self.shape.ranks)]
+        self.aggregator = KVOutputAggregator(self.shape.ranks)
+        self.queue: deque[list[Any]] = deque()  # [what was planned, what came out of it or None], oldest last
+        self.texts: dict[str, Text] = {}
+        self.running: dict[str, Running] = {}
+        self.failed: set[str] = set()
+        self.steps = 0
+        self.loads = self.loads_failed = self.hits = self.begun_inside = self.starved = 0
+        self.accepted = self.rejected = 0
+        self.tags: dict[int, tuple[bytes, int]] = {}  # hash and group of what was to be stored
+        self.dropped: set[tuple[bytes, int]] = set()  # of it, what a rank has dropped
+        self.stored_again = 0
+        self._hashed: dict[str, int] = {}
+
+    def _rank(self, index: int, without_pool: bool) -> Rank:
+        stage, of_stage = divmod(index, self.shape.stage_ranks)
+        cache = cache_config(self.shape, stage)
+        tensors = {
+            name: torch.zeros((cache.num_blocks, BLOCK_TOKENS, 1), dtype=torch.int64)
+            for group in cache.kv_cache_groups
+            for name in group.layer_names
+        }
+        numbers = [
+            [tensors[name].numpy()[:, :, 0] for name in group.layer_names] for group in cache.kv_cache_groups
+        ]
+        engine = self
+
+        class Watched(BlockCopier):
+            """Moves bytes as ever, after a look at whose blocks they are."""
+
+            def gather(self, block_ids: Sequence[int], *rest: Any) -> None:
+                engine._stumble(rank, "gather")
+                super().gather(block_ids, *rest)
+
+            def scatter(self, block_ids: Sequence[int], *rest: Any) -> None:
+                engine._stumble(rank, "scatter")
+                engine._check_scatter(rank, block_ids)
+                super().scatter(block_ids, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvpool.vllm.internals.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
+            patch.setattr(
+                "kvpool.vllm.internals.get_tp_group", lambda: SimpleNamespace(rank_in_group=of_stage)
+            )
+            patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
+            device = LateDevice() if self.shape.late else None
+            if device is not None:
+                patch.setattr("kvpool.transfer.kv_cache.device_of", lambda _: device)
+            connector = KVPoolConnector(self.config, KVConnectorRole.WORKER, cache)
+            worker = connector._worker
+            assert worker is not None
+            slot_nbytes = 64 * (-(-self.shape.blocks_per_record * LAYERS * BLOCK_TOKENS * 8 // 64))
+            worker._config = worker._config.model_copy(
+                update={"staging_nbytes": self.shape.slots * slot_nbytes}
+            )
+            rank = Rank(index, tensors, numbers, connector, device=device)
+            patch.setattr("kvpool.vllm.internals.weights_mark", lambda config: lambda: self.reloads)
+            self.world.reachable = not without_pool
+            connector.register_kv_caches(tensors)
+            self.world.reachable = True
+        return rank
+
+    # What the engine core does.
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+        self.texts[name] = Text(prompt, self.weights)
+        self.scheduler.add_request(
+            Request(
+                name,
+                list(prompt),
+                SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                None,
+                block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+            )
+        )
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def live(self) -> list[str]:
+        return [name for name, one in self.scheduler.requests.items() if not one.is_finished()]
+
+    def plan(self) -> None:
+        """Schedule one more step, unless as many are under way as may overlap."""
+        most = max(2 if self.shape.overlapping else 1, self.shape.stages)
+        if len(self.queue) < most and self.scheduler.has_requests():
+            for request in self.scheduler.requests.values():
+                self._learn(request)
+            planned = self.scheduler.schedule()
+            self._check_stores(planned)
+            self.queue.appendleft([planned, None])
+
+    def execute(self) -> None:
+        """The workers take the oldest step that they have not taken yet."""
+        for step in reversed(self.queue):
+            if step[1] is None:
+                step[1] = self._execute(step[0])
+                return
+
+    def take(self) -> None:
+        """The scheduler hears what came out of the oldest step."""
+        if self.queue and self.queue[-1][1] is not None:
+            planned, output = self.queue.pop()
+            heard = output.kv_connector_output
+            self.failed |= heard.failed_recving or set()
+            self.loads += len(heard.finished_recving or ())
+            self.loads_failed += len(heard.failed_recving or ())
+            if (report := heard.kv_connector_worker_meta) is not None:
+                self.dropped.update(self.tags[tag] for tag in report.dropped if tag in self.tags)
+            self.scheduler.update_from_output(planned, output)
+            if self.shape.drafts and not self.shape.overlapping:  # else the workers keep them to themselves
+                names = [name for name in planned.num_scheduled_tokens if name in self.running]
+                drafts = [self.running[name].drafts for name in names]
+                self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+            for request in self.scheduler.requests.values():
+                self._learn(request)
+
+    def step(self) -> None:
+        self.steps += 1
+        self.plan()
+        self.execute()
+        self.take()
+        self.world.pass_time(STEP_S)
+        self.check()
+
+    def drain(self) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(20_000):
+            if not self.queue and not self.scheduler.has_requests():
+                return
+            if (starving := self._starving()) is not None:
+                self.starved += 1
+                self.abort(starving)
+            self.step()
+        raise AssertionError(f"the engine does not come to rest: {self.scheduler.requests}")
+
+    def _starving(self) -> str | None:
+        """The request that vLLM 0.32 can never schedule: its load has failed, so its blocks were given back, and those
+        that it needs now are held by requests whose loads have ended, which stand behind it in one queue.
+
+        It takes a cache as small as this one, where nothing runs that could end. None: there is none.
+        """
+        scheduler = self.scheduler
+        holding = list(getattr(scheduler, "kv_holding_waiting", ()))
+        # An engine that overlaps its steps has one out at any time: such as these compute nothing and copy nothing.
+        computes = any(planned.total_num_scheduled_tokens for planned, _ in self.queue)
+        if scheduler.running or computes or self.stores._queue._pending or len(holding) < 2:
+            return None
+        first, *behind = holding
+        loaded = scheduler.finished_recving_kv_req_ids
+        if any(scheduler.kv_cache_manager.get_block_ids(first.request_id)):
+            return None
+        return first.request_id if all(one.request_id in loaded for one in behind) else None
+
+    def reset(self, *, running: bool, connector: bool) -> None:
+        """``reset_prefix_cache``; vLLM itself refuses to reset running requests while a step is out, or while one that
+        loads, or waits after its load, holds blocks."""
+        scheduler = self.scheduler
+        busy = self.queue or any(
+            one not in scheduler.running and any(scheduler.kv_cache_manager.get_block_ids(name))
+            for name, one in scheduler.requests.items()
+        )
+        held = any(pending.unstaged for pending in self.stores._queue._pending.values())
+        assert self.queue or not held or self.shape.late, "a block is held"
+        scheduler.reset_prefix_cache(running and not busy and not held, connector)
+        if connector:
+            self.dropped.clear()
+
+    def sleep(self) -> None:
+        """Level 1 with the requests aborted, as ``EngineCore.sleep`` does it; and waking up with empty memory."""
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        self.drain()
+        reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        assert reset, "vLLM ends the call to sleep with an error"
+        for rank in self.ranks:
+            for cache in rank.caches.values():
+                cache.fill_(-1)
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def load_weights(self, *, seen: bool, reset_before: bool = False, connector: bool = True) -> None:
+        """Other weights in place of those that were there, while nothing is to be done; and a reset before or after.
+
+        ``seen``: by ``reload_weights`` of vLLM. ``connector``: the reset after them is one of the connector, too.
+        """
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.drain()
+        if reset_before:
+            assert self.scheduler.reset_prefix_cache(False, True)
+        self.world.newest_weights += 1
+        self.weights, self.reloads = self.world.newest_weights, self.reloads + seen
+        if not reset_before:
+            assert self.scheduler.reset_prefix_cache(False, connector)
+
+    def pause(self, seconds: float) -> None:
+        """Level 0 with the requests kept: no step for a while."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.world.pass_time(seconds)
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def shut_down(self) -> None:
+        """At once, whatever is under way; afterwards nothing may touch the memory any more."""
+        stores = [rank.store for rank in self.ranks] + [self.connector._store]
+        for rank in self.ranks:
+            rank.connector.shutdown()
+            rank.loading.clear()
+        self.scheduler.shutdown()
+        for store in stores:
+            assert store is None or (store._closed and not store.under_way())
+        assert not self.planner._requests
+        self.world.pass_time(LONG_S)
+
+    def counters(self) -> dict[str, float]:
+        """kvpool's own, over both halves."""
+        sums: Samples = dict(self.planner.counters.take())
+        for rank in self.ranks:
+            assert rank.connector._worker is not None
+            add_samples(sums, rank.connector._worker.counters.take())
+        return {key: len(sample) if isinstance(sample, list) else sample for key, sample in sums.items()}
+
+    # What the workers do.
+
+    def _execute(self, planned: SchedulerOutput) -> ModelRunnerOutput:
+        self._update_running(planned)
+        names = list(planned.num_scheduled_tokens)
+        computed = dict(
+            [(new.req_id, new.num_computed_tokens) for new in planned.scheduled_new_reqs]
+            + list(
+                zip(
+                    planned.scheduled_cached_reqs.req_ids,
+                    planned.scheduled_cached_reqs.num_computed_tokens,
+                    strict=True,
+                )
+            )
+        )
+        outputs: list[ModelRunnerOutput | None] = []
+        for name in names:
+            computed[name] = min(computed[name], self.running[name].computed)
+        sampled = [
+            self._sample(
+                name,
+                computed[name],
+                planned.num_scheduled_tokens[name],
+                len(planned.scheduled_spec_decode_tokens.get(name, ())),
+            )
+            for name in names
+        ]
+        for rank in self.ranks:
+            metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))  # each process gets its own
+            assert isinstance(metadata, PoolMetadata)
+            connector = rank.connector
+            connector.bind_connector_metadata(metadata)
+            for load in metadata.loads:
+                assert load.request_id not in rank.loading, "one request is loaded twice at a time"
+                rank.loading[load.request_id] = {
+                    (record.group, block) for record in load.blocks for block in record.block_ids if block
+                }
+                self.begun_inside += any(0 in record.block_ids for record in load.blocks if record.group == 0)
+            for name in names:
+                self._forward(rank, name, computed[name], planned.num_scheduled_tokens[name])
+            connector.start_load_kv(None)  # type: ignore[arg-type]
+            if self.world.random.random() < 0.1:
+                connector.start_load_kv(None)  # type: ignore[arg-type]
+            self._check_namespace(rank)
+            connector.wait_for_save()
+            if rank.device is not None and not rank.device.halted and self.world.random.random() < 0.5:
+                rank.device.go_on()
+            ended = connector.get_transfer_results(planned.finished_req_ids)
+            output = KVConnectorOutput()
+            output.finished_sending = ended.finished_sending
+            output.finished_recving = ended.finished_recving
+            output.failed_recving = ended.failed_recving
+            output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+            connector.clear_connector_metadata()
+            assert not ended.finished_sending
+            assert ended.failed_recving <= ended.finished_recving
+            for name in ended.finished_recving:
+                assert name in rank.loading, f"{name} was reported twice, or was never loaded"
+                self._check_loaded(rank, name, ok=name not in ended.failed_recving)
+                del rank.loading[name]
+            outputs.append(
+                ModelRunnerOutput(
+                    names,
+                    {name: index for index, name in enumerate(names)},
+                    [list(tokens) for tokens in sampled],
+                    kv_connector_output=output,
+                )
+            )
+        together = self.aggregator.aggregate(outputs)
+        assert together is not None
+        return together
+
+    def _update_running(self, planned: SchedulerOutput) -> None:
+        for name in planned.finished_req_ids:
+            self.running.pop(name, None)
+        for new in planned.scheduled_new_reqs:
+            text = self.texts[new.req_id]
+            self.running[new.req_id] = Running(
+                text, [list(ids) for ids in new.block_ids], text.prompt_tokens, new.num_computed_tokens
+            )
+        cached = planned.scheduled_cached_reqs
+        for name, new_ids, outputs, computed in zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_output_tokens,
+            cached.num_computed_tokens,
+            strict=True,
+        ):
+            running = self.running[name]
+            if name in cached.resumed_req_ids:
+                assert new_ids is not None
+                running.tables = [list(ids) for ids in new_ids]
+                running.tokens, running.computed = running.text.prompt_tokens + outputs, computed
+                running.drafts = []
+            elif new_ids is not None:
+                for table, ids in zip(running.tables, new_ids, strict=True):
+                    table.extend(ids)
+
+    def _sample(self, name: str, computed: int, tokens: int, drafted: int) -> list[int]:
+        """What a step makes of a request: the drafts that were right, and one token more; nothing in a prompt."""
+        running = self.running[name]
+        text, known = running.text, running.tokens
+        drafts = running.drafts[:drafted]
+        drafts += [-1] * (drafted - len(drafts))  # vLLM fills up the step of a request that has just arrived
+        end = computed + tokens
+        text.grow(end + 1)
+        running.written = text.values[computed:end].copy()
+        for index, draft in enumerate(drafts):
+            at = known + index - computed
+            running.written[at] = _value(int(running.written[at - 1]), draft)
+        assert end - drafted <= known, "a token is computed before it is known"
+        running.computed, running.drafts = end, []
+        if end - drafted < known:
+            assert not drafted
+            return []
+        right = 0
+        while right < drafted and drafts[right] == text.tokens[known + right]:
+            right += 1
+        self.accepted, self.rejected = self.accepted + right, self.rejected + drafted - right
+        running.tokens += right + 1
+        running.computed -= drafted - right
+        running.drafts = self._guess(text, running.tokens)
+        return text.tokens[known : running.tokens]
+
+    def _guess(self, text: Text, tokens: int) -> list[int]:
+        """What comes next, or something else."""
+        draw, count = self.world.random, self.shape.drafts
+        if not count:
+            return []
+        text.grow(tokens + count)
+        if not self.shape.overlapping:  # there the scheduler has reserved the place for all of them already
+            count = draw.randrange(count + 1)
+        return [
+            (token + (draw.random() < 0.3)) % VOCABULARY for token in text.tokens[tokens : tokens + count]
+        ]
+
+    def _forward(self, rank: Rank, name: str, computed: int, tokens: int) -> None:
+        """Read what attention would read, then write what the model would write."""
+        running = self.running[name]
+        busy = {block for blocks in rank.loading.values() for block in blocks}
+        for group, table in enumerate(running.tables):
+            first = max(0, computed - WINDOW + 1) if self._windowed(group) else 0
+            end = computed + tokens
+            places = np.arange(first, end)
+            blocks = np.array(table)[places // BLOCK_TOKENS]
+            assert (blocks > 0).all(), "the engine took a block away that the next token sees"
+            assert not busy & {(group, int(block)) for block in blocks}, f"{name} uses blocks that are loaded"
+            for layer, numbers in enumerate(rank.numbers[group]):
+                wanted = np.concatenate((running.text.values[first:computed], running.written))
+                wanted += self.shape.salt(group, layer, rank.index)
+                at = (blocks, places % BLOCK_TOKENS)
+                done = computed - first
+                read = numbers[at][:done]
+                assert (read == wanted[:done]).all(), f"rank {rank.index} reads wrong bytes for {name}"
+                numbers[at] = wanted
+
+    def _windowed(self, group: int) -> bool:
+        return self.shape.windowed and group == 1
+
+    # What has to hold.
+
+    def _learn(self, request: Request) -> None:
+        """Note which bytes belong under the hashes of a request, and that it says what the model says."""
+        name = request.request_id
+        text, tokens = self.texts[name], list(request.all_token_ids)
+        text.grow(len(tokens))
+        assert tokens == text.tokens[: len(tokens)], f"{name} was told another token than the model's"
+        for index in range(self._hashed.get(name, 0), len(request.block_hashes)):
+            end = (index + 1) * BLOCK_TOKENS
+            record_tokens = BLOCK_TOKENS * self.shape.blocks_per_record
+            if end % record_tokens:
+                continue
+            values = text.values[end - record_tokens : end].copy()
+            known = self.world.values.setdefault((text.weights, request.block_hashes[index]), values)
+            assert (known == values).all()
+            before = index - self.shape.blocks_per_record
+            self.world.parents[request.block_hashes[index]] = (
+                request.block_hashes[before] if before >= 0 else None
+            )
+        self._hashed[name] = len(request.block_hashes)
+
+    def _check_stores(self, planned: SchedulerOutput) -> None:
+        """With full attention nothing is stored behind what this engine has dropped, unless that is there by now."""
+        step = planned.kv_connector_metadata
+        assert isinstance(step, PoolMetadata)
+        if step.epoch:  # what was dropped before is of no namespace that is used any more
+            self.tags.clear()
+            self.dropped.clear()
+        for block, tag in zip(step.stores, step.tags, strict=True):
+            self.tags[tag] = (block.block_hash, block.group)
+            self.stored_again += self.in_pool(block.block_hash, block.group) and not self.in_pool(
+                block.block_hash, block.group, now=True
+            )
+            parent = self.world.parents[block.block_hash]
+            if self._windowed(block.group) or parent is None or (parent, block.group) not in self.dropped:
+                continue
+            on_its_way = (parent, block.group) in self.stores._queue._under_way
+            assert on_its_way or self.in_pool(parent, block.group), "a record is stored behind a gap"
+
+    def in_pool(self, block_hash: bytes, group: int, *, now: bool = False) -> bool:
+        """Whether every part of a record is in the pool, or was at some time."""
+        if self.planner._namespace.current is None:
+            return False
+        parts = range(self.shape.parts(group))
+        keys = [
+            key for part in parts for key in self.planner._namespace.current.keys([block_hash], group, part)
+        ]
+        return all(self.world.records.contains_many(keys)) if now else self.world.put >= set(keys)
+
+    def _watch_offers(self) -> None:
+        assert self.connector is not None
+        ask = self.connector.get_num_new_matched_tokens
+        taken = self.connector.take_events
+
+        def asked(request: Request, local_tokens: int) -> tuple[int | None, bool]:
+            answer = ask(request, local_tokens)
+            if request.request_id in self.failed:
+                assert answer == (0, False), "a load that failed is offered again"
+            self.hits += bool(answer[0])
+            return answer
+
+        def told() -> Any:
+            events = list(taken() or ())
+            for event in events:
+                if isinstance(event, BlockStored) and event.medium == "STORAGE":
+                    self._check_event(event)
+            return events
+
+        self.connector.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
+        self.connector.take_events = told  # type: ignore[method-assign]
+
+    def _check_event(self, event: BlockStored) -> None:
+        (told,) = event.block_hashes
+        assert isinstance(told, int)
+        (block_hash,) = {one for _, one in self.world.values if int.from_bytes(one[-8:], "big") == told}
+        assert self.planner._namespace.current is not None
+        group = event.group_idx or 0
+        for part in range(self.shape.parts(group)):
+            (key,) = self.planner._namespace.current.keys([block_hash], group, part)
+            assert key in self.world.put, "a block is announced that is not on every rank"
+
+    def _check_namespace(self, rank: Rank) -> None:
+        """What a rank moves in this step is of one kind of weights, as is all else in its namespace."""
+        assert rank.connector._worker is not None
+        if (namespace := rank.connector._worker._namespace) is not None:
+            weights = self.world.weights.setdefault(namespace.fingerprint, self.weights)
+            assert weights == self.weights, "blocks of other weights are in this namespace"
+
+    def _check_loaded(self, rank: Rank, name: str, *, ok: bool) -> None:
+        """A load is reported when it is over: nothing writes any more, and its bytes are those of its hashes."""
+        if not ok:
+            return
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        for group, block in rank.loading[name]:
+            start = tables[group].index(block) * BLOCK_TOKENS
+            wanted = self.texts[name].values[start : start + BLOCK_TOKENS]
+            for layer, numbers in enumerate(rank.numbers[group]):
+                right = wanted + self.shape.salt(group, layer, rank.index)
+                assert (numbers[block] == right).all(), "wrong bytes"
+
+    def _check_scatter(self, rank: Rank, block_ids: Sequence[int]) -> None:
+        """Blocks may be written for a load that is not reported yet, and that holds them alone."""
+        loading = {block: name for name, blocks in rank.loading.items() for _, block in blocks}
+        for block in filter(None, block_ids):
+            assert block in loading, f"block {block} is written for a load that is over"
+            self._check_owned(loading[block], block)
+
+    def _check_owned(self, name: str, block: int) -> None:
+        manager = self.scheduler.kv_cache_manager
+        assert name in self.scheduler.requests, f"{name} was given up while its blocks are written"
+        tables = manager.get_block_ids(name)
+        assert any(block in table for table in tables), f"{name} does not hold block {block} any more"
+        assert manager.block_pool.blocks[block].ref_cnt == 1, f"block {block} is not {name}'s alone"
+
+    def _stumble(self, rank: Rank, where: str) -> None:
+        if rank.fault == where:
+            rank.fault = ""
+            raise ZeroDivisionError("planted")
+
+    def check(self) -> None:
+        """What holds at any time."""
+        for rank in self.ranks:
+            for name, blocks in rank.loading.items():
+                for _, block in blocks:
+                    self._check_owned(name, block)
+            worker = rank.connector._worker
+            assert worker is not None
+            if (mover := worker._mover) is not None:
+                held = [slot for part in [*mover._parts, *mover._stopping] for slot in part.slots]
+                assert len(set(held)) == len(held), "two transfers share a slot"
+                assert not set(held) & set(mover.staging._free), "a slot in use is free"
+                assert len(held) + mover.staging.free == mover.staging.slots, "a slot is lost"
+                free = set(mover.staging._free)
+                assert rank.store is not None
+                for batch in rank.store.under_way():
+                    for view in batch.views:
+                        assert self._slot(mover.staging, view) not in free, "a slot is free that is written"
+
+    @staticmethod
+    def _slot(staging: Any, view: memoryview) -> int:
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        return int((address - staging.tensor.data_ptr()) // staging.slot_nbytes)
+
+    def check_rest(self) -> None:
+        """What holds when nothing is to be done any more."""
+        self.check()
+        assert not self.scheduler.requests
+        assert not self.planner._requests
+        assert not self.stores._queue._pending
+        assert not self.stores._held._references
+        assert not self.stores._late_answers
+        assert not self.planner._new_loads
+        assert not self.aggregator._recv_remaining_count
+        assert not self.aggregator._failed_recving_pending
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == DEVICE_BLOCKS - 1, "blocks are lost"  # one is the null block
+        for rank in self.ranks:
+            assert not rank.loading, "loads were never reported"
+            worker = rank.connector._worker
+            assert worker is not None
+            assert not worker._promised
+            assert not worker._failed
+            assert worker._mover is None or not worker._mover.busy
+            assert not worker.slots_in_use
+
+
+def cache_config(shape: Shape, stage: int) -> KVCacheConfig:
+    common: dict[str, Any] = {
+        "block_size": BLOCK_TOKENS,
+        "num_kv_heads": 1,
+        "head_size": 32,
+        "dtype": torch.float32,
+    }
+    specs = [MLAAttentionSpec(**common, max_tp_shards=1) if shape.latent else FullAttentionSpec(**common)]
+    if shape.windowed:
+        specs.append(SlidingWindowSpec(**common, sliding_window=WINDOW))
+    groups = [
+        KVCacheGroupSpec([f"group{index}.layer{stage * LAYERS + layer}" for layer in range(LAYERS)], spec)
+        for index, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(num_blocks=DEVICE_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
+    """Make an engine's configuration that of a scripted one."""
+    init_none_hash(sha256_cbor)
+    config.cache_config.block_size = BLOCK_TOKENS
+    config.cache_config.num_gpu_blocks = DEVICE_BLOCKS
+    config.parallel_config.tensor_parallel_size = shape.stage_ranks
+    config.parallel_config.pipeline_parallel_size = shape.stages
+    config.scheduler_config.async_scheduling = shape.overlapping
+    assert config.kv_transfer_config is not None
+    settings = config.kv_transfer_config.kv_connector_extra_config
+    settings["blocks_per_record"] = shape.blocks_per_record
+    settings["weights_never_change"] = shape.weights_never_change
+    return config
+
+
+Configured = Callable[[Shape], Any]
+
+
+def configuration(engine_config: Callable[..., Any], drafts: int) -> Any:
+    speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+    return engine_config(
+        speculative_config=speculation if drafts else None,
+        block_size=128,
+        max_model_len=128,
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        enable_chunked_prefill=True,
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+        transfer={
+            "kv_connector_extra_config": {
+                "pool": "file:///unused",
+                "lookup_timeout_s": BUDGET_S,
+                "max_load_s": MAX_LOAD_S,
+            }
+        },
+    )

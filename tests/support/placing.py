@@ -1,0 +1,85 @@
+"""A placer on a fleet of two, and what a router makes of a fleet."""
+
+from __future__ import annotations
+
+import json
+import threading
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvpool.index.fleet import Fleet
+from kvpool.index.place.endpoints import Endpoints
+from kvpool.index.place.placer import INLINE_NBYTES, Placer
+from kvpool.index.place.renderer import Renderer
+from kvpool.index.place.route import Route
+from kvpool.index.place.router import Costs, Router
+from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.resolver import Resolver
+from kvpool.key.hashing import BlockHasher
+from tests.support.fleets import a_worker, say
+from tests.support.wire import batch, stored
+
+LONG = "word " * INLINE_NBYTES
+
+
+class ByteTokenizer:
+    """A token is a byte. ``goes_on``: until when texts are not made."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.threads: set[str] = set()
+
+    def of_text(self, text: str) -> array[int]:
+        self.threads.add(threading.current_thread().name)
+        assert self.goes_on.wait(30)
+        return array("I", list(text.encode()))
+
+
+class Placing:
+    def __init__(self, placer: Placer, router: Router, tokenizer: ByteTokenizer) -> None:
+        self.placer, self.router, self.tokenizer = placer, router, tokenizer
+
+    async def place(self, text: str) -> Any:
+        body = json.dumps({"model": "m", "prompt": text}).encode()
+        return await self.placer.place("/v1/completions", body)
+
+    @property
+    def reservations(self) -> int:
+        return len(self.router._reservations)
+
+
+@asynccontextmanager
+async def placing(timeout_s: float = 20.0, models: str = "mm") -> AsyncIterator[Placing]:
+    """Worker b holds LONG. ``models``: of the workers a and b."""
+    fleet = Fleet()
+    for place, (name, model) in enumerate(zip("ab", models, strict=True)):
+        address = f"http://127.0.0.1:{7000 + place}"
+        fleet.add(a_worker(name, port=5000 + 2 * place, address=address, model=model), "flag")
+    say(fleet, "default/b", 0, 0, batch(stored(BlockHasher(16).hashes(list(LONG.encode())))))
+    router, tokenizer = Router(fleet), ByteTokenizer()
+    tokenizers = Tokenizers(dict.fromkeys(models, tokenizer))  # type: ignore[arg-type]
+    renderer = Renderer()
+    placer = Placer(fleet, router, tokenizers, renderer, Endpoints(fleet, Resolver()), timeout_s=timeout_s)
+    try:
+        yield Placing(placer, router, tokenizer)
+    finally:
+        tokenizer.goes_on.set()
+        await renderer.close()
+        placer.close()
+        tokenizers.close()
+
+
+COSTS = Costs(local=0.25, pool=0.5, waiting=1000, running=100, usage=200, speed=100)
+
+
+NAMESPACE = "0123456789abcdef" * 2
+
+
+def order(route: Route) -> list[str]:
+    return [pick.worker for pick in route.picks]
+
+
+TEN = list(range(1, 11))

@@ -1,0 +1,68 @@
+"""How long soak tests go on, and how a stateful driver is run: briefly and the same each time, or on and on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
+
+# How long each soak test goes on.
+SOAK_S = float(os.environ.get("SOAK_S", "60"))
+
+
+LONG_SOAK = pytest.mark.skipif(SOAK_S < 300, reason="too long for a short soak: SOAK_S=300 runs it")
+
+
+ENGINES = st.integers(0, 1)
+NUMBERS = st.integers(0, 5)
+RARELY = st.sampled_from((False, False, False, False, True))
+
+
+class Life(RuleBasedStateMachine):
+    """A driver of ``engines`` that counts what happens, so that a test can see that much did."""
+
+    counts: dict[str, float]
+
+    def add(self, name: str, amount: float = 1) -> None:
+        counts = type(self).counts
+        counts[name] = counts.get(name, 0) + amount
+
+    @invariant()
+    def all_is_well(self) -> None:
+        self.add("rules")
+        for engine in getattr(self, "engines", ()):
+            engine.check()
+
+
+def live(kind: type[Life], *, examples: int, steps: int, again: bool) -> dict[str, float]:
+    """Run so many lives of at most so many steps; what was counted. ``again``: those of every other time."""
+
+    counted = type(kind.__name__, (kind,), {"counts": {}})
+    run_state_machine_as_test(
+        counted,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            derandomize=again,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            phases=(Phase.generate, Phase.shrink),
+        ),
+    )
+    return counted.counts
+
+
+def live_long(kind: type[Life]) -> dict[str, float]:
+    """As ``live``, others each time, for ``SOAK_S`` seconds."""
+    counts: dict[str, float] = {}
+    end_s = time.monotonic() + SOAK_S
+    while time.monotonic() < end_s:
+        for name, amount in live(kind, examples=50, steps=100, again=False).items():
+            counts[name] = counts.get(name, 0) + amount
+    return counts
