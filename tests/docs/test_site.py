@@ -27,7 +27,7 @@ def named(page: str) -> list[tuple[str, list[str]]]:
     """Each command, and its options."""
     parts = re.split(r"^## `(.*)`$", page, flags=re.MULTILINE)
     return [
-        (name, re.findall(r"^\| `.*?(--[\w-]+)", part, re.MULTILINE))
+        (name, re.findall(r"(?:^\| `|^As of .*?: `|, `).*?(--[\w-]+)", part, re.MULTILINE))
         for name, part in zip(parts[1::2], parts[2::2], strict=True)
     ]
 
