@@ -36,8 +36,8 @@ from kvpool.index.place.placer import MAX_ENDPOINTS, PLACE_S, Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
-from kvpool.index.place.tokenizer import Tokenizer
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
+from kvpool.index.request_stats import ProxyStats, RequestStats
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.ext_proc import ExtProcServer
@@ -47,8 +47,6 @@ from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.placements import Placements
 from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S
-from kvpool.index.serve.proxy_stats import ProxyStats
-from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
 from kvpool.index.serve.status import Status
 from kvpool.index.snapshot import Snapshot, unpack
@@ -286,17 +284,19 @@ async def _serve(
                 tokenizers,
                 renderer,
                 Endpoints(fleet, resolver),
+                stats=stats,
+                serves=lambda: server.health.serves,
+                tracing=tracing,
                 timeout_s=settings.place_timeout_s,
                 max_waiting=settings.max_waiting,
                 max_endpoints=settings.max_endpoints,
+                shows=settings.place_headers,
             )
             parts.callback(placer.close)
-            placements = Placements(
-                placer, server.health, stats, fleet.buffers, shows=settings.place_headers, tracing=tracing
-            )
+            placements = Placements(fleet.buffers)
         if settings.ext_proc is not None:
             picker = ExtProcServer(
-                placements, server.calls, server.health, tls=tls,
+                placer, placements, server.calls, server.health, tls=tls,
                 max_connection_age_s=settings.max_connection_age_s,
                 max_connection_grace_s=settings.max_connection_grace_s,
             )  # fmt: skip
@@ -304,9 +304,9 @@ async def _serve(
             shown += f", ext_proc on port {await picker.start(settings.ext_proc)}"
         if settings.proxy is not None and proxy_stats is not None:
             proxy = Proxy(
-                placements, server.health, proxy_stats, tenant=(settings.tenants or [DEFAULT_TENANT])[0],
-                tls=tls, worker_tls=worker_tls, response_s=settings.response_timeout_s,
-                tracing=tracing,
+                placer, placements, server.health, proxy_stats,
+                tenant=(settings.tenants or [DEFAULT_TENANT])[0], tls=tls, worker_tls=worker_tls,
+                response_s=settings.response_timeout_s, tracing=tracing,
             )  # fmt: skip
             parts.push_async_callback(proxy.stop)
             if port:

@@ -5,27 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
-from kvpool.index import Pick, Route
+from kvpool.index import Pick, Ranking
 
 
-def ranking_json(route: Route) -> list[dict[str, Any]]:
+def ranking_json(ranking: Ranking) -> list[dict[str, Any]]:
     """The picks in their order, each as one object: the fields of a row and of a pick."""
-    return [{**pick.row._asdict(), **_without_row(pick)} for pick in route.picks]
+    return [{**pick.row._asdict(), **_without_row(pick)} for pick in ranking.picks]
 
 
-def print_ranking(model: str, route: Route) -> None:
+def print_ranking(model: str, ranking: Ranking) -> None:
     """The same for people. Cost, blocks and trust stay on a narrow screen."""
     out = console()
-    if not route.picks:
+    if not ranking.picks:
         show(out, f'no worker of model "{model}" that was asked about is there now')
         return
-    several = len({pick.worker for pick in route.picks}) != len(route.picks)
+    several = len({pick.worker for pick in ranking.picks}) != len(ranking.picks)
     columns = [
         Column("worker", left=True), Column("cost"), Column("prefill", drop=1), Column("fetch", drop=2),
         Column("queue", drop=3), Column("held"), Column("run", drop=5), Column("wait", drop=4),
         Column("trust", left=True),
     ]  # fmt: skip
-    for pick in route.picks:
+    for pick in ranking.picks:
         row, known = pick.row, pick.load_source != "none"
         cells = (
             f"{pick.worker} rank {pick.dp_rank}" if several else pick.worker,

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
-from kvpool.index.chat import Chat
 from kvpool.index.place.load import Load
-from kvpool.index.place.route import Pick, Route
-from kvpool.index.prompt import Prompt
+from kvpool.index.place.ranking import Pick, Ranking
+from kvpool.index.prompt import Chat, Prompt
 from kvpool.index.table import Applied, Match, Matches, PrefixIndex, Tier
 
 __all__ = [
@@ -27,7 +26,7 @@ __all__ = [
     "Prompt",
     "Publisher",
     "PublisherStatus",
-    "Route",
+    "Ranking",
     "Row",
     "Tier",
     "Worker",

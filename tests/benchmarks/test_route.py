@@ -21,8 +21,8 @@ from benchmarks.route_fleet import RouteFleet, cpu_s, post
 from benchmarks.route_traffic import BLOCK_TOKENS, MODEL, TOKENIZER_FILE, Traffic, number_of
 from benchmarks.route_worker import CHUNKS, PrefixCache, Settings, Worker
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.chat import Chat
 from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.prompt import Chat
 from kvpool.key.hashing import BlockHasher
 from tests.support.command_line import benchmark, benchmark_refused
 from tests.support.deadlines import eventually

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool import BlockHasher, Worker
-from kvpool.index import Lookup, Route
+from kvpool.index import Lookup, Ranking
 from kvpool.key.hashing import seed_id
 from tests.support.deadlines import eventually
 from tests.support.feeds import misbehaving
@@ -35,7 +35,7 @@ def test_the_example_of_an_index_inside_a_router() -> None:
 
         try:
             assert eventually(found)
-            assert isinstance(names["route"], Route)
+            assert isinstance(names["route"], Ranking)
             (pick,) = names["route"].picks
             assert (pick.worker, pick.prefill_cost, pick.trust) == ("w", 16, "exact")
         finally:

@@ -9,7 +9,7 @@ import pytest
 from kvpool import IndexClient, IndexUnavailable, KVPoolError
 from kvpool.index import Publisher, Worker, membership
 from kvpool.index.fleet import Fleet
-from kvpool.index.place import reservations
+from kvpool.index.place import load
 from kvpool.index.place.router import Router
 from kvpool.key.hashing import seed_id
 from tests.support.credentials import write_tokens
@@ -62,7 +62,7 @@ def test_a_tenant_has_its_part_of_the_models_and_those_without_workers_make_room
 
 
 def test_a_tenant_has_its_part_of_the_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservations, "MAX_RESERVATIONS", 4)
+    monkeypatch.setattr(load, "MAX_RESERVATIONS", 4)
     fleet = Fleet()
     for tenant in "ab":
         fleet.add(a_worker(tenant=tenant), "flag")

@@ -13,7 +13,7 @@ import grpc
 from kvpool import BlockHasher
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
-from kvpool.index.serve import ext_proc, ext_proc_exchange
+from kvpool.index.serve import ext_proc
 from kvpool.v1 import ext_proc_pb2 as pb
 from tests.support.fleets import Served, a_worker, say, serving
 from tests.support.wire import batch, stored
@@ -56,7 +56,7 @@ def response(kind: str = "application/json", served: str = "") -> pb.ProcessingR
         )
     )
     if served:
-        told.metadata_context.filter_metadata["envoy.lb"].update({ext_proc_exchange.SERVED: served})
+        told.metadata_context.filter_metadata["envoy.lb"].update({ext_proc.SERVED: served})
     return told
 
 

@@ -16,14 +16,13 @@ from kvpool.index.place.endpoints import Endpoints
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.request_stats import ProxyStats, RequestStats
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.placements import Placements
 from kvpool.index.serve.proxy import Proxy
-from kvpool.index.serve.proxy_stats import ProxyStats
-from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
 from kvpool.key.hashing import seed_id
@@ -141,20 +140,23 @@ class Served:
             await server.stop()
 
     async def _start_placing(self, server: IndexServer, parts: AsyncExitStack) -> None:
-        options: dict[str, Any] = {"shows": True, **(self._place or {})}
+        options = dict(self._place or {})
         tokenizers = Tokenizers(options.pop("tokenizers", None))
         parts.callback(tokenizers.close)
         renderer = Renderer(budget=self.fleet.buffers)
         parts.push_async_callback(renderer.close)
         router = self._options.get("router") or Router(self.fleet)
         endpoints = Endpoints(self.fleet, options.pop("resolver", None) or Resolver())
-        shows = options.pop("shows")
-        placer = Placer(self.fleet, router, tokenizers, renderer, endpoints, **options)
+        placer = Placer(
+            self.fleet, router, tokenizers, renderer, endpoints,
+            stats=self._stats, serves=lambda: server.health.serves, **options,
+        )  # fmt: skip
         parts.callback(placer.close)
-        placements = Placements(placer, server.health, self._stats, self.fleet.buffers, shows=shows)
+        placements = Placements(self.fleet.buffers)
         self.held_nbytes = lambda: placements.held_nbytes
         if self._proxy_options is not None:
             proxy = Proxy(
+                placer,
                 placements,
                 server.health,
                 self.proxy_stats,
@@ -165,6 +167,7 @@ class Served:
             return
         of_door = ("tls", "max_connection_age_s", "max_connection_grace_s")
         picker = ExtProcServer(
+            placer,
             placements,
             server.calls,
             server.health,

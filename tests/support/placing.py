@@ -12,10 +12,10 @@ from typing import Any
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints
 from kvpool.index.place.placer import INLINE_NBYTES, Placer
+from kvpool.index.place.ranking import Ranking
 from kvpool.index.place.renderer import Renderer
-from kvpool.index.place.route import Route
 from kvpool.index.place.router import Costs, Router
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.resolver import Resolver
 from kvpool.key.hashing import BlockHasher
 from tests.support.fleets import a_worker, say
@@ -44,7 +44,7 @@ class Placing:
 
     async def place(self, text: str) -> Any:
         body = json.dumps({"model": "m", "prompt": text}).encode()
-        return await self.placer.place("/v1/completions", body)
+        return await self.placer.place("/v1/completions", {}, body, "default")
 
     @property
     def reservations(self) -> int:
@@ -78,7 +78,7 @@ COSTS = Costs(local=0.25, pool=0.5, waiting=1000, running=100, usage=200, speed=
 NAMESPACE = "0123456789abcdef" * 2
 
 
-def order(route: Route) -> list[str]:
+def order(route: Ranking) -> list[str]:
     return [pick.worker for pick in route.picks]
 
 

@@ -20,7 +20,7 @@ from kvpool.index.client.access import Access
 from kvpool.index.client.codec import Answer, Call
 from kvpool.index.client.stream import LookupStream  # async only
 from kvpool.index.place.load import Load
-from kvpool.index.place.route import Route
+from kvpool.index.place.ranking import Ranking
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
 
@@ -92,7 +92,7 @@ class AsyncIndexClient:
         prompt_tokens: int | None = None,
         timeout_s: float | None = None,
         **fields: Unpack[PromptFields],
-    ) -> Route:
+    ) -> Ranking:
         """The workers' ranks by what a prompt would cost there, the cheapest first, with the terms of each cost.
 
         The prompt as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows; the index keeps it

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, WorkerStatus
-from kvpool.index.chat import Chat, text_parts
 from kvpool.index.client.messages import (
     LOAD_SOURCE,
     MAX_PROMPT_NBYTES,
@@ -27,8 +26,8 @@ from kvpool.index.client.messages import (
     first_line,
 )
 from kvpool.index.place.load import Load
-from kvpool.index.place.route import Pick, Route
-from kvpool.index.prompt import TOKEN_NBYTES, Prompt
+from kvpool.index.place.ranking import Pick, Ranking
+from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, text_parts
 from kvpool.key.hashing import len_tokens
 from kvpool.v1 import index_pb2 as pb
 
@@ -86,7 +85,7 @@ def route_call(
     limit: int | None,
     reserve_s: float | None,
     prompt_tokens: int | None,
-) -> Call[Route]:
+) -> Call[Ranking]:
     """``Route``; the arguments are those of ``IndexClient.route``."""
     request = _encode_prompt(pb.RouteRequest, prompt)
     if limit is not None and limit < 1:
@@ -275,7 +274,7 @@ def decode_lookup(reply: Any) -> Lookup:
     return Lookup(*map(tuple, columns))
 
 
-def decode_route(reply: Any) -> Route:
+def decode_route(reply: Any) -> Ranking:
     """Of ``RouteResponse``. Errors: ``ValueError`` when columns differ in length, or hold what has no name."""
     lookup = decode_lookup(reply.rows)
     columns: tuple[Any, ...] = (
@@ -296,7 +295,7 @@ def decode_route(reply: Any) -> Route:
         ]
     except KeyError as error:
         raise ValueError(f"it holds the number {error}, which has no name") from error
-    return Route(tuple(picks), reply.reservation)
+    return Ranking(tuple(picks), reply.reservation)
 
 
 def decode_status(reply: Any) -> FleetStatus:

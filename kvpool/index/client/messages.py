@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.index.place.load import LoadSource
-from kvpool.index.place.route import Trust
+from kvpool.index.place.ranking import Trust
 from kvpool.v1 import index_pb2 as pb
 
 SERVICE = "kvpool.v1.IndexService"

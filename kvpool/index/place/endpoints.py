@@ -35,6 +35,15 @@ class Url(NamedTuple):
     port: int
     endpoint: str
 
+    @property
+    def scheme(self) -> str:
+        return "https" if self.is_tls else "http"
+
+    @property
+    def authority(self) -> str:
+        """For the header ``Host``: with the port, also where that is the scheme's own."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 @lru_cache(MAX_NAMES)
 def parse_url(address: str) -> Url:

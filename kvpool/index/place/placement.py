@@ -1,22 +1,53 @@
-"""``Placement``: where a request should go, and why, as ``Placer`` says it."""
+"""``Placement``: where a request goes and why, or the ``Refusal`` that answers it. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from kvpool.errors import KVPoolError
+from kvpool.index.request_stats import Outcome
 
-Reason = Literal["prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed"]
-REASONS: tuple[Reason, ...] = ("prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed")
+# Headers of requests and responses.
+DESTINATION = "x-gateway-destination-endpoint"
+WORKER, MATCHED, BLOCKS, REASON = (
+    "x-kvpool-worker", "x-kvpool-matched-blocks", "x-kvpool-prompt-blocks", "x-kvpool-reason",
+)  # fmt: skip
+RANK = "x-data-parallel-rank"  # vllm/entrypoints/serve/engine/serving.py
+OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON, RANK)  # dropped from what clients and workers send
+
+RETRY_AFTER_S = 1
+_KINDS = {
+    413: "BadRequestError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
 
 
-class NoWorker(KVPoolError):
-    """No worker can take the request now."""
+class Refusal(KVPoolError):
+    """The answer in the place of a worker's: an HTTP status, and why."""
 
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
-class AllBusy(KVPoolError):
-    """Each worker has as many requests waiting as it may have."""
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        headers = {"content-type": "application/json"}
+        if self.status in (429, 503):
+            headers["retry-after"] = str(RETRY_AFTER_S)
+        return headers
+
+    @property
+    def body(self) -> bytes:
+        """In the form of OpenAI's API."""
+        kind = _KINDS.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+        error = {"message": str(self), "type": kind, "param": None, "code": self.status}
+        return msgspec.json.encode({"error": error})
 
 
 class Target(NamedTuple):
@@ -34,12 +65,12 @@ class Target(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Placement:
     """``targets``: the best first, each with an endpoint of its own; empty: any worker will do. ``prompt_blocks``: 0
-    where they are not known. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for
-    ``Placer.release``; empty: none. ``held_blocks``: of the prompt, the most that one rank or the pool has.
+    where unknown. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for ``Placer.release``;
+    empty: none. ``held_blocks``: of the prompt, the most that one rank or the pool has.
     """
 
     tenant: str
-    reason: Reason
+    reason: Outcome
     targets: tuple[Target, ...] = ()
     prompt_blocks: int = 0
     detail: str = ""

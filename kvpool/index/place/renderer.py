@@ -1,7 +1,7 @@
 """``Renderer``: the tokens of a request's prompt, as a worker makes them.
 
-vLLM says the tokens that it would make of a request, with templates that are code and of images, too, at the path of
-the request with ``/render`` behind it (``vllm/entrypoints/scale_out/render``). One event loop.
+vLLM answers with the tokens of a request, also of images and of templates that are code, at the path of the request
+with ``/render`` behind it (``vllm/entrypoints/scale_out/render``). One event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -22,6 +23,7 @@ import msgspec
 from kvpool import _native
 from kvpool.errors import KVPoolError
 from kvpool.index.buffer_budget import INFERENCE, BufferBudget
+from kvpool.index.place.endpoints import Url
 from kvpool.index.place.inference_request import RENDERED, InferenceRequest, prompt_key
 from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
 
@@ -43,27 +45,22 @@ WITHOUT_S = 30.0  # that a model's workers have no /render at a path is remember
 AWAY_S = 5.0  # that a worker that could not be reached is not asked again
 MAX_AWAY = 1024
 _NO_RENDER = (403, 404, 405)  # 403: vLLM without --enable-scale-out
-_NOT_OF_THIS = 501  # what vLLM says of a request's content, such as a data URL of an image that is none
+_NOT_OF_THIS = 501  # of vLLM, for a request's content, such as a data URL without an image
+_NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 logger = logging.getLogger("kvpool.index")
 
 
-class Asked(NamedTuple):
-    """A worker that may be asked: ``http://IP:PORT``, or ``https`` with the name that its certificate is for."""
-
-    url: str
-    name: str
-
-
-Ask = Callable[[Collection[str]], Awaitable[Asked]]
+# The worker to ask, at none of the endpoints that it is given.
+Choose = Callable[[Collection[str]], Awaitable[Url]]
 
 
 class NoTokens(KVPoolError):
-    """The tokens of a prompt are not known, or not in time; says why."""
+    """The tokens of a prompt are unknown, or late."""
 
 
 class _Unanswered(NoTokens):
-    """A worker has not answered; another one may."""
+    """A worker has failed; another may answer."""
 
 
 class _Range(msgspec.Struct):
@@ -87,10 +84,10 @@ _RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
 
 
 class Renderer:
-    """Remembers the tokens of prompts, also of those that came too late for their request.
+    """Remembers the tokens of prompts, also those that came too late for their request.
 
-    ``tls``: for workers at https; None: with the system's authorities. ``budget``: what answers are counted in until
-    they are decoded; None: one of its own.
+    ``tls``: for workers at https; None: with the system's authorities. ``budget``: counts replies until they are
+    decoded; None: one of its own.
     """
 
     def __init__(self, *, tls: ssl.SSLContext | None = None, budget: BufferBudget | None = None) -> None:
@@ -99,7 +96,7 @@ class Renderer:
         self._known_nbytes = 0
         self._under_way: dict[tuple[str, bytes], asyncio.Task[Prompt]] = {}
         self._without: dict[tuple[str, str, str], float] = {}  # until when, by tenant, model and path
-        self._away: dict[str, float] = {}  # until when, by URL of a worker; the oldest first
+        self._away: dict[str, float] = {}  # until when, by endpoint of a worker; the oldest first
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -113,17 +110,16 @@ class Renderer:
     async def prompt(
         self,
         request: InferenceRequest,
-        tenant: str,
         body: bytes,
         headers: Mapping[str, str],
-        ask: Ask,
+        choose: Choose,
         timeout_s: float,
     ) -> Prompt:
-        """The prompt of ``request``, in tokens. ``headers``: to send to a worker with it. ``ask``: a worker
-        that may be asked, at none of the URLs it is given. Errors: ``NoTokens``."""
+        """The prompt of ``request``, in tokens, of all workers. ``headers``: of the request; a worker gets its
+        authorization. Errors: ``NoTokens``."""
         if request.path not in RENDERED:
             raise NoTokens(f"requests to {request.path:.60} are placed by load")
-        key = (tenant, prompt_key(request.path, body))
+        key = (request.tenant, prompt_key(request.path, body))
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return known
@@ -131,9 +127,10 @@ class Renderer:
         if task is None:
             if len(self._under_way) >= MAX_UNDER_WAY:
                 raise NoTokens(f"the tokens of {MAX_UNDER_WAY} other prompts are being made")
-            task = asyncio.create_task(self._make(request, tenant, body, headers, ask))
+            sent = {name: headers[name] for name in ("authorization",) if name in headers}
+            task = asyncio.create_task(self._make(request, body, sent, choose))
             self._under_way[key] = task
-            task.add_done_callback(lambda done: self._made(key, done))
+            task.add_done_callback(partial(self._made, key))
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             raise NoTokens(f"its tokens were not made within {timeout_s:g} s")
@@ -149,35 +146,34 @@ class Renderer:
             self._known_nbytes -= self._known.popitem(last=False)[1].nbytes + ENTRY_NBYTES
 
     async def _make(
-        self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], ask: Ask
+        self, request: InferenceRequest, body: bytes, headers: Mapping[str, str], choose: Choose
     ) -> Prompt:
-        if self._without.get((tenant, request.model, request.path), 0.0) > time.monotonic():
-            raise NoTokens(f"the workers of {request.model} have no {request.path}/render")
-        try:
-            return await self._ask_two(request, tenant, body, headers, ask)
-        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
-            raise NoTokens(f"no worker says its tokens: {str(error) or type(error).__name__}") from error
-
-    async def _ask_two(
-        self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], ask: Ask
-    ) -> Prompt:
-        """One worker, and another one where that does not answer."""
+        """By one worker, or by a second where the first does not answer."""
         now_s = time.monotonic()
-        without = {worker for worker, until_s in self._away.items() if now_s < until_s}
-        for has_next in (True, False):
-            worker = await ask(without)
+        if self._without.get((request.tenant, request.model, request.path), 0.0) > now_s:
+            raise NoTokens(f"the workers of {request.model} have no {request.path}/render")
+        without = {endpoint for endpoint, until_s in self._away.items() if now_s < until_s}
+        try:
+            worker = await choose(without)
             try:
-                return await self._ask(request, tenant, body, headers, worker)
+                return await self._ask(request, body, headers, worker)
             except (aiohttp.ClientConnectionError, _Unanswered) as error:
-                if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
-                    self._set_aside(worker.url)
-                if not has_next:
-                    raise
-                without.add(worker.url)
-        raise AssertionError
+                if isinstance(error, _NOT_REACHED):
+                    self._set_aside(worker.endpoint)
+            without.add(worker.endpoint)
+            worker = await choose(without)
+            try:
+                return await self._ask(request, body, headers, worker)
+            except _NOT_REACHED:
+                self._set_aside(worker.endpoint)
+                raise
+        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
+            raise NoTokens(
+                f"no worker answers with its tokens: {str(error) or type(error).__name__}"
+            ) from error
 
     async def _ask(
-        self, request: InferenceRequest, tenant: str, body: bytes, headers: Mapping[str, str], worker: Asked
+        self, request: InferenceRequest, body: bytes, headers: Mapping[str, str], worker: Url
     ) -> Prompt:
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -187,17 +183,17 @@ class Renderer:
                 auto_decompress=False,
                 trust_env=False,
             )
-        url = f"{worker.url}{request.path}/render"
-        connect_s = HANDSHAKE_S if url.startswith("https:") else CONNECT_S
+        url = f"{worker.scheme}://{worker.endpoint}{request.path}/render"
+        connect_s = HANDSHAKE_S if worker.is_tls else CONNECT_S
         async with self._session.post(
             url,
             data=io.BytesIO(body),
             headers={**headers, "content-type": "application/json"},
             timeout=aiohttp.ClientTimeout(RENDER_S, sock_connect=connect_s),
             allow_redirects=False,
-            server_hostname=worker.name,
+            server_hostname=worker.host,
         ) as reply:
-            key = (tenant, request.model, request.path)
+            key = (request.tenant, request.model, request.path)
             if reply.status in _NO_RENDER:
                 if key not in self._without:
                     logger.warning(
@@ -220,36 +216,36 @@ class Renderer:
                         raise NoTokens(f"there is no room for the answer of {url}")
                     packed += part
                 if len(packed) <= INLINE_NBYTES:
-                    return _prompt(request, tenant, packed)
-                return await asyncio.to_thread(_prompt, request, tenant, packed)
+                    return _prompt(request, packed)
+                return await asyncio.to_thread(_prompt, request, packed)
             finally:
                 self._budget.give(len(packed), INFERENCE)
 
-    def _set_aside(self, url: str) -> None:
+    def _set_aside(self, endpoint: str) -> None:
         """Ask it no more for ``AWAY_S``."""
-        self._away.pop(url, None)
-        self._away[url] = time.monotonic() + AWAY_S
+        self._away.pop(endpoint, None)
+        self._away[endpoint] = time.monotonic() + AWAY_S
         if len(self._away) > MAX_AWAY:
             del self._away[next(iter(self._away))]
 
 
-def _prompt(request: InferenceRequest, tenant: str, packed: bytearray) -> Prompt:
+def _prompt(request: InferenceRequest, packed: bytearray) -> Prompt:
     """Any thread."""
     rendered: Any = _RENDERED.decode(packed)
     one = rendered
     if isinstance(rendered, list):
         if not rendered:
-            raise NoTokens("a worker has made no tokens of it")
+            raise NoTokens("a worker answers with no tokens for it")
         one = rendered[0]
     tokens = array("I")
     try:
         wide = _native.json_numbers(one.token_ids, MAX_PROMPT_TOKENS, MAX_TOKEN, False)
         tokens.frombytes(memoryview(wide).cast("I")[::2].tobytes())  # the lower half of each
     except (OverflowError, ValueError) as error:
-        raise NoTokens(f"a worker has made tokens of it that are none: {error}") from error
+        raise NoTokens(f"a worker answers with a list that holds no tokens: {error}") from error
     salt = one.cache_salt or request.cache_salt
     return Prompt(
-        request.model, tokens, tenant=tenant, cache_salt=salt or None, multimodal=_items(one.features)
+        request.model, tokens, tenant=request.tenant, cache_salt=salt or None, multimodal=_items(one.features)
     )
 
 

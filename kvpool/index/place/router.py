@@ -20,16 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvpool import _native
 from kvpool.errors import ConfigError
-from kvpool.index.answer import Row
 from kvpool.index.fleet import Fleet
 from kvpool.index.partition import Answer
-from kvpool.index.place.load import KEEP_FAILED_S, KEEP_S, LOAD_SOURCES, Load, LoadBoard
-from kvpool.index.place.reservations import Reservations
-from kvpool.index.place.route import TRUSTS, Pick, Route
+from kvpool.index.place.load import KEEP_FAILED_S, KEEP_S, Load, LoadBoard, Reservations
+from kvpool.index.place.ranking import NativeRanking, Ranking
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.key.hashing import len_tokens
 
@@ -113,28 +111,23 @@ class Router:
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
         **fields: Unpack[PromptFields],
-    ) -> Route:
+    ) -> Ranking:
         """The ranks of a model's workers, the cheapest for this prompt first.
 
-        The prompt as in ``Fleet.lookup``. ``loads``: what the caller knows of candidates now; kept
-        for later questions, too. ``limit``: picks that are wanted; None: all. ``reserve_s``: count this prompt as
-        load of the first pick for so long, or until ``release``; not done while too many are. ``prompt_tokens``: of
-        the whole prompt, where it is given as hashes; None: of its full blocks.
-        Ties go to the rank with the least load, then to the one that was picked least recently. Errors: as
-        ``Fleet.lookup``.
+        The prompt as in ``Fleet.lookup``. ``loads``: of candidates, as the caller knows them now; kept for later
+        questions, too. ``limit``: most picks; None: all. ``reserve_s``: count this prompt as load of the first pick for
+        so long, or until ``release``; not done while too many are. ``prompt_tokens``: of the whole prompt, where it is
+        given as hashes; None: of its full blocks. Ties go to the rank with the least load, then to the one that was
+        picked least recently. Errors: as ``Fleet.lookup``.
         """
+        prompt = as_prompt(model, fields)
         return self.rank(
-            as_prompt(model, fields),
-            loads=loads,
-            limit=limit,
-            reserve_s=reserve_s,
-            prompt_tokens=prompt_tokens,
-        ).route()
+            prompt, loads=loads, limit=limit, reserve_s=reserve_s, prompt_tokens=prompt_tokens
+        ).unpack()
 
     def rank(
         self,
-        prompt: Prompt,
-        *,
+        *prompts: Prompt,
         loads: Iterable[Load] = (),
         limit: int | None = None,
         reserve_s: float | None = None,
@@ -142,25 +135,31 @@ class Router:
         until_computed: bool = False,
         takes_turn: bool = True,
         at_once: bool = False,
-    ) -> Ranking:
-        """``route``, not yet unpacked. ``until_computed``: where the load of the first pick is known, the reservation
-        ends when the prompt should be computed, if that is before ``reserve_s``. ``takes_turn``: the first is picked;
-        else it is only asked which it would be, and nothing is reserved. ``at_once``: see ``Fleet.ask``."""
+    ) -> NativeRanking:
+        """``route``, not yet unpacked. ``prompts``: of several models of a tenant: their workers in one ranking.
+
+        ``until_computed``: where the load of the first pick is known, the reservation ends when the prompt should be
+        computed, if that is before ``reserve_s``. ``takes_turn`` False: only ask; nothing is picked or reserved.
+        ``at_once``: see ``Fleet.ask``.
+        """
         if limit is not None and limit < 1:
             raise ConfigError(f"limit is the number of picks, 1 or more, not {limit}")
         if reserve_s is not None and not 0 < reserve_s <= MAX_RESERVE_S:
             raise ConfigError(
                 f"a reservation is for more than 0 and at most {MAX_RESERVE_S:g} seconds, not {reserve_s:g}"
             )
-        if prompt.token_ids is not None:
-            prompt_tokens = len_tokens(prompt.token_ids)
+        if prompts and (token_ids := prompts[0].token_ids) is not None:
+            prompt_tokens = len_tokens(token_ids)
         elif prompt_tokens is not None and not 1 <= prompt_tokens <= MAX_PROMPT_TOKENS:
             raise ConfigError(f"prompt_tokens is from 1 to {MAX_PROMPT_TOKENS}, not {prompt_tokens}")
-        answers = self._fleet.ask(prompt, at_once=at_once)
-        self._take_loads(prompt.tenant, loads, answers)
+        answers = [answer for prompt in prompts for answer in self._fleet.ask(prompt, at_once=at_once)]
+        if reported := {(f"{prompts[0].tenant}/{load.worker}", load.dp_rank): load for load in loads}:
+            for answer in answers:
+                for key in reported.keys() & set(answer.members.keys):
+                    self.loads.report(key[0], reported[key])
         with self._lock:
             self._reservations.expire()
-            ranking = _native.Ranking(
+            native = _native.Ranking(
                 [(answer.rows, self.loads.of(answer.members.keys)) for answer in answers],
                 self._packed_costs,
                 prompt_tokens,
@@ -169,30 +168,24 @@ class Router:
                 KEEP_FAILED_S,
                 limit,
             )
-            if not len(ranking) or not takes_turn:
-                return Ranking(ranking, "", answers)
-            return Ranking(ranking, self._take(answers, ranking, reserve_s, until_computed), answers)
+            reservation = ""
+            if len(native) and takes_turn:
+                reservation = self._take(answers, native, reserve_s, until_computed)
+        return NativeRanking(native, reservation, answers)
 
     def release(self, tenant: str, reservation: str) -> bool:
         """End a reservation before its time; False if it has ended, or is not of this tenant."""
         with self._lock:
             return self._reservations.release(tenant, reservation)
 
-    def _take_loads(self, tenant: str, loads: Iterable[Load], answers: Sequence[Answer]) -> None:
-        """Keep what is said of candidates."""
-        if told := {(f"{tenant}/{load.worker}", load.dp_rank): load for load in loads}:
-            for answer in answers:
-                for key in told.keys() & set(answer.members.keys):
-                    self.loads.report(key[0], told[key])
-
     def _take(
         self,
         answers: Sequence[Answer],
-        ranking: _native.Ranking,
+        native: _native.Ranking,
         reserve_s: float | None,
         until_computed: bool,
     ) -> str:
-        part, row, cost = ranking.best()
+        part, row, cost = native.best()
         key = answers[part].members.keys[row]
         cost += round(self._costs.running)
         self._picks += 1
@@ -203,34 +196,3 @@ class Router:
         ends = until_computed and self._costs.speed and self.loads.get(*key) is not None
         each_s = 1 / self._costs.speed if ends else None
         return self._reservations.add(key[0].partition("/")[0], *key, cost, reserve_s, each_s)
-
-
-class Ranking(NamedTuple):
-    """What ``Router.rank`` answers: a ``Route`` that is not unpacked."""
-
-    native: _native.Ranking
-    reservation: str
-    answers: Sequence[Answer]
-
-    def most(self) -> tuple[int, int, int, int]:
-        """Blocks of the prompt, and the most that one rank has of them on its device, locally and in the pool: of all
-        candidates, whether they are among the picks or not."""
-        most = (0, 0, 0, 0)
-        for answer in self.answers:  # one, unless workers of the model differ in how they hash
-            prompt, device, local, pool = map(max, most, answer.rows.most())
-            most = (prompt, device, local, pool)
-        return most
-
-    def pack(self) -> bytes:
-        """A packed ``RouteResponse``."""
-        return self.native.pack(self.reservation)
-
-    def route(self) -> Route:
-        """It as values."""
-        picks = tuple(
-            Pick._make(
-                (Row._make(row), TRUSTS[trust], *numbers, LOAD_SOURCES[source], age_ms, asleep, unreachable)
-            )
-            for row, trust, *numbers, source, age_ms, asleep, unreachable in self.native.picks()
-        )
-        return Route(picks, self.reservation)

@@ -20,8 +20,7 @@ import httpx
 
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.load import Load, LoadBoard
-from kvpool.index.place.metrics_page import BadPage, read_page
-from kvpool.index.place.pool_cost import PoolCost
+from kvpool.index.place.metrics_page import BadPage, PoolCost, read_page
 from kvpool.index.resolver import Resolver
 from kvpool.index.turns import Turns
 

@@ -7,15 +7,18 @@ writes out with code of their own (Mistral's tokenizer, gpt-oss, DeepSeek V3.2 a
 
 from __future__ import annotations
 
+import asyncio
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvpool.errors import ConfigError
-from kvpool.index.chat import Chat, text_parts
 from kvpool.index.place.token_cache import TokenCache
+from kvpool.index.prompt import Chat, Prompt, text_parts
 from kvpool.text import missing_extra
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")
@@ -29,6 +32,7 @@ _RESERVED = frozenset(
     )
 )  # fmt: skip
 _PROBE = "kvpool"
+THREADS = 2  # long texts must not hold up other work in threads
 
 
 class Tokenizer:
@@ -134,6 +138,35 @@ class Tokenizer:
                 takes = _PROBE in text and str(parts[0]) not in text and json.dumps(parts[0]) not in text
             self._takes_parts[template] = takes
         return takes
+
+
+class Tokenizers:
+    """``by_model``: under the models' names."""
+
+    def __init__(self, by_model: Mapping[str, Tokenizer] | None = None) -> None:
+        self._by_model = by_model or {}
+        self._threads = ThreadPoolExecutor(THREADS, "kvpool-text")
+
+    def __contains__(self, model: str) -> bool:
+        return model in self._by_model
+
+    def tokens(self, prompt: Prompt) -> Prompt:
+        """The prompt with tokens in the place of its text or chat. Its model is one of these. Any thread; takes as long
+        as its text is. Errors: ``ConfigError`` for what has no tokens."""
+        tokenizer = self._by_model[prompt.model]
+        if isinstance(prompt.chat, Chat):
+            token_ids = tokenizer.of_chat(prompt.chat)
+        else:
+            token_ids = tokenizer.of_text(prompt.text or "")
+        return replace(prompt, token_ids=token_ids, text=None, chat=None)
+
+    async def in_tokens(self, prompt: Prompt) -> Prompt:
+        """``tokens``, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.tokens, prompt)
+
+    def close(self) -> None:
+        """Blocking, for as long as the longest text takes."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 def _ends(whole: list[int], body: list[int]) -> tuple[array[int], array[int]]:

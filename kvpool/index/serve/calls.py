@@ -17,12 +17,12 @@ from google.protobuf.message import DecodeError
 
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import Permissions, Right, TokenAuth, WrongToken
 from kvpool.index.serve.call_room import SMALL_NBYTES, CallRoom, owner_of
 from kvpool.index.serve.fields import check_fields
 from kvpool.index.serve.limiter import Limiter
-from kvpool.index.serve.request_stats import RequestStats
 from kvpool.tracing import HEADERS, Tracing
 
 REQUEST_S = 10.0  # for the request of a call to arrive: 33 MiB at 28 Mbit/s

@@ -12,10 +12,9 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index import bounded_json
 from kvpool.index.answer import IndexStatus, Lookup, PublisherStatus, WorkerStatus
-from kvpool.index.chat import Chat
 from kvpool.index.client.messages import encode_worker
 from kvpool.index.place.load import Load
-from kvpool.index.prompt import TOKEN_NBYTES, Prompt, PromptFields
+from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, PromptFields
 from kvpool.v1 import index_pb2 as pb
 
 CHUNK_NBYTES = 1 << 20  # of a snapshot

@@ -1,16 +1,19 @@
-"""``ExtProcServer``: the endpoint picker of the Gateway API inference extension, for Envoy and what is made of it.
+"""``ExtProcServer``: the endpoint picker of the Gateway API inference extension, for Envoy and its kin.
 
 Envoy opens a stream of ``envoy.service.ext_proc.v3.ExternalProcessor`` for each request, and sends its headers and
-body. It is told where the request should go by the header and by the dynamic metadata
-``x-gateway-destination-endpoint`` (namespace ``envoy.lb``): ``IP:PORT``, several in the order in which to try them.
-Sources: proposal 004 of kubernetes-sigs/gateway-api-inference-extension; Envoy's ``external_processor.proto``.
+body; an ``Exchange`` answers. The header and the dynamic metadata ``x-gateway-destination-endpoint`` (namespace
+``envoy.lb``) name ``IP:PORT``, several in the order in which to try them. Sources: proposal 004 of
+kubernetes-sigs/gateway-api-inference-extension; Envoy's ``external_processor.proto``.
 
-Bodies come whole (``BUFFERED``) or in parts that are handed back (``FULL_DUPLEX_STREAMED``, which the protocol asks
-for); in other modes a request is placed by load, once. One event loop.
+Bodies come whole (``BUFFERED``) or in parts that are handed back (``FULL_DUPLEX_STREAMED``, as the protocol asks); in
+other modes a request is placed by load, once. One event loop.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import grpc
@@ -20,33 +23,52 @@ from google.protobuf.message import DecodeError
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.client.tls import ServerTls
+from kvpool.index.place.placement import DESTINATION, OURS, RANK, Placement, Refusal
+from kvpool.index.place.placer import Placer
 from kvpool.index.serve.calls import Calls
-from kvpool.index.serve.ext_proc_exchange import Exchange
 from kvpool.index.serve.fields import check_fields
 from kvpool.index.serve.grpc_server import open_server
 from kvpool.index.serve.health import HEALTH, Health
 from kvpool.index.serve.limiter import of_placements
 from kvpool.index.serve.placements import MAX_BODY_NBYTES, Placements
+from kvpool.tracing import HEADERS
 from kvpool.v1 import ext_proc_pb2 as pb
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-TENANT = "x-kvpool-tenant"  # in the metadata of Envoy's call: its operator says it, not who sends the request
+TENANT = (
+    "x-kvpool-tenant"  # in the metadata of Envoy's call: its operator sets it, not the sender of the request
+)
 CALLS_OF_CONNECTION = 1024
 MAX_HEADERS = 1000  # of a request or a response; Envoy takes 100 unless it is told otherwise
 MAX_HEADERS_NBYTES = 256 << 10  # with the metadata beside them; Envoy takes 60 KiB
 MAX_MESSAGE_NBYTES = MAX_BODY_NBYTES + (1 << 20)  # a body that is a little too large is answered with 413
 STOP_TIMEOUT_S = 5.0
 
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+LB, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
+PART_NBYTES = 62 << 10  # of a body that is handed back: Envoy takes no more in one message
+
+_MODE = pb.ProcessingMode
+_FULL_DUPLEX = _MODE.FULL_DUPLEX_STREAMED
+_WITH_BODY = (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL, _FULL_DUPLEX)
+_PATH = ":path"
+_KEPT = frozenset((_PATH, "authorization", *HEADERS, *OURS))  # of the headers of a request
+_ENDPOINT_NBYTES = 128  # of memory, for one of a subset
+_OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+logger = logging.getLogger("kvpool.index")
+
 
 class ExtProcServer:
     """Use it in one event loop: ``start``, ``stop``.
 
-    ``calls``, ``health``: of the index, whose callers and whose state these are. ``max_connection_age_s``,
-    ``max_connection_grace_s``: as of ``IndexServer``.
+    ``calls``, ``health``: of the index. ``max_connection_age_s``, ``max_connection_grace_s``: as of ``IndexServer``.
     """
 
     def __init__(
         self,
+        placer: Placer,
         placements: Placements,
         calls: Calls,
         health: Health,
@@ -55,7 +77,8 @@ class ExtProcServer:
         max_connection_age_s: float = 0.0,
         max_connection_grace_s: float = 0.0,
     ) -> None:
-        self._placements, self._calls, self._health, self._tls = placements, calls, health, tls
+        self._placer, self._placements, self._tls = placer, placements, tls
+        self._calls, self._health = calls, health
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
         self._limiter = of_placements()
         self._server: grpc.aio.Server | None = None
@@ -91,10 +114,11 @@ class ExtProcServer:
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         tenant = metadata.get(TENANT, DEFAULT_TENANT)
         self._calls.caller("read", context).check("read", tenant)
-        exchange = Exchange(self._placements, tenant, context.peer().rpartition(":")[0])
+        host = context.peer().rpartition(":")[0]
+        exchange = Exchange(self._placer, self._placements, tenant, host)
         try:
             while (packed := await context.read()) is not grpc.aio.EOF:
-                answering = exchange.answer(_read(packed))
+                answering = exchange.answer(_message(packed))
                 del packed  # a body; the next message comes with the response
                 for reply in await answering:
                     await context.write(reply.SerializeToString())
@@ -102,7 +126,178 @@ class ExtProcServer:
             exchange.close()
 
 
-def _read(packed: bytes) -> Any:
+class Exchange:
+    """One request and its response, as Envoy asks about them in messages of ``external_processor.proto``.
+
+    Envoy's configured modes, which its first message names, determine the messages and the replies. ``host``: Envoy's.
+    """
+
+    def __init__(self, placer: Placer, placements: Placements, tenant: str, host: str) -> None:
+        self._placer, self._placements = placer, placements
+        self._tenant, self._host = tenant, host
+        self._headers: dict[str, str] = {}
+        self._headers_nbytes = 0  # that are held, with the subset
+        self._body = bytearray()  # of parts
+        self._body_nbytes = 0  # that are held
+        self._is_placed = False
+        self._subset: frozenset[str] | None = None
+        self._mode = _MODE.BUFFERED
+        self._response_mode = _MODE.NONE
+        self._placement: Placement | None = None  # whose reservation is still to be ended
+
+    def close(self) -> None:
+        """Envoy asks no more about it."""
+        self._forget_body()
+        self._forget_headers()
+        if self._placement is not None:
+            self._placer.release_when_shown(self._placement)
+            self._placement = None
+
+    async def answer(self, message: Any) -> list[Any]:
+        """The replies to one message."""
+        if message.HasField("protocol_config"):
+            self._mode = message.protocol_config.request_body_mode
+            self._response_mode = message.protocol_config.response_body_mode
+        kind = message.WhichOneof("request")
+        try:
+            if kind == "request_headers":
+                return await self._on_headers(message)
+            if kind == "request_body":
+                return await self._on_body(message.request_body)
+            if kind == "request_trailers":
+                replies = await self._streamed(end_of_stream=False) if self._mode == _FULL_DUPLEX else []
+                return [*replies, pb.ProcessingResponse(request_trailers=pb.TrailersResponse())]
+        except Refusal as refusal:
+            return [_refused(refusal)]
+        if kind == "response_headers":
+            return [self._on_response(message)]
+        if kind == "response_body":
+            return self._on_response_body(message.response_body)
+        return [pb.ProcessingResponse(response_trailers=pb.TrailersResponse())]
+
+    async def _on_headers(self, message: Any) -> list[Any]:
+        self._forget_headers()
+        self._is_placed = False
+        headers = {
+            header.key: (header.raw_value or header.value.encode()).decode("latin-1")
+            for header in message.request_headers.headers.headers
+            if header.key in _KEPT
+        }
+        subset = _subset(message.metadata_context)
+        nbytes = sum(len(name) + len(value) for name, value in headers.items())
+        nbytes += _ENDPOINT_NBYTES * len(subset or ())
+        self._placements.hold(0, nbytes, self._host)
+        self._headers, self._subset, self._headers_nbytes = headers, subset, nbytes
+        if message.request_headers.end_of_stream or self._mode not in _WITH_BODY:
+            return [self._to_headers(await self._place(b""))]
+        if self._mode == _FULL_DUPLEX:  # the answer waits for the body
+            return []
+        return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
+
+    async def _on_body(self, body: Any) -> list[Any]:
+        if self._is_placed:
+            if self._mode not in _WITH_BODY:
+                _warn_of(self._mode)
+            return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
+        self._placements.hold(self._body_nbytes, len(body.body), self._host)
+        self._body_nbytes += len(body.body)
+        if self._mode == _FULL_DUPLEX:
+            self._body += body.body
+            return await self._streamed(end_of_stream=True) if body.end_of_stream else []
+        placed = await self._place(body.body)
+        return [
+            pb.ProcessingResponse(
+                request_body=pb.BodyResponse(response=self._to(placed)), dynamic_metadata=_metadata(placed)
+            )
+        ]
+
+    async def _streamed(self, *, end_of_stream: bool) -> list[Any]:
+        """The answer to the headers, and the body handed back."""
+        body = bytes(self._body)
+        replies = [self._to_headers(await self._place(body))]
+        for at in range(0, max(len(body), 1), PART_NBYTES):
+            is_last = at + PART_NBYTES >= len(body)
+            part = _part(body[at : at + PART_NBYTES], end_of_stream and is_last)
+            replies.append(pb.ProcessingResponse(request_body=part))
+        return replies
+
+    def _to_headers(self, placement: Placement) -> Any:
+        return pb.ProcessingResponse(
+            request_headers=pb.HeadersResponse(response=self._to(placement)),
+            dynamic_metadata=_metadata(placement),
+        )
+
+    async def _place(self, body: bytes) -> Placement:
+        self._release()  # of a caller that asks twice in one call
+        self._is_placed = True
+        path = self._headers.get(_PATH, "/")
+        try:
+            placing = self._placer.place(path, self._headers, body, self._tenant, self._subset)
+            self._placement = await placing
+        finally:
+            self._forget_body()
+        return self._placement
+
+    def _on_response(self, message: Any) -> Any:
+        placement = self._placement
+        if placement is None:
+            return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
+        served = _text(message.metadata_context, LB, SERVED)
+        kind = next(
+            (
+                header.raw_value.decode("latin-1") or header.value
+                for header in message.response_headers.headers.headers
+                if header.key == "content-type"
+            ),
+            "",
+        )
+        elsewhere = bool(served) and served not in (target.endpoint for target in placement.targets[:1])
+        # The headers of a stream come before its prompt is computed.
+        if elsewhere or not kind.startswith("text/event-stream"):
+            self._release()
+        common = pb.CommonResponse(header_mutation=_setting(self._shown(placement)))
+        return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))
+
+    def _on_response_body(self, body: Any) -> list[Any]:
+        if body.end_of_stream:
+            self._release()
+        if self._response_mode != _FULL_DUPLEX:
+            return [pb.ProcessingResponse(response_body=pb.BodyResponse())]
+        return [pb.ProcessingResponse(response_body=_part(body.body, body.end_of_stream))]
+
+    def _to(self, placement: Placement) -> Any:
+        """The headers that send a request there."""
+        headers = self._shown(placement)
+        if placement.targets:
+            headers.append((DESTINATION, _endpoints(placement)))
+            if (dp_rank := placement.targets[0].dp_rank) is not None:
+                headers.append((RANK, str(dp_rank)))
+        names = {name for name, _ in headers}
+        mutation = _setting(headers)
+        mutation.remove_headers.extend(name for name in OURS if name in self._headers and name not in names)
+        return pb.CommonResponse(header_mutation=mutation)
+
+    def _shown(self, placement: Placement) -> list[tuple[str, str]]:
+        return self._placer.headers(placement, next(iter(placement.targets), None))
+
+    def _release(self) -> None:
+        if self._placement is not None:
+            self._placer.release(self._placement)
+            self._placement = None
+
+    def _forget_body(self) -> None:
+        self._placements.let_go(self._body_nbytes, self._host)
+        self._body, self._body_nbytes = bytearray(), 0
+
+    def _forget_headers(self) -> None:
+        self._placements.let_go(self._headers_nbytes, self._host)
+        self._headers, self._subset, self._headers_nbytes = {}, None, 0
+
+
+# ---- messages
+
+
+def _message(packed: bytes) -> Any:
     try:
         check_fields(packed, pb.ProcessingRequest.DESCRIPTOR)
         message = pb.ProcessingRequest.FromString(packed)
@@ -114,3 +309,74 @@ def _read(packed: bytes) -> Any:
         if count > MAX_HEADERS or len(packed) > MAX_HEADERS_NBYTES:
             raise ConfigError(f"at most {MAX_HEADERS} headers in {MAX_HEADERS_NBYTES} bytes are read")
     return message
+
+
+def _subset(metadata: Any) -> frozenset[str] | None:
+    """Of ``IP:PORT``; None: all."""
+    if SUBSET_HINT not in metadata.filter_metadata:
+        return None
+    fields = metadata.filter_metadata[SUBSET_HINT].fields
+    if SUBSET not in fields:
+        return None
+    value = fields[SUBSET]
+    if value.WhichOneof("kind") == "list_value":
+        named: Iterable[str] = (one.string_value for one in value.list_value.values)
+    else:
+        named = value.string_value.split(",")
+    return frozenset(name.strip() for name in named if name.strip())
+
+
+def _text(metadata: Any, namespace: str, name: str) -> str:
+    if namespace not in metadata.filter_metadata:
+        return ""
+    fields = metadata.filter_metadata[namespace].fields
+    return str(fields[name].string_value) if name in fields else ""
+
+
+def _endpoints(placement: Placement) -> str:
+    """Those for which the rank of the best is right, where it has one: Envoy sends the same headers to each."""
+    rank = placement.targets[0].dp_rank
+    return ",".join(target.endpoint for target in placement.targets if rank in (None, target.dp_rank))
+
+
+@cache
+def _warn_of(mode: int) -> None:
+    """Once."""
+    logger.warning(
+        "Envoy sends bodies of requests in the mode %s, in which they are placed by load, without their prompt: set "
+        "request_body_mode to BUFFERED or FULL_DUPLEX_STREAMED",
+        _MODE.BodySendMode.Name(mode) if mode in _MODE.BodySendMode.values() else mode,
+    )
+
+
+def _metadata(placement: Placement) -> Any:
+    if not placement.targets:  # Envoy chooses
+        return None
+    return {LB: {DESTINATION: _endpoints(placement)}}
+
+
+def _setting(headers: Iterable[tuple[str, str]]) -> Any:
+    return pb.HeaderMutation(
+        set_headers=[
+            pb.HeaderValueOption(
+                header=pb.HeaderValue(key=name, raw_value=value.encode()), append_action=_OVERWRITE
+            )
+            for name, value in headers
+        ]
+    )
+
+
+def _part(body: bytes, end_of_stream: bool) -> Any:
+    streamed = pb.StreamedBodyResponse(body=body, end_of_stream=end_of_stream)
+    mutation = pb.BodyMutation(streamed_response=streamed)
+    return pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation))
+
+
+def _refused(refusal: Refusal) -> Any:
+    """The answer to the client, in the form of OpenAI's API."""
+    reply = pb.ProcessingResponse()
+    reply.immediate_response.status.code = refusal.status
+    reply.immediate_response.headers.CopyFrom(_setting(refusal.headers.items()))
+    reply.immediate_response.body = refusal.body
+    reply.immediate_response.details = "kvpool"
+    return reply

@@ -17,12 +17,12 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.client.messages import MAX_REQUESTS
 from kvpool.index.prompt import Prompt
+from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import lookup_codec
 from kvpool.index.serve.auth import Permissions
 from kvpool.index.serve.call_room import CallRoom
 from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.lookup_codec import Asked
-from kvpool.index.serve.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
 
 if TYPE_CHECKING:

@@ -1,28 +1,33 @@
 """``Proxy``: an OpenAI-compatible address in front of a fleet's workers, for those who have no Envoy.
 
-A request is read whole, placed, and sent to the best target of its placement; to the next one as long as no byte of a
-response has come. A response passes as it comes. HTTP/1.1 on either side. One event loop.
+A request is read whole, placed, and sent to the best target of its placement; to the next target as long as no byte of
+a response has come. A response passes as it comes. HTTP/1.1 on either side. One event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
-from kvpool.errors import KVPoolError
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.index import bounded_json
 from kvpool.index.client.tls import ServerTls
+from kvpool.index.place.placement import Refusal
+from kvpool.index.place.placer import Placer
+from kvpool.index.request_stats import ProxyStats
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.limiter import of_requests
 from kvpool.index.serve.listening import open_listening
-from kvpool.index.serve.placements import Placements, Refusal
+from kvpool.index.serve.placements import Placements
 from kvpool.index.serve.proxy_connection import HEAD_S, ConnectionCount, ProxyConnection, refused
-from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding
-from kvpool.index.serve.proxy_models import ModelLists
-from kvpool.index.serve.proxy_sending import WorkerConnector
-from kvpool.index.serve.proxy_stats import ProxyStats
+from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding, Reply, WorkerConnector
 from kvpool.tracing import Span, Tracing
 
 HEALTH, MODELS = "/health", "/v1/models"
@@ -30,6 +35,19 @@ BACKLOG = 1024
 CONNECT_S = 1.0  # for a worker to accept a connection; then the next one is tried
 WORKER_KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that is idle
 STOP_TIMEOUT_S = 1.0
+LIST_S = 2.0  # for all workers
+MAX_ASKED = 64  # models
+MAX_LIST_NBYTES = 256 << 10  # of a worker: one of 500 adapters
+AT_ONCE = 16
+KEEP_S = 1.0  # an answer, for callers who ask the same
+MAX_KEPT = 16  # answers
+# Headers that do not determine the list of a worker; any other could be a key.
+_NOT_OF_KEY = frozenset(
+    (
+        "accept", "accept-encoding", "accept-language", "cache-control", "connection", "content-type", "host", "pragma",
+        "traceparent", "tracestate", "user-agent", "x-forwarded-for", "x-forwarded-proto", "x-request-id",
+    )
+)  # fmt: skip
 
 
 class Proxy:
@@ -42,6 +60,7 @@ class Proxy:
 
     def __init__(
         self,
+        placer: Placer,
         placements: Placements,
         health: Health,
         stats: ProxyStats,
@@ -52,7 +71,7 @@ class Proxy:
         response_s: float = RESPONSE_S,
         tracing: Tracing | None = None,
     ) -> None:
-        self._placements, self._health, self._stats = placements, health, stats
+        self._placer, self._placements, self._health, self._stats = placer, placements, health, stats
         self._tenant, self._tls, self._worker_tls = tenant, tls, worker_tls
         self._tracing = tracing or Tracing()
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=response_s)
@@ -133,7 +152,6 @@ class Proxy:
             connection.end()
 
     async def _respond(self, request: web.BaseRequest, span: Span) -> web.StreamResponse:
-        assert self._session is not None
         if request.path == HEALTH and request.method in ("GET", "HEAD"):
             if await self._health.is_serving():
                 return web.json_response({"status": "ok"}, headers={"server": "kvpool"})
@@ -144,19 +162,11 @@ class Proxy:
         outcome = "gone"
         try:
             with self._limiter.acquire(f"{request.remote}:0", None):
-
-                def forward() -> Forwarding:
-                    assert self._session is not None
-                    return Forwarding(request, self._session, self._placements, self._stats, self._tenant)
-
-                forwarding = forward()
+                forwarding = self._forwarding(request)
+                lists_models = request.path == MODELS and request.method == "GET"
                 response: web.StreamResponse
-                if (
-                    request.path == MODELS
-                    and request.method == "GET"
-                    and len(models := self._placements.models(self._tenant)) > 1
-                ):
-                    response = await self._model_lists.get(request, models, forward)
+                if lists_models and len(models := self._placer.models(self._tenant)) > 1:
+                    response = await self._model_lists.get(models, request, self._forwarding)
                 else:
                     response = await forwarding.run()
             outcome = "broken" if forwarding.is_broken else f"{response.status // 100}xx"
@@ -173,3 +183,107 @@ class Proxy:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
+
+    def _forwarding(self, request: web.BaseRequest) -> Forwarding:
+        assert self._session is not None
+        return Forwarding(request, self._session, self._placer, self._placements, self._stats, self._tenant)
+
+
+class _List(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+_LIST = msgspec.json.Decoder(_List)
+_Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
+
+
+class ModelLists:
+    """The reply to ``GET /v1/models`` before workers of several models, remembered for ``KEEP_S``.
+
+    Only workers know adapters, lengths and who may ask: one worker of each model gets the request, and their lists are
+    merged. ``_known``: by request, replies and those under way.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[_Key, asyncio.Task[Reply]] = {}
+
+    async def get(
+        self,
+        models: Sequence[str],
+        request: web.BaseRequest,
+        forwarding: Callable[[web.BaseRequest], Forwarding],
+    ) -> web.Response:
+        """The reply to ``request``. Errors: ``Refusal``; no worker has answered."""
+        sent = ((name.lower(), value) for name, value in request.headers.items())
+        asked = sorted(one for one in sent if one[0] not in _NOT_OF_KEY)
+        key = (request.query_string, tuple(models), tuple(asked))
+        task = self._known.get(key)
+        if task is None:
+            task = asyncio.create_task(_model_list(models, lambda: forwarding(request)))
+            self._known[key] = task
+            task.add_done_callback(partial(self._keep, key))
+        answer = await asyncio.shield(task)
+        headers = {"content-type": answer.kind, "server": "kvpool"}
+        return web.Response(body=answer.body, status=answer.status, headers=headers)
+
+    async def close(self) -> None:
+        """Forget what is under way."""
+        tasks = [task for task in self._known.values() if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _keep(self, key: _Key, task: asyncio.Task[Reply]) -> None:
+        if task.cancelled() or task.exception() is not None or len(self._known) > MAX_KEPT:
+            del self._known[key]
+        else:
+            asyncio.get_running_loop().call_later(KEEP_S, self._known.pop, key)
+
+
+async def _model_list(models: Sequence[str], forward: Callable[[], Forwarding]) -> Reply:
+    """What the workers of ``models`` list, each model once, in the form of OpenAI's API.
+
+    A model whose workers do not answer in time is listed by its name. Where a worker refuses the request, as for want
+    of a key, its models are left out; where all do, that is the answer. Errors: ``Refusal``; none has answered.
+    """
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(model: str) -> Reply | Refusal:
+        async with turn:
+            try:
+                return await forward().fetch(msgspec.json.encode({"model": model}), MAX_LIST_NBYTES)
+            except Refusal as refusal:
+                return refusal
+
+    asked = {model: asyncio.ensure_future(ask(model)) for model in models[:MAX_ASKED]}
+    try:
+        await asyncio.wait(asked.values(), timeout=LIST_S)
+    finally:
+        for task in asked.values():
+            task.cancel()
+        await asyncio.gather(*asked.values(), return_exceptions=True)
+    late = Refusal(503, f"no worker has listed its models within {LIST_S:g} s")
+    told = {model: late if task.cancelled() else task.result() for model, task in asked.items()}
+    answers = [one for one in told.values() if isinstance(one, Reply)]
+    if not answers:
+        raise next(one for one in told.values() if isinstance(one, Refusal))
+    if all(400 <= one.status < 500 for one in answers):
+        return answers[0]
+    listed: dict[str, dict[str, Any]] = {}
+    for model in models:
+        for one in _listed(model, told.get(model)):
+            listed.setdefault(one["id"], one)
+    body = msgspec.json.encode({"object": "list", "data": list(listed.values())})
+    return Reply(200, "application/json", body)
+
+
+def _listed(model: str, answer: Reply | Refusal | None) -> list[dict[str, Any]]:
+    if isinstance(answer, Reply) and 400 <= answer.status < 500:
+        return []
+    if isinstance(answer, Reply) and answer.status == 200:
+        try:
+            bounded_json.check(answer.body)
+            return [one for one in _LIST.decode(answer.body).data if isinstance(one.get("id"), str)]
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError):
+            pass
+    return [{"id": model, "object": "model", "created": 0, "owned_by": "kvpool"}]

@@ -14,7 +14,7 @@ from collections import Counter
 
 from aiohttp import HttpVersion11, web
 
-from kvpool.index.serve.placements import Refusal
+from kvpool.index.place.placement import Refusal
 
 MAX_CONNECTIONS = 8192
 MAX_CONNECTIONS_OF_HOST = 4096  # a load balancer is one host

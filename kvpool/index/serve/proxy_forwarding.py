@@ -2,6 +2,9 @@
 
 The ``Host`` that a worker is sent is its own authority, not the client's: a TLS server, or an ingress in front of a
 worker, chooses by it, and vLLM does not read it.
+
+``Sending`` bounds how long a body takes: aiohttp's ``sock_read`` begins when the whole body was written, so a worker
+that takes no bytes would hold a body larger than the buffers of the sockets for ever.
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 import aiohttp
 from aiohttp import web
@@ -18,14 +23,22 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from kvpool.index.place.endpoints import parse_url
-from kvpool.index.place.placement import Placement, Target
-from kvpool.index.serve.placements import MAX_BODY_NBYTES, OURS, RANK, Placements, Refusal
+from kvpool.index.place.placement import OURS, RANK, Placement, Refusal, Target
+from kvpool.index.place.placer import Placer
+from kvpool.index.request_stats import ProxyStats, Retry
+from kvpool.index.serve.placements import MAX_BODY_NBYTES, Placements
 from kvpool.index.serve.proxy_connection import break_off
-from kvpool.index.serve.proxy_sending import Sending
-from kvpool.index.serve.proxy_stats import ProxyStats, Retry
+
+if TYPE_CHECKING:
+    from aiohttp.abc import AbstractStreamWriter
+    from aiohttp.client_reqrep import ClientRequest
+    from aiohttp.connector import Connection
+    from aiohttp.tracing import Trace
 
 BODY_S = 30.0  # for a body to arrive: 16 MiB at 4.5 Mbit/s
 RESPONSE_S = 600.0  # longest silence of a worker: a prompt may wait for long
+SEND_S = 30.0  # for a worker to take a body
+PART_NBYTES = 1 << 20  # of a body, written at once: more would hold the event loop up
 WHOLE_NBYTES = 64 << 10  # a response of a length up to this is sent as one
 
 FORWARDED_FOR, FORWARDED_PROTO = "x-forwarded-for", "x-forwarded-proto"
@@ -46,8 +59,8 @@ _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 logger = logging.getLogger("kvpool.index")
 
 
-class Answer(NamedTuple):
-    """Of a worker."""
+class Reply(NamedTuple):
+    """The whole response of a worker."""
 
     status: int
     kind: str
@@ -62,11 +75,12 @@ class Forwarding:
         self,
         request: web.BaseRequest,
         session: aiohttp.ClientSession,
+        placer: Placer,
         placements: Placements,
         stats: ProxyStats,
         tenant: str,
     ) -> None:
-        self._request, self._session, self._placements = request, session, placements
+        self._request, self._session, self._placer, self._placements = request, session, placer, placements
         self._stats, self._tenant, self._host = stats, tenant, request.remote or ""
         self._began_s = time.perf_counter()
         self._body = b""
@@ -92,7 +106,7 @@ class Forwarding:
             self._release()
             self._forget_body()
 
-    async def fetch(self, like: bytes, most_nbytes: int) -> Answer:
+    async def fetch(self, like: bytes, most_nbytes: int) -> Reply:
         """The whole answer to a request without a body, placed as one with the body ``like``; empty where it has more
         than ``most_nbytes``. Errors: ``Refusal``."""
         try:
@@ -107,14 +121,14 @@ class Forwarding:
                 reply.release()
         finally:
             self._release()
-        return Answer(reply.status, reply.content_type, body if len(body) <= most_nbytes else b"")
+        return Reply(reply.status, reply.content_type, body if len(body) <= most_nbytes else b"")
 
     # ---- the request
 
     async def _place(self, body: bytes) -> Placement:
         """One with targets. Errors: ``Refusal``."""
         path = self._request.rel_url.raw_path
-        placement = self._placement = await self._placements.place(
+        placement = self._placement = await self._placer.place(
             path, self._request.headers, body, self._tenant
         )
         if not placement.targets:
@@ -215,19 +229,18 @@ class Forwarding:
         self, placement: Placement, target: Target, headers: CIMultiDict[str], sending: Sending
     ) -> aiohttp.ClientResponse:
         at = parse_url(target.address)
-        host = f"[{at.host}]" if ":" in at.host else at.host
         sent = headers.copy()
-        sent["host"] = f"{host}:{at.port}"
+        sent["host"] = at.authority
         if target.dp_rank is not None:
             sent[RANK] = str(target.dp_rank)
-        sent.extend(self._placements.shown(placement, target))
+        sent.extend(self._placer.headers(placement, target))
         url = self._request.rel_url
         has_body = bool(self._body) or "content-length" in self._request.headers
         try:
             return await self._session.request(
                 self._request.method,
                 URL.build(
-                    scheme="https" if at.is_tls else "http",
+                    scheme=at.scheme,
                     authority=target.endpoint,
                     path=url.raw_path,
                     query_string=url.raw_query_string,
@@ -248,7 +261,7 @@ class Forwarding:
         self, reply: aiohttp.ClientResponse, placement: Placement, target: Target
     ) -> web.StreamResponse:
         headers = _without(reply.headers, _NOT_RETURNED)
-        headers.extend(self._placements.shown(placement, target))
+        headers.extend(self._placer.headers(placement, target))
         headers.setdefault("server", "kvpool")
         has_body = self._request.method != "HEAD" and reply.status not in (204, 304)
         if has_body and reply.content_length is not None and reply.content_length <= WHOLE_NBYTES:
@@ -286,8 +299,73 @@ class Forwarding:
 
     def _release(self) -> None:
         if self._placement is not None:
-            self._placements.release(self._placement, now=True)
+            self._placer.release(self._placement)
             self._placement = None
+
+
+class Sending(aiohttp.Payload):
+    """For one request of a session with ``WorkerConnector``.
+
+    ``is_whole``: the connection has all of it, so its worker may have begun. ``is_reused``: the connection has carried
+    a request before; the worker may have closed it because it was idle. ``is_late``: the worker did not take it within
+    ``SEND_S``.
+    """
+
+    _autoclose = True
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__(body)
+        self._size = len(body)
+        self._transport: asyncio.Transport | None = None
+        self.is_whole = not body
+        self.is_reused = self.is_late = False
+
+    def begin(self, transport: asyncio.Transport | None, *, is_reused: bool) -> None:
+        """It is to go over this connection."""
+        self._transport, self.is_reused, self.is_whole = transport, is_reused, not self._size
+
+    def abort(self) -> None:
+        """End the connection at once: closing it would wait until the worker has taken what is written."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- called by aiohttp
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        timer = asyncio.get_running_loop().call_later(SEND_S, self._end_late)
+        try:
+            view = memoryview(self._value)
+            for at in range(0, len(view), PART_NBYTES):
+                await writer.write(view[at : at + PART_NBYTES])
+        finally:
+            timer.cancel()
+        self.is_whole = True
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return str(self._value, encoding, errors)
+
+    def _end_late(self) -> None:
+        self.is_late = True
+        self.abort()
+
+
+class WorkerConnector(aiohttp.TCPConnector):
+    """Tells each ``Sending`` about its connection. ``_used``: connections that have carried a request."""
+
+    def __init__(self, *, keepalive_s: float, tls: ssl.SSLContext | None) -> None:
+        super().__init__(limit=0, keepalive_timeout=keepalive_s, ssl=tls or True)
+        self._used: WeakSet[asyncio.BaseProtocol] = WeakSet()
+
+    async def connect(
+        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        connection = await super().connect(req, traces, timeout)
+        protocol = connection.protocol
+        assert protocol is not None
+        if isinstance(req.body, Sending):
+            req.body.begin(connection.transport, is_reused=protocol in self._used)
+        self._used.add(protocol)
+        return connection
 
 
 def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:

@@ -36,9 +36,10 @@ from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.follow.roster import Roster
 from kvpool.index.partition import merged
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.refusals import NotAtOnce
+from kvpool.index.request_stats import Matched, RequestStats
 from kvpool.index.serve import codec, worker_pages
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
@@ -47,7 +48,6 @@ from kvpool.index.serve.health import HEALTH, Health
 from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
 from kvpool.index.serve.reflection_calls import REFLECTION, reflection_handlers
-from kvpool.index.serve.request_stats import Matched, RequestStats
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.serve.tenant_threads import TenantThreads
 from kvpool.index.snapshot import Snapshot
@@ -272,7 +272,7 @@ class IndexServer:
             ranking = self._router.rank(prompt, at_once=at_once, **options)
             if len(ranking.native):
                 self._stats.record_placed()
-            return ranking.pack(), Matched(*ranking.most())
+            return ranking.pack(), Matched(*ranking.matched())
 
         return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
 

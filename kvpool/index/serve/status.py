@@ -22,14 +22,14 @@ from kvpool.errors import ConfigError
 from kvpool.index.client.messages import MAX_U32
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_follower import PoolFollower
-from kvpool.index.place.route import Pick
+from kvpool.index.place.ranking import Pick
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
+from kvpool.index.request_stats import Placed, RequestStats, Reuse
 from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
 from kvpool.index.serve.http_listener import HttpReply, HttpRequest, Refused
-from kvpool.index.serve.request_stats import Placed, RequestStats, Reuse
 from kvpool.index.serve.status_history import EVERY_S, StatusHistory
 from kvpool.index.serve.worker_rows import HEALTHS, WorkerRow, rows_of
 from kvpool.key.hashing import len_tokens
@@ -207,7 +207,7 @@ class Status:
         }
 
     def _holders(self, prompt: Prompt) -> dict[str, Any]:
-        picks = self._router.rank(prompt, takes_turn=False).route().picks
+        picks = self._router.rank(prompt, takes_turn=False).unpack().picks
         ordered = sorted(picks, key=_by_held)
         assert prompt.token_ids is not None
         return {

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvpool.index.serve.request_stats import Placed, Reuse
+from kvpool.index.request_stats import Placed, Reuse
 
 EVERY_S = 5.0
 SAMPLES = 720  # an hour

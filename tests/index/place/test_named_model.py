@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.index.place.named_model import MAX_PARTS, named_model
+from kvpool.index.place.inference_request import MAX_PARTS, named_model
 
 SPEECH = "/v1/audio/transcriptions"
 

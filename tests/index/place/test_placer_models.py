@@ -29,7 +29,7 @@ def form(**fields: bytes) -> bytes:
 
 async def targets(there: Placing, path: str, body: bytes) -> list[str]:
     """Where a request goes; its reservation is ended."""
-    placement = await there.placer.place(path, body)
+    placement = await there.placer.place(path, {}, body, "default")
     assert there.reservations == 1
     there.placer.release(placement)
     assert there.reservations == 0
@@ -83,7 +83,9 @@ def test_a_request_beside_too_many_others_goes_to_workers_of_its_model(
 def test_a_request_of_no_known_model_goes_to_the_worker_with_the_least_to_do(body: bytes) -> None:
     async def ask() -> None:
         async with placing(models=MODELS) as there:
-            first, second = [await there.placer.place("/v1/completions", body) for _ in range(2)]
+            first, second = [
+                await there.placer.place("/v1/completions", {}, body, "default") for _ in range(2)
+            ]
             assert {first.targets[0].worker, second.targets[0].worker} == {"a", "b"}
             assert {len(first.targets), len(second.targets), there.reservations} == {2}
             for placement in (first, second):

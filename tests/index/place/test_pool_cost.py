@@ -8,8 +8,7 @@ import time
 import pytest
 
 from kvpool.index.place.load import LoadBoard
-from kvpool.index.place.metrics_page import Engine, GateCounters, read_page
-from kvpool.index.place.pool_cost import HALF_LIFE_S, MIN_TOKENS, PoolCost
+from kvpool.index.place.metrics_page import HALF_LIFE_S, MIN_TOKENS, Engine, GateCounters, PoolCost, read_page
 from kvpool.index.place.router import POOL, Costs, Router
 from kvpool.index.place.scraper import Scraper
 from tests.support.fleets import Clock, a_fleet, a_worker, say

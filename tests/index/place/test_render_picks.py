@@ -18,7 +18,7 @@ from kvpool.index.place.placement import Placement
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.resolver import Resolver
 from tests.support.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
 
@@ -43,7 +43,7 @@ class Placing:
             self.router.loads.report(f"default/{worker}", Load(worker, waiting=waiting))
         self._number += 1
         body = json.dumps({"model": "m", "prompt": f"prompt {self._number}"}).encode()
-        placement = await self._placer.place("/v1/completions", body)
+        placement = await self._placer.place("/v1/completions", {}, body, "default")
         self._placer.release(placement)
         return placement
 

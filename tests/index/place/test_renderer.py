@@ -13,8 +13,9 @@ import pytest
 
 from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.place import renderer
+from kvpool.index.place.endpoints import Url, parse_url
 from kvpool.index.place.inference_request import read_request
-from kvpool.index.place.renderer import Asked, NoTokens, Renderer
+from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.prompt import Prompt
 from tests.support.openai_worker import ScriptedWorker, scripted
 
@@ -26,15 +27,15 @@ async def tokens_of(
 ) -> list[int]:
     """The tokens of a text, of the first of these workers that is not named as one not to ask."""
 
-    async def ask(without: Any) -> Asked:
+    async def ask(without: Any) -> Url:
         for worker in workers:
-            if (url := f"http://{worker.at}") not in without:
-                return Asked(url, "127.0.0.1")
+            if worker.at not in without:
+                return parse_url(f"http://{worker.at}")
         raise NoTokens("no other worker")
 
     body = json.dumps({"model": "m", "prompt": text}).encode()
     request = read_request(path, body)
-    prompt = await rendering.prompt(request, "default", body, {}, ask, 20.0)
+    prompt = await rendering.prompt(request, body, {}, ask, 20.0)
     assert isinstance(prompt.token_ids, array)
     return list(prompt.token_ids)
 
@@ -149,7 +150,7 @@ def test_tokens_that_are_none_are_no_tokens(made: Any) -> None:
         a.render = lambda _: made
 
         async def body(rendering: Renderer) -> None:
-            with pytest.raises(NoTokens, match="tokens of it that are none"):
+            with pytest.raises(NoTokens, match="a list that holds no tokens"):
                 await tokens_of(rendering, "x", a)
 
         run(body)

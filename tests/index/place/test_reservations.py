@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool import Load
-from kvpool.index.place import reservations as reservations_module
+from kvpool.index.place import load as load_module
 from kvpool.index.place.router import Router
 from kvpool.index.prompt import Prompt
 from tests.support.fleets import Clock, a_fleet
@@ -51,7 +51,7 @@ def test_a_reservation_ends_when_its_prompt_should_be_computed() -> None:
     def reserved(tokens: int = 0, name: str = "a") -> int:
         """What is, and from now on besides: a prompt of so many tokens, at 100 a second, and 100 for that it runs."""
         prompt = Prompt("m", token_ids=list(range(tokens or 1)), workers=[name])
-        (pick,) = router.rank(prompt, reserve_s=3.0 if tokens else None, until_computed=True).route().picks
+        (pick,) = router.rank(prompt, reserve_s=3.0 if tokens else None, until_computed=True).unpack().picks
         return pick.reserved_cost
 
     assert (reserved(50), reserved(20)) == (0, 150)
@@ -75,7 +75,7 @@ def test_a_reservation_ends_when_its_prompt_should_be_computed() -> None:
 
 
 def test_there_are_so_many_reservations_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservations_module, "MAX_RESERVATIONS", 3)
+    monkeypatch.setattr(load_module, "MAX_RESERVATIONS", 3)
     clock = Clock()
     router = Router(a_fleet("a"), clock=clock)
     names = [router.route("m", token_ids=[1], reserve_s=5).reservation for _ in range(5)]

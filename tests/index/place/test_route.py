@@ -16,8 +16,7 @@ from kvpool import AsyncIndexClient, BlockHasher, Chat, ConfigError, IndexClient
 from kvpool.index.client import codec
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizer
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
 from kvpool.index.serve.codec import MAX_TEXT_NBYTES
 from kvpool.v1 import index_pb2 as pb
 from tests.support.calls import refused

@@ -14,7 +14,7 @@ from kvpool import BlockHasher, ConfigError, KVPoolError, Load, UnknownModel
 from kvpool.index.answer import Row
 from kvpool.index.client.codec import decode_route
 from kvpool.index.place.load import KEEP_S
-from kvpool.index.place.route import Pick, Route
+from kvpool.index.place.ranking import Pick, Ranking
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.prompt import Prompt
 from kvpool.v1 import index_pb2 as pb
@@ -135,7 +135,7 @@ def test_the_cheapest_comes_first() -> None:
     )
     assert [pick.prefill_cost for pick in as_hashes.picks if pick.worker == "b"] == [37]
     assert order(router.route("m", token_ids=[1], workers=["c"])) == ["c"]
-    assert router.route("m", token_ids=[1], workers=["nobody"]) == Route()
+    assert router.route("m", token_ids=[1], workers=["nobody"]) == Ranking()
 
 
 def test_trust() -> None:
@@ -302,7 +302,7 @@ def test_any_ranking_is_by_cost_and_its_terms_add_up(seed: int) -> None:
     ranking = router.rank(
         prompt, loads=loads if chance.random() < 0.5 else [], reserve_s=chance.choice([None, 5])
     )
-    route = ranking.route()
+    route = ranking.unpack()
     assert {pick.worker for pick in route.picks} == set(names)
     keys = [(pick.unreachable, pick.asleep, pick.cost, pick.queue_cost) for pick in route.picks]
     assert keys == sorted(keys)
@@ -325,7 +325,7 @@ def test_any_ranking_is_by_cost_and_its_terms_add_up(seed: int) -> None:
     assert decode_route(pb.RouteResponse.FromString(ranking.pack())) == route
     assert pb.RouteResponse.FromString(ranking.pack()).SerializeToString() == ranking.pack()
     limit = chance.randrange(1, 9)
-    first, all_of_them = (router.rank(prompt, limit=most).route().picks for most in (limit, None))
+    first, all_of_them = (router.rank(prompt, limit=most).unpack().picks for most in (limit, None))
     assert [pick.cost for pick in first] == [pick.cost for pick in all_of_them[:limit]]
 
 

@@ -13,7 +13,7 @@ from tests.support.wire import batch, packed64, stored
 
 
 def queues(router: Router) -> dict[str, int]:
-    route = router.rank(Prompt("m", hashes64=packed64(TEN)), takes_turn=False).route()
+    route = router.rank(Prompt("m", hashes64=packed64(TEN)), takes_turn=False).unpack()
     return {pick.worker: pick.queue_cost for pick in route.picks}
 
 

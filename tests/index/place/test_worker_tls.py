@@ -19,7 +19,7 @@ from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.resolver import Resolver
 from tests.support.credentials import Authority
 from tests.support.openai_worker import ScriptedWorker
@@ -102,7 +102,7 @@ def test_tokens(
         )
         try:
             placement = await placer.place(
-                "/v1/completions", json.dumps({"model": "m", "prompt": "w3"}).encode()
+                "/v1/completions", {}, json.dumps({"model": "m", "prompt": "w3"}).encode(), "default"
             )
             placer.release(placement)
         finally:

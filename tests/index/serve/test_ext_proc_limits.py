@@ -12,9 +12,10 @@ import grpc
 import pytest
 
 from kvpool.index.buffer_budget import BufferBudget
-from kvpool.index.serve import ext_proc, ext_proc_exchange, limiter
-from kvpool.index.serve.placements import Placements, Refusal
-from kvpool.index.serve.request_stats import RequestStats
+from kvpool.index.place.placement import Refusal
+from kvpool.index.request_stats import RequestStats
+from kvpool.index.serve import ext_proc, limiter
+from kvpool.index.serve.placements import Placements
 from kvpool.v1 import ext_proc_pb2 as pb
 from tests.support.deadlines import eventually
 from tests.support.ext_proc import (
@@ -140,7 +141,7 @@ def test_headers_for_which_there_is_no_room_are_refused(monkeypatch: pytest.Monk
         hint = headers()
         named = [f"10.0.0.1:{port}" for port in range(1000)]
         hint.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(
-            {ext_proc_exchange.SUBSET: ",".join(named)}
+            {ext_proc.SUBSET: ",".join(named)}
         )
         assert Call(channel).ask(hint).immediate_response.status.code == 503, "a set of them is larger"
         assert Call(channel).place() == ["127.0.0.1:9001"]
@@ -166,7 +167,7 @@ def test_a_body_is_not_kept_for_as_long_as_its_response_lasts() -> None:
 
 def test_a_host_leaves_room_for_the_bodies_of_others() -> None:
     budget = BufferBudget(800)  # half of it for all bodies
-    held = Placements(None, None, RequestStats(), budget)  # type: ignore[arg-type]
+    held = Placements(budget)
     held.hold(0, 300, "one")
     with pytest.raises(Refusal, match="too many requests are being read"):
         held.hold(300, 1, "one")
@@ -226,7 +227,7 @@ def until_told(channel: grpc.Channel) -> Call:
 def test_bodies_in_a_mode_that_is_not_supported_are_placed_once_and_it_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ext_proc_exchange._warn_of.cache_clear()
+    ext_proc._warn_of.cache_clear()
     stats = RequestStats()
     with picking("a", "b", stats=stats) as index, calling(index) as channel:
         for _ in range(2):

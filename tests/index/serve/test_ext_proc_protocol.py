@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 from kvpool import BlockHasher
 from kvpool.index.fleet import Fleet
 from kvpool.index.resolver import Resolver, Unresolved
-from kvpool.index.serve import ext_proc, ext_proc_exchange, limiter, placements
+from kvpool.index.serve import ext_proc, limiter, placements
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.v1 import ext_proc_pb2 as pb
 from tests.support.credentials import Authority, write_tokens
@@ -108,7 +108,7 @@ def test_only_endpoints_of_a_subset_are_picked(listed: bool) -> None:
         def within(*endpoints: str) -> pb.ProcessingRequest:
             asked = headers()
             hint = asked.metadata_context.filter_metadata["envoy.lb.subset_hint"]
-            hint.update({ext_proc_exchange.SUBSET: list(endpoints) if listed else ", ".join(endpoints)})
+            hint.update({ext_proc.SUBSET: list(endpoints) if listed else ", ".join(endpoints)})
             return asked
 
         assert Call(channel).place(within("127.0.0.1:9002", "127.0.0.1:9003"), body())[0] in (
@@ -398,7 +398,7 @@ def test_where_no_name_resolves_the_reason_is_said() -> None:
 
 
 def test_metrics_count_placements_by_outcome() -> None:
-    from kvpool.index.serve.request_stats import OUTCOMES, RequestStats
+    from kvpool.index.request_stats import OUTCOMES, RequestStats
 
     stats = RequestStats()
     with picking("a", stats=stats) as index, calling(index) as channel:

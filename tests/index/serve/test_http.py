@@ -31,12 +31,12 @@ from kvpool.index.client.messages import REPLIES, SERVICE
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
+from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import http as http_module
 from kvpool.index.serve import http_listener as listener_module
 from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
-from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import Authority, write_tokens

@@ -13,8 +13,8 @@ import pytest
 from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
 from kvpool.index.client.messages import SERVICE
 from kvpool.index.fleet import Fleet
+from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import limiter
-from kvpool.index.serve.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
 from tests.support.deadlines import eventually
 from tests.support.fleets import a_worker, serving

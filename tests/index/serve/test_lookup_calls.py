@@ -12,9 +12,9 @@ import pytest
 
 from kvpool.index.client.messages import MAX_REQUESTS, SERVICE
 from kvpool.index.fleet import Fleet
+from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import lookup_calls
 from kvpool.index.serve.auth import TokenAuth
-from kvpool.index.serve.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import write_tokens
 from tests.support.fleets import Served, a_worker, say, serving

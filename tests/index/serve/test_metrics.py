@@ -12,10 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.index.fleet import Fleet
+from kvpool.index.request_stats import Matched, RequestStats
 from kvpool.index.serve import http_listener as listener_module
 from kvpool.index.serve import metrics as exporter_module
 from kvpool.index.serve.metrics import Exporter
-from kvpool.index.serve.request_stats import Matched, RequestStats
 from tests.support.deadlines import eventually
 from tests.support.fleets import Clock, a_worker, say
 from tests.support.metrics_pages import showing

@@ -27,9 +27,9 @@ import pytest
 
 from kvpool import BlockHasher, Load
 from kvpool.index.client.tls import ServerTls, trusting
+from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import limiter, placements, proxy_connection, proxy_forwarding
 from kvpool.index.serve.metrics import Exporter
-from kvpool.index.serve.request_stats import RequestStats
 from tests.support.credentials import Authority
 from tests.support.deadlines import eventually
 from tests.support.fleets import say

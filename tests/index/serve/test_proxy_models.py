@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.index.serve import proxy_models
+from kvpool.index.serve import proxy
 from tests.support.deadlines import eventually
 from tests.support.fleets import a_worker
 from tests.support.fronts import ProxyCluster, join, proxy_cluster
@@ -56,9 +56,9 @@ def test_the_models_of_all_workers_each_once() -> None:
 
 
 def test_a_model_whose_workers_list_nothing_is_listed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_models, "LIST_S", 1.0)
-    monkeypatch.setattr(proxy_models, "KEEP_S", 0.0)
-    monkeypatch.setattr(proxy_models, "MAX_LIST_NBYTES", 1000)
+    monkeypatch.setattr(proxy, "LIST_S", 1.0)
+    monkeypatch.setattr(proxy, "KEEP_S", 0.0)
+    monkeypatch.setattr(proxy, "MAX_LIST_NBYTES", 1000)
     with scripted("a", "b", "c", "d", "e", "f") as workers, proxy_cluster(workers=[]) as there:
         for worker in workers:
             join(there, worker, f"of-{worker.name}")
@@ -76,7 +76,7 @@ def test_a_model_whose_workers_list_nothing_is_listed_by_its_name(monkeypatch: p
         assert {(type(one["created"]), one["object"]) for one in listed} == {(int, "model")}
         assert eventually(lambda: b.given_up == 1)
         assert eventually(there.ends)
-        monkeypatch.setattr(proxy_models, "MAX_ASKED", 5)
+        monkeypatch.setattr(proxy, "MAX_ASKED", 5)
         b.hold.set()
         listed = json.loads(get(f"{there.url}/v1/models").body)["data"]
         assert [one["id"] for one in listed] == [f"of-{name}" for name in "abcdef"]
@@ -89,7 +89,7 @@ def test_a_model_whose_workers_list_nothing_is_listed_by_its_name(monkeypatch: p
 
 
 def test_what_all_workers_refuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_models, "KEEP_S", 0.0)
+    monkeypatch.setattr(proxy, "KEEP_S", 0.0)
     with scripted("a", "b") as workers, proxy_cluster(workers=[]) as there:
         for worker in workers:
             join(there, worker, f"of-{worker.name}")
@@ -116,8 +116,8 @@ def asked(workers: list[ScriptedWorker]) -> list[int]:
 
 
 def test_callers_who_ask_the_same_share_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_models, "KEEP_S", 600.0)
-    monkeypatch.setattr(proxy_models, "LIST_S", 30.0)
+    monkeypatch.setattr(proxy, "KEEP_S", 600.0)
+    monkeypatch.setattr(proxy, "LIST_S", 30.0)
     with two_models() as (there, workers), ThreadPoolExecutor(4) as callers:
         workers[0].hold.clear()
         url = f"{there.url}/v1/models"
@@ -149,11 +149,11 @@ def test_callers_who_ask_the_same_share_an_answer(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_answer_is_kept_for_a_while_and_a_failure_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_models, "KEEP_S", 0.05)
+    monkeypatch.setattr(proxy, "KEEP_S", 0.05)
     with two_models() as (there, workers):
         url = f"{there.url}/v1/models"
         assert eventually(lambda: get(url).status == 200 and asked(workers) >= [2, 2])
-        monkeypatch.setattr(proxy_models, "KEEP_S", 600.0)
+        monkeypatch.setattr(proxy, "KEEP_S", 600.0)
         for worker in workers:
             worker.stop()
         assert eventually(lambda: get(url).status == 503)
@@ -163,8 +163,8 @@ def test_an_answer_is_kept_for_a_while_and_a_failure_not(monkeypatch: pytest.Mon
 
 
 def test_answers_that_are_kept_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_models, "KEEP_S", 600.0)
-    monkeypatch.setattr(proxy_models, "MAX_KEPT", 1)
+    monkeypatch.setattr(proxy, "KEEP_S", 600.0)
+    monkeypatch.setattr(proxy, "MAX_KEPT", 1)
     with two_models() as (there, workers):
         for number, key in enumerate(("1", "1", "2", "2", "1")):
             assert get(f"{there.url}/v1/models", headers={"authorization": key}).status == 200

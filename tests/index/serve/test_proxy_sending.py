@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.index.place import inference_request
-from kvpool.index.serve import proxy, proxy_sending
+from kvpool.index.serve import proxy, proxy_forwarding
 from tests.support.deadlines import eventually
 from tests.support.fronts import ASKED, ProxyCluster, beside, proxy_cluster
 from tests.support.http_client import TEXT, of_request, post, request_of
@@ -44,7 +44,7 @@ def descriptors() -> int:
 def test_a_worker_that_is_stopped_costs_no_request_for_ever(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(proxy_sending, "SEND_S", 0.2)
+    monkeypatch.setattr(proxy_forwarding, "SEND_S", 0.2)
     with before_one_that_is_stopped() as there:
         before = descriptors()
         reply = post(there.url, b"x" * size)

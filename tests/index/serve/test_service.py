@@ -24,8 +24,8 @@ from kvpool.index.client.messages import SERVICE, encode_worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
 from kvpool.index.prompt import MAX_PROMPT_BLOCKS
+from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import codec, snapshot_streams
-from kvpool.index.serve.request_stats import RequestStats
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from kvpool.v1 import index_pb2 as pb

@@ -23,11 +23,10 @@ from kvpool.discovery.worker import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.load import Load
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizer
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
+from kvpool.index.request_stats import Matched, RequestStats
 from kvpool.index.serve import limiter, status, status_page
 from kvpool.index.serve.auth import TokenAuth
-from kvpool.index.serve.request_stats import Matched, RequestStats
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
 from tests.support.fleets import Clock, Served, a_worker, say, serving

@@ -1,0 +1,100 @@
+"""``Ranking``: where to send a request, best first, as the index answers it. Immutable; nothing blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from kvpool.index.answer import Row
+from kvpool.index.place.load import LOAD_SOURCES, LoadSource
+
+if TYPE_CHECKING:
+    from kvpool import _native
+    from kvpool.index.partition import Answer
+
+Trust = Literal["exact", "degraded", "fallback"]
+TRUSTS: dict[int, Trust] = {1: "exact", 2: "degraded", 3: "fallback"}  # by the native core's number
+
+
+class Pick(NamedTuple):
+    """One data-parallel rank of one worker, and the cost of a prompt there, in tokens to compute.
+
+    ``cost`` is the sum of ``prefill_cost`` (tokens that no tier holds), ``fetch_cost`` (tokens that other tiers of the
+    worker, or the pool, hold) and ``queue_cost`` (the work before this request). The last is made of ``running`` and
+    ``waiting`` requests, ``queued_tokens`` (0 also where unknown), ``kv_usage_permille`` and ``reserved_cost`` of
+    reservations; ``load_source`` and ``load_age_ms`` name their origin.
+
+    ``trust``: ``exact``, its blocks are known; ``degraded``, they are not to be trusted now, so device and local blocks
+    count as none; ``fallback``, nothing is known. ``asleep``: its engine serves no requests now. ``unreachable``: it is
+    stale and answers nobody: place nothing there.
+    """
+
+    row: Row
+    trust: Trust
+    cost: int
+    prefill_cost: int
+    fetch_cost: int
+    queue_cost: int
+    running: int
+    waiting: int
+    queued_tokens: int
+    kv_usage_permille: int
+    reserved_cost: int
+    load_source: LoadSource
+    load_age_ms: int
+    asleep: bool
+    unreachable: bool
+
+    @property
+    def worker(self) -> str:
+        """Its name."""
+        return self.row.worker
+
+    @property
+    def dp_rank(self) -> int:
+        """Of the worker."""
+        return self.row.dp_rank
+
+    @property
+    def address(self) -> str:
+        """Where it serves requests; empty: unknown."""
+        return self.row.address
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """``picks``: the best first; empty: the model has no worker. ``reservation``: for ``release``; empty: none."""
+
+    picks: tuple[Pick, ...] = ()
+    reservation: str = ""
+
+
+class NativeRanking(NamedTuple):
+    """A ``Ranking`` as the native core sorted it, not unpacked."""
+
+    native: _native.Ranking
+    reservation: str
+    answers: Sequence[Answer]
+
+    def matched(self) -> tuple[int, int, int, int]:
+        """Blocks of the prompt, and the most that one candidate has on its device, locally and in the pool."""
+        most = (0, 0, 0, 0)
+        for answer in self.answers:  # one, unless workers of the model differ in how they hash
+            prompt, device, local, pool = map(max, most, answer.rows.most())
+            most = (prompt, device, local, pool)
+        return most
+
+    def pack(self) -> bytes:
+        """A packed ``RouteResponse``."""
+        return self.native.pack(self.reservation)
+
+    def unpack(self) -> Ranking:
+        """It as values."""
+        picks = tuple(
+            Pick._make(
+                (Row._make(row), TRUSTS[trust], *numbers, LOAD_SOURCES[source], age_ms, asleep, unreachable)
+            )
+            for row, trust, *numbers, source, age_ms, asleep, unreachable in self.native.picks()
+        )
+        return Ranking(picks, self.reservation)
