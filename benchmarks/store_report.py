@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.plot import new_figure, save_figure
 from benchmarks.store_clients import BARE, BARE_AGAIN, LMCACHE, OWN
-from kvpool.cli.doctor.host_settings import congestion_control_name
+from kvpool.cli.doctor.server import congestion_control_name
 from kvpool.text import format_nbytes
 
 CELLS = ("put_idle", "put_busy", "get_idle", "get_busy")

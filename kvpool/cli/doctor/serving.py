@@ -1,19 +1,31 @@
-"""What ``kvpool doctor`` sees of workers where they serve requests: whether they answer, and what their metrics say."""
+"""What ``kvpool doctor`` asks where requests are served: workers, fronts and endpoint pickers."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import re
+import ssl
+import urllib.error
+import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 from kvpool import metrics
-from kvpool.cli.doctor.finding import Finding, ok, warn
-from kvpool.cli.doctor.http_page import Page, get
+from kvpool.cli.doctor import rules
+from kvpool.cli.doctor.rules import Finding, judge
+from kvpool.cli.exits import in_options
+from kvpool.cli.index_connection import IndexConnection
 from kvpool.discovery.worker import Worker
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.index.client.channel import without_advice
 
-ABOUT = "serving"
+TIMEOUT_S = 3.0
+MAX_NBYTES = 16 << 20
 MAX_ASKED = 64
 AT_ONCE = 16
 # A sample without its labels: NAME{LABELS} VALUE.
@@ -24,61 +36,35 @@ FAULTS = (metrics.LOOKUP_FAILURES, metrics.REQUEST_FAULTS, metrics.REFUSED_KEYS)
 def serving_findings(workers: Sequence[Worker], tls_ca: str | None) -> Iterator[Finding]:
     """Ask each worker for its metrics. Blocking, for three seconds for each 16 that do not answer."""
     asked = [worker for worker in workers if worker.address][:MAX_ASKED]
+    silent = [worker for worker in workers if not worker.address]
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        pages = threads.map(lambda worker: get(f"{worker.address.rstrip('/')}/metrics", tls_ca), asked)
-        for worker, page in zip(asked, pages, strict=True):
-            yield _judged(worker, page)
-    for worker in workers:
-        if not worker.address:
-            yield warn(
-                ABOUT,
-                f"worker {worker.name} does not say where it serves requests: no router can send it any",
-                "address=http://HOST:PORT in its --worker",
-            )
+        subjects = [*threads.map(lambda worker: _served(worker, tls_ca), asked)]
+    subjects += [SimpleNamespace(worker=worker) for worker in silent]
+    for subject in subjects:
+        yield from judge("serving", rules.SERVING, subject, first=True)
     if len(workers) > MAX_ASKED:
-        yield warn(
-            ABOUT, f"{len(workers) - MAX_ASKED} more workers were not asked", f"look at {MAX_ASKED} at a time"
+        more = len(workers) - MAX_ASKED
+        yield Finding(
+            "warn", "serving", f"{more} more workers were not asked", f"look at {MAX_ASKED} at a time"
         )
 
 
-def _judged(worker: Worker, page: Page | str) -> Finding:
-    where = f"worker {worker.name} at {worker.address}"
-    if isinstance(page, str):
-        return warn(
-            ABOUT,
-            f"{where} does not answer: {page}; no router can send it requests",
-            'see that its server runs there; its "http_port", if set, is the number of its --port, its '
-            '"advertise_host" a name that others reach',
-        )
-    if page.status != 200:
-        return warn(
-            ABOUT, f"{where} answers with {page.status} to /metrics", "see what listens there, and its log"
-        )
+def _served(worker: Worker, tls_ca: str | None) -> SimpleNamespace:
+    page = _get(f"{worker.address.rstrip('/')}/metrics", tls_ca)
     sums = samples(page.body)
-    if not sums:
-        return warn(
-            ABOUT,
-            f"{where} answers, and its metrics have nothing of kvpool",
-            "start it with KVPoolConnector and without --disable-log-stats",
-        )
-    told = _told(sums)
-    if faults := {metric.name: sums[metric.name] for metric in FAULTS if sums.get(metric.name)}:
-        said = ", ".join(f"{name} {value:,.0f}" for name, value in faults.items())
-        return warn(
-            ABOUT,
-            f"{where}: {told}; with faults since its start: {said}",
-            "its log says which; the lines about the pool and the server above may say why",
-        )
-    return ok(ABOUT, f"{where}: {told}; no fault")
 
-
-def _told(sums: Mapping[str, float]) -> str:
     def figure(metric: metrics.Metric) -> str:
         return f"{sums.get(metric.name, 0):,.0f}"
 
-    return (
-        f"requests looked up since its start: {figure(metrics.LOOKUP_REQUESTS)}; blocks loaded: "
-        f"{figure(metrics.LOADED_BLOCKS)}, stored: {figure(metrics.STORED_BLOCKS)}"
+    return SimpleNamespace(
+        worker=worker,
+        where=f"worker {worker.name} at {worker.address}",
+        away=page.away,
+        status=page.status,
+        samples=sums,
+        figures=f"requests looked up since its start: {figure(metrics.LOOKUP_REQUESTS)}; blocks loaded: "
+        f"{figure(metrics.LOADED_BLOCKS)}, stored: {figure(metrics.STORED_BLOCKS)}",
+        faults=", ".join(f"{one.name} {sums[one.name]:,.0f}" for one in FAULTS if sums.get(one.name)),
     )
 
 
@@ -91,3 +77,66 @@ def samples(page: bytes) -> dict[str, float]:
                 value = float(found[2])
                 sums[found[1]] += value
     return dict(sums)
+
+
+def front_findings(url: str, workers: Sequence[Worker], tls_ca: str | None) -> Iterator[Finding]:
+    """Ask a front for its models. No request is sent through it, so it is not known which worker would be chosen."""
+    page = _get(f"{url}/v1/models", tls_ca)
+    models: set[str] | None = None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        models = {str(one["id"]) for one in json.loads(page.body)["data"]}
+    front = SimpleNamespace(
+        url=url, away=page.away, status=page.status, models=models, names=", ".join(sorted(models or ())) or "none",
+        excerpt=" ".join(page.body[:200].decode("utf-8", "replace").split()) or "nothing",
+    )  # fmt: skip
+    yield from judge("front", rules.FRONT, front, first=True)
+    if page.status == 200 and models is not None:
+        for model in sorted({worker.model for worker in workers if worker.address} - models):
+            yield from judge("front", rules.FRONT_MODEL, SimpleNamespace(url=url, model=model))
+
+
+def picker_findings(picker: IndexConnection) -> Iterator[Finding]:
+    """Ask an endpoint picker for its health, as a gateway does."""
+    state = SimpleNamespace(target=picker.target, away="", serves=False)
+    try:
+        state.serves = picker.is_serving(picker=True, timeout_s=TIMEOUT_S)
+    except KVPoolError as error:
+        state.away = in_options(without_advice(error)).replace("no index answers", "no picker answers")
+    yield from judge("picker", rules.PICKER, state, first=True)
+
+
+def check_url(url: str, option: str) -> str:
+    """The URL without a slash at its end. Errors: ``ConfigError``."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{option} {url}: write http://HOST:PORT or https://HOST:PORT")
+    return url.rstrip("/")
+
+
+def _get(url: str, tls_ca: str | None) -> SimpleNamespace:
+    """``status`` and ``body``, without the environment's proxy; ``away``: why there is no page. Never raises."""
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    away: object
+    try:
+        if url.startswith("https://"):
+            context = ssl.create_default_context(cafile=tls_ca)
+            handlers.append(urllib.request.HTTPSHandler(context=context))
+        with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT_S) as reply:
+            return SimpleNamespace(away="", status=reply.status, body=reply.read(MAX_NBYTES))
+    except urllib.error.HTTPError as error:
+        with error:
+            return SimpleNamespace(away="", status=error.code, body=error.read(MAX_NBYTES))
+    except urllib.error.URLError as error:
+        away = error.reason
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        away = error
+    return SimpleNamespace(away=_words(away), status=0, body=b"")
+
+
+def _words(error: object) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {TIMEOUT_S:g} s"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())[:200] or type(error).__name__

@@ -16,11 +16,9 @@ import pytest
 from demo.engine_process import free_ports
 from demo.index_process import IndexProcess
 from kvpool import IndexClient, Namespace, open_store
-from kvpool.cli.doctor.file_system import file_system_findings
-from kvpool.cli.doctor.finding import Finding
-from kvpool.cli.doctor.host_settings import CONGESTION_CONTROL, host_findings
-from kvpool.cli.doctor.server_rules import RULES
-from kvpool.cli.doctor.server_settings import server_findings
+from kvpool.cli.doctor.pool import file_system_findings
+from kvpool.cli.doctor.rules import SETTINGS, WANTED, Finding
+from kvpool.cli.doctor.server import CONGESTION_CONTROL, host_findings, server_findings
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.worker import Publisher
 from kvpool.errors import StoreUnavailable
@@ -61,7 +59,7 @@ def test_the_file_says_what_the_doctor_wants() -> None:
     ]
     assert len(dict(lines)) == len(lines), "no setting twice"
     said = {name: value for name, value in lines if name not in OURS_ALONE}
-    assert said == {rule.name: rule.wanted for rule in RULES}
+    assert said == WANTED
 
 
 def test_a_server_with_our_file_has_nothing_to_change(server: Server) -> None:
@@ -97,7 +95,7 @@ WRONG = [
 
 
 def test_each_rule_has_a_wrong_value_here() -> None:
-    assert {name for name, *_ in WRONG} == {rule.name for rule in RULES}
+    assert {name for name, *_ in WRONG} == SETTINGS.keys() == WANTED.keys()
 
 
 @pytest.mark.parametrize(("setting", "value", "level", "says"), WRONG)
@@ -129,8 +127,8 @@ def test_a_server_without_config_is_judged_by_info(server: Server) -> None:
     (only,) = about_the_server(findings)
     assert only["says"].startswith("CONFIG is not allowed")
     judged = {"maxmemory", "maxmemory-policy", "appendonly"}
-    for rule in RULES:
-        assert (f"{rule.name} {rule.wanted}" in only["change"]) == (rule.name not in judged)
+    for name, value in WANTED.items():
+        assert (f"{name} {value}" in only["change"]) == (name not in judged)
     server.client.execute_command("ACL", "SETUSER", "default", "+config")
     for setting, value in (("maxmemory", "0"), ("maxmemory-policy", "noeviction"), ("appendonly", "yes")):
         server.client.config_set(setting, value)

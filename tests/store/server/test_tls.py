@@ -22,7 +22,7 @@ import pytest
 import redis
 
 from kvpool import open_store
-from kvpool.cli.doctor.server_settings import server_findings
+from kvpool.cli.doctor.server import server_findings
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store import Store, StoreURL
 from kvpool.store.server.connection import _under_tls, connect

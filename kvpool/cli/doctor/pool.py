@@ -1,0 +1,186 @@
+"""What ``kvpool doctor`` looks at in a pool: its store or directory, and the workers that announce themselves."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+from kvpool.cli.doctor import rules
+from kvpool.cli.doctor.rules import Finding, judge
+from kvpool.cli.doctor.server import host_findings, server_findings
+from kvpool.discovery.facts import announced_namespaces, describe_differences
+from kvpool.discovery.worker import Worker
+from kvpool.discovery.worker_record import merge_ranks, unpack_worker
+from kvpool.errors import KVPoolError, StoreUnavailable
+from kvpool.key.key import Namespace, is_request_key, workers_prefix
+from kvpool.store import Store, StoreURL, open_for_inspection
+from kvpool.store.url import SERVER_SCHEMES
+from kvpool.text import format_nbytes, redact
+
+TRIAL_NBYTES = 64 << 10
+MAX_DIFFERENCES_SHOWN = 8
+CONNECT_S = 1.0
+MAX_ENDPOINTS = 64  # of a worker, that are tried
+AT_ONCE = 16
+MOUNTS = Path("/proc/mounts")
+
+
+def pool_findings(text: str, tenant: str) -> tuple[list[Finding], list[Worker] | None]:
+    """Examine a pool; also the workers that announce themselves there, None: not known. Blocking, for some seconds."""
+    url = StoreURL.parse(text)
+    state = SimpleNamespace(error="", private=url.scheme == "memory", unreadable="", tenant=tenant)
+    try:
+        store = open_for_inspection(text)
+    except KVPoolError as error:
+        state.error = str(error)
+        return list(judge("pool", rules.POOL, state)), None
+    with store:
+        if state.private:
+            return list(judge("pool", rules.POOL, state)), None
+        if url.scheme == "file":
+            found = list(_directory(url, store.counters()["stored_nbytes"]))
+        else:
+            found = list(judge("pool", rules.TRIAL, _trial(store, redact(text), tenant), first=True))
+        if url.scheme in SERVER_SCHEMES:
+            found += server_findings(url)
+            if url.scheme != "valkey+unix":
+                found += host_findings()
+        try:
+            found += _sharing(store, tenant)
+            workers, problems = _announced(store, tenant)
+        except StoreUnavailable as error:
+            state.unreadable = str(error)
+            return [*found, *judge("pool", rules.POOL, state)], None
+    return [*found, *_worker_findings(workers, problems, tenant)], workers
+
+
+def _trial(store: Store, name: str, tenant: str) -> SimpleNamespace:
+    """Put, find, get and delete one block of random bytes under a key of its own."""
+    namespace = Namespace(tenant, {"doctor": secrets.token_hex(16)})
+    keys = [namespace.key(secrets.token_bytes(32), 0, 0)]
+    value, copy = os.urandom(TRIAL_NBYTES), bytearray(TRIAL_NBYTES)
+    trial = SimpleNamespace(error="", kept=False, found=False, name=name, tenant=tenant)
+    started = time.perf_counter()
+    try:
+        trial.kept = store.put_many(keys, [value])[0]
+        if trial.kept:
+            trial.found = (
+                store.contains_many(keys)[0] and store.get_many_into(keys, [copy])[0] and copy == value
+            )
+            trial.took_ms = (time.perf_counter() - started) * 1e3
+            store.delete_many(keys)
+    except StoreUnavailable as error:
+        trial.error = str(error)
+    return trial
+
+
+def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
+    folders = (Path(url.path), *(Path(url.path) / part for part in ("tmp", "blocks")))
+    usage = shutil.disk_usage(url.path)
+    directory = SimpleNamespace(
+        path=url.path,
+        closed=", ".join(str(one) for one in folders if not os.access(one, os.R_OK | os.W_OK | os.X_OK)),
+        stored_mib=stored_nbytes / 2**20,
+        capacity=format_nbytes(url.capacity_nbytes),
+        too_large=usage.total < url.capacity_nbytes,
+        total_gib=usage.total / 2**30,
+        free_gib=usage.free / 2**30,
+    )
+    yield from judge("pool", rules.DIRECTORY, directory)
+    yield from file_system_findings(url.path)
+
+
+def file_system_findings(path: str, mounts: Path = MOUNTS) -> Iterator[Finding]:
+    """Look at the file system that holds the directory ``path``."""
+    mount = SimpleNamespace(place="", kind="", huge="never")
+    for line in mounts.read_text().splitlines():
+        _, escaped, kind, options, *_ = line.split(" ")
+        place = escaped.replace("\\040", " ")
+        inside = path == place or path.startswith(place.rstrip("/") + "/")
+        if inside and len(place) >= len(mount.place):
+            given = dict(one.partition("=")[::2] for one in options.split(","))
+            mount = SimpleNamespace(place=place, kind=kind, huge=given.get("huge", "never"))
+    yield from judge("pool", rules.FILE_SYSTEM, mount, first=True)
+
+
+def _sharing(store: Store, tenant: str) -> Iterator[Finding]:
+    """Workers of one model that do not share, and on which facts they differ."""
+    for model, namespaces in announced_namespaces(store, tenant).items():
+        first, *others = namespaces
+        for other in (*others[:MAX_DIFFERENCES_SHOWN],) or (None,):
+            differences = "" if other is None else describe_differences(first, other)
+            pair = SimpleNamespace(model=model, first=first, other=other, differences=differences)
+            yield from judge("sharing", rules.SHARING, pair, first=True)
+        if len(others) > MAX_DIFFERENCES_SHOWN:
+            more = len(others) - MAX_DIFFERENCES_SHOWN
+            yield Finding("warn", "sharing", f"{more} more namespaces of it differ")
+
+
+def _announced(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
+    """The workers of a tenant that announce themselves in the pool, and what is wrong with their records."""
+    announced = store.announcements(workers_prefix(tenant))
+    records = {key: record for key, record in announced.items() if not is_request_key(key)}
+    found = [one for key, record in records.items() if (one := unpack_worker(key, record)) is not None]
+    workers, problems = merge_ranks(found)
+    if len(found) < len(records):
+        problems.append(f"{len(records) - len(found)} records of workers cannot be read: of another version?")
+    return list(workers.values()), problems
+
+
+def _worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> Iterator[Finding]:
+    """Blocking, for a second for each 16 endpoints that do not answer."""
+    yield from judge("workers", rules.WORKERS, SimpleNamespace(workers=workers, tenant=tenant))
+    for sentence in problems:
+        yield from judge("workers", rules.RECORD, sentence)
+    endpoints = [one.events for worker in workers for one in worker.publishers[:MAX_ENDPOINTS] if one.events]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        answers = dict(zip(endpoints, threads.map(_answers, endpoints), strict=True))
+    for worker in workers:
+        yield from judge("workers", rules.WORKER, _announcement(worker, answers), first=True)
+    yield from _hashing(workers)
+
+
+def _announcement(worker: Worker, answers: Mapping[str, bool]) -> SimpleNamespace:
+    events = [one.events for one in worker.publishers if one.events]
+    return SimpleNamespace(
+        worker=worker,
+        has_events=bool(events),
+        silent=next((one for one in events if not answers.get(one, True)), ""),
+        has_replay=all(one.replay for one in worker.publishers),
+        events=", ".join(one.events for one in worker.publishers[:4]),
+    )
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether a TCP connection to it succeeds; True for other transports."""
+    address = urlsplit(endpoint)
+    if address.scheme != "tcp" or address.hostname is None or address.port is None:
+        return True
+    try:
+        socket.create_connection((address.hostname, address.port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _hashing(workers: list[Worker]) -> Iterator[Finding]:
+    """Workers of one model whose hashes mean different things."""
+    schemes: dict[str, dict[tuple[str, str, int], str]] = {}
+    for worker in workers:
+        scheme = (worker.hash_algorithm, worker.hash_seed_id, worker.block_tokens)
+        schemes.setdefault(worker.model, {}).setdefault(scheme, worker.name)
+    words = ("hash algorithm", "PYTHONHASHSEED", "block size")
+    for model, found in schemes.items():
+        (first, name), *others = found.items()
+        for other, other_name in others:
+            differing = " and ".join(word for word, a, b in zip(words, first, other, strict=True) if a != b)
+            pair = SimpleNamespace(model=model, name=name, other=other_name, differing=differing)
+            yield from judge("workers", rules.HASHING, pair)

@@ -1,0 +1,336 @@
+"""Each finding of ``kvpool doctor``: its level, when it is made, its sentence, and the change that makes it go.
+
+``fail``: something is absent or does not work. ``warn``: it costs speed, memory or knowledge. The other modules gather
+the subjects. The rules of a server's settings and ``deploy/valkey.conf`` say the same; a test starts real servers with
+the file, and with each setting wrong in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from kvpool.index.dp_rank import LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
+from kvpool.store.server.notices import ADVICE
+from kvpool.store.server.rights import COSTS
+
+Level = Literal["ok", "warn", "fail"]  # as --json says it; a table has OK, WARN and FAIL
+MIB = 1 << 20
+
+
+class Finding(NamedTuple):
+    """``about``: the part of the deployment. ``change``: what to do; empty where nothing is to be done."""
+
+    level: Level
+    about: str
+    says: str
+    change: str = ""
+
+
+class Rule(NamedTuple):
+    """``when``: whether it applies to a subject. In the sentences ``of`` is the subject, ``it`` what ``when`` said."""
+
+    level: Level
+    when: Callable[[Any], object]
+    says: str
+    change: str = ""
+
+
+def judge(about: str, rules: Sequence[Rule], subject: object, *, first: bool = False) -> Iterator[Finding]:
+    """The findings of all rules that apply, or of the first."""
+    for rule in rules:
+        if it := rule.when(subject):
+            says, change = (text.format(of=subject, it=it) for text in (rule.says, rule.change))
+            yield Finding(rule.level, about, says, change)
+            if first:
+                return
+
+
+def always(subject: object) -> bool:
+    """The condition of the last rule, where the first that applies counts."""
+    return True
+
+
+_ACL = "allow this user all commands on kvpool:{of.tenant}:* (docs/how-to/valkey.md has the rule)"
+EVENTS_ON = (
+    "start it with --kv-events-config "
+    '\'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:5657"}}\', with ports of its own for each engine of a host'
+)
+
+POOL = (
+    Rule("fail", lambda of: of.error, "{it}", "correct that and run the doctor again: until then nothing else of the "
+         "pool is examined"),
+    Rule("fail", lambda of: of.private, "memory:// is private to one process", "name a pool that all workers reach: "
+         "valkey://HOST:6379, or file:///PATH on one host"),
+    Rule("fail", lambda of: of.unreadable, "announcements cannot be read: {it}", _ACL),
+)  # fmt: skip
+TRIAL = (
+    Rule("fail", lambda of: of.error, "a block cannot be put and read back: {it}", _ACL),
+    Rule("fail", lambda of: not of.kept, "it is full and keeps nothing new", "raise its capacity, or let it evict"),
+    Rule("fail", lambda of: not of.found, "a block that was just put is not there", "see whether it has any memory "
+         "left"),
+    Rule("ok", always, "{of.name:.200} keeps blocks: 64 KiB written and read back in {of.took_ms:.1f} ms"),
+)  # fmt: skip
+DIRECTORY = (
+    Rule("fail", lambda of: of.closed, "this user cannot write in {it}", "run as the user of the workers, or give "
+         "this one the right; mount it writable"),
+    Rule("ok", lambda of: not of.closed, "{of.path} is a pool, with {of.stored_mib:,.1f} MiB in it"),
+    Rule("fail", lambda of: of.too_large, "its capacity is {of.capacity}, and the file system holds "
+         "{of.total_gib:,.1f} GiB in all", "write a smaller ?capacity= in the pool's URL"),
+    Rule("ok", lambda of: not of.too_large, "capacity {of.capacity}; {of.free_gib:,.1f} GiB are free on the file "
+         "system"),
+)  # fmt: skip
+_REMOUNT = "mount -o remount,huge=within_size {of.place} (and the same option where it is mounted at boot)"
+FILE_SYSTEM = (
+    Rule("warn", lambda of: of.kind != "tmpfs", "it is on a disk", "a folder on tmpfs, such as one in /dev/shm, is "
+         "as fast as memory"),
+    Rule("warn", lambda of: of.huge == "always", "{of.place} is mounted with huge=always: a block smaller than 2 MiB "
+         "takes 2 MiB of memory", _REMOUNT),
+    # Measured on Linux 6.18: benchmarks/journal.md.
+    Rule("warn", lambda of: of.huge != "within_size", "{of.place} is mounted with huge={of.huge}: with larger pages "
+         "than 4 KiB, puts of 512 KiB or more were 2.5 times as fast, and gets twice", _REMOUNT),
+)  # fmt: skip
+SHARING = (
+    Rule("ok", lambda of: of.other is None, 'workers of model "{of.model}" have one namespace, {of.first.hex:.8}: '
+         "they share"),
+    Rule("warn", always, 'model "{of.model}" has workers that do not share, in namespaces {of.first.hex:.8} (here) '
+         "and {of.other.hex:.8} (there): {of.differences}", "make these the same where they should share; records of "
+         "past set-ups go after 30 days"),
+)  # fmt: skip
+HOST = (
+    # Measured on one host: 2 MiB puts 2.2 GB/s against 2.5 with cubic, gets 2.9 against 3.4; 512 KiB gets 2.1
+    # against 3.1.
+    Rule("warn", lambda of: of.startswith("bbr") and of, "TCP on this host uses {it}, which paces what is sent: in a "
+         "data centre blocks move 15 to 35 % slower. It slows what workers of this host put; what they get, the "
+         "server's host sends", "sysctl -w net.ipv4.tcp_congestion_control=cubic, on the workers' hosts and on the "
+         "server's"),
+)  # fmt: skip
+
+WORKER = (
+    Rule("warn", lambda of: not of.has_events, "worker {of.worker.name} publishes no KV events, so no index knows "
+         "what it holds", EVENTS_ON),
+    Rule("fail", lambda of: of.silent, "worker {of.worker.name} announces its events at {it}, where nothing answers",
+         'see that it runs; if so, set its "advertise_host" to a name that other hosts can reach, and open the port'),
+    Rule("warn", lambda of: not of.has_replay, "worker {of.worker.name} has no replay endpoint: what an index misses "
+         "once stays unknown", 'add "replay_endpoint": "tcp://*:5657" to its --kv-events-config, with a port of its '
+         "own for each engine of a host"),
+    Rule("ok", always, "worker {of.worker.name} of model {of.worker.model}: blocks of {of.worker.block_tokens} "
+         "tokens, {of.worker.hash_algorithm}, events at {of.events}"),
+)  # fmt: skip
+WORKERS = (
+    Rule("fail", lambda of: not of.workers, "no worker of tenant {of.tenant} has announced itself in the pool",
+         "start vLLM with KVPoolConnector and this pool (docs/how-to/vllm.md), or name the --tenant of those that "
+         "run; a record lasts for its lease only"),
+)  # fmt: skip
+RECORD = (Rule("fail", lambda of: of, "{it}", "see docs/explanation/prefix-index.md#how-it-finds-workers"),)
+HASHING = (
+    Rule("fail", lambda of: of.differing, "workers {of.name} and {of.other} of model {of.model} hash in different "
+         "ways, so they never share", "give them the same {it}"),
+)  # fmt: skip
+SERVING = (
+    Rule("warn", lambda of: not of.worker.address, "worker {of.worker.name} does not say where it serves requests: "
+         "no router can send it any", "address=http://HOST:PORT in its --worker"),
+    Rule("warn", lambda of: of.away, "{of.where} does not answer: {it}; no router can send it requests",
+         'see that its server runs there; its "http_port", if set, is the number of its --port, its "advertise_host" '
+         "a name that others reach"),
+    Rule("warn", lambda of: of.status != 200, "{of.where} answers with {of.status} to /metrics", "see what listens "
+         "there, and its log"),
+    Rule("warn", lambda of: not of.samples, "{of.where} answers, and its metrics have nothing of kvpool",
+         "start it with KVPoolConnector and without --disable-log-stats"),
+    Rule("warn", lambda of: of.faults, "{of.where}: {of.figures}; with faults since its start: {it}", "its log says "
+         "which; the lines about the pool and the server above may say why"),
+    Rule("ok", always, "{of.where}: {of.figures}; no fault"),
+)  # fmt: skip
+FRONT = (
+    Rule("fail", lambda of: of.away, "{of.url} does not answer: {it}", "start it, or correct the URL"),
+    Rule("warn", lambda of: of.status in (401, 403), "{of.url} answers, and wants a key ({of.status})",
+         "ask it for /v1/models with the key"),
+    Rule("fail", lambda of: of.status != 200, "{of.url}/v1/models is answered with {of.status}: {of.excerpt}",
+         "see that it reaches a worker, and its log"),
+    Rule("fail", lambda of: of.models is None, "{of.url} is no front of vLLM workers: {of.excerpt}", "correct the URL"),
+    Rule("ok", always, "{of.url} answers; models: {of.names}"),
+)  # fmt: skip
+FRONT_MODEL = (
+    Rule("warn", always, '{of.url} does not list "{of.model}", which workers announce', "send the requests of this "
+         "model to a front that has it, or add its workers to this one"),
+)  # fmt: skip
+_WARMS_UP = "ask again in some seconds; its log says for whom it waits"
+PICKER = (
+    Rule("fail", lambda of: of.away, "{it}", "start kvpool index with --ext-proc, or correct the address; until then "
+         "requests are placed without prefixes"),
+    Rule("fail", lambda of: not of.serves, "{of.target} says that it does not serve: it warms up, or is ending",
+         _WARMS_UP),
+    Rule("ok", always, "{of.target} picks endpoints"),
+)  # fmt: skip
+
+INDEX_AWAY = (
+    Rule("fail", lambda of: of.denied, "{of.says}", "give a token with the right to read: --token-file"),
+    Rule("fail", lambda of: of.nothing_listens, "{of.says}", "start it: kvpool index --listen {of.target} --pool "
+         "URL; or correct --index"),
+    Rule("fail", lambda of: of.says.startswith("no index answers"), "{of.says}", "correct --index"),
+    Rule("fail", always, "{of.says}", "see what runs there and its log; or correct --index and the options of TLS"),
+)  # fmt: skip
+INDEX = (
+    Rule("ok", always, "{of.target} answers: it follows {of.workers} with {of.ranks}"),
+    Rule("fail", lambda of: not of.followed, "it follows no worker, so it cannot place prompts", "name the pool of "
+         "the workers with its --pool, or each stock vLLM with --worker"),
+    Rule("warn", lambda of: of.followed and not of.serves, "{of.target} says that it does not serve yet: it warms "
+         "up, or is ending", _WARMS_UP),
+)  # fmt: skip
+INDEX_MUTE = (
+    Rule("warn", always, "worker {of.name} publishes no KV events: it is known and not followed", EVENTS_ON),
+)
+INDEX_HASHING = (Rule("fail", lambda of: of, "{it}", "or ask it by block hashes"),)
+INDEX_LACKS = (
+    Rule("fail", always, "worker {of.name} of tenant {of.tenant} is in the pool and not in the index",
+         "start the index with the same --pool; it looks every second. If it has, its log says why it does not "
+         "follow this worker (docs/explanation/prefix-index.md)"),
+)  # fmt: skip
+_RANK = "rank {of.dp_rank} of worker {of.name}"
+RANK = (
+    Rule("fail", lambda of: of.problem == LOOKAHEAD and LOOKAHEAD_OFF, _RANK + ": {of.problem}", "{it}"),
+    Rule("fail", lambda of: of.stale and of.events and (of.problem or "it was not heard from"),
+         _RANK + " is stale: {it}", "see whether its events are on and {of.events} can be reached from the index; "
+         "without a replay endpoint it is heard from with its first batch"),
+    Rule("fail", lambda of: of.stale and (of.problem or "it was not heard from"), _RANK + " is stale: {it}",
+         EVENTS_ON),
+    Rule("fail", lambda of: of.problem.startswith(UNHASHED) and ONE_SEED, _RANK + ": {of.problem}", "{it}"),
+    Rule("warn", lambda of: of.resets and (of.problem or "it was started anew"),
+         "what " + _RANK + " holds was forgotten {of.resets} times: {it}", "give it a replay endpoint, if it has none"),
+    Rule("warn", lambda of: of.problem, _RANK + ": {it}", "it tells all it holds in its next step where it is asked; "
+         "stock vLLM cannot be asked"),
+)  # fmt: skip
+REPLICA_RANK = (
+    Rule("fail", always, "after the same batch of rank {of.dp_rank} of worker {of.worker}, {of.here} knows of "
+         "{of.blocks[0]} blocks and {of.there} of {of.blocks[1]}, and not of the same", "the one that has missed "
+         "batches (resets in ListWorkers) knows less: start it anew with --bootstrap of the other"),
+)  # fmt: skip
+REPLICA_WORKER = (
+    Rule("warn", always, "worker {of.worker} is not followed well, or as the same start, by both {of.here} and "
+         "{of.there}", "give both the same --pool and --worker"),
+)  # fmt: skip
+REPLICAS = (
+    Rule("warn", lambda of: of.full, "not compared are {it}: an index that is full has forgotten blocks of theirs",
+         "raise its --max-blocks or --max-memory"),
+    Rule("ok", lambda of: not of.differing, "{of.here} and {of.there} know the same of {of.compared}"),
+)  # fmt: skip
+
+SERVER = (
+    Rule("ok", always, "{of.name}"),
+    Rule("fail", lambda of: of.info.get("role") == "slave", "it is a replica, which takes no writes",
+         "name its primary in the pool's URL"),
+    Rule("fail", lambda of: of.info.get("cluster_enabled") == 1 and not of.in_cluster, "it is a node of a cluster: "
+         "keys of other nodes cannot be reached", "write valkey+cluster:// in the pool's URL"),
+    Rule("warn", lambda of: int(of.info.get("evicted_clients", 0)), "it ended {it:,} connections because all clients "
+         "together held more than maxmemory-clients; their batches failed", "raise it: each connection that puts "
+         "needs twice the size of a block (CONFIG RESETSTAT starts the count anew)"),
+    Rule("warn", lambda of: of.unknown, "CONFIG is not allowed, as on managed servers: most settings cannot be judged",
+         "check in its console, under the names that it has for them: {it}; or allow +config|get"),
+)  # fmt: skip
+NO_INFO = Finding(
+    "warn", "", "INFO is not allowed to this user, so nothing is known of its memory", "allow +info"
+)
+SHARDS = (
+    Rule("ok", lambda of: of.slots == of.all_slots, "{of.shards} shards serve all {of.slots:,} slots of the cluster"),
+    Rule("fail", always, "{of.shards} shards serve {of.slots:,} of {of.all_slots:,} slots: keys of the others are "
+         "misses", "start the nodes that are missing, or assign their slots (CLUSTER NODES shows who has which)"),
+)  # fmt: skip
+RIGHT = (
+    Rule("fail", lambda of: COSTS[of.command].startswith("nothing") and of.command.lower(), "{of.says}",
+         "allow +{it} to this user"),
+    Rule("warn", lambda of: of.command.lower(), "{of.says}", "allow +{it} to this user"),
+)  # fmt: skip
+NOTICES = (
+    Rule("warn", lambda of: of, "it does not tell this user which keys change ({it}): an index with this user sees "
+         "evictions later, when it looks through the pool", f"for the user of an index, {ADVICE}"),
+)  # fmt: skip
+
+# The values of deploy/valkey.conf.
+WANTED = {
+    "maxmemory": "1gb", "maxmemory-policy": "allkeys-lru", "save": '""', "appendonly": "no",
+    "client-output-buffer-limit": "normal 256mb 64mb 10", "maxmemory-clients": "20%", "lazyfree-lazy-user-flush": "yes",
+    "hash-max-listpack-value": "64", "io-threads": "1", "timeout": "0", "tcp-keepalive": "60",
+}  # fmt: skip
+NOT_LIVE = {"io-threads"}  # CONFIG SET may not change these
+# A connection that puts a value holds up to twice its size on the server while the value arrives: 8 MiB for 4 MiB.
+_LEAST_CLIENTS_NBYTES = 32 * MIB
+# A reply that is larger than the hard limit ends its connection, however fast the reader is.
+_LEAST_REPLY_NBYTES = 16 * MIB
+_MOST_LISTPACK_NBYTES = 4096
+
+
+def _reply_limits(of: Any) -> tuple[int, int] | None:
+    """Hard and soft limit of normal clients."""
+    words = of.value.split()
+    if "normal" not in words:
+        return None
+    hard, soft = map(int, words[words.index("normal") + 1 :][:2])
+    return hard, soft
+
+
+def _clients_mib(of: Any) -> float:
+    """What all clients may hold; where a share of no maxmemory is no limit, as much as is needed."""
+    if not of.value.endswith("%"):
+        return int(of.value) / MIB
+    most_nbytes = int(of.info["maxmemory"])
+    return int(of.value[:-1]) * most_nbytes // 100 / MIB if most_nbytes else _LEAST_CLIENTS_NBYTES / MIB
+
+
+# By setting: ``of.value`` as CONFIG GET spells it (sizes in bytes, lists in one string), ``of.info`` as INFO answers.
+SETTINGS: dict[str, tuple[Rule, ...]] = {
+    "maxmemory": (
+        Rule("fail", lambda of: of.value == "0", "maxmemory is 0: it grows until the host runs out of memory"),
+        Rule("fail", lambda of: 0 < int(of.info.get("total_system_memory", 0)) < int(of.value), "maxmemory is more "
+             "than the memory of its host: it is killed before it is full"),
+    ),
+    "maxmemory-policy": (
+        Rule("fail", lambda of: of.value == "noeviction", "maxmemory-policy is noeviction: once it is full, nothing "
+             "new can be kept"),
+        Rule("warn", lambda of: of.value in ("allkeys-random", "volatile-random", "volatile-ttl"), "maxmemory-policy "
+             "is {of.value}: blocks in use are evicted as soon as others"),
+    ),
+    "save": (
+        Rule("warn", lambda of: of.value, "save is on: a cache is written to disk for nothing, the fork for it takes "
+             "memory, and when the disk is full the server refuses to keep anything"),
+    ),
+    "appendonly": (
+        Rule("warn", lambda of: of.value != "no", "appendonly is on: every block is written to disk as well, for "
+             "nothing"),
+    ),
+    "client-output-buffer-limit": (
+        Rule("warn", lambda of: _reply_limits(of) == (0, 0), "client-output-buffer-limit has none for normal "
+             "clients: readers that stall fill its memory with replies, and blocks are evicted for them"),
+        Rule("fail",
+             lambda of: (limits := _reply_limits(of)) and 0 < limits[0] < _LEAST_REPLY_NBYTES and limits[0] / MIB,
+             "client-output-buffer-limit ends connections at {it:.3g} MiB of replies: larger blocks can never be read"),
+    ),
+    "maxmemory-clients": (
+        Rule("warn", lambda of: of.value == "0", "maxmemory-clients is 0: what clients have in flight can push out "
+             "the data"),
+        Rule("fail", lambda of: _clients_mib(of) < _LEAST_CLIENTS_NBYTES / MIB and f"{_clients_mib(of):.3g}",
+             "maxmemory-clients allows {it} MiB for all clients together: it ends connections on which large blocks "
+             "arrive, each of which takes twice its size"),
+    ),
+    "lazyfree-lazy-user-flush": (
+        Rule("warn", lambda of: of.value != "yes", "lazyfree-lazy-user-flush is no: a FLUSHALL blocks all clients "
+             "for a tenth of a second for each GiB"),
+    ),
+    "hash-max-listpack-value": (
+        Rule("warn", lambda of: int(of.value) > _MOST_LISTPACK_NBYTES, "hash-max-listpack-value is {of.value}: "
+             "blocks up to this size take 1.25 times their memory"),
+    ),
+    "io-threads": (
+        Rule("warn", lambda of: int(of.value) > 1, "io-threads is {of.value}: threads were not seen to move large "
+             "blocks faster, and slow everything down where they have no cores of their own"),
+    ),
+    "timeout": (
+        Rule("warn", lambda of: of.value != "0", "timeout is {of.value}: connections that are idle so many seconds "
+             "are ended, and the next batch of their worker begins with dialling, or fails when it is sent in that "
+             "moment"),
+    ),
+    "tcp-keepalive": (
+        Rule("warn", lambda of: of.value == "0", "tcp-keepalive is 0: connections of hosts that vanished stay, with "
+             "what they hold, for ever"),
+    ),
+}  # fmt: skip
