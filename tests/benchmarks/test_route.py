@@ -111,7 +111,7 @@ def test_a_worker_answers_as_vllm_does_and_says_what_it_had_cached(tmp_path: Pat
         assert first["system_fingerprint"] == "worker-0"
         assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         request = urllib.request.Request(url + CHAT, turns[1].body(stream=True))
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             lines = [line for line in reply.read().decode().split("\n\n") if line]
         assert lines[-1] == "data: [DONE]"
         last = json.loads(lines[-2].removeprefix("data: "))
@@ -119,7 +119,7 @@ def test_a_worker_answers_as_vllm_does_and_says_what_it_had_cached(tmp_path: Pat
         assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": prompt.earlier * BLOCK_TOKENS}
         rendered = post(f"{url}{CHAT}/render", turns[1].body(stream=False))["token_ids"]
         assert len(rendered) == prompt.tokens
-        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as page:
             assert b'vllm:num_requests_waiting{engine="0",model_name="bench"} 0.0' in page.read()
 
         def replayed() -> list[int]:

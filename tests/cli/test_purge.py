@@ -228,7 +228,7 @@ def test_at_a_terminal_it_asks(tmp_path: Path, answer: bytes, code: int) -> None
         with output.open("wb") as file:
             process = subprocess.Popen(command, stdin=theirs, stdout=file, stderr=subprocess.STDOUT)
         try:
-            assert eventually(lambda: b"Delete this?" in output.read_bytes(), within_s=60)
+            assert eventually(lambda: b"Delete this?" in output.read_bytes())
             assert left(store) == [BLOCKS] * 3, "nothing goes before the answer"
             os.write(ours, answer)
             assert process.wait(60) == code

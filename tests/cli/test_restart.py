@@ -48,7 +48,7 @@ def row(client: IndexClient) -> tuple[int, int, bool]:
 def health(target: str) -> str:
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         request = health_pb2.HealthCheckRequest(service=SERVICE)
-        reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)
+        reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
@@ -57,7 +57,7 @@ def test_killed_and_warm_again_then_damaged_and_cold(tmp_path: Path) -> None:
     with misbehaving() as publisher:
         keeping = [*flag(publisher), "--snapshot", str(path), "--snapshot-every"]
         publish(publisher, range(10))
-        with running(*keeping, "0.1") as index, IndexClient(index.target, 30) as client:
+        with running(*keeping, "0.1") as index, IndexClient(index.target, 60) as client:
             assert eventually(lambda: row(client) == (10, 9, False), within_s=WITHIN_S)
             written = path.stat().st_ino if path.exists() else 0
             assert eventually(lambda: path.exists() and path.stat().st_ino != written, within_s=WITHIN_S)
@@ -65,7 +65,7 @@ def test_killed_and_warm_again_then_damaged_and_cold(tmp_path: Path) -> None:
             assert eventually(lambda: path.stat().st_ino != written, within_s=WITHIN_S)
             index.stop(signal.SIGKILL)
         publisher.forget(9)  # from now on only the snapshot knows of the first nine
-        with running(*keeping, "86400") as index, IndexClient(index.target, 30) as client:
+        with running(*keeping, "86400") as index, IndexClient(index.target, 60) as client:
             assert eventually(lambda: row(client) == (10, 9, False), within_s=WITHIN_S)
             publish(publisher, range(10, 12))
             assert eventually(lambda: row(client) == (12, 11, False), within_s=WITHIN_S)
@@ -78,7 +78,7 @@ def test_killed_and_warm_again_then_damaged_and_cold(tmp_path: Path) -> None:
         packed = bytearray(path.read_bytes())  # written on SIGTERM
         packed[-1] ^= 1
         path.write_bytes(packed)
-        with running(*keeping, "86400") as index, IndexClient(index.target, 30) as client:
+        with running(*keeping, "86400") as index, IndexClient(index.target, 60) as client:
             assert eventually(lambda: row(client) == (0, 11, False), within_s=WITHIN_S)
             _, lines = index.stop()
         assert lines[0] == (
@@ -92,7 +92,7 @@ def test_health_waits_for_the_publishers_and_a_peer_gives_what_it_knows() -> Non
         publish(publisher, range(10))
         publisher.mute = True
         slow = [*flag(publisher), "--warm-up", "600"]
-        with running(*slow) as index, IndexClient(index.target, 30) as client:
+        with running(*slow) as index, IndexClient(index.target, 60) as client:
             assert eventually(lambda: len(publisher.asked) > 0, within_s=WITHIN_S)
             assert health(index.target) == "NOT_SERVING"
             assert row(client) == (0, 0, True)
@@ -110,7 +110,7 @@ def test_health_waits_for_the_publishers_and_a_peer_gives_what_it_knows() -> Non
             publisher.forget(9)
             with (
                 running(*flag(publisher), "--bootstrap", index.target) as other,
-                IndexClient(other.target, 30) as its_client,
+                IndexClient(other.target, 60) as its_client,
             ):
                 assert eventually(lambda: row(its_client) == (10, 9, False), within_s=WITHIN_S)
                 both = ["--index", index.target, "--index", other.target]
@@ -131,7 +131,7 @@ def test_a_replica_that_is_full_is_not_compared() -> None:
         with running(*flag(publisher)) as whole, running(*flag(publisher), "--max-blocks", "5") as full:
             targets = [whole.target, full.target]
             for target in targets:
-                with IndexClient(target, 30) as client:
+                with IndexClient(target, 60) as client:
                     assert eventually(lambda client=client: row(client)[1:] == (9, False), within_s=WITHIN_S)
             findings = json.loads(
                 kvpool("doctor", "--index", targets[0], "--index", targets[1], "--json").stdout
@@ -163,7 +163,7 @@ def test_what_the_pool_held_comes_back_while_it_is_the_same_one(tmp_path: Path) 
                 """Start an index, wait for this answer, stop it; what it said."""
                 with (
                     running("--pool", server.url, "--snapshot", str(path)) as index,
-                    IndexClient(index.target, 30) as client,
+                    IndexClient(index.target, 60) as client,
                 ):
 
                     def found() -> list[tuple[int, int, bool]]:
@@ -208,7 +208,7 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
     def ask_on() -> None:
         """As a router does: the one that answers, else the other."""
         nonlocal answers
-        with IndexClient(targets[0], 30) as one, IndexClient(targets[1], 30) as two:
+        with IndexClient(targets[0], 60) as one, IndexClient(targets[1], 60) as two:
             turn = [one, two]
             while not ended.is_set():
                 for client in list(turn):
@@ -241,7 +241,7 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
 
         def has_all(target: str) -> bool:
             at = published - 1
-            with IndexClient(target, 30) as client:
+            with IndexClient(target, 60) as client:
 
                 def is_right() -> bool:
                     try:
@@ -274,7 +274,7 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
             go_on(10)
             for target in targets:
                 assert has_all(target)
-                with IndexClient(target, 30) as client:
+                with IndexClient(target, 60) as client:
                     assert client.workers()[0].publishers[0].resets == 0
         finally:
             ended.set()
@@ -282,7 +282,7 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
             for index in replicas.values():
                 if index.process.poll() is None:
                     index.process.kill()
-                    index.process.communicate(timeout=30)
+                    index.process.communicate(timeout=60)
     assert wrong == []
     assert answers > 0
 

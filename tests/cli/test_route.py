@@ -44,7 +44,7 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
             rows = json.loads(kvpool(*chat, "--json").stdout)["rows"]
             blocks = rows[0]["prompt_blocks"]
             assert blocks > 3
-            with IndexClient(index.target, 30) as client:
+            with IndexClient(index.target, 60) as client:
                 # What it hashes to is what the index itself says a prompt of these tokens would be.
                 tokens = _tokens(folder)
                 publisher.publish(batch(stored(BlockHasher(16).hashes(tokens)[:3])))

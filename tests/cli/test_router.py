@@ -83,7 +83,7 @@ def test_from_a_publisher_to_a_worker() -> None:
         assert post(router.url, {**ASKED, "stream": True}).body.count(b"data: ") == 4
         workers["b"].stop()
         assert post(router.url, ASKED).worker == "a"
-        with urllib.request.urlopen(f"http://127.0.0.1:{router.port('metrics')}/metrics", timeout=30) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{router.port('metrics')}/metrics", timeout=60) as page:
             figures = dict(
                 line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#"
             )
@@ -126,7 +126,7 @@ def test_what_is_under_way_ends_before_the_router() -> None:
         for worker in workers.values():
             worker.hold_parts.set()
         assert asked.result().body.count(b"data: ") == 4
-        router.process.communicate(timeout=30)
+        router.process.communicate(timeout=60)
         assert router.process.returncode == 0
 
 
@@ -145,7 +145,7 @@ def test_tls(tmp_path: Path) -> None:
         context = ssl.create_default_context(cafile=tmp_path / "authority.pem")
         request = urllib.request.Request(f"https://{router.target}/v1/models")
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request, timeout=30, context=context)
+            urllib.request.urlopen(request, timeout=60, context=context)
         with caught.value as answered:
             assert json.load(answered)["error"]["message"] == "no worker has joined the index"
 

@@ -144,7 +144,7 @@ def watching(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[bytes
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(30)
+        process.wait(60)
 
 
 @pytest.mark.usefixtures("grpc_started")
@@ -171,7 +171,7 @@ def test_an_index_that_goes_and_comes_again_is_waited_for(served: Served) -> Non
         finally:
             again.stop()
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, b"")
 
 
@@ -185,7 +185,7 @@ def test_who_stops_reading_is_no_error(served: Served) -> None:
         assert process.stderr is not None
         errors = process.stderr.read()
         process.stderr.close()
-        assert (process.wait(30), errors) == (0, b"")
+        assert (process.wait(60), errors) == (0, b"")
 
 
 def test_wrong_use() -> None:
@@ -219,14 +219,14 @@ def test_live(served: Served) -> None:
                     shown += os.read(screen, 65536)
                 return text in shown
 
-            assert eventually(lambda: shows(b"w-1 rank 0"), within_s=30), shown
+            assert eventually(lambda: shows(b"w-1 rank 0")), shown
             shown = b""
             say(served.fleet, "default/w-1", 0, 6, batch(stored([11, 12, 13, 14])))
-            assert eventually(lambda: shows(b" 7 "), within_s=30), shown  # device blocks, on the same screen
+            assert eventually(lambda: shows(b" 7 ")), shown  # device blocks, on the same screen
             served.stop()
-            assert eventually(lambda: shows(b"trying again"), within_s=30), shown
+            assert eventually(lambda: shows(b"trying again")), shown
             process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
     finally:
         os.close(screen)
         if terminal >= 0:

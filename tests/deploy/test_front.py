@@ -99,4 +99,4 @@ def test_a_configuration_that_envoy_refuses_changes_nothing(tmp_path: Path) -> N
         with front.chat() as response:
             assert response.read().rstrip().endswith(b"data: [DONE]")
         front.process.terminate()
-        assert front.process.wait(30) == 0
+        assert front.process.wait(60) == 0

@@ -45,7 +45,7 @@ def peak_nbytes(front: envoy.Envoy) -> int:
 
 def ask(front: envoy.Envoy) -> int:
     """The status of a small request; 0: its connection was closed."""
-    with closing(http.client.HTTPConnection(urlsplit(front.url).netloc, timeout=30)) as connection:
+    with closing(http.client.HTTPConnection(urlsplit(front.url).netloc, timeout=60)) as connection:
         try:
             connection.request("POST", "/v1/completions", b'{"model": "m", "prompt": "x"}')
             reply = connection.getresponse()

@@ -83,7 +83,7 @@ def prometheus_rule() -> Object:
         r"^(\{ .*PrometheusRule.*?) \| kubectl apply -f -$", page, re.MULTILINE | re.DOTALL
     )
     made = subprocess.run(
-        ["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        ["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     rule: Object = yaml.safe_load(made.stdout)
     return rule

@@ -99,7 +99,7 @@ class Pods:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
 
 
 def as_a_pod(container: Object, folder: Path, secrets: Path, pod: str) -> tuple[list[str], dict[str, str]]:
@@ -166,7 +166,7 @@ def test_three_pods_and_the_job_make_a_pool(name: str, tmp_path: Path, secrets: 
             _, environment = prepared[pod]
             command = pods.command(pod, shard["readinessProbe"]["exec"]["command"])
             return (
-                subprocess.run(command, env=environment, timeout=10, stderr=subprocess.DEVNULL).returncode
+                subprocess.run(command, env=environment, timeout=60, stderr=subprocess.DEVNULL).returncode
                 == 0
             )
 
@@ -177,8 +177,8 @@ def test_three_pods_and_the_job_make_a_pool(name: str, tmp_path: Path, secrets: 
                 "keys = kvpool.Namespace('default', {'model': 'm'}).keys("
                 "[bytes(31) + bytes([n]) for n in range(64)], group=0, rank=0)\n"
                 "with kvpool.open_store(sys.argv[1]) as store:\n"
-                "    store.put_many(keys, [b'x' * 64] * 64, timeout_s=10)\n"
-                "    print(all(store.contains_many(keys, timeout_s=10)))\n"
+                "    store.put_many(keys, [b'x' * 64] * 64, timeout_s=60)\n"
+                "    print(all(store.contains_many(keys, timeout_s=60)))\n"
             )
             run = subprocess.run(
                 pods.command("hub", [str(PYTHON), "-c", script, url]), capture_output=True, text=True,
@@ -188,7 +188,7 @@ def test_three_pods_and_the_job_make_a_pool(name: str, tmp_path: Path, secrets: 
 
         running_pods = {pod: start(pod) for pod in names}
         for pod in names:
-            assert eventually(lambda pod=pod: ready(pod), within_s=60), (tmp_path / pod / "log").read_text()  # type: ignore[misc]
+            assert eventually(lambda pod=pod: ready(pod)), (tmp_path / pod / "log").read_text()  # type: ignore[misc]
         words, environment = as_a_pod(job, tmp_path / "job", secrets, "job")
         for _ in range(2):  # it may run again
             run = subprocess.run(
@@ -196,16 +196,16 @@ def test_three_pods_and_the_job_make_a_pool(name: str, tmp_path: Path, secrets: 
             )
             assert run.returncode == 0, run.stderr
             assert run.stdout == "a cluster of 3 shards serves\n"
-        assert eventually(lambda: contains() == "True", within_s=60), contains()
+        assert eventually(lambda: contains() == "True"), contains()
         # A pod that comes again: empty, and part of the cluster.
         end(running_pods["valkey-1"])
         start("valkey-1")
-        assert eventually(lambda: ready("valkey-1"), within_s=60)
-        assert eventually(lambda: contains() == "True", within_s=60), contains()
+        assert eventually(lambda: ready("valkey-1"))
+        assert eventually(lambda: contains() == "True"), contains()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """With all that it has started: a shard leaves one behind that looks for the others."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(60)

@@ -73,7 +73,7 @@ def test_a_pool_that_is_away_asks_for_nothing(server: Server) -> None:
             store.announce(request_key(KEY.replace("10.0.0.7:5557", "a")), b"?", lease_s=600)
             assert eventually(lambda: announcer.asked)
             server.kill()
-            assert eventually(lambda: not announcer.asked, within_s=15)
+            assert eventually(lambda: not announcer.asked)
         finally:
             announcer.close()
 
@@ -99,7 +99,7 @@ def test_an_announcer_tells_at_once_that_its_worker_entered_another_namespace(
             assert eventually(lambda: watched.sees("10.0.0.7:5557"))
             announcer.enter("cd" * 16)
             wanted = worker(namespace="cd" * 16)
-            assert eventually(lambda: watched.workers.get(wanted.id) == wanted, within_s=20)
+            assert eventually(lambda: watched.workers.get(wanted.id) == wanted)
             assert set(watched.starts) == {"one"}
     finally:
         announcer.close()

@@ -223,20 +223,20 @@ def test_a_pool_that_is_away_takes_no_worker_along(
             leave_facts(store)
             assert eventually(lambda: told.sees("a"))
             server.kill() if fault == "killed" else server.stop()
-            assert eventually(lambda: bool(said), within_s=15)
+            assert eventually(lambda: bool(said))
             tells = told.tells
             start_s = time.monotonic()
             assert eventually(lambda: time.monotonic() > start_s + 1.5 * LEASE_S)
-            assert eventually(lambda: told.tells > tells, within_s=15), "kept alive while nothing is known"
+            assert eventually(lambda: told.tells > tells), "kept alive while nothing is known"
             server.start() if fault == "killed" else server.go_on()
-            assert eventually(lambda: len(said) == 2, within_s=15), "announced again"
+            assert eventually(lambda: len(said) == 2), "announced again"
             assert rounds(watch, 3)
             assert (told.gone, told.starts) == ([], ["one"])
             assert told.pool_losses == (fault == "killed"), "a server that starts anew has lost what it held"
             assert "cannot be announced: an index that starts now will not see it" in said[0]
             assert said[1].endswith("is announced again")
             leave_facts(store)
-        assert eventually(lambda: told.gone == ["default/a"], within_s=15)
+        assert eventually(lambda: told.gone == ["default/a"])
     assert sum("the workers in the pool cannot be read" in text for text in caplog.messages) == 1
     assert sum("can be read again" in text for text in caplog.messages) == 1
 
@@ -331,7 +331,7 @@ def test_closing_does_not_wait_for_a_pool_that_hangs(server: Server, monkeypatch
 
             closer = threading.Thread(target=close)
             closer.start()
-            assert waited.wait(5)
+            assert waited.wait(60)
             closer.join()
         finally:
             server.go_on()

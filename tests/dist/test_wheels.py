@@ -153,7 +153,7 @@ def test_a_router_needs_the_client_alone(tmp_path: Path) -> None:
     with serving() as served:
         code = (
             "import asyncio, kvpool, sys\n"
-            "with kvpool.IndexClient(sys.argv[1], 10) as index: print(index.workers())\n"
+            "with kvpool.IndexClient(sys.argv[1], 60) as index: print(index.workers())\n"
             "kvpool.AsyncIndexClient, kvpool.BlockHasher\n"
         )
         environment.run("-I", "-c", code, served.target)

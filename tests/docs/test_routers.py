@@ -159,7 +159,7 @@ def test_a_stream_passes_as_it_comes(front: str, workers: list[ScriptedWorker]) 
         worker.hold_parts = OneMore()
     body = b'{"model": "m", "prompt": "x", "stream": true}'
     request = urllib.request.Request(f"{front}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         for number in range(2):  # while the rest of it is held back
             assert f'"number": {number}' in reply.readline().decode()
             reply.readline()
@@ -184,7 +184,7 @@ def test_nginx_before_routers_places_by_prefix(tmp_path: Path, workers: list[Scr
     for worker in workers:
         fleet.add(worker.worker(), "flag")
         fleet.heard(f"default/{worker.name}", 0)
-    place: dict[str, Any] = {"timeout_s": 5}
+    place: dict[str, Any] = {"timeout_s": 60}
     with serving(fleet, place=place, proxy={}) as one, serving(fleet, place=place, proxy={}) as other:
         places = {"127.0.0.1:8081": one.proxy, "127.0.0.1:8082": other.proxy}
         with nginx(tmp_path, config, places) as url:

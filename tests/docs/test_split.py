@@ -64,7 +64,7 @@ def split(tmp_path: Path) -> Iterator[Split]:
             fleet.add(worker.worker(), "flag")
             fleet.heard(f"default/{worker.name}", 0)
         listen, admin = free_ports(2)
-        with serving(fleet, place={"timeout_s": 5}) as index:
+        with serving(fleet, place={"timeout_s": 60}) as index:
             prefill, decode = ([workers[name].at for name in names] for names in (("p1", "p2"), ("d1", "d2")))
             config = split_front(prefill, decode, index.ext_proc, listen, admin)
             with (
@@ -72,9 +72,7 @@ def split(tmp_path: Path) -> Iterator[Split]:
                 openai.OpenAI(base_url=f"{front.url}/v1", api_key="none") as client,
             ):
                 healthy = {"workers": 2, "prefill": 2, "picker": 1}
-                assert eventually(
-                    lambda: {name: front.healthy(name) for name in healthy} == healthy, within_s=60
-                )
+                assert eventually(lambda: {name: front.healthy(name) for name in healthy} == healthy)
                 yield Split(workers, index, client)
 
 

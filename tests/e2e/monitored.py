@@ -58,12 +58,12 @@ class Fleet:
         _post(f"{self.worker}/v1/completions", body)
 
     def look_up(self, tokens: list[int]) -> None:
-        with IndexClient(self.index, timeout_s=30) as client:
+        with IndexClient(self.index, timeout_s=60) as client:
             client.lookup("tiny", token_ids=tokens)
 
     def computes(self) -> bool:
         """Whether the engine has a request under way, by its own page."""
-        with OPENER.open(f"{self.worker}/metrics", timeout=30) as reply:
+        with OPENER.open(f"{self.worker}/metrics", timeout=60) as reply:
             return bool(
                 re.search(r"^vllm:num_requests_running\{.*\} 1\.0$", reply.read().decode(), re.MULTILINE)
             )
@@ -94,7 +94,7 @@ class Fleet:
         return len(found) == 2 and all(target["health"] == "up" for target in found)
 
     def _api(self, path: str) -> Any:
-        with OPENER.open(f"{self.prometheus}/api/v1/{path}", timeout=30) as reply:
+        with OPENER.open(f"{self.prometheus}/api/v1/{path}", timeout=60) as reply:
             answer = json.load(reply)
         assert answer["status"] == "success", answer
         return answer["data"]
@@ -124,7 +124,7 @@ def fleet(folder: Path, model: Path, *, maxmemory: str) -> Iterator[Fleet]:
         worker = parts.enter_context(served.running(folder))
         parts.enter_context(_prometheus(folder, prometheus_port, at, f"127.0.0.1:{worker_port}"))
         made = Fleet(server, index.address, worker, f"http://127.0.0.1:{prometheus_port}")
-        assert eventually(made.targets_up, within_s=60)
+        assert eventually(made.targets_up)
         yield made
 
 
@@ -151,7 +151,7 @@ def _prometheus(folder: Path, port: int, index: str, worker: str) -> Iterator[No
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         ready = f"http://127.0.0.1:{port}/-/ready"
-        assert eventually(lambda: answers(ready, process), within_s=60), log.read_text()[-3000:]
+        assert eventually(lambda: answers(ready, process)), log.read_text()[-3000:]
         yield
     finally:
         process.kill()

@@ -81,20 +81,18 @@ def _interrupt(tmp_path: Path) -> None:
     else:
         pytest.fail(f"the demo ended before an engine started: {said}{command.communicate()}")
     # The engine's own children are what a clumsy clean-up would forget: wait for them.
-    assert eventually(lambda: len(_engine_processes(tmp_path)) >= 3, within_s=90)
+    assert eventually(lambda: len(_engine_processes(tmp_path)) >= 3)
     engine = _engine_processes(tmp_path)
     shared: set[Path] = set()
-    assert eventually(
-        lambda: bool(shared.update(_shared_memory(_engine_processes(tmp_path))) or shared), within_s=90
-    )
+    assert eventually(lambda: bool(shared.update(_shared_memory(_engine_processes(tmp_path))) or shared))
     command.send_signal(signal.SIGINT)
     _, errors = command.communicate(timeout=60)
     assert command.returncode == 130
     assert "Traceback" not in errors
     assert errors.strip().splitlines()[-1] == "python -m demo: interrupted"
     assert list(tmp_path.iterdir()) == []
-    assert eventually(lambda: not any(path.exists() for path in shared), within_s=60)
-    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine), within_s=60)
+    assert eventually(lambda: not any(path.exists() for path in shared))
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine))
 
 
 def test_block_size_that_the_engine_refuses_is_one_line_and_its_log_is_kept() -> None:

@@ -71,10 +71,10 @@ def pools(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Poo
         with passing("first", folder, options) as first:
             whole = PREFIX + prompt(301, 3 * BLOCK_TOKENS + 8)
             asks(first, whole)
-            assert eventually(lambda: held(far, whole) == 31, within_s=60)
+            assert eventually(lambda: held(far, whole) == 31)
             far.client.execute_command("FLUSHALL", "SYNC")  # not while new records come
             assert asks(first, whole) == 0, "the engine has it"
-            eventually(lambda: held(far, whole) == 31, within_s=60)
+            eventually(lambda: held(far, whole) == 31)
             came_back = held(far, whole)
             began_s = time.monotonic()
             for seed in range(PROMPTS):
@@ -101,7 +101,7 @@ def test_a_prefix_of_many_prompts_stays_in_a_small_pool(pools: Pools) -> None:
 
 
 def test_what_came_from_the_far_pool_gets_into_the_near_one_and_the_other_way_round(pools: Pools) -> None:
-    assert eventually(lambda: len(records(pools.near, PREFIX, BLOCK_TOKENS)) == PREFIX_BLOCKS, within_s=60)
+    assert eventually(lambda: len(records(pools.near, PREFIX, BLOCK_TOKENS)) == PREFIX_BLOCKS)
     pools.far.client.execute_command("FLUSHALL", "SYNC")  # not while new records come
     assert asks(pools.second, [*PREFIX, 10, 11, 12]) == 0, "the engine has it"
-    assert eventually(lambda: held(pools.far, PREFIX) == PREFIX_BLOCKS, within_s=60)
+    assert eventually(lambda: held(pools.far, PREFIX) == PREFIX_BLOCKS)

@@ -86,7 +86,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         kv_events_config={"enable_kv_cache_events": True, "endpoint": f"tcp://*:{subscriber.port}"},
     )
     with started("first", folder, options) as first:
-        assert eventually(lambda: bool(events) or first.generate(prompt(999, 200), 2) is None, within_s=20)
+        assert eventually(lambda: bool(events) or first.generate(prompt(999, 200), 2) is None)
         for name, tokens in {**PROMPTS, **LONG}.items():
             first.generate(tokens, GENERATED_TOKENS)
             reference[name] = first.generate(tokens, GENERATED_TOKENS)
@@ -230,12 +230,12 @@ def test_pool_lost_while_a_load_is_in_flight(
     """The worker is held while its blocks go: the pool was asked and said yes, and the load finds them gone."""
     found = records(pair.pool, LONG[name])
     # Steps that store what the request before computed would keep the core from asking.
-    assert eventually(lambda: _has_stored_all(pair), within_s=60)
+    assert eventually(lambda: _has_stored_all(pair))
     before = pair.metrics()
     with held_worker(pair.second) as core:
         looked_up = found[-1].stat().st_mtime_ns
         pair.second.send({"do": "generate", "tokens": LONG[name], "max_tokens": GENERATED_TOKENS})
-        asked = eventually(lambda: _touched_since(found[-1], looked_up) and rests(core), within_s=60)
+        asked = eventually(lambda: _touched_since(found[-1], looked_up) and rests(core))
         if asked:
             damage(pair, found)
     try:
@@ -292,12 +292,12 @@ def test_aborted_load_leaks_nothing(pair: Pair) -> None:
     cancelled = pair.metrics().get(ended, 0)
     for attempt in range(10):  # the abort may come before the load, or after it
         # A load that has ended leaves its blocks to the engine, which would not ask for them again.
-        assert eventually(lambda: call(pair.second, "reset_prefix_cache"), within_s=30)
+        assert eventually(lambda: call(pair.second, "reset_prefix_cache"))
         asked = functools.partial(_touched_since, last, last.stat().st_mtime_ns)
         aborting = pair.pool.parent / f"abort{attempt}"
         with _slowed(worker):  # its load takes 16 steps
             pair.second.send({"do": "abort", "tokens": LONG["aborted"], "once": str(aborting)})
-            assert eventually(asked, within_s=30), "no lookup"
+            assert eventually(asked), "no lookup"
             time.sleep(0.03 * (2 + attempt))
             aborting.touch()
             assert pair.second.receive(60) == {"aborted": True}
@@ -305,7 +305,7 @@ def test_aborted_load_leaks_nothing(pair: Pair) -> None:
         if pair.metrics().get(ended, 0) >= cancelled + 2:
             break
     assert pair.metrics().get(ended, 0) > cancelled, "no load was under way when its request was aborted"
-    assert eventually(lambda: _held(driver) == before, within_s=60), (before, _held(driver))
+    assert eventually(lambda: _held(driver) == before), (before, _held(driver))
     answer = pair.ask("after abort")
     assert answer["cached_tokens"] == (len(PROMPTS["after abort"]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert _same(pair, "after abort", answer)

@@ -55,9 +55,7 @@ def test_one_engine_prefills_and_the_other_decodes(llama: Path, tmp_path: Path) 
         for tokens in asked:
             assert prefills.generate(tokens, 1)["pool_tokens"] == 0
         whole = [len(tokens) // BLOCK_TOKENS for tokens in asked]
-        assert eventually(
-            lambda: [len(records(tmp_path / "pool", tokens)) for tokens in asked] == whole, within_s=60
-        )
+        assert eventually(lambda: [len(records(tmp_path / "pool", tokens)) for tokens in asked] == whole)
         with passing("decodes", tmp_path, role("kv_consumer")) as decodes:
             for tokens, blocks, one in zip(asked, whole, expected, strict=True):
                 answer = decodes.generate(tokens, GENERATED_TOKENS)
@@ -106,9 +104,9 @@ class Split:
         config_of_front = split_front(*groups, f"127.0.0.1:{picker}", listen, admin)
         front = parts.enter_context(envoy.started(folder, config_of_front, listen=listen, admin=admin))
         known = parts.enter_context(IndexClient(index.address))
-        assert eventually(lambda: len(known.workers()) == 2, within_s=60)
+        assert eventually(lambda: len(known.workers()) == 2)
         for cluster in ("workers", "prefill", "picker"):
-            assert eventually(lambda cluster=cluster: front.healthy(cluster) == 1, within_s=60), cluster  # type: ignore[misc]
+            assert eventually(lambda cluster=cluster: front.healthy(cluster) == 1), cluster  # type: ignore[misc]
         self.url = front.url
 
     def in_pool(self) -> int:
@@ -133,7 +131,7 @@ def test_a_front_sends_prompts_to_one_engine_and_answers_from_the_other(llama: P
                 "x-kvpool-stage" in response.request.headers
             ):  # an answer may come before its blocks are stored
                 stored = sum(blocks[: len(served_by) // 2 + 1])
-                assert eventually(lambda: split.in_pool() == stored, within_s=60)
+                assert eventually(lambda: split.in_pool() == stored)
 
         http = parts.enter_context(httpx.Client(event_hooks={"response": [heard]}))
         client = openai.OpenAI(base_url=f"{split.url}/v1", api_key="none", http_client=http)

@@ -91,8 +91,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
                 lambda: (
                     len(server.client.keys("kvpool:*:0:0")) >= blocks
                     or first.generate(prompt(999, 200), 2) is None
-                ),
-                within_s=60,
+                )
             )
         with started("second", folder, options) as second:
             yield Pair(server, second, reference)
@@ -121,9 +120,7 @@ def test_a_changed_record_is_a_miss_and_the_blocks_before_it_are_loaded(pair: Pa
     answer = pair.ask("flipped")
     assert answer["tokens"] == pair.reference["flipped"]["tokens"]
     assert answer["cached_tokens"] == 4 * BLOCK_TOKENS
-    assert eventually(lambda: pair.server.client.hget(keys[4], "b") == whole, within_s=60), (
-        "computed and stored again"
-    )
+    assert eventually(lambda: pair.server.client.hget(keys[4], "b") == whole), "computed and stored again"
     after = pair.metrics()
     counted = {
         metric.name + label: after.get(metric.name + label, 0) - before.get(metric.name + label, 0)

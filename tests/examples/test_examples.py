@@ -56,7 +56,7 @@ def an_index(workers: dict[str, tuple[Misbehaving, str]], *more: str) -> Iterato
             f"{name}={one.publisher.events},replay={one.publisher.replay},model=m,block=16,address={address}",
         )
     ]
-    with running_index(*options, *more) as index, IndexClient(index.target, 30) as client:
+    with running_index(*options, *more) as index, IndexClient(index.target, 60) as client:
         if workers:
             assert eventually(lambda: not any(client.lookup("m", token_ids=TOKENS).stale))
         yield index

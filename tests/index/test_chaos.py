@@ -38,7 +38,7 @@ HONEST = ("announced", "called")  # tenants: by how their workers become known
 LATEST_MS = 250.0
 MEMORY_MiB, MARGIN_MiB = 512, 128
 POOL_DOWN_S, POOL_UP_S = 5.0, 25.0
-CALL_S = 20.0
+CALL_S = 60.0
 
 pytestmark = [pytest.mark.soak, LONG_SOAK, pytest.mark.timeout(SOAK_S + 300)]
 
@@ -113,7 +113,7 @@ def test_answers_stay_true_and_in_time_whatever_others_do(tmp_path: Path) -> Non
                 for client in clients:
                     client.register(worker)
         for client in clients:
-            assert eventually(lambda client=client: len(client.workers()) == 2 * WORKERS, within_s=30)  # type: ignore[misc]
+            assert eventually(lambda client=client: len(client.workers()) == 2 * WORKERS)  # type: ignore[misc]
         victim = fleet.worker("called", "called-0").publishers[0]
         before = [peak_mib(index) for index in indexes]
 

@@ -569,7 +569,7 @@ def test_the_list_of_workers_waits_for_no_batch(monkeypatch: pytest.MonkeyPatch)
 
     def slowly(table: PrefixIndex, *told: Any, **how: Any) -> Any:
         begun.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(60)
         return apply(table, *told, **how)
 
     monkeypatch.setattr(PrefixIndex, "apply", slowly)
@@ -578,7 +578,7 @@ def test_the_list_of_workers_waits_for_no_batch(monkeypatch: pytest.MonkeyPatch)
     readers = [threading.Thread(target=read) for read in (fleet.followed, fleet.incomplete)]
     try:
         applying.start()
-        assert begun.wait(30)
+        assert begun.wait(60)
         leaving.start()
         assert eventually(lambda: {one.name for one in fleet.followed()} == {"idle"})
         for reader in readers:
@@ -589,7 +589,7 @@ def test_the_list_of_workers_waits_for_no_batch(monkeypatch: pytest.MonkeyPatch)
         goes_on.set()
         for thread in (applying, leaving, *readers):
             if thread.ident:
-                thread.join(30)
+                thread.join(60)
     assert not leaving.is_alive()
     assert [status.worker.name for status in fleet.workers()] == ["idle"]
 

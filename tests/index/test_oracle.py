@@ -39,7 +39,7 @@ from tests.support.wire import packed64
 
 SETTLED_S = 2.0  # promised: so long after the last event everything is known
 MARGIN_S = 3.0  # for a machine that is busy with other things
-CALL_S = 20.0
+CALL_S = 60.0
 MODEL = "m"
 
 

@@ -315,7 +315,7 @@ def test_golden_streams(case: dict[str, Any]) -> None:
     replies = [bytes.fromhex(reply) for _, reply in case["messages"]]
     with serving(told(case)) as served, grpc.insecure_channel(served.target) as channel:
         requests = [bytes.fromhex(request) for request, _ in case["messages"]]
-        answers = channel.stream_stream(f"/{SERVICE}/LookupStream")(iter(requests), timeout=30)
+        answers = channel.stream_stream(f"/{SERVICE}/LookupStream")(iter(requests), timeout=60)
         found = [index_pb2.LookupResponse.FromString(answer) for answer in answers]
     for one in (*found, *(response for reply in found for response in reply.responses)):
         assert bool(one.status.message) == one.HasField("status")

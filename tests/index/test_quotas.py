@@ -89,12 +89,12 @@ def test_the_models_of_one_tenant_leave_room_for_another_tenant(tmp_path: Path) 
 
     most = membership.MAX_MODELS // 100
     with running("--tokens", str(path), "--tenant-share", "0.01") as index:
-        with IndexClient(index.target, 30, token=tokens["a"]) as client:
+        with IndexClient(index.target, 60, token=tokens["a"]) as client:
             for number in range(most):
                 client.register(worker("a", number))
             with pytest.raises(
                 IndexUnavailable, match=f"RESOURCE_EXHAUSTED.*tenant a may have {most} models"
             ):
                 client.register(worker("a", most))
-        with IndexClient(index.target, 30, token=tokens["b"]) as client:
+        with IndexClient(index.target, 60, token=tokens["b"]) as client:
             client.register(worker("b", 0))

@@ -228,7 +228,7 @@ def test_a_disk_that_hangs_ends_at_the_deadline(tmp_path: Path, monkeypatch: pyt
     read = os.pread
 
     def hanging(descriptor: int, nbytes: int, offset: int) -> bytes:
-        goes_on.wait(30)
+        goes_on.wait(60)
         return read(descriptor, nbytes, offset)
 
     monkeypatch.setattr(os, "pread", hanging)

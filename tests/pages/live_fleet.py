@@ -152,7 +152,7 @@ class LiveFleet:
         finally:
             ended.set()
             for thread in threads:
-                thread.join(30)
+                thread.join(60)
 
     def prompt(self, number: int = 0) -> list[int]:
         """The beginning of a conversation, which many share."""
@@ -221,8 +221,8 @@ def seen(fleet: LiveFleet, count: int, token: str = "") -> bool:
     request = urllib.request.Request(fleet.url + "/data", headers=headers_)
 
     def good() -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=10) as reply:
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=60) as reply:
             return json.loads(reply.read())["fleet"]["health"]["healthy"] == count
         return False
 
-    return eventually(good, within_s=30)
+    return eventually(good)

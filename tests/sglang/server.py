@@ -154,7 +154,7 @@ class Controller:
         self.controller.write_storage(
             slots, list(prompt), get_storage_hash_str(list(prompt), page_size=PAGE_TOKENS)
         )
-        completed: int = self.controller.ack_backup_queue.get(timeout=30).completed_tokens
+        completed: int = self.controller.ack_backup_queue.get(timeout=60).completed_tokens
         return completed
 
     def prefetch(self, prompt: Sequence[int]) -> tuple[torch.Tensor, int, int]:
@@ -162,14 +162,14 @@ class Controller:
         from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
         self.controller.prefetch(CacheRequestHandle("request", 0), list(prompt))
-        operation = self.controller.prefetch_hit_queue.get(timeout=30)
+        operation = self.controller.prefetch_hit_queue.get(timeout=60)
         operation.host_indices = slots = self.host.alloc(operation.storage_hit_count)
         if not operation.storage_hit_count:
             return slots, 0, 0
         self.controller.prefetch_buffer.put(operation)
         came = 0
         while True:
-            ack = self.controller.ack_prefetch_queue.get(timeout=30)
+            ack = self.controller.ack_prefetch_queue.get(timeout=60)
             if ack.completed_req:
                 return slots, operation.storage_hit_count, came
             came = ack.completed_tokens

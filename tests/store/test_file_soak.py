@@ -44,15 +44,15 @@ with open_store(url) as store:
         values = [value(number) for number in numbers]
         work = draw.random()
         if work < 0.45:
-            store.put_many(keys, values, timeout_s=20)
+            store.put_many(keys, values, timeout_s=60)
         elif work < 0.95:
             buffers = [bytearray(len(each)) for each in values]
-            found = store.get_many_into(keys, buffers, timeout_s=20)
+            found = store.get_many_into(keys, buffers, timeout_s=60)
             for number, hit, buffer, each in zip(numbers, found, buffers, values):
                 if hit and buffer != each:
                     sys.exit(f"key {number}: a hit with other bytes")
         else:
-            store.delete_many(keys, timeout_s=20)
+            store.delete_many(keys, timeout_s=60)
         print(len(keys), flush=True)
 """
 

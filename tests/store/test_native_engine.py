@@ -26,7 +26,7 @@ from kvpool import _native
 
 MIB = 1 << 20
 NAMESPACE = "0f" * 16
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def key(i, *, tenant="t"):
@@ -484,7 +484,7 @@ WRITER = textwrap.dedent(
     for first in range(0, int(sys.argv[3]), 8):
         ids = [i % 97 for i in range(first, first + 8)]
         batch = engine.submit(_native.PUT, [key(i) for i in ids], [payload(i, 300_000) for i in ids], 30.0)
-        assert batch.wait(30.0)
+        assert batch.wait(60)
         assert set(batch.results()) == {_native.OK}, (batch.results(), batch.error())
     assert engine.close(30.0)
     """

@@ -53,7 +53,7 @@ class ApiServer:
         finally:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
+                process.wait(60)
             kill_all_but_trackers(process.pid)
             process.wait()
 
@@ -77,7 +77,7 @@ def answers(url: str, process: subprocess.Popen[bytes]) -> bool:
     """Whether a server answers there, whose process lives."""
     assert process.poll() is None, "it has ended"
     try:
-        with OPENER.open(url, timeout=5) as reply:
+        with OPENER.open(url, timeout=60) as reply:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -25,7 +25,7 @@ async def ask(target: str, tenant: str, seconds: float) -> dict[str, object]:
     late: list[tuple[int, float]] = []
     started_s = time.monotonic()
     ends_s = time.monotonic() + seconds
-    async with AsyncIndexClient(target, timeout_s=10, token=index_token() or None) as client:
+    async with AsyncIndexClient(target, timeout_s=60, token=index_token() or None) as client:
         number = 0
         while time.monotonic() < ends_s:
             prompt = packed64(PROMPTS[number % len(PROMPTS)])

@@ -19,7 +19,7 @@ from kvpool import (
 )
 from kvpool.index.client.messages import REPLIES, SERVICE
 
-PATIENT_S = 30.0
+PATIENT_S = 60.0
 
 
 def by_either(target: str, what: str, *arguments: Any, timeout_s: float = PATIENT_S, **options: Any) -> Any:
@@ -61,10 +61,10 @@ def grpc_server(handle: Callable[[bytes, Any], bytes] | None) -> Iterator[str]:
     try:
         yield f"127.0.0.1:{port}"
     finally:
-        server.stop(None).wait(30)
+        server.stop(None).wait(60)
 
 
-WAIT_S = 30
+WAIT_S = 60
 
 
 def raw(channel: grpc.Channel, method: str, request: bytes, timeout_s: float = WAIT_S) -> bytes:

@@ -207,7 +207,7 @@ class StoreConformance:
     def test_put_absent_by_many_at_once_leaves_one_whole_record(self, store: Store) -> None:
         """Writers of one key, each with bytes of its own, so that a torn record would be seen."""
         values = [payload(number, 300_000) for number in range(8)]
-        transfers = [store.submit_put_absent([key(1)], [value], timeout_s=30) for value in values]
+        transfers = [store.submit_put_absent([key(1)], [value], timeout_s=60) for value in values]
         results = [transfer.results()[0] for transfer in transfers]
         assert set(results) <= {_native.OK, _native.PRESENT}
         put = [value for value, result in zip(values, results, strict=True) if result == _native.OK]
@@ -384,7 +384,7 @@ class StoreConformance:
         assert put.wait() == [True] * 3
         targets = [bytearray(2) for _ in range(3)]
         get = store.submit_get(keys(3), targets)
-        assert get.wait(5) == [True] * 3
+        assert get.wait(60) == [True] * 3
         assert targets == [b"aa", b"bb", b"cc"]
         assert store.submit_contains([key(1), key(9)]).wait() == [True, False]
         assert "done" in repr(get)
@@ -417,7 +417,7 @@ class StoreConformance:
         assert store.submit_lookup(NAMESPACE, [lookup_group(0, 3)]).wait() == [bytes([1, 1, 1])]
         sliding_window = lookup_group(7, 6, sliding_window=True)
         assert store.submit_lookup(NAMESPACE, [sliding_window]).wait() == [bytes([0, 1, 1, 0, 0, 1])]
-        other, first = store.submit_lookup(NAMESPACE, [sliding_window, both]).wait(5)
+        other, first = store.submit_lookup(NAMESPACE, [sliding_window, both]).wait(60)
         assert (other[:2], first[:3]) == (bytes([0, 1]), bytes([1, 1, 0])), "in the order of the groups"
         foreign = Namespace("tenant-2", dict(NAMESPACE.facts))
         assert store.submit_lookup(foreign, [both]).wait() == [bytes(6)]

@@ -181,7 +181,7 @@ def held_worker(engine: EngineProcess) -> Iterator[int]:
     more than a second is at rest in mid-step, too (``SpinCondition`` in vLLM's ``shm_broadcast``).
     """
     core, worker = process_named(engine, "VLLM::EngineCor"), process_named(engine, "VLLM::Worker")
-    assert eventually(lambda: rests(core) and rests(worker), within_s=60), "the engine is busy"
+    assert eventually(lambda: rests(core) and rests(worker)), "the engine is busy"
     os.kill(worker, signal.SIGSTOP)
     try:
         yield core
@@ -247,7 +247,7 @@ KV_CACHE_NBYTES = 40 << 20
 PROMPTS = [prompt(700 + i, 1100 + 130 * i) for i in range(8)]
 
 
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 
 
 @dataclass

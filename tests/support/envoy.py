@@ -27,7 +27,7 @@ class Envoy:
 
     def counters(self, prefix: str) -> dict[str, int]:
         """Of its statistics."""
-        with urllib.request.urlopen(f"{self._admin}/stats?format=json", timeout=10) as page:
+        with urllib.request.urlopen(f"{self._admin}/stats?format=json", timeout=60) as page:
             stats = json.load(page)["stats"]
         return {one["name"]: one["value"] for one in stats if one.get("name", "").startswith(prefix)}
 
@@ -44,9 +44,12 @@ def configured(
     duplex: bool,
     more: str = "",
     text: str = "",
+    message_timeout_s: float = 60,
 ) -> str:
-    """The shipped file, or ``text``, with other endpoints and ports. ``duplex``: the body mode that the protocol asks
-    for."""
+    """The shipped file, or ``text``, with other endpoints and ports, and deadlines of a busy machine.
+
+    ``duplex``: the body mode that the protocol asks for.
+    """
     text = text or CONFIG.read_text()
     for cluster, targets in (("workers", workers), ("picker", pickers)):
         endpoints = "".join(_ENDPOINT.format(*target.rsplit(":", 1)) for target in targets)
@@ -60,6 +63,9 @@ def configured(
         ("address: 127.0.0.1, port_value: 9901", f"address: 127.0.0.1, port_value: {admin}"),
         ("address: 0.0.0.0, port_value: 8080", f"address: 127.0.0.1, port_value: {listen}"),
         ("interval: 2s", "interval: 0.2s"),
+        ("connect_timeout: 1s", "connect_timeout: 60s"),
+        ("    - timeout: 2s", "    - timeout: 60s"),
+        ("message_timeout: 2s", f"message_timeout: {message_timeout_s:g}s"),
     ):
         assert old in text
         text = text.replace(old, new)
@@ -85,11 +91,15 @@ def running(
     duplex: bool = False,
     more: str = "",
     text: str = "",
+    message_timeout_s: float = 60,
 ) -> Iterator[Envoy]:
     """Until the end of the block. ``workers``, ``pickers``: ``IP:PORT``. ``more``: of the picker's service. ``text``:
     of the configuration; else the shipped one."""
     listen, admin = free_ports(2)
-    config = configured(workers, pickers, listen=listen, admin=admin, duplex=duplex, more=more, text=text)
+    config = configured(
+        workers, pickers, listen=listen, admin=admin, duplex=duplex, more=more, text=text,
+        message_timeout_s=message_timeout_s,
+    )  # fmt: skip
     with started(folder, config, listen=listen, admin=admin) as front:
         yield front
 
@@ -112,17 +122,17 @@ def started(folder: Path, config: str, *, listen: int, admin: int) -> Iterator[E
         yield Envoy(process, f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}", log)
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(60)
 
 
 def wait_ready(process: subprocess.Popen[bytes], admin: int, log: Path) -> None:
     """Until the Envoy that ``process`` is, or has started, says so at its port for administrators."""
-    ends_s = time.monotonic() + 30
+    ends_s = time.monotonic() + 120
     while True:
         alive = process.poll() is None and time.monotonic() < ends_s
         assert alive, log.read_text()[-4000:]
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{admin}/ready", timeout=5).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{admin}/ready", timeout=60).close()
             return
         except OSError:
             time.sleep(0.05)

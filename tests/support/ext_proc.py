@@ -67,7 +67,7 @@ class Call:
         self._said: SimpleQueue[pb.ProcessingRequest | None] = SimpleQueue()
         self._replies = channel.stream_stream(
             PROCESS, pb.ProcessingRequest.SerializeToString, pb.ProcessingResponse.FromString
-        )(self._requests(), timeout=30, metadata=metadata)
+        )(self._requests(), timeout=60, metadata=metadata)
 
     def _requests(self) -> Iterator[pb.ProcessingRequest]:
         while True:
@@ -120,7 +120,7 @@ def picking(
     if names:
         say(fleet, f"default/{names[0]}", 0, 0, batch(stored(BlockHasher(16).hashes(TOKENS))))
     more.setdefault("router", Router(fleet))
-    with serving(fleet, place={"timeout_s": 5, **(place or {})}, **more) as running:
+    with serving(fleet, place={"timeout_s": 60, **(place or {})}, **more) as running:
         yield running
 
 

@@ -69,7 +69,7 @@ class Misbehaving:
 
     def close(self) -> None:
         self._closing = True
-        self._thread.join(10)
+        self._thread.join(60)
         self._context.destroy(linger=0)
 
     def _answer(self) -> None:
@@ -104,7 +104,7 @@ def misbehaving(
         one.close()
 
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 def raw_publisher(say: Callable[[socket.socket], None]) -> contextlib.AbstractContextManager[Publisher]:

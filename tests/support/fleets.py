@@ -94,15 +94,15 @@ class Served:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
         if self._failure is not None:
-            self._thread.join(30)
+            self._thread.join(60)
             raise self._failure
 
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     async def _serve(self) -> None:

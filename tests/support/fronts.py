@@ -48,7 +48,7 @@ class ProxyCluster:
         return under_way == 0 and len(self.router._reservations) == 0 and self.index.held_nbytes() == 0
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def raw(self, sent: bytes) -> bytes:
         """All that comes back until the proxy ends the connection."""
@@ -76,7 +76,7 @@ def proxy_cluster(
         router = Router(fleet)
         index = parts.enter_context(
             serving(
-                fleet, place={"timeout_s": 5, **(place or {})}, proxy=proxy or {}, router=router, **options
+                fleet, place={"timeout_s": 60, **(place or {})}, proxy=proxy or {}, router=router, **options
             )
         )
         yield ProxyCluster(started, index, router)
@@ -132,7 +132,7 @@ def envoy_cluster(
             fleet.add(worker.worker(), "flag")
             fleet.heard(f"default/{worker.name}", 0)
         options.setdefault("router", Router(fleet))
-        index = parts.enter_context(serving(fleet, place={"timeout_s": 5, **(place or {})}, **options))
+        index = parts.enter_context(serving(fleet, place={"timeout_s": 60, **(place or {})}, **options))
         front = parts.enter_context(
             envoy.running(folder, [w.at for w in workers], [index.ext_proc], duplex=duplex, more=more)
         )

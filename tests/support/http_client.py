@@ -34,7 +34,7 @@ def post(url: str, body: Any, path: str = "/v1/completions", **headers: str) -> 
 def get(url: str, data: bytes | None = None, headers: dict[str, str] | None = None) -> Reply:
     request = urllib.request.Request(url, data, headers or {})
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return Reply(reply.status, {k.lower(): v for k, v in reply.headers.items()}, reply.read())
     except urllib.error.HTTPError as error:
         with error:

@@ -48,7 +48,7 @@ class Index:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[str]]:
         """Exit code and the lines on standard error, without their time."""
         self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=60)
         lines = errors.decode().splitlines()
         assert all(line.count(" ") > 1 for line in lines), errors.decode()
         return self.process.returncode, [line.split(" ", 2)[2] for line in lines]
@@ -62,7 +62,7 @@ def running(*arguments: str, kind: type[Index] = Index, **environment: str) -> I
     finally:
         if index.process.poll() is None:
             index.process.kill()
-            index.process.communicate(timeout=30)
+            index.process.communicate(timeout=60)
 
 
 def peak_nbytes(index: Index) -> int:

@@ -62,7 +62,7 @@ class PageServer:
     def close(self) -> None:
         self.closing.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
         self._listener.close()
 
@@ -107,11 +107,11 @@ def showing(exporter: Exporter) -> Iterator[int]:
     thread.start()
     try:
         try:
-            yield asyncio.run_coroutine_threadsafe(exporter.serve("127.0.0.1:0"), loop).result(30)
+            yield asyncio.run_coroutine_threadsafe(exporter.serve("127.0.0.1:0"), loop).result(60)
         finally:
-            asyncio.run_coroutine_threadsafe(exporter.close(), loop).result(30)
+            asyncio.run_coroutine_threadsafe(exporter.close(), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
+        thread.join(60)
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()

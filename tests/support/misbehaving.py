@@ -17,7 +17,7 @@ from kvpool.key.record import pack_header
 Harm = Callable[["Peer", Sequence[bytes], bytes], None]
 
 TAIL_NBYTES = 128
-_JOIN_S = 10.0
+_JOIN_S = 60.0
 # What a dial says, and what clients say of themselves.
 _GREETINGS = (b"AUTH", b"CLIENT", b"HELLO", b"INFO", b"PING", b"SELECT")
 

@@ -22,7 +22,7 @@ from tests.support.scripted_store import (
 )
 
 
-def run(engine: KVCacheMover, *, within_s: float = 20.0) -> Finished:
+def run(engine: KVCacheMover, *, within_s: float = 60.0) -> Finished:
     """Poll until nothing is under way; everything that ended."""
     all_of_it = Finished([], [], [])
 

@@ -76,13 +76,13 @@ class ScriptedWorker:
         self._ready.clear()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
 
     def stop(self) -> None:
         """Its connections end at once, as those of a process that is killed."""
         if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._done.set)
-            self._thread.join(30)
+            self._thread.join(60)
             self._loop = None
 
     async def _serve(self) -> None:
@@ -225,4 +225,4 @@ class BadWorker:
             with suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(30)
+            thread.join(60)

@@ -34,7 +34,7 @@ class ByteTokenizer:
 
     def of_text(self, text: str) -> array[int]:
         self.threads.add(threading.current_thread().name)
-        assert self.goes_on.wait(30)
+        assert self.goes_on.wait(60)
         return array("I", list(text.encode()))
 
 

@@ -13,8 +13,8 @@ from enum import Enum
 
 TRANSCRIPT_NBYTES = 1 << 20
 _PIECE_NBYTES = 64 << 10
-_DIAL_TIMEOUT_S = 10.0
-_JOIN_TIMEOUT_S = 10.0
+_DIAL_TIMEOUT_S = 60.0
+_JOIN_TIMEOUT_S = 60.0
 
 
 class Way(Enum):

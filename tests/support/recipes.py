@@ -58,15 +58,15 @@ def started(command: Sequence[str], log: Path, ready: str) -> Iterator[subproces
     finally:
         process.terminate()
         try:
-            process.wait(15)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(15)
+            process.wait(60)
 
 
 def _answers(url: str) -> bool:
     try:
-        urllib.request.urlopen(url, timeout=5).close()
+        urllib.request.urlopen(url, timeout=60).close()
     except OSError:
         return False
     return True

@@ -35,7 +35,7 @@ def keys(
 
 def put(store: Store, numbers: Iterable[int], group: int = 0, rank: int = 0) -> None:
     names = keys(numbers, group, rank)
-    assert all(store.put_many(names, [bytes(NBYTES)] * len(names), timeout_s=30))
+    assert all(store.put_many(names, [bytes(NBYTES)] * len(names), timeout_s=60))
 
 
 def hashes64(numbers: Iterable[int]) -> list[Hash]:
@@ -72,8 +72,7 @@ def rests(reconciler: PoolReconciler) -> bool:
             and not reconciler._again.is_set()
             and reconciler._round is None
             and reconciler.totals().rounds > 0
-        ),
-        within_s=30,
+        )
     )
 
 

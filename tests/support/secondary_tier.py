@@ -125,7 +125,7 @@ class Driven:
             self.reported.append(result.job_id)
             self.results[result.job_id] = result
 
-    def ended(self, job: int, within_s: float = 10.0) -> JobResult:
+    def ended(self, job: int, within_s: float = 60.0) -> JobResult:
         def polled() -> bool:
             self.poll()
             return job in self.results

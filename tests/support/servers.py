@@ -83,7 +83,7 @@ class Server:
     def start(self) -> None:
         assert self._process is None
         self._process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        assert eventually(self._answers, within_s=60), (self.folder / "log").read_text()[-2000:]
+        assert eventually(self._answers), (self.folder / "log").read_text()[-2000:]
 
     def kill(self) -> None:
         """End it without a chance to say goodbye."""
@@ -254,17 +254,13 @@ class Cluster(Group):
         for number, server in enumerate(self.servers[: self.primaries]):
             last = 16383 if number == self.primaries - 1 else (number + 1) * step - 1
             server.client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * step, last)
-        assert eventually(
-            lambda: all(self._knows(server) == len(ids) for server in self.servers), within_s=60
-        )
+        assert eventually(lambda: all(self._knows(server) == len(ids) for server in self.servers))
         for number, server in enumerate(self.servers[self.primaries :]):
             primary_id = ids[number % self.primaries]
-            assert eventually(lambda s=server, p=primary_id: self._replicates(s, p), within_s=60)
-        assert eventually(lambda: all(self.is_well(server) for server in self.servers), within_s=60)
+            assert eventually(lambda s=server, p=primary_id: self._replicates(s, p))
+        assert eventually(lambda: all(self.is_well(server) for server in self.servers))
         replicating = self.servers[self.primaries :]
-        assert eventually(
-            lambda: all(server.info("master_link_status") == "up" for server in replicating), within_s=60
-        )
+        assert eventually(lambda: all(server.info("master_link_status") == "up" for server in replicating))
 
     def _knows(self, server: Server) -> int:
         return len(server.client.execute_command("CLUSTER NODES"))
@@ -335,10 +331,10 @@ class Watched(Group):
         follow = ("--replicaof", f"127.0.0.1 {port_of(self.primary)}", "--repl-diskless-sync-delay", "0")
         self.replica = self._made("replica", *follow)
         self.replica.start()
-        assert eventually(lambda: self.replica.info("master_link_status") == "up", within_s=60)
+        assert eventually(lambda: self.replica.info("master_link_status") == "up")
         for number in range(3):
             self._watch(f"sentinel-{number}")
-        assert eventually(lambda: all(self._agrees(one) for one in self.sentinels), within_s=60)
+        assert eventually(lambda: all(self._agrees(one) for one in self.sentinels))
 
     def _made(self, role: str, *options: str) -> Server:
         """A server, or a sentinel if its role begins so, with a folder of its own."""

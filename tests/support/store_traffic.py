@@ -44,7 +44,7 @@ class Traffic:
 
     def __enter__(self) -> Traffic:
         self._thread.start()
-        assert eventually(lambda: self.hits > 20, within_s=60)
+        assert eventually(lambda: self.hits > 20)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -55,7 +55,7 @@ def test_which_blocks_of_a_load_are_of_use_when_one_is_missing(
     at = Bench()
     at.store.records |= {key(number, 0): bytes([number]) for number in (0, 2, 3)}
     wanted = records(0, 1, 2, 3)
-    at.mover.load("job", wanted, timeout_s=5, max_s=5, need=need)
+    at.mover.load("job", wanted, timeout_s=60, max_s=60, need=need)
     ended = at.end()
     assert (ended.cause, ended.moved, ended.missing[0]) == ("missing", moved, 1)
     counted = at.counters.take()
@@ -78,8 +78,8 @@ def test_of_a_block_of_several_records_only_what_is_missing_is_sent() -> None:
 def test_a_fault_ends_its_job_and_no_other() -> None:
     at = Bench()
     at.store.records |= {key(number, 0): bytes([number]) for number in range(4)}
-    at.mover.load("bad", records(0, 1), timeout_s=5, max_s=5)
-    at.mover.load("good", records(2, 3), timeout_s=5, max_s=5)
+    at.mover.load("bad", records(0, 1), timeout_s=60, max_s=60)
+    at.mover.load("good", records(2, 3), timeout_s=60, max_s=60)
     at.store.end(0, fault=True)
     at.mover.poll()
     assert [batch.cancelled for batch in at.store.under_way] == [True, False, False]
@@ -92,7 +92,7 @@ def test_a_fault_ends_its_job_and_no_other() -> None:
 
 def test_a_cancelled_job_is_reported_once_when_nothing_touches_its_memory() -> None:
     at = Bench()
-    at.mover.load("job", records(0, 1), timeout_s=5, max_s=5)
+    at.mover.load("job", records(0, 1), timeout_s=60, max_s=60)
     at.mover.cancel("job")
     at.mover.cancel("job")
     assert at.mover.poll().loads == []

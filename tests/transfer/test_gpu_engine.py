@@ -57,14 +57,14 @@ def test_a_graph_that_is_replayed_beside_loads_gives_what_eager_gives(
         step(state.clone())
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    mover.load("before", blocks(numbers, shift=40), timeout_s=10, max_s=20)  # on its way while it is captured
+    mover.load("before", blocks(numbers, shift=40), timeout_s=60, max_s=60)  # on its way while it is captured
     with torch.cuda.graph(graph):
         step(state)
     loads = 0
     for at in range(REPLAYS):
         graph.replay()
         if not mover.busy:
-            mover.load(at, blocks(numbers, shift=40), timeout_s=10, max_s=20)
+            mover.load(at, blocks(numbers, shift=40), timeout_s=60, max_s=60)
         loads += sum(load.ok for load in mover.poll().loads)
         if at % 5 == 4:
             wait_for_all()  # else all replays are given before the first load is there
@@ -90,7 +90,7 @@ def test_nothing_waits_for_the_device_and_nothing_is_allocated_after_start_up(
         keep_busy(5e-3)
         mover.stage(blocks(numbers), list(numbers))
         mover.hold_engine()
-        mover.load("job", blocks(numbers, shift=40), timeout_s=10, max_s=20)
+        mover.load("job", blocks(numbers, shift=40), timeout_s=60, max_s=60)
         return all(load.ok for load in run(mover).loads)
 
     both_ways()  # its load may be there before its store
@@ -116,7 +116,7 @@ def test_submissions_return_before_the_device_has_come_to_them(engine: Engine) -
     before.record()
     mover.stage(blocks(numbers), list(numbers))
     mover.hold_engine()
-    mover.load("job", blocks(numbers, shift=40), timeout_s=10, max_s=20)
+    mover.load("job", blocks(numbers, shift=40), timeout_s=60, max_s=60)
     mover.poll()
     assert not before.query(), "something waited for what the engine was given"
     assert [load.ok for load in run(mover).loads] == [True]
@@ -131,7 +131,7 @@ def test_an_engine_may_have_made_another_device_torchs_default(store: Store, dev
         )
         mover.stage(blocks(range(1, 3)), [1, 2])
         assert run(mover).stored == [(1, True), (2, True)]
-        mover.load("job", blocks(range(1, 3), shift=4), timeout_s=10, max_s=20)
+        mover.load("job", blocks(range(1, 3), shift=4), timeout_s=60, max_s=60)
         assert [load.ok for load in run(mover).loads] == [True]
         mover.close()
 
@@ -144,7 +144,7 @@ def test_copies_are_made_in_and_out_of_inference_mode(store: Store, device: torc
     engine.mover.stage(blocks(range(1, 3)), [1, 2])
     with torch.inference_mode():
         assert run(engine.mover).stored == [(1, True), (2, True)]
-        engine.mover.load("in", blocks(range(1, 3), shift=4), timeout_s=10, max_s=20)
+        engine.mover.load("in", blocks(range(1, 3), shift=4), timeout_s=60, max_s=60)
     assert [load.ok for load in run(engine.mover).loads] == [True]
     assert torch.equal(engine.cache[:, 5:7], engine.cache[:, 1:3])
     engine.mover.close()

@@ -31,7 +31,7 @@ def under_way(at: Bench, busy_s: float = BUSY_S) -> None:
         at.compute(content, 100 + content)
     at.engine.stage([block(100 + content, content) for content in CONTENTS], list(CONTENTS))
     pairs = zip(CONTENTS, PLACES, strict=True)
-    at.engine.load("job", [block(content, place) for content, place in pairs], timeout_s=10, max_s=20)
+    at.engine.load("job", [block(content, place) for content, place in pairs], timeout_s=60, max_s=60)
 
 
 def end_all(at: Bench) -> None:

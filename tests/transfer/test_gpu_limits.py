@@ -91,7 +91,7 @@ def test_more_than_staging_and_scratch_hold_goes_in_turns(
         del left[0]
     untouched = [layer[97:].clone() for layer in target[0]]
     for job in "ab":
-        reader.load(job, records(range(16), shift=48), timeout_s=10, max_s=20)
+        reader.load(job, records(range(16), shift=48), timeout_s=60, max_s=60)
     assert sorted((load.job, load.ok) for load in run(reader).loads) == [("a", True), ("b", True)]
     for ours, theirs in zip(target, source, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
@@ -147,7 +147,7 @@ def test_copies_need_nothing_of_a_device_that_is_full(store: Store, device: torc
         allocated = torch.cuda.memory_stats(device)["num_device_alloc"]
         mover.stage(wanted, list(range(32)))
         assert sorted(run(mover).stored) == [(tag, True) for tag in range(32)]
-        mover.load("job", records(range(16), shift=48), timeout_s=10, max_s=20)
+        mover.load("job", records(range(16), shift=48), timeout_s=60, max_s=60)
         assert [load.ok for load in run(mover).loads] == [True]
         assert torch.cuda.memory_stats(device)["num_device_alloc"] == allocated
     finally:

@@ -54,7 +54,7 @@ def test_a_store_has_what_was_computed_before_it_and_not_what_is_written_after(e
     assert sorted(run(engine.mover).stored) == [(tag, True) for tag in range(30)]
     engine.holds(dict(zip(blocks, second, strict=True)))
     places = dict(zip(range(31, 61), first, strict=True))
-    engine.mover.load("job", named(places), timeout_s=10, max_s=20)
+    engine.mover.load("job", named(places), timeout_s=60, max_s=60)
     assert [load.ok for load in run(engine.mover).loads] == [True]
     engine.holds(places)
     engine.holds(dict(zip(blocks, second, strict=True)))
@@ -80,7 +80,7 @@ def test_a_block_is_written_over_as_soon_as_it_is_said_to_be_staged(engine: Engi
     assert sorted(kept) == list(range(1, STEPS * len(places) + 1))
     for first in range(0, len(kept), 31):
         wanted = {33 + at: content for at, content in enumerate(sorted(kept)[first : first + 31])}
-        engine.mover.load("job", named(wanted), timeout_s=10, max_s=20)
+        engine.mover.load("job", named(wanted), timeout_s=60, max_s=60)
         assert [load.ok for load in run(engine.mover).loads] == [True]
         engine.holds(wanted)
 
@@ -96,7 +96,7 @@ def test_a_load_writes_after_what_the_engine_was_given_before_it_and_is_there_fo
     engine.compute(dict.fromkeys(places, 777))
     keep_busy(BUSY_S)
     before = engine.read(list(places))  # by a request that had the blocks
-    engine.mover.load("job", named(places), timeout_s=10, max_s=20)
+    engine.mover.load("job", named(places), timeout_s=60, max_s=60)
     loads = []
     assert eventually(lambda: bool(loads.extend(engine.mover.poll().loads) or loads))
     after = engine.read(list(places))

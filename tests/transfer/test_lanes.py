@@ -47,7 +47,7 @@ def test_a_load_is_reported_when_its_blocks_are_written_and_not_before_those_may
     at = Bench()
     at.put(5)
     at.compute(4, 1)  # what had the block before
-    at.engine.load("job", [block(5, 4)], timeout_s=5, max_s=20)
+    at.engine.load("job", [block(5, 4)], timeout_s=60, max_s=60)
     at.store.end()
     assert at.engine.poll() == NOTHING
     assert at.engine.slots_in_use == 1
@@ -65,7 +65,7 @@ def test_what_arrives_together_is_one_copy_and_what_arrives_later_another() -> N
     at = Bench(slots=64, scratch_blocks=64)
     at.engine._memory.part_items = 2
     at.put(*range(1, 13))
-    at.engine.load("job", [block(n, n) for n in range(1, 13)], timeout_s=5, max_s=20)
+    at.engine.load("job", [block(n, n) for n in range(1, 13)], timeout_s=60, max_s=60)
     assert len(at.store.under_way) == 6
     for _ in range(4):
         at.store.end()
@@ -84,9 +84,9 @@ def test_what_arrives_together_is_one_copy_and_what_arrives_later_another() -> N
 def test_a_copy_for_two_loads_waits_for_the_later_one() -> None:
     at = Bench()
     at.put(1, 2)
-    at.engine.load("one", [block(1, 1)], timeout_s=5, max_s=20)
+    at.engine.load("one", [block(1, 1)], timeout_s=60, max_s=60)
     at.compute(2, 99)
-    at.engine.load("two", [block(2, 2)], timeout_s=5, max_s=20)
+    at.engine.load("two", [block(2, 2)], timeout_s=60, max_s=60)
     at.store.end_all()
     at.engine.poll()
     at.device.engine.go_on(1)  # as far as the first load's mark
@@ -139,7 +139,7 @@ def test_a_store_that_gets_no_slot_lands_at_once() -> None:
 def test_a_load_that_is_cancelled_while_it_is_copied_is_reported_after_the_copy() -> None:
     at = Bench()
     at.put(5)
-    at.engine.load("job", [block(5, 4)], timeout_s=5, max_s=20)
+    at.engine.load("job", [block(5, 4)], timeout_s=60, max_s=60)
     at.store.end()
     at.engine.poll()
     at.engine.cancel("job")
@@ -155,7 +155,7 @@ def test_a_load_that_failed_copies_nothing_more() -> None:
     at = Bench(slots=64, scratch_blocks=64)
     at.engine._memory.part_items = 1
     at.put(1)
-    at.engine.load("job", [block(1, 1), block(2, 2)], timeout_s=5, max_s=20)
+    at.engine.load("job", [block(1, 1), block(2, 2)], timeout_s=60, max_s=60)
     at.store.end_all()
     (load,) = at.engine.poll().loads
     assert (load.ok, load.missing) == (False, [1])
@@ -180,7 +180,7 @@ def test_a_load_past_its_deadline_waits_for_its_copy_and_no_longer() -> None:
 def test_waits_for_copies_have_deadlines() -> None:
     at = Bench()
     at.put(5)
-    at.engine.load("job", [block(5, 4)], timeout_s=5, max_s=20)
+    at.engine.load("job", [block(5, 4)], timeout_s=60, max_s=60)
     at.store.end()
     at.engine.poll()
     with ends_within(0.05 + 0.05 + ABANDON_AFTER_S):
@@ -194,7 +194,7 @@ def test_after_close_the_engine_computes_behind_the_copies_under_way() -> None:
     at = Bench()
     at.put(5)
     at.compute(6, 6)
-    at.engine.load("job", [block(5, 4)], timeout_s=5, max_s=20)
+    at.engine.load("job", [block(5, 4)], timeout_s=60, max_s=60)
     at.engine.stage([block(6, 6)], [0])
     at.store.end()
     at.engine.poll()

@@ -79,7 +79,7 @@ def test_blocks_come_back_byte_for_byte_in_other_places(store: Store) -> None:
     writer.stage(blocks(numbers), tags=list(range(40)))
     assert sorted(run(writer).stored) == [(tag, True) for tag in range(40)]
     untouched = [[layer.clone() for layer in group] for group in target]
-    reader.load("job", blocks(numbers, shift=7), timeout_s=5, max_s=20)
+    reader.load("job", blocks(numbers, shift=7), timeout_s=60, max_s=60)
     assert [(load.job, load.ok) for load in run(reader).loads] == [("job", True)]
     for group, (ours, theirs, before) in enumerate(zip(target, source, untouched, strict=True)):
         written = {block.block_ids[0] for block in blocks(numbers, shift=7) if block.group == group}
@@ -107,7 +107,7 @@ def test_of_a_record_of_several_blocks_a_load_writes_those_that_are_wanted(store
         record._replace(block_ids=tuple(places.get(block, block) for block in record.block_ids))
         for record in records
     ]
-    reader.load("job", wanted, timeout_s=5, max_s=20)
+    reader.load("job", wanted, timeout_s=60, max_s=60)
     assert [(load.job, load.ok) for load in run(reader).loads] == [("job", True)]
     came_from = {places.get(block, block): block for block in range(1, 16) if places.get(block, block)}
     for ours, theirs, before in zip(target, source, untouched, strict=True):
@@ -122,9 +122,9 @@ def test_a_load_of_a_lower_number_gets_the_next_slots(store: Store) -> None:
     writer.stage(blocks(range(24), groups=1), tags=list(range(24)))
     run(writer)
     engine = engine_on(store, caches, slots=2)
-    engine.load("first", blocks(range(8), groups=1), timeout_s=5, max_s=20)  # takes both slots
-    engine.load("late", blocks(range(8, 16), groups=1), timeout_s=5, max_s=20, priority=1)
-    engine.load("soon", blocks(range(16, 24), groups=1), timeout_s=5, max_s=20, priority=-1)
+    engine.load("first", blocks(range(8), groups=1), timeout_s=60, max_s=60)  # takes both slots
+    engine.load("late", blocks(range(8, 16), groups=1), timeout_s=60, max_s=60, priority=1)
+    engine.load("soon", blocks(range(16, 24), groups=1), timeout_s=60, max_s=60, priority=-1)
     assert [(load.job, load.ok) for load in run(engine).loads] == [
         ("soon", True),
         ("first", True),
@@ -140,7 +140,7 @@ def test_a_load_with_one_missing_block_fails_and_names_it(store: Store) -> None:
     store.delete_many([key(4, 0)])
     fill(caches, 9)
     before = [layer.clone() for layer in caches[0]]
-    engine.load("job", blocks(range(6), groups=1), timeout_s=5, max_s=20)
+    engine.load("job", blocks(range(6), groups=1), timeout_s=60, max_s=60)
     (load,) = run(engine).loads
     assert not load.ok
     assert load.missing == [4]
@@ -177,7 +177,7 @@ def test_stores_without_a_slot_are_dropped_and_loads_wait(store: Store) -> None:
         )
         run(engine)
     for job in "abc":
-        engine.load(job, blocks(range(10), groups=1), timeout_s=5, max_s=20)
+        engine.load(job, blocks(range(10), groups=1), timeout_s=60, max_s=60)
     assert engine.slots_in_use == 4, "30 blocks wait for 4 slots"
     assert {load.job: load.ok for load in run(engine).loads} == {"a": True, "b": True, "c": True}
 
@@ -193,9 +193,9 @@ def test_the_cap_on_store_bandwidth_holds(store: Store) -> None:
 def test_a_load_is_submitted_once() -> None:
     store = StallingStore()
     engine = engine_on(store, layers(1))
-    engine.load("job", blocks([1], groups=1), timeout_s=5, max_s=5)
+    engine.load("job", blocks([1], groups=1), timeout_s=60, max_s=60)
     with pytest.raises(AssertionError):
-        engine.load("job", blocks([1], groups=1), timeout_s=5, max_s=5)
+        engine.load("job", blocks([1], groups=1), timeout_s=60, max_s=60)
     engine.close()
     store.close()
 
@@ -224,7 +224,7 @@ def test_a_load_that_the_store_never_ends_fails_in_time_and_late_bytes_go_nowher
 def test_a_slow_load_ends_at_its_cap_however_much_progress_it_makes() -> None:
     store, caches = StallingStore(), layers(1)
     engine = engine_on(store, caches, slots=2)
-    engine.load("job", blocks(range(30), groups=1), timeout_s=10, max_s=0.3)
+    engine.load("job", blocks(range(30), groups=1), timeout_s=60, max_s=0.3)
     ended: list[bool] = []
 
     def one_more_block() -> bool:
@@ -234,7 +234,7 @@ def test_a_slow_load_ends_at_its_cap_however_much_progress_it_makes() -> None:
         time.sleep(0.02)
         return bool(ended)
 
-    assert eventually(one_more_block, within_s=5)
+    assert eventually(one_more_block)
     assert ended == [False]
     store.close()
 
@@ -264,17 +264,17 @@ def test_a_batch_of_a_load_that_is_refused_costs_that_load_alone(
     run(engine)
     with monkeypatch.context() as broken:
         broken.setattr(store, "submit_get", refuse)
-        engine.load("refused", blocks(range(2)), timeout_s=5, max_s=5)
+        engine.load("refused", blocks(range(2)), timeout_s=60, max_s=60)
         assert [(load.job, load.ok) for load in run(engine).loads] == [("refused", False)]
     assert engine.slots_in_use == 0
-    engine.load("again", blocks(range(2)), timeout_s=5, max_s=5)
+    engine.load("again", blocks(range(2)), timeout_s=60, max_s=60)
     assert [(load.job, load.ok) for load in run(engine).loads] == [("again", True)]
 
 
 def test_cancel_ends_a_load_and_returns_its_slots() -> None:
     store, caches = StallingStore(), layers(1)
     engine = engine_on(store, caches, slots=4)
-    engine.load("job", blocks(range(30), groups=1), timeout_s=10, max_s=10)
+    engine.load("job", blocks(range(30), groups=1), timeout_s=60, max_s=60)
     engine.cancel("job")
     assert all(batch.cancelled for batch, _ in store.batches)
     submitted = len(store.batches)
@@ -290,7 +290,7 @@ def test_cancel_ends_a_load_and_returns_its_slots() -> None:
 def test_close_ends_everything() -> None:
     store, caches = StallingStore(), layers(1)
     engine = engine_on(store, caches, slots=4)
-    engine.load("job", blocks([1, 2], groups=1), timeout_s=10, max_s=10)
+    engine.load("job", blocks([1, 2], groups=1), timeout_s=60, max_s=60)
     engine.stage(blocks([5], groups=1), tags=[5])
     engine.close()
     assert all(batch.cancelled for batch, _ in store.batches)
@@ -301,7 +301,7 @@ def test_close_ends_everything() -> None:
 def test_a_fault_while_parts_arrive_releases_each_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store, caches = StallingStore(), layers(1)
     engine = engine_on(store, caches, slots=4)
-    engine.load("job", blocks(range(4), groups=1), timeout_s=10, max_s=10)
+    engine.load("job", blocks(range(4), groups=1), timeout_s=60, max_s=60)
     assert len(store.batches) == 2
 
     def broken(*arguments: Any) -> None:
@@ -321,7 +321,7 @@ def test_a_load_that_ended_in_time_is_good_however_late_it_is_polled() -> None:
     """An engine that is paused polls nothing for minutes."""
     store, caches = StallingStore(), layers(1)
     engine = engine_on(store, caches, slots=8)
-    engine.load("job", blocks([1, 2], groups=1), timeout_s=10, max_s=0.01)
+    engine.load("job", blocks([1, 2], groups=1), timeout_s=60, max_s=0.01)
     (batch, _) = store.batches[0]
     batch.ended = True
     started = time.monotonic()

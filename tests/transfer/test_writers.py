@@ -32,7 +32,7 @@ class Held:
 
     def __call__(self, peer: Peer, words: Sequence[bytes], good: bytes) -> None:
         if words[0] == b"HSET":
-            self.go.wait(30)
+            self.go.wait(60)
         peer.send(good)
 
 
@@ -44,7 +44,7 @@ def test_writers_of_one_key_through_one_store_are_one_transfer() -> None:
         transfers: list[Batch] = []
 
         def put() -> None:
-            transfers.append(store.submit_put([key(1)], [bytearray(value)], timeout_s=30))
+            transfers.append(store.submit_put([key(1)], [bytearray(value)], timeout_s=60))
 
         threads = [threading.Thread(target=put) for _ in range(WRITERS)]
         for thread in threads:
@@ -66,9 +66,9 @@ def test_a_writer_that_gives_up_is_no_answer_for_the_next() -> None:
     with misbehaving() as server, open_store(f"{server.url}?connections=2") as store:
         held, looked_at_rights = Held(), server.heard(b"HSET")
         server.misbehave(held)
-        first = store.submit_put([key(1)], [bytearray(value)], timeout_s=30)
+        first = store.submit_put([key(1)], [bytearray(value)], timeout_s=60)
         assert eventually(lambda: server.heard(b"HSET") - looked_at_rights == 1)
-        second = store.submit_put([key(1)], [bytearray(value)], timeout_s=30)
+        second = store.submit_put([key(1)], [bytearray(value)], timeout_s=60)
         assert eventually(lambda: store.counters()["queued"] == 0)
         first.cancel()
         assert eventually(first.done)
@@ -125,7 +125,7 @@ value = bytes(range(256)) * 65536
 with open_store(url) as store:
     print("ready", flush=True)
     sys.stdin.readline()
-    transfers = [store.submit_put([key], [value], timeout_s=30) for _ in range(writers)]
+    transfers = [store.submit_put([key], [value], timeout_s=60) for _ in range(writers)]
     kept = [transfer.wait() for transfer in transfers]
     assert kept == [[True]] * writers, kept
     print(writers - store.counters()["joined_puts"], flush=True)
@@ -150,7 +150,7 @@ def test_processes_that_write_one_key_at_once_send_it_about_once_each(tmp_path: 
                 process.stdin.write("\n")
                 process.stdin.flush()
             for process in processes:
-                out, _ = process.communicate(timeout=30)
+                out, _ = process.communicate(timeout=60)
                 assert process.returncode == 0
                 # Its writers are as quick as the server at most: those that come when one has ended begin another.
                 assert 1 <= int(out) <= WRITERS // 4

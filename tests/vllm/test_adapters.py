@@ -217,7 +217,7 @@ def test_blocks_that_are_computed_before_the_adapter_is_known_are_stored_when_it
 ) -> None:
     known = threading.Event()
     seen = adapters._seen
-    monkeypatch.setattr(adapters, "_seen", lambda path: (known.wait(30), seen(path))[1])
+    monkeypatch.setattr(adapters, "_seen", lambda path: (known.wait(60), seen(path))[1])
     scheduler = half(store)
     asked = request_with("asked", lora=("adapter", str(write(tmp_path / "a", 1))))
     scheduler.seen(asked)

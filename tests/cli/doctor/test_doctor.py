@@ -415,7 +415,7 @@ def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
         def followed(count: int) -> bool:
             return sum(not p.stale for w in client.workers() for p in w.publishers) == count
 
-        assert eventually(lambda: followed(1), within_s=20)
+        assert eventually(lambda: followed(1))
         code, findings = examined("--pool", url, "--index", index.address)
         assert code == 0, findings
         assert "it follows 1 worker with 1 rank" in sentences(findings, "ok")
@@ -423,7 +423,7 @@ def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
             late.publish(batch(stored([block]), dp_rank=3))
         late.forget(2)
         client.register(worker("late", late.publisher, model="l"))
-        assert eventually(lambda: followed(2), within_s=20)
+        assert eventually(lambda: followed(2))
         client.register(worker("lost", Publisher(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1"), model="n"))
         client.register(worker("salted", good.publisher, model="s", hash_seed_id="0" * 16))
         client.register(worker("beside", good.publisher, hash_seed_id="0" * 16))  # of the model of good
@@ -450,7 +450,7 @@ def test_a_worker_that_no_prompt_can_match_is_a_problem(tmp_path: Path) -> None:
         def told() -> tuple[int, list[dict[str, str]]]:
             return examined("--index", index.address)
 
-        assert eventually(lambda: "EAGLE" in sentences(told()[1], "fail"), within_s=20)
+        assert eventually(lambda: "EAGLE" in sentences(told()[1], "fail"))
         code, findings = told()
     assert code == 1
     (found,) = [one for one in findings if "EAGLE" in one["says"]]

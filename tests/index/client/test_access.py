@@ -28,7 +28,7 @@ from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-WAIT_S = 30
+WAIT_S = 60
 METHODS = pb.DESCRIPTOR.services_by_name["IndexService"].methods
 
 
@@ -121,7 +121,7 @@ def test_a_snapshot_is_for_who_administers_all(closed: Closed) -> None:
 
 def test_pushing_events_is_refused_with_what_to_do(closed: Closed) -> None:
     with grpc.insecure_channel(closed.target) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/Publish")(iter([b"x"]), timeout=30)
+        call = channel.stream_stream(f"/{SERVICE}/Publish")(iter([b"x"]), timeout=60)
         with pytest.raises(grpc.RpcError, match="let the worker announce itself") as caught:
             next(call)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -24,7 +24,7 @@ from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-WAIT_S = 30
+WAIT_S = 60
 
 
 def a_fleet() -> Fleet:

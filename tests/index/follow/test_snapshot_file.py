@@ -98,7 +98,7 @@ def test_an_outage_of_the_disk_is_said_once_and_its_end_too(
         folder.rename(tmp_path / "away")
         assert eventually(lambda: len(caplog.messages) == 1)
         for _ in range(20):
-            assert tries.acquire(timeout=10)
+            assert tries.acquire(timeout=60)
         folder.mkdir()
         assert eventually((folder / "s").exists)
     finally:

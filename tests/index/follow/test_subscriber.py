@@ -20,7 +20,7 @@ from tests.support.deadlines import eventually
 from tests.support.feeds import Heard, misbehaving, worker_of
 from tests.support.wire import batch, stored
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 class Locked(Heard):
@@ -274,15 +274,15 @@ def test_vllms_own_publisher_with_more_batches_than_a_replay_carries_at_once(
         process.stdin.flush()
         assert process.stdout.readline() == "published\n", (tmp_path / "log").read_text()
         feed.follow(worker_of(Publisher(3, f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")))
-        assert eventually(lambda: heard.numbers == list(range(9000)), within_s=60)
+        assert eventually(lambda: heard.numbers == list(range(9000)))
         process.stdin.write("9000 500\n")
         process.stdin.flush()
-        assert eventually(lambda: heard.numbers == list(range(9500)) and not heard.stale, within_s=60)
+        assert eventually(lambda: heard.numbers == list(range(9500)) and not heard.stale)
         assert heard.problems == []
     finally:
         process.stdin.close()
         process.stdout.close()
-        process.wait(20)
+        process.wait(60)
 
 
 def test_a_batch_that_the_index_takes_for_malformed_is_told(feed: Subscriber, heard: Heard) -> None:

@@ -66,7 +66,7 @@ def an_index(tokenizer: Tokenizer) -> Iterator[Served]:
 
 
 def test_a_router_places_a_request(served: Served) -> None:
-    with IndexClient(served.target, 30) as index:
+    with IndexClient(served.target, 60) as index:
         route = index.route("m", token_ids=TOKENS, reserve_s=60)
         best = route.picks[0]
         assert (best.worker, best.dp_rank, best.address) == ("b", 0, "http://b:8000")
@@ -89,7 +89,7 @@ def test_a_router_places_a_request(served: Served) -> None:
 
 def test_the_same_in_an_event_loop(served: Served) -> None:
     async def ask() -> None:
-        async with AsyncIndexClient(served.target, 30) as index, index.stream() as stream:
+        async with AsyncIndexClient(served.target, 60) as index, index.stream() as stream:
             route = await index.route("m", token_ids=TOKENS, reserve_s=60, limit=2)
             assert [pick.worker for pick in route.picks] == ["b", "a"]
             assert await index.release(route.reservation)
@@ -103,7 +103,7 @@ def test_the_same_in_an_event_loop(served: Served) -> None:
 
 
 def test_text_and_chats_find_who_holds_them(served: Served, tokenizer: Tokenizer) -> None:
-    with IndexClient(served.target, 30) as index:
+    with IndexClient(served.target, 60) as index:
         text = "a tool says 42 " * 20
         tokens = tokenizer.of_text(text)
         assert index.lookup("m", text=text).device_blocks == (len(tokens) // 16, 0, 0)

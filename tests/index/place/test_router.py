@@ -233,7 +233,7 @@ def test_routers_that_ask_at_once_spread() -> None:
 
     first = threading.Thread(target=ask)
     first.start()
-    assert choosing.wait(30)
+    assert choosing.wait(60)
     ask()
     chosen.set()
     first.join()

@@ -49,7 +49,7 @@ def sent(line: str = "POST /v1/completions HTTP/1.1", *headers: str, body: bytes
 def answered(there: Front, request: bytes) -> tuple[int, bytes]:
     """The status and the body of the last response; status 0: the connection has ended without one."""
     port = int(there.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         try:
             client.sendall(request)
             received = all_of(client)
@@ -184,7 +184,7 @@ def test_a_client_that_goes_away_amid_a_stream(front: Front) -> None:
         worker.hold_parts.clear()
     port = int(front.url.rpartition(":")[2])
     body = json.dumps({**ASKED, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(sent("POST /v1/completions HTTP/1.1", f"content-length: {len(body)}", body=body))
         read = b""
         while b"data:" not in read:
@@ -224,7 +224,7 @@ def test_what_envoy_itself_answers_has_the_form_of_openais_api(tmp_path: Path) -
     text = envoy.CONFIG.read_text()
     assert text.count("request_timeout: 30s") == 1
     text = text.replace("request_timeout: 30s", "request_timeout: 1s")
-    with scripted("a") as workers, serving(Fleet(), place={"timeout_s": 5}) as index:
+    with scripted("a") as workers, serving(Fleet(), place={"timeout_s": 60}) as index:
         index.fleet.add(workers[0].worker(), "flag")
         with envoy.running(tmp_path, [workers[0].at], [index.ext_proc], text=text) as front:
             assert eventually(lambda: front.healthy("workers") == 1 and front.healthy("picker") == 1)
@@ -259,11 +259,11 @@ def test_envoy_has_so_many_clients(tmp_path: Path) -> None:
     ):
         assert eventually(lambda: front.healthy("workers") == 1)
         at = ("127.0.0.1", int(front.url.rpartition(":")[2]))
-        with socket.create_connection(at, timeout=30) as one, socket.create_connection(at, timeout=30) as two:
+        with socket.create_connection(at, timeout=60) as one, socket.create_connection(at, timeout=60) as two:
             for client in (one, two):
                 client.sendall(sent("GET /v1/models HTTP/1.1").replace(b"connection: close\r\n", b""))
                 assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
-            with socket.create_connection(at, timeout=30) as third, suppress(ConnectionError):
+            with socket.create_connection(at, timeout=60) as third, suppress(ConnectionError):
                 assert third.recv(1) == b""
         assert eventually(lambda: is_served(front.url)), "once others have gone"
         assert front.healthy("workers") == 1, "its administration is not counted"

@@ -66,7 +66,7 @@ def test_the_front_speaks_tls_and_shows_the_index_a_token(tmp_path: Path) -> Non
         scripted("a") as workers,
         serving(
             fleet,
-            place={"timeout_s": 5},
+            place={"timeout_s": 60},
             router=Router(fleet),
             tls=tls,
             auth=TokenAuth(str(folder / "tokens.toml")),
@@ -75,10 +75,10 @@ def test_the_front_speaks_tls_and_shows_the_index_a_token(tmp_path: Path) -> Non
         fleet.add(workers[0].worker(), "flag")
         fleet.heard("default/a", 0)
         admin = (folder / "admin.token").read_text().strip()
-        with kvpool.IndexClient(index.target, timeout_s=5, tls_ca=ca, token=admin) as client:
+        with kvpool.IndexClient(index.target, timeout_s=60, tls_ca=ca, token=admin) as client:
             assert [one.worker.name for one in client.workers()] == ["a"]
         with (
-            kvpool.IndexClient(index.target, timeout_s=5, tls_ca=ca) as client,
+            kvpool.IndexClient(index.target, timeout_s=60, tls_ca=ca) as client,
             pytest.raises(IndexUnavailable),
         ):
             client.workers()
@@ -87,14 +87,14 @@ def test_the_front_speaks_tls_and_shows_the_index_a_token(tmp_path: Path) -> Non
             with envoy.running(tmp_path, [workers[0].at], [index.ext_proc], text=configuration) as front:
                 assert eventually(lambda: front.healthy("workers") == 1 and front.healthy("picker") == 1)
                 with pytest.raises((urllib.error.HTTPError, OSError)):
-                    urllib.request.urlopen(f"{front.url}/v1/models", timeout=10)
+                    urllib.request.urlopen(f"{front.url}/v1/models", timeout=60)
                 request = urllib.request.Request(
                     front.url.replace("http:", "https:") + "/v1/completions",
                     json.dumps({"model": "m", "prompt": "x"}).encode(),
                     {"content-type": "application/json"},
                 )
                 context = ssl.create_default_context(cafile=ca)
-                with urllib.request.urlopen(request, timeout=30, context=context) as reply:
+                with urllib.request.urlopen(request, timeout=60, context=context) as reply:
                     shown: str | None = reply.headers["x-kvpool-reason"]
                 return shown
 

@@ -280,7 +280,7 @@ def test_over_tls(tmp_path: Any) -> None:
 def test_what_is_no_message_ends_the_call() -> None:
     with picking("a") as index, calling(index) as channel:
         with pytest.raises(grpc.RpcError) as refused:
-            next(channel.stream_stream(PROCESS)(iter([b"\xff\xff\xff"]), timeout=10))
+            next(channel.stream_stream(PROCESS)(iter([b"\xff\xff\xff"]), timeout=60))
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert Call(channel).place() == ["127.0.0.1:9001"]
 
@@ -296,7 +296,7 @@ def test_health_by_the_names_that_probes_use() -> None:
                 health_pb2.HealthCheckRequest.SerializeToString,
                 health_pb2.HealthCheckResponse.FromString,
             )
-            return int(check(asked, timeout=10).status)
+            return int(check(asked, timeout=60).status)
 
         serving_, not_serving = (
             health_pb2.HealthCheckResponse.SERVING,

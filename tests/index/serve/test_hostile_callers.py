@@ -32,7 +32,7 @@ from tests.support.wire import batch, cleared, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-WAIT_S = 30
+WAIT_S = 60
 PROMISED_S = 0.25  # that a call takes at most, whatever other tenants do
 HEALTH = "grpc.health.v1.Health"
 SERVING = health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()

@@ -46,7 +46,7 @@ from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-WAIT_S = 30
+WAIT_S = 60
 TOKENS = list(range(1000, 1160))  # ten blocks of 16
 HASHES = [int.from_bytes(digest[-8:], "big") for digest in BlockHasher(16).hashes(TOKENS)]
 

@@ -22,7 +22,7 @@ from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-WAIT_S = 30
+WAIT_S = 60
 INVALID, NOT_FOUND, DENIED, EXHAUSTED, INTERNAL = 3, 5, 7, 8, 13  # gRPC's numbers
 
 

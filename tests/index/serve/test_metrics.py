@@ -35,7 +35,7 @@ class Page:
         self.port = 0
 
     def read(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        with OPENER.open(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as reply:
+        with OPENER.open(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as reply:
             families = text_string_to_metric_families(reply.read().decode())
             return {
                 (
@@ -142,7 +142,7 @@ def test_many_who_ask_are_shown_one_page(page: Page, monkeypatch: pytest.MonkeyP
     looked: list[int] = []
     totals = page.fleet.totals
     monkeypatch.setattr(page.fleet, "totals", lambda: (looked.append(1), totals())[1])
-    readers = [http.client.HTTPConnection("127.0.0.1", page.port, timeout=30) for _ in range(8)]
+    readers = [http.client.HTTPConnection("127.0.0.1", page.port, timeout=60) for _ in range(8)]
     for reader in readers:
         reader.request("GET", "/metrics")
     pages = {reader.getresponse().read() for reader in readers}
@@ -158,5 +158,5 @@ def test_many_who_ask_are_shown_one_page(page: Page, monkeypatch: pytest.MonkeyP
 def test_silent_connections_are_ended(page: Page, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     """Each kept a thread for ever."""
     monkeypatch.setattr(listener_module, limit, 0.5)
-    with socket.create_connection(("127.0.0.1", page.port), timeout=30) as silent:
+    with socket.create_connection(("127.0.0.1", page.port), timeout=60) as silent:
         assert eventually(lambda: silent.recv(1) == b"")

@@ -99,7 +99,7 @@ def test_decision_headers_can_be_left_out() -> None:
 def test_parts_of_a_stream_come_as_the_worker_sends_them() -> None:
     with proxy_cluster("a") as there:
         there.workers["a"].hold_parts.clear()
-        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=60)
         client.request("POST", "/v1/completions", json.dumps({**ASKED, "stream": True}))
         reply = client.getresponse()
         assert reply.headers["content-type"] == "text/event-stream"
@@ -203,7 +203,7 @@ def test_a_worker_that_accepts_no_connection() -> None:
 
 def test_responses_without_a_body() -> None:
     with proxy_cluster("a") as there:
-        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=60)
         client.request("HEAD", "/v1/models")
         with client.getresponse() as reply:
             assert (reply.status, reply.read()) == (200, b"")
@@ -261,7 +261,7 @@ def test_bodies_pass_as_they_are(size: int) -> None:
 def test_a_body_in_chunks_arrives_whole() -> None:
     with proxy_cluster("a") as there:
         body = json.dumps({"model": "m", "prompt": "x" * 200_000}).encode()
-        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=60)
         for expect in ({}, {"expect": "100-continue"}):
             parts = (body[at : at + 5000] for at in range(0, len(body), 5000))
             client.request("POST", "/v1/completions", parts, expect, encode_chunked=True)
@@ -288,7 +288,7 @@ def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         error = json.loads(reply.body)["error"]
         assert (reply.status, error["type"], error["code"]) == (413, "BadRequestError", 413)
         assert error["message"] == "a request has at most 1000 bytes"
-        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=60)
         client.request(
             "POST", "/", iter([b"x" * 900] * 2), {"transfer-encoding": "chunked"}, encode_chunked=True
         )
@@ -345,7 +345,7 @@ def test_forged_headers_and_those_of_a_connection_are_not_passed_on() -> None:
             "x-data-parallel-rank": "7", "te": "trailers", "proxy-authorization": "secret", "x-mine": "1",
             "authorization": "Bearer key", "x-hop": "1", "connection": "close, X-Hop", "upgrade": "websocket",
         }  # fmt: skip
-        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=30)
+        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=60)
         client.request("POST", "/v1/completions", json.dumps(ASKED), forged)
         with client.getresponse() as reply:
             assert (reply.status, reply.headers["x-kvpool-reason"], reply.headers["x-own"]) == (
@@ -495,7 +495,7 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
                 client = http.client.HTTPSConnection(
                     "localhost",
                     there.port,
-                    timeout=30,
+                    timeout=60,
                     context=ssl.create_default_context(cafile=authority.ca),
                 )
                 client.request("POST", "/v1/completions", json.dumps(ASKED))
@@ -519,7 +519,7 @@ def test_metrics() -> None:
         exporter = Exporter(there.index.fleet, RequestStats(), proxy=there.index.proxy_stats)
         with (
             showing(exporter) as port,
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page,
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page,
         ):
             figures = dict(
                 line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#"

@@ -37,7 +37,7 @@ class Caller:
     def __init__(self, address: str, media: str = "application/json") -> None:
         self.media = media
         host, port = address.split(":")
-        self.connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        self.connection = http.client.HTTPConnection(host, int(port), timeout=60)
 
     def post(self, path: str, **fields: Any) -> tuple[int, Any]:
         is_msgpack = self.media == "application/msgpack"

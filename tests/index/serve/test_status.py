@@ -35,7 +35,7 @@ from tests.support.wire import batch, removed, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-WAIT_S = 30
+WAIT_S = 60
 TOKENS = list(range(1000, 1170))  # ten blocks of 16, and ten tokens
 HASHES = BlockHasher(16).hashes(TOKENS)
 HOSTILE = '<img src=x onerror="alert(1)">'

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.index.serve.tenant_threads import TenantThreads
 
-WAIT_S = 30
+WAIT_S = 60
 
 
 @pytest.fixture

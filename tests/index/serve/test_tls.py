@@ -20,7 +20,7 @@ from tests.support.fleets import serving
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-WAIT_S = 30
+WAIT_S = 60
 NAMES = ("127.0.0.1", "localhost")
 
 

@@ -23,7 +23,7 @@ from tests.support.fleets import a_worker, serving
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-WAIT_S = 30
+WAIT_S = 60
 NAMES = [("a", "w-1"), ("a", "w/2"), ("a", "\u00e4"), ("b", "w-1"), ("b", "w-2"), ("b", "w-3"), ("c", "w")]
 
 

@@ -45,10 +45,7 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, store: Store) ->
 def test_while_a_server_is_away_a_batch_does_not_wait_for_its_deadline(server: Server, store: Store) -> None:
     server.kill()
     # With GLIDE the first call on each connection may run into its timeout before the loss is known.
-    assert eventually(
-        lambda: not serves(store) and store.counters()["up_connections"] == 0,
-        within_s=30,
-    )
+    assert eventually(lambda: not serves(store) and store.counters()["up_connections"] == 0)
     with ends_within(0), pytest.raises(StoreUnavailable, match=r"refused|reset|closed|timed out"):
         store.get_many_into(keys(100), [bytearray(1000)] * 100, timeout_s=60)
 

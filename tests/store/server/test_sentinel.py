@@ -102,13 +102,13 @@ def test_the_primary_is_killed_under_load(name: str, tmp_path: Path) -> None:
             watched.kill_primary()
             assert eventually(lambda: traffic.faults > 0)
             seen = traffic.hits
-            assert eventually(lambda: traffic.hits > seen + 100 and serves(store, OTHER), within_s=60)
+            assert eventually(lambda: traffic.hits > seen + 100 and serves(store, OTHER))
         assert traffic.longest_s < 2.0 + MARGIN_S
         assert role(watched.replica) == "master"
         assert watched.replica.client.exists(key(OTHER)) == 1
         # The old one comes back as a replica, and nobody writes to it.
         watched.primary.start()
-        assert eventually(lambda: role(watched.primary) == "slave", within_s=60)
+        assert eventually(lambda: role(watched.primary) == "slave")
         assert serves(store)
 
 
@@ -118,9 +118,9 @@ def test_a_primary_that_hands_over_is_left(name: str, tmp_path: Path) -> None:
     with Watched(name, tmp_path) as watched, open_store(watched.url) as store:
         assert serves(store)
         watched.sentinels[0].client.execute_command("SENTINEL", "FAILOVER", Watched.SERVICE)
-        assert eventually(lambda: role(watched.replica) == "master", within_s=30)
-        assert eventually(lambda: role(watched.primary) == "slave", within_s=30)
-        assert eventually(lambda: serves(store), within_s=30)
+        assert eventually(lambda: role(watched.replica) == "master")
+        assert eventually(lambda: role(watched.primary) == "slave")
+        assert eventually(lambda: serves(store))
         assert watched.replica.client.exists(key(1)) == 1
 
 
@@ -131,8 +131,8 @@ def test_everybody_speaks_tls(name: str, tmp_path: Path) -> None:
         with open_store(watched.url) as store:
             assert serves(store)
             watched.kill_primary()
-            assert eventually(lambda: role(watched.replica) == "master", within_s=30)
-            assert eventually(lambda: serves(store, OTHER), within_s=30)
+            assert eventually(lambda: role(watched.replica) == "master")
+            assert eventually(lambda: serves(store, OTHER))
             assert watched.replica.client.exists(key(OTHER)) == 1
         with pytest.raises(StoreUnavailable, match="certificate verify failed"):
             open_store(watched.url.replace(str(authority.ca), str(Authority(tmp_path, "another").ca)))

@@ -70,7 +70,7 @@ def test_a_thin_link_full_of_puts_carries_loads_and_hangs_up_on_nobody(
             assert eventually(lambda: flood.batches == 1)
             for _ in range(10):
                 targets = [bytearray(VALUE_NBYTES) for _ in names]
-                assert store.get_many_into(names, targets, timeout_s=5) == [True] * 4
+                assert store.get_many_into(names, targets, timeout_s=60) == [True] * 4
                 assert targets == wanted
             assert eventually(lambda: flood.batches >= 4)
         counters = store.counters()
@@ -106,7 +106,7 @@ def test_a_server_that_stops_on_a_thin_link_is_doubted_within_the_deadline(serve
             server.stop()
             try:
                 watch = Stopwatch()
-                assert eventually(lambda: store.counters()["up_connections"] == 0, within_s=30)
+                assert eventually(lambda: store.counters()["up_connections"] == 0)
                 # What its kernel still takes moves: then nothing, and one deadline.
                 assert watch.ran_s() < 5.0
             finally:

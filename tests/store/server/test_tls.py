@@ -255,7 +255,7 @@ def test_a_handshake_that_falls_silent(server: TlsServer, way: Way, nbytes: int)
         assert serves(store)
         proxy.arm(way, nbytes, Harm.SILENCE)
         server.client.client_kill_filter(_type="normal", skipme=True)
-        assert eventually(lambda: serves(store) and proxy.harmed == 1, within_s=20)
+        assert eventually(lambda: serves(store) and proxy.harmed == 1)
         assert store.counters()["damaged"] == 0
 
 
@@ -308,7 +308,7 @@ def test_a_server_that_is_stopped_in_the_middle(server: TlsServer) -> None:
             server.stop()
             try:
                 with ends_within(2.0), pytest.raises(StoreUnavailable):
-                    transfer.wait(5.0)
+                    transfer.wait(60)
             finally:
                 server.go_on()
             assert eventually(lambda: serves(store, 99))
