@@ -1,6 +1,6 @@
 """Every expression of the dashboard and every alert, on live services: under a load, without the server, after damage.
 
-Prints what each of them gave, for docs/reference/expressions.md: ``pytest -s tests/e2e/test_monitoring.py``.
+Prints the value of each: ``pytest -s tests/e2e/test_monitoring.py``.
 """
 
 from __future__ import annotations
