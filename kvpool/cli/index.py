@@ -44,7 +44,6 @@ from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.metrics import Exporter
-from kvpool.index.serve.placements import Placements
 from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S
 from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
@@ -216,7 +215,7 @@ async def _serve(
         if file is not None:
             parts.enter_context(snapshot_file.lock(file))
         resolver = Resolver(allows=networks.allows, trusted=trusted)
-        roster = Roster(fleet, Subscriber(fleet, budget=fleet.buffers, resolver=resolver), networks=networks)
+        roster = Roster(fleet, Subscriber(fleet, limits=fleet.limits, resolver=resolver), networks=networks)
         parts.callback(roster.close)
         if settings.pool is not None:
             pool = PoolFollower(
@@ -276,7 +275,7 @@ async def _serve(
             shown += f", HTTP on port {http_port} (status page {page})"
         proxy: Proxy | None = None
         if settings.ext_proc is not None or settings.proxy is not None:
-            renderer = Renderer(tls=worker_tls, budget=fleet.buffers)
+            renderer = Renderer(tls=worker_tls, limits=fleet.limits)
             parts.push_async_callback(renderer.close)
             placer = Placer(
                 fleet,
@@ -293,10 +292,9 @@ async def _serve(
                 shows=settings.place_headers,
             )
             parts.callback(placer.close)
-            placements = Placements(fleet.buffers)
         if settings.ext_proc is not None:
             picker = ExtProcServer(
-                placer, placements, server.calls, server.health, tls=tls,
+                placer, fleet.limits, server.calls, server.health, tls=tls,
                 max_connection_age_s=settings.max_connection_age_s,
                 max_connection_grace_s=settings.max_connection_grace_s,
             )  # fmt: skip
@@ -304,7 +302,7 @@ async def _serve(
             shown += f", ext_proc on port {await picker.start(settings.ext_proc)}"
         if settings.proxy is not None and proxy_stats is not None:
             proxy = Proxy(
-                placer, placements, server.health, proxy_stats,
+                placer, fleet.limits, server.health, proxy_stats,
                 tenant=(settings.tenants or [DEFAULT_TENANT])[0], tls=tls, worker_tls=worker_tls,
                 response_s=settings.response_timeout_s, tracing=tracing,
             )  # fmt: skip
@@ -320,7 +318,7 @@ async def _serve(
         gc.collect()
         gc.freeze()  # a full collection that went through all that was imported stopped the index for 160 ms
         if file is not None:
-            written = SnapshotFile(file, take, every_s=settings.snapshot_every_s, room=fleet.snapshot_room)
+            written = SnapshotFile(file, lambda: fleet.packed(take), every_s=settings.snapshot_every_s)
             parts.callback(written.close)
         host = front.rpartition(":")[0]
         what = "index" if proxy is None else "router"
@@ -355,7 +353,7 @@ def _warm_up(
     roster: Roster, file: Path | None, bootstrap: str | None, flags: Collection[str], life: str | None
 ) -> None:
     """Begin with what a peer that is warm knows, else with what the file says, else with nothing. Blocking."""
-    max_nbytes = roster.fleet.snapshot_room.max_read_nbytes
+    max_nbytes = roster.fleet.limits.max_snapshot_nbytes
 
     def of_peer() -> Snapshot | None:
         if bootstrap is None:

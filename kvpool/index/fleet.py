@@ -15,15 +15,16 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvpool.discovery.admission import MAX_TEXT_NBYTES, check_worker
 from kvpool.discovery.worker import DEFAULT_TENANT, Position, Worker
 from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import Lookup, Totals, WorkerStatus
-from kvpool.index.buffer_budget import budgets_of
 from kvpool.index.dp_rank import Progress, pool_holder
+from kvpool.index.limits import Limits
 from kvpool.index.membership import (
     MAX_LEASE_S,
     SOURCES,
@@ -34,8 +35,7 @@ from kvpool.index.membership import (
 )
 from kvpool.index.partition import Answer, Partition, Pool, merged
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
-from kvpool.index.snapshot import PartitionState, Snapshot
-from kvpool.index.snapshot_room import SnapshotRoom
+from kvpool.index.snapshot import PartitionState, Snapshot, pack
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
 from kvpool.key.hashing import seed_id
 from kvpool.key.names import check_tenant
@@ -54,9 +54,8 @@ logger = logging.getLogger("kvpool.index")
 class Fleet:
     """The workers of an index; an ``EventSink`` for subscribers and receivers of their events.
 
-    ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``max_memory_nbytes``: three quarters
-    are what the tables of all partitions may take together, see ``MemoryBudget``, and one is for ``buffers``, what is
-    held beside them; None: no limit of tables. ``seed``: what ``PYTHONHASHSEED`` is for the engines whose prompts come
+    ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``max_memory_nbytes``: see
+    ``Limits``. ``seed``: what ``PYTHONHASHSEED`` is for the engines whose prompts come
     as tokens; None: not set. ``tenant_share``: the part of all workers, ranks and models that one tenant may have.
     ``clock``: seconds that only go up.
     """
@@ -72,18 +71,16 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # checks them
-        memory, self.buffers = budgets_of(max_memory_nbytes)
-        of_tables = None if max_memory_nbytes is None else max_memory_nbytes - self.buffers.limit_nbytes
-        self.snapshot_room = SnapshotRoom(of_tables, self.buffers, self._tables)
+        self.limits = Limits(max_memory_nbytes)
         self._options: dict[str, Any] = {
             "max_blocks": max_blocks,
             "reuse_reports": reuse_reports,
-            "memory": memory,
+            "memory": self.limits.tables,
         }
         self._seed = seed
         self._clock = clock
         self._lock = threading.Lock()
-        members = self._members = Membership(self._options, seed, clock, tenant_share, self.buffers)
+        members = self._members = Membership(self._options, seed, clock, tenant_share, self.limits)
         self._entries, self._ranks, self._models = members.entries, members.ranks, members.models
 
     @property
@@ -217,10 +214,6 @@ class Fleet:
             **{f"{tier}_blocks": sum(counter[f"{tier}_blocks"] for counter in counters) for tier in TIERS},
         )
 
-    def _tables(self) -> tuple[int, int]:
-        totals = self.totals()
-        return totals.blocks, totals.memory_nbytes
-
     def pools(self) -> list[Pool]:
         """The namespaces of which something is known, for ``PoolReconciler``."""
         with self._lock:
@@ -252,6 +245,13 @@ class Fleet:
         """
         with self._lock:
             return self._members.snapshot()
+
+    @contextmanager
+    def packed(self, take: Callable[[], Snapshot]) -> Iterator[list[bytes]]:
+        """``take()`` of this fleet, packed, to be used within the block. Errors: ``KVPoolError`` without room."""
+        totals = self.totals()
+        with self.limits.snapshot(lambda: pack(take()), totals.blocks, totals.memory_nbytes) as parts:
+            yield parts
 
     def restore(
         self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None

@@ -21,8 +21,8 @@ from typing import Any, Literal
 from kvpool.discovery.admission import MAX_PUBLISHERS
 from kvpool.discovery.worker import MAX_WORKERS, Position, Worker
 from kvpool.errors import KVPoolError, SnapshotRefused
-from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.dp_rank import DpRank, pool_holder, unhashed
+from kvpool.index.limits import Limits
 from kvpool.index.partition import Key, Members, Partition
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import PrefixIndex
@@ -89,7 +89,7 @@ class Entry:
 class Membership:
     """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``, ``tenant_share``: as of the fleet.
 
-    ``buffers``: has room for each rank.
+    ``limits``: has room for each rank.
 
     ``models``: the partitions of each (tenant, model); (): known, without ranks now. ``departed``: totals of those
     who have left.
@@ -101,9 +101,9 @@ class Membership:
         seed: str | None,
         clock: Callable[[], float],
         tenant_share: float,
-        buffers: BufferBudget,
+        limits: Limits,
     ) -> None:
-        self._options, self._seed, self._clock, self._buffers = options, seed, clock, buffers
+        self._options, self._seed, self._clock, self._limits = options, seed, clock, limits
         self._shares = TenantShares(tenant_share)
         self.entries: dict[str, Entry] = {}  # by worker's id
         self.ranks: dict[tuple[str, int], DpRank] = {}
@@ -145,7 +145,7 @@ class Membership:
                 entries += self._restore_partition(index, workers, state.namespaces if pooled else ())
         except KVPoolError as error:
             for entry in self.entries.values():
-                self._buffers.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
+                self._limits.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
             for known in (self.entries, self.ranks, self.models, self._shares):
                 known.clear()
             raise SnapshotRefused(f"this snapshot cannot be followed: {error}") from error
@@ -266,7 +266,7 @@ class Membership:
     ) -> Entry:
         """Errors: ``KVPoolError`` when there is no room for its ranks or its namespace; it is not in then."""
         nbytes = len(worker.publishers) * RANK_NBYTES
-        if not self._buffers.take(nbytes, worker.tenant):
+        if not self._limits.take(nbytes, worker.tenant):
             raise KVPoolError(
                 f"worker {worker.name}: no memory is left for {len(worker.publishers)} more ranks of tenant "
                 f"{worker.tenant}: raise --max-memory"
@@ -281,7 +281,7 @@ class Membership:
         try:
             self._enter_namespace(partition, worker.namespace)
         except KVPoolError:
-            self._buffers.give(nbytes, worker.tenant)
+            self._limits.give(nbytes, worker.tenant)
             raise
         ranks = []
         for publisher in worker.publishers:
@@ -302,7 +302,7 @@ class Membership:
 
     def forget(self, entry: Entry) -> None:
         partition = entry.partition
-        self._buffers.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
+        self._limits.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
         del self.entries[entry.worker.id]
         self._shares.leave(entry.worker)
         partition.members = Members(rank for rank in partition.members.ranks if rank not in entry.ranks)

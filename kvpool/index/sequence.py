@@ -17,7 +17,7 @@ from enum import Enum
 from kvpool import _native
 from kvpool.discovery.worker import EventSink, Position
 from kvpool.errors import MalformedEvents
-from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.limits import Limits
 
 REMEMBERED = 1 << 14  # batches of which a digest is kept, to know one that comes twice
 CHUNK = 1 << 10  # digests for which memory is taken at a time; the first of them are in what a rank costs
@@ -46,7 +46,7 @@ class Sequence:
     ``wanted`` says from which number a replay is to be asked. A replay that was asked for is followed
     by ``replayed`` for each batch and ``replay_ended``, or by ``replay_failed``. ``position``: where an index has
     stopped that knew this publisher; the first replay proves whether it is still of the same life. Needs a replay
-    endpoint. ``budget``: what digests and batches that wait are counted in; where it has no room, there are fewer of
+    endpoint. ``limits``: what digests and batches that wait are counted in; where it has no room, there are fewer of
     either. ``close`` gives it back.
     """
 
@@ -58,9 +58,9 @@ class Sequence:
         *,
         can_replay: bool,
         position: Position | None = None,
-        budget: BufferBudget | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        self._budget, self._owner = budget or BufferBudget(), worker_id.partition("/")[0]
+        self._limits, self._owner = limits or Limits(), worker_id.partition("/")[0]
         self._sink, self._worker_id, self._dp_rank = sink, worker_id, dp_rank
         self._can_replay = can_replay
         self._last: int | None = None  # applied
@@ -231,13 +231,13 @@ class Sequence:
         if (
             len(self._waiting) < MAX_WAITING
             and self._waiting_nbytes + len(payload) <= MAX_WAITING_NBYTES
-            and self._budget.take(len(payload), self._owner)
+            and self._limits.take(len(payload), self._owner)
         ):
             self._waiting.append((sequence, payload))
             self._waiting_nbytes += len(payload)
 
     def _drop_waiting(self) -> None:
-        self._budget.give(self._waiting_nbytes, self._owner)
+        self._limits.give(self._waiting_nbytes, self._owner)
         self._waiting, self._waiting_nbytes = deque(), 0
 
     def _apply_waiting(self) -> None:
@@ -274,7 +274,7 @@ class Sequence:
         if (
             count
             and count % CHUNK == 0
-            and (count >= REMEMBERED or not self._budget.take(CHUNK * 8, self._owner, optional=True))
+            and (count >= REMEMBERED or not self._limits.take(CHUNK * 8, self._owner, optional=True))
         ):
             del self._digests[:CHUNK]
             self._first += CHUNK
@@ -282,7 +282,7 @@ class Sequence:
 
     def _forget_digests(self) -> None:
         chunks = -(-len(self._digests) // CHUNK)
-        self._budget.give(max(0, chunks - 1) * CHUNK * 8, self._owner)
+        self._limits.give(max(0, chunks - 1) * CHUNK * 8, self._owner)
         self._digests, self._first = array("Q"), 0
 
     def _reset(self, problem: str, *, anew: bool = False) -> None:

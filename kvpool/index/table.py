@@ -13,7 +13,7 @@ from kvpool.discovery.worker import MAX_DP_RANK
 from kvpool.errors import ConfigError, SnapshotRefused
 from kvpool.index.refusals import REFUSED, malformed, refusal, refusals
 from kvpool.key.hashing import MAX_BLOCK_TOKENS
-from kvpool.text import MAX_NBYTES, unknown
+from kvpool.text import unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -45,26 +45,6 @@ class Applied(NamedTuple):
     skipped_events: int  # of an unknown type or in an unknown medium
     evicted: int  # cold blocks, of any worker, that left to make room
     lookahead_events: int  # stored, with hashes that cover tokens behind their block: no prompt has them
-
-
-class MemoryBudget:
-    """What several indexes may take together; each may always have its first MiB.
-
-    ``limit_nbytes``: 1 or more. Where it is used up, no table grows: cold blocks make room. What holds blocks does not
-    shrink, so an index that grew first keeps its part. Any thread. Errors: ``ConfigError``.
-    """
-
-    __slots__ = ("native",)
-
-    def __init__(self, limit_nbytes: int) -> None:
-        if type(limit_nbytes) is not int or not 1 <= limit_nbytes <= MAX_NBYTES:
-            raise ConfigError(f"a memory budget is 1 to {MAX_NBYTES} bytes, not {limit_nbytes!r}")
-        self.native = _native.MemoryBudget(limit_nbytes)
-
-    @property
-    def used_nbytes(self) -> int:
-        """What the indexes take now."""
-        return self.native.used_nbytes
 
 
 class Content(NamedTuple):
@@ -175,13 +155,14 @@ class PrefixIndex:
     One index is **one partition**: the workers in it must share model, tenant, hash algorithm, hash seed and
     hash block size, since a block is known by its 64-bit hash alone. Keep one index for each partition.
 
-    ``max_blocks``: distinct blocks, 1 to 2**32. ``memory``: what this index and others that share it may take; None: no
-    limit. A full index makes room: a block that was neither stored nor asked for in a while is forgotten, and counted
-    (``evicted``). Its workers are credited less then, and never more than they hold. A block costs 17 to 30 bytes where
-    prompts share prefixes. ``reuse_reports``: some requests may run with vLLM's ``kv_cache_report_mode`` set to
-    ``full``; ``docs/explanation/prefix-index.md`` says what that costs. False, where none does, counts copies exactly,
-    and knows all that a sliding window holds. ``block_tokens``: of a block that is hashed, for models with KV-cache
-    groups of larger blocks; None: all groups are taken to have blocks of that size.
+    ``max_blocks``: distinct blocks, 1 to 2**32. ``memory``: for this index and others that share it; each may have its
+    first MiB, and none shrinks; None: no limit. A full index forgets blocks that were neither stored nor requested
+    in a while, and counts them (``evicted``). Its workers are credited less then, and never more than they hold. A
+    block costs 17 to 30 bytes where prompts share prefixes. ``reuse_reports``: some requests may run with vLLM's
+    ``kv_cache_report_mode`` set to ``full``; ``docs/explanation/prefix-index.md`` says what that costs. False,
+    where none does, counts copies exactly, and knows all that a sliding window holds. ``block_tokens``: of a block
+    that is hashed, for models with KV-cache groups of larger blocks; None: all groups are taken to have blocks of
+    that size.
 
     Any thread may call anything; calls do not hold the interpreter's lock while they work. A match waits for a
     batch that is being applied, and sees all of it or nothing. Nothing blocks on I/O.
@@ -195,7 +176,7 @@ class PrefixIndex:
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         reuse_reports: bool = True,
         block_tokens: int | None = None,
-        memory: MemoryBudget | None = None,
+        memory: _native.MemoryBudget | None = None,
     ) -> None:
         if type(max_blocks) is not int or not 1 <= max_blocks <= MAX_BLOCKS:
             raise ConfigError(f"max_blocks is a whole number from 1 to {MAX_BLOCKS}, not {max_blocks!r}")
@@ -207,7 +188,7 @@ class PrefixIndex:
             raise ConfigError(
                 f"block_tokens is a whole number from 1 to {MAX_BLOCK_TOKENS} or None, not {block_tokens!r}"
             )
-        self._table = _native.Table(max_blocks, reuse_reports, block_tokens or 0, _native_of(memory))
+        self._table = _native.Table(max_blocks, reuse_reports, block_tokens or 0, memory)
 
     @classmethod
     def of_image(
@@ -217,7 +198,7 @@ class PrefixIndex:
         max_blocks: int = DEFAULT_MAX_BLOCKS,
         reuse_reports: bool = True,
         block_tokens: int | None = None,
-        memory: MemoryBudget | None = None,
+        memory: _native.MemoryBudget | None = None,
     ) -> PrefixIndex:
         """An index with what was in another one when ``image().pack()`` made these bytes; totals start from 0.
 
@@ -226,9 +207,7 @@ class PrefixIndex:
         """
         made = cls(max_blocks=max_blocks, reuse_reports=reuse_reports, block_tokens=block_tokens)
         try:
-            made._table = _native.table_of(
-                packed, max_blocks, reuse_reports, block_tokens or 0, _native_of(memory)
-            )
+            made._table = _native.table_of(packed, max_blocks, reuse_reports, block_tokens or 0, memory)
         except (ValueError, TypeError, BufferError) as error:
             raise SnapshotRefused(f"no image of a prefix index: {error}") from error
         try:
@@ -389,10 +368,6 @@ class PrefixIndex:
     def __repr__(self) -> str:
         stats = self._table.stats()
         return f"<PrefixIndex of {stats['blocks']} blocks at {stats['workers']} workers>"
-
-
-def _native_of(memory: MemoryBudget | None) -> _native.MemoryBudget | None:
-    return None if memory is None else memory.native
 
 
 def _check_rank(dp_rank: int) -> None:

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import ConfigError, PrefixIndex
+from kvpool._native import MemoryBudget
 from kvpool.index.fleet import Fleet
+from kvpool.index.limits import Limits
 from kvpool.index.snapshot import Snapshot
-from kvpool.index.table import Content, MemoryBudget
+from kvpool.index.table import Content
 from tests.support.fleets import a_worker, say
 from tests.support.oracle import Model, device_blocks
 from tests.support.wire import HASHES, batch, cleared, packed64, removed, steps, stored
@@ -178,7 +180,7 @@ def test_sets_and_copies_are_memory_too() -> None:
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True, 1 << 63])
 def test_what_is_no_budget(limit: Any) -> None:
     with pytest.raises(ConfigError, match="a memory budget is 1 to"):
-        MemoryBudget(limit)
+        Limits(limit)
 
 
 # ---- said so

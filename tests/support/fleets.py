@@ -12,6 +12,7 @@ from typing import Any
 from kvpool.index import Publisher, Worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
+from kvpool.index.limits import INFERENCE
 from kvpool.index.place.endpoints import Endpoints
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
@@ -21,7 +22,6 @@ from kvpool.index.request_stats import ProxyStats, RequestStats
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
-from kvpool.index.serve.placements import Placements
 from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
@@ -143,7 +143,7 @@ class Served:
         options = dict(self._place or {})
         tokenizers = Tokenizers(options.pop("tokenizers", None))
         parts.callback(tokenizers.close)
-        renderer = Renderer(budget=self.fleet.buffers)
+        renderer = Renderer(limits=self.fleet.limits)
         parts.push_async_callback(renderer.close)
         router = self._options.get("router") or Router(self.fleet)
         endpoints = Endpoints(self.fleet, options.pop("resolver", None) or Resolver())
@@ -152,12 +152,11 @@ class Served:
             stats=self._stats, serves=lambda: server.health.serves, **options,
         )  # fmt: skip
         parts.callback(placer.close)
-        placements = Placements(self.fleet.buffers)
-        self.held_nbytes = lambda: placements.held_nbytes
+        self.held_nbytes = lambda: self.fleet.limits._used_by[INFERENCE]
         if self._proxy_options is not None:
             proxy = Proxy(
                 placer,
-                placements,
+                self.fleet.limits,
                 server.health,
                 self.proxy_stats,
                 **{"tenant": "default", "tls": self._options.get("tls"), **self._proxy_options},
@@ -168,7 +167,7 @@ class Served:
         of_door = ("tls", "max_connection_age_s", "max_connection_grace_s")
         picker = ExtProcServer(
             placer,
-            placements,
+            self.fleet.limits,
             server.calls,
             server.health,
             **{name: self._options[name] for name in of_door if name in self._options},

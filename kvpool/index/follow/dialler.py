@@ -15,8 +15,8 @@ from concurrent.futures import Future
 import anyio
 
 from kvpool.discovery.networks import unmapped
-from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.follow.zmtp import Connection, Lost
+from kvpool.index.limits import Limits
 from kvpool.index.resolver import Addresses, Resolver, Unresolved
 
 CONNECT_S = 5.0  # how long a name, a connection and its handshake may take together
@@ -29,10 +29,10 @@ class OfAnotherTenant(Lost):
 
 
 class Dialler:
-    """Gives a ``Line`` for each publisher. ``budget``, ``resolver``: for what is read, and for names."""
+    """Gives a ``Line`` for each publisher. ``limits``, ``resolver``: for what is read, and for names."""
 
-    def __init__(self, budget: BufferBudget, resolver: Resolver) -> None:
-        self.budget, self.resolver = budget, resolver
+    def __init__(self, limits: Limits, resolver: Resolver) -> None:
+        self.limits, self.resolver = limits, resolver
         self._tenants: dict[Place, Counter[str]] = {}  # tenants followed there: lines of each
 
     def line(self, tenant: str) -> Line:
@@ -80,7 +80,7 @@ class Line:
                 if self._refused:
                     raise OfAnotherTenant(next(iter(self._refused.values())))
                 return await Connection.connect(
-                    endpoint, addresses, kind, self._dialler.budget, self._tenant,
+                    endpoint, addresses, kind, self._dialler.limits, self._tenant,
                     attempt=attempt, silence_s=silence_s,
                 )  # fmt: skip
         except TimeoutError:

@@ -15,12 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
 from kvpool.index.snapshot import MAX_NBYTES, Snapshot, unpack
-from kvpool.index.snapshot_room import SnapshotRoom
 
 DEFAULT_EVERY_S = 60.0
 MIN_EVERY_S = 0.1
@@ -33,28 +32,26 @@ logger = logging.getLogger("kvpool.index")
 
 
 class SnapshotFile:
-    """Writes ``take()`` to ``path`` every ``every_s`` seconds, and once more when it is closed.
+    """Writes ``packed()`` to ``path`` every ``every_s`` seconds, and once more when it is closed.
 
-    ``take`` is called in the file's thread. ``room``: for a snapshot; None: as much as it takes. A file that cannot be
-    written costs one warning an outage, and the one before stays. Errors: ``ConfigError`` when nothing can be written
-    there at all.
+    ``packed``: a snapshot in parts, used within its block, in the file's thread: see ``Fleet.packed``. A file that
+    cannot be written costs one warning an outage, and the one before stays. Errors: ``ConfigError`` for a place where
+    no file can be written.
     """
 
     def __init__(
         self,
         path: Path,
-        take: Callable[[], Snapshot],
+        packed: Callable[[], AbstractContextManager[Sequence[bytes]]],
         *,
         every_s: float = DEFAULT_EVERY_S,
-        room: SnapshotRoom | None = None,
     ) -> None:
         check_place(path)
         if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
             raise ConfigError(
                 f"a snapshot is written every {MIN_EVERY_S:g} to {MAX_EVERY_S:g} seconds, not {every_s:g}"
             )
-        self._path, self._take, self._every_s = path, take, every_s
-        self._room = room or SnapshotRoom()
+        self._path, self._packed, self._every_s = path, packed, every_s
         self._closing = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="kvpool-snapshot", daemon=True)
@@ -72,7 +69,7 @@ class SnapshotFile:
 
     def _write(self) -> None:
         try:
-            with self._room.packed(self._take) as parts:
+            with self._packed() as parts:
                 write(self._path, parts)
         except (OSError, KVPoolError) as error:
             if not self._failed:

@@ -24,9 +24,9 @@ from typing import Any
 import anyio
 
 from kvpool.discovery.worker import EventSink, Position, Publisher, Worker
-from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.follow.dialler import Dialler, Line, OfAnotherTenant
 from kvpool.index.follow.zmtp import Connection, Lost, Silent
+from kvpool.index.limits import Limits
 from kvpool.index.resolver import Resolver
 from kvpool.index.sequence import Sequence
 
@@ -107,15 +107,15 @@ class Subscriber:
     """Follows the publishers of workers and tells ``sink`` what they say, from one thread of its own.
 
     Any thread but the feed's own may call the methods. When ``unfollow`` or ``close`` has returned, nothing more is
-    told of that worker, or of any. ``budget``: of what is read and not applied yet.
+    told of that worker, or of any. ``limits``: of what is read and not applied yet.
     """
 
     def __init__(
-        self, sink: EventSink, *, budget: BufferBudget | None = None, resolver: Resolver | None = None
+        self, sink: EventSink, *, limits: Limits | None = None, resolver: Resolver | None = None
     ) -> None:
         self._sink = sink
-        self._budget = budget or BufferBudget()
-        self._dialler = Dialler(self._budget, resolver or Resolver())
+        self._limits = limits or Limits()
+        self._dialler = Dialler(self._limits, resolver or Resolver())
         self._lock = threading.Lock()
         self._gates: dict[str, _Gate] = {}  # by worker
         self._links: dict[str, list[_Link]] = {}  # by worker
@@ -200,7 +200,7 @@ class Subscriber:
                 rank,
                 can_replay=bool(publisher.replay),
                 position=positions.get(rank),
-                budget=self._budget,
+                limits=self._limits,
             )
             link = _Link(worker, publisher, gate, sequence, self._dialler.line(worker.tenant))
             links.append(link)

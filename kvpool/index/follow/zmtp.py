@@ -3,7 +3,7 @@
 Over TCP or a Unix socket it speaks to PUB sockets as a SUB socket that takes all, and to ROUTER sockets as a DEALER.
 libzmq is not used: it limits the bytes of a frame and the number of messages, but not the bytes of a message or of a
 queue, and it looks up names in the one thread that serves all sockets. Here a message is taken from the kernel when its
-turn comes, and what it takes is counted in a ``BufferBudget``. What is not taken yet stays with the publisher.
+turn comes, and what it takes is counted in a ``Limits``. What is not taken yet stays with the publisher.
 
 One event loop.
 """
@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import cast
 
 from kvpool.errors import KVPoolError
-from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.limits import Limits
 
 MAX_MESSAGE_NBYTES = (64 << 20) + 4096  # a batch of the largest size, and its number
 MAX_FRAMES = 8  # vLLM sends 3, and 5 in a replay
@@ -53,14 +53,14 @@ class Silent(Lost):
 class Connection:
     """Made by ``connect``. ``receive`` and ``send``, and ``close`` at the end.
 
-    ``owner``: whose part of ``budget`` it takes. ``silence_s``: how long ``receive`` waits for bytes; None: as long as
+    ``owner``: whose part of ``limits`` it takes. ``silence_s``: how long ``receive`` waits for bytes; None: as long as
     the other end gives a sign of life when it is asked for one.
     """
 
     def __init__(
-        self, made: socket.socket, budget: BufferBudget, owner: str, silence_s: float | None = None
+        self, made: socket.socket, limits: Limits, owner: str, silence_s: float | None = None
     ) -> None:
-        self._socket, self._budget, self._owner, self._silence_s = made, budget, owner, silence_s
+        self._socket, self._limits, self._owner, self._silence_s = made, limits, owner, silence_s
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()  # what was read and not taken
         self._at = 0  # from where on
@@ -77,7 +77,7 @@ class Connection:
         endpoint: str,
         addresses: Future[tuple[str, ...]] | None,
         kind: bytes,
-        budget: BufferBudget,
+        limits: Limits,
         owner: str,
         *,
         attempt: int = 0,
@@ -100,7 +100,7 @@ class Connection:
             made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         except OSError as error:
             raise Lost(f"the index has no socket left for it: {error.strerror}") from error
-        one = cls(made, budget, owner, silence_s)
+        one = cls(made, limits, owner, silence_s)
         try:
             if family != socket.AF_UNIX:
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -230,7 +230,7 @@ class Connection:
         wanted = self._frames_nbytes + nbytes
         more = wanted - self._taken_nbytes
         if more > 0:
-            if wanted > self._budget.limit_of_owner_nbytes or not await self._budget.acquire(
+            if wanted > self._limits.limit_of_owner_nbytes or not await self._limits.acquire(
                 more, self._owner
             ):
                 raise Lost(f"there is no room for a message of {wanted} bytes: raise --max-memory")
@@ -313,10 +313,10 @@ class Connection:
     def _hold(self, nbytes: int) -> bool:
         """Whether the budget has room for so many bytes, instead of those that were taken before."""
         if nbytes > self._taken_nbytes:
-            if not self._budget.take(nbytes - self._taken_nbytes, self._owner):
+            if not self._limits.take(nbytes - self._taken_nbytes, self._owner):
                 return False
         elif nbytes < self._taken_nbytes:
-            self._budget.give(self._taken_nbytes - nbytes, self._owner)
+            self._limits.give(self._taken_nbytes - nbytes, self._owner)
         self._taken_nbytes = nbytes
         return True
 

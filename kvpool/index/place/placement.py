@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvpool.errors import KVPoolError
+from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.request_stats import Outcome
 
 # Headers of requests and responses.
@@ -18,6 +19,7 @@ WORKER, MATCHED, BLOCKS, REASON = (
 RANK = "x-data-parallel-rank"  # vllm/entrypoints/serve/engine/serving.py
 OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON, RANK)  # dropped from what clients and workers send
 
+MAX_BODY_NBYTES = 16 << 20
 RETRY_AFTER_S = 1
 _KINDS = {
     413: "BadRequestError",
@@ -48,6 +50,14 @@ class Refusal(KVPoolError):
         kind = _KINDS.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         error = {"message": str(self), "type": kind, "param": None, "code": self.status}
         return msgspec.json.encode({"error": error})
+
+
+def hold(limits: Limits, have_nbytes: int, nbytes: int, host: str) -> None:
+    """Take room for more of a body that has ``have_nbytes``, of the host's part. Errors: ``Refusal``."""
+    if have_nbytes + nbytes > MAX_BODY_NBYTES:
+        raise Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes")
+    if not limits.take(nbytes, INFERENCE, host=host):
+        raise Refusal(503, "too many requests are being read: send it again later")
 
 
 class Target(NamedTuple):

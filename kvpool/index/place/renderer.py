@@ -22,7 +22,7 @@ import msgspec
 
 from kvpool import _native
 from kvpool.errors import KVPoolError
-from kvpool.index.buffer_budget import INFERENCE, BufferBudget
+from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.endpoints import Url
 from kvpool.index.place.inference_request import RENDERED, InferenceRequest, prompt_key
 from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
@@ -86,12 +86,12 @@ _RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
 class Renderer:
     """Remembers the tokens of prompts, also those that came too late for their request.
 
-    ``tls``: for workers at https; None: with the system's authorities. ``budget``: counts replies until they are
+    ``tls``: for workers at https; None: with the system's authorities. ``limits``: counts replies until they are
     decoded; None: one of its own.
     """
 
-    def __init__(self, *, tls: ssl.SSLContext | None = None, budget: BufferBudget | None = None) -> None:
-        self._tls, self._budget = tls, budget or BufferBudget()
+    def __init__(self, *, tls: ssl.SSLContext | None = None, limits: Limits | None = None) -> None:
+        self._tls, self._limits = tls, limits or Limits()
         self._known: OrderedDict[tuple[str, bytes], Prompt] = OrderedDict()
         self._known_nbytes = 0
         self._under_way: dict[tuple[str, bytes], asyncio.Task[Prompt]] = {}
@@ -212,14 +212,14 @@ class Renderer:
                 while part := await reply.content.readany():
                     if len(packed) + len(part) > MAX_RENDERED_NBYTES:
                         raise NoTokens(f"{url} answers with more than {MAX_RENDERED_NBYTES} bytes")
-                    if not self._budget.take(len(part), INFERENCE):
+                    if not self._limits.take(len(part), INFERENCE):
                         raise NoTokens(f"there is no room for the answer of {url}")
                     packed += part
                 if len(packed) <= INLINE_NBYTES:
                     return _prompt(request, packed)
                 return await asyncio.to_thread(_prompt, request, packed)
             finally:
-                self._budget.give(len(packed), INFERENCE)
+                self._limits.give(len(packed), INFERENCE)
 
     def _set_aside(self, endpoint: str) -> None:
         """Ask it no more for ``AWAY_S``."""

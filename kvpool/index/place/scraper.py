@@ -19,10 +19,10 @@ import anyio
 import httpx
 
 from kvpool.index.fleet import Fleet
+from kvpool.index.limits import Work
 from kvpool.index.place.load import Load, LoadBoard
 from kvpool.index.place.metrics_page import BadPage, PoolCost, read_page
 from kvpool.index.resolver import Resolver
-from kvpool.index.turns import Turns
 
 INTERVAL_S = 1.0
 DEADLINE_S = 2.0  # for all of a page
@@ -56,7 +56,7 @@ class Scraper:
         self._interval_s = interval_s
         self._resolver = resolver or Resolver()
         self._parser = ThreadPoolExecutor(1, "kvpool-metrics-page")
-        self._turns = Turns(MAX_AT_A_TIME, MAX_OF_TENANT)
+        self._work = Work(MAX_AT_A_TIME, MAX_OF_TENANT)
         self._readers: dict[tuple[str, str, tuple[int, ...]], asyncio.Task[None]] = {}  # by what they read
         self._task: asyncio.Task[None] | None = None
         # trust_env: a proxy in the environment is not meant for workers next door
@@ -103,7 +103,7 @@ class Scraper:
         tenant = worker_id.partition("/")[0]
         while True:
             try:
-                async with self._turns.take(tenant):
+                async with self._work.turn(tenant):
                     await self._take(worker_id, address, ranks, costs)
             except Exception as error:  # of many kinds: of addresses, names, sockets, TLS, HTTP and pages
                 failures += 1

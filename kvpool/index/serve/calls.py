@@ -16,17 +16,19 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
-from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index import limits
+from kvpool.index.client.messages import MAX_REQUEST_NBYTES
+from kvpool.index.limits import CallMemory, Kind, Limits
 from kvpool.index.request_stats import RequestStats
-from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import Permissions, Right, TokenAuth, WrongToken
-from kvpool.index.serve.call_room import SMALL_NBYTES, CallRoom, owner_of
 from kvpool.index.serve.fields import check_fields
-from kvpool.index.serve.limiter import Limiter
 from kvpool.tracing import HEADERS, Tracing
 
 REQUEST_S = 10.0  # for the request of a call to arrive: 33 MiB at 28 Mbit/s
 LATE_S = 0.5  # after which one that is arriving needs room for the largest
+SMALL_NBYTES = 128 << 10  # a request of that size is answered at once, in the event loop
+COPIES = 2  # of a request, while it is answered
+ADVICE = "send it again later, ask for less, or raise --max-memory"
 
 logger = logging.getLogger("kvpool.index")
 
@@ -70,20 +72,17 @@ Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 class Calls:
     """Makes handlers that ask ``auth`` first who the caller is, and count refusals in ``stats``.
 
-    ``budget``: what large messages are counted in.
+    ``held``: what large messages are counted in, and how many calls are open.
 
     All handlers are of the kinds whose request is a stream to gRPC, also those of calls with one request: for the
     others gRPC receives the request, up to 33 MiB, before a handler can look at the token.
     """
 
     def __init__(
-        self, auth: TokenAuth, stats: RequestStats, budget: BufferBudget, tracing: Tracing | None = None
+        self, auth: TokenAuth, stats: RequestStats, held: Limits, tracing: Tracing | None = None
     ) -> None:
-        self.auth, self.stats, self.budget = auth, stats, budget
+        self.auth, self.stats, self.limits = auth, stats, held
         self._tracing = tracing
-        self._open_calls = limiter.of_calls()
-        self._open_streams = limiter.of_streams()
-        self._open_watches = limiter.of_watches()
         self._streams: set[asyncio.Task[None]] = set()
         self._late: set[asyncio.Task[None]] = set()  # that end a call whose request did not arrive
         self._stopping = False
@@ -101,13 +100,13 @@ class Calls:
             task.add_done_callback(lambda _: opened.close())
             try:
                 caller = self.caller(method.right, context)
-                opened.enter_context(self._open_calls.acquire(context.peer(), caller.tenants))
-                room = self.room(caller, context)
-                packed = await self.receive(name, context, room)
+                opened.enter_context(self.limits.calls(limits.CALLS, context.peer(), caller.tenants))
+                memory = self.memory(caller, context)
+                packed = await self.receive(name, context, memory)
                 with self._span(name, context):
-                    reply = await self.answer(method, packed, caller, room)
+                    reply = await self.answer(method, packed, caller, memory)
                 del packed
-                room.take_reply(len(reply) if isinstance(reply, bytes) else reply.ByteSize())
+                take_reply(memory, len(reply) if isinstance(reply, bytes) else reply.ByteSize())
                 return reply
             except grpc.aio.AbortError:  # the request came too late
                 raise
@@ -129,15 +128,21 @@ class Calls:
         caller.check(right, None)
         return caller
 
-    def room(self, caller: Permissions, context: grpc.aio.ServicerContext) -> CallRoom:
-        """For the messages of a call, to be asked for in its task."""
-        return CallRoom(self.budget, owner_of(caller, context.peer().rpartition(":")[0]))
+    def memory(self, caller: Permissions, context: grpc.aio.ServicerContext) -> CallMemory:
+        """For the large messages of a call; called in its task.
 
-    async def answer(self, method: Method, packed: bytes, caller: Permissions, room: CallRoom) -> Any:
-        """What is answered to one message of a caller that has the right. Errors: for ``explain``."""
+        Not counted are small messages, a reply that is being made, and a request that is being received, of which gRPC
+        tells no size: calls and streams are counted, and ``LATE_S`` is for slow requests.
+        """
+        return CallMemory(self.limits, owner_of(caller, context.peer().rpartition(":")[0]))
+
+    async def answer(self, method: Method, packed: bytes, caller: Permissions, memory: CallMemory) -> Any:
+        """The reply to one message of a caller that has the right. Errors: for ``explain``."""
         if len(packed) <= SMALL_NBYTES:
             return await self._answered(method, packed, caller)
-        async with room.request(len(packed)):
+        async with memory.waiting(COPIES * len(packed)) as has_room:
+            if not has_room:
+                raise KVPoolError(f"there is no room for a request of {len(packed)} bytes now: {ADVICE}")
             return await self._answered(method, packed, caller)
 
     async def _answered(self, method: Method, packed: bytes, caller: Permissions) -> Any:
@@ -171,32 +176,31 @@ class Calls:
         return serve
 
     async def receive(
-        self, name: str, context: grpc.aio.ServicerContext, room: CallRoom | None = None
+        self, name: str, context: grpc.aio.ServicerContext, memory: CallMemory | None = None
     ) -> bytes:
         """The one request of a call; the call ends when it has not come after ``REQUEST_S``.
 
-        ``room``: where it has none for the largest request, the call ends after ``LATE_S``. The read is not cancelled
-        but ended by the status: what gRPC holds of a cancelled one is never freed. Errors: ``ConfigError`` where there
-        is none.
+        ``memory``: where it has no room for the largest request, the call ends after ``LATE_S``. The status ends the
+        read: of a cancelled read gRPC never frees the buffers. Errors: ``ConfigError`` without a request.
         """
         loop = asyncio.get_running_loop()
         error = NotTaken(f"the request did not arrive within {REQUEST_S:g} s")
         timers = [loop.call_later(REQUEST_S, self._end_late, name, context, error)]
-        if room is not None:
-            timers.append(loop.call_later(LATE_S, self._check_room, name, context, room))
+        if memory is not None:
+            timers.append(loop.call_later(LATE_S, self._check_room, name, context, memory))
         try:
             packed = await context.read()
         finally:
             for timer in timers:
                 timer.cancel()
-        if room is not None:
-            room.arrived()
+        if memory is not None:
+            memory.give()
         if packed is grpc.aio.EOF:
             raise ConfigError("the call ended without a request")
         return bytes(packed)
 
-    def _check_room(self, name: str, context: grpc.aio.ServicerContext, room: CallRoom) -> None:
-        if not room.late():
+    def _check_room(self, name: str, context: grpc.aio.ServicerContext, memory: CallMemory) -> None:
+        if not memory.take(self.limits.limit_of_request_nbytes(MAX_REQUEST_NBYTES)):
             error = KVPoolError("too many requests are arriving slowly: send it again later")
             self._end_late(name, context, error)
 
@@ -215,13 +219,12 @@ class Calls:
         name: str,
         right: Right | None,
         serve: Callable[[grpc.aio.ServicerContext], Awaitable[None]],
-        limit: Limiter | None = None,
+        kind: Kind | None = None,
     ) -> Handler:
         """The handler of a call with streams: a caller without the right is refused before the first message.
 
-        ``right``: None: callers need no token, and have a limit of their own. ``limit``: None: of all streams.
+        ``right``: None: callers need no token, and have a limit of their own. ``kind``: None: of all streams.
         """
-        limit = limit or self._open_streams
 
         async def served(_: Any, context: grpc.aio.ServicerContext) -> None:
             task = asyncio.current_task()
@@ -229,10 +232,10 @@ class Calls:
             self._streams.add(task)
             try:
                 if right is None:
-                    opened = self._open_watches.acquire(context.peer(), None)
+                    opened = self.limits.calls(limits.WATCHES, context.peer(), None)
                 else:
                     caller = self.caller(right, context)
-                    opened = limit.acquire(context.peer(), caller.tenants)
+                    opened = self.limits.calls(kind or limits.STREAMS, context.peer(), caller.tenants)
                 with opened:
                     await serve(context)
             except grpc.aio.AbortError:  # a message of it was refused
@@ -281,6 +284,17 @@ async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text:
         raise
     except grpc.aio.BaseError as error:  # the caller has gone, or reads nothing
         raise asyncio.CancelledError from error
+
+
+def owner_of(caller: Permissions, host: str) -> str:
+    """Whose part a caller takes: callers of all tenants share that of their host."""
+    return host if caller.tenants is None else ",".join(sorted(caller.tenants))
+
+
+def take_reply(memory: CallMemory, nbytes: int) -> None:
+    """Before it is sent. Errors: ``KVPoolError``, at once: a reply that waits takes memory, too."""
+    if nbytes > SMALL_NBYTES and not memory.take(nbytes):
+        raise KVPoolError(f"there is no room for a reply of {nbytes} bytes now: {ADVICE}")
 
 
 def _authorization(context: grpc.aio.ServicerContext) -> str | None:

@@ -22,15 +22,15 @@ from google.protobuf.message import DecodeError
 
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
+from kvpool.index import limits
 from kvpool.index.client.tls import ServerTls
-from kvpool.index.place.placement import DESTINATION, OURS, RANK, Placement, Refusal
+from kvpool.index.limits import INFERENCE, Limits
+from kvpool.index.place.placement import DESTINATION, MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, hold
 from kvpool.index.place.placer import Placer
 from kvpool.index.serve.calls import Calls
 from kvpool.index.serve.fields import check_fields
 from kvpool.index.serve.grpc_server import open_server
 from kvpool.index.serve.health import HEALTH, Health
-from kvpool.index.serve.limiter import of_placements
-from kvpool.index.serve.placements import MAX_BODY_NBYTES, Placements
 from kvpool.tracing import HEADERS
 from kvpool.v1 import ext_proc_pb2 as pb
 
@@ -69,7 +69,7 @@ class ExtProcServer:
     def __init__(
         self,
         placer: Placer,
-        placements: Placements,
+        limits: Limits,
         calls: Calls,
         health: Health,
         *,
@@ -77,10 +77,9 @@ class ExtProcServer:
         max_connection_age_s: float = 0.0,
         max_connection_grace_s: float = 0.0,
     ) -> None:
-        self._placer, self._placements, self._tls = placer, placements, tls
+        self._placer, self._limits, self._tls = placer, limits, tls
         self._calls, self._health = calls, health
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
-        self._limiter = of_placements()
         self._server: grpc.aio.Server | None = None
 
     async def start(self, listen: str) -> int:
@@ -88,7 +87,7 @@ class ExtProcServer:
         handlers = {
             SERVICE: {
                 "Process": grpc.stream_stream_rpc_method_handler(
-                    self._calls.stream("Process", "read", self._serve, self._limiter)
+                    self._calls.stream("Process", "read", self._serve, limits.PLACEMENTS)
                 )
             },
             HEALTH: self._health.handlers(self._calls),
@@ -115,7 +114,7 @@ class ExtProcServer:
         tenant = metadata.get(TENANT, DEFAULT_TENANT)
         self._calls.caller("read", context).check("read", tenant)
         host = context.peer().rpartition(":")[0]
-        exchange = Exchange(self._placer, self._placements, tenant, host)
+        exchange = Exchange(self._placer, self._limits, tenant, host)
         try:
             while (packed := await context.read()) is not grpc.aio.EOF:
                 answering = exchange.answer(_message(packed))
@@ -132,8 +131,8 @@ class Exchange:
     Envoy's configured modes, which its first message names, determine the messages and the replies. ``host``: Envoy's.
     """
 
-    def __init__(self, placer: Placer, placements: Placements, tenant: str, host: str) -> None:
-        self._placer, self._placements = placer, placements
+    def __init__(self, placer: Placer, limits: Limits, tenant: str, host: str) -> None:
+        self._placer, self._limits = placer, limits
         self._tenant, self._host = tenant, host
         self._headers: dict[str, str] = {}
         self._headers_nbytes = 0  # that are held, with the subset
@@ -186,7 +185,7 @@ class Exchange:
         subset = _subset(message.metadata_context)
         nbytes = sum(len(name) + len(value) for name, value in headers.items())
         nbytes += _ENDPOINT_NBYTES * len(subset or ())
-        self._placements.hold(0, nbytes, self._host)
+        hold(self._limits, 0, nbytes, self._host)
         self._headers, self._subset, self._headers_nbytes = headers, subset, nbytes
         if message.request_headers.end_of_stream or self._mode not in _WITH_BODY:
             return [self._to_headers(await self._place(b""))]
@@ -199,7 +198,7 @@ class Exchange:
             if self._mode not in _WITH_BODY:
                 _warn_of(self._mode)
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
-        self._placements.hold(self._body_nbytes, len(body.body), self._host)
+        hold(self._limits, self._body_nbytes, len(body.body), self._host)
         self._body_nbytes += len(body.body)
         if self._mode == _FULL_DUPLEX:
             self._body += body.body
@@ -286,11 +285,11 @@ class Exchange:
             self._placement = None
 
     def _forget_body(self) -> None:
-        self._placements.let_go(self._body_nbytes, self._host)
+        self._limits.give(self._body_nbytes, INFERENCE, host=self._host)
         self._body, self._body_nbytes = bytearray(), 0
 
     def _forget_headers(self) -> None:
-        self._placements.let_go(self._headers_nbytes, self._host)
+        self._limits.give(self._headers_nbytes, INFERENCE, host=self._host)
         self._headers, self._subset, self._headers_nbytes = {}, None, 0
 
 

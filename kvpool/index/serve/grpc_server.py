@@ -13,7 +13,7 @@ from kvpool.index.client.tls import ServerTls
 from kvpool.index.serve.listening import open_listening
 
 # Of all calls, those among them that are being refused: what bounds the memory that calls take. Honest callers meet
-# the limits of ``limiter`` first.
+# ``Limits.calls`` first.
 MAX_CALLS = 8192
 MAX_CONNECTIONS = 4096
 MAX_CALLS_OF_CONNECTION = 256  # a caller's gRPC keeps more of them waiting

@@ -1,7 +1,7 @@
 """``HttpServer``: the status page, and ``Lookup`` and ``Route`` in JSON, for ``curl`` and for browsers.
 
 A body in JSON becomes the packed message of gRPC, by protobuf's own mapping: so bounds and rights are those of gRPC.
-It runs in the event loop of the ``IndexServer``. Messages are parsed and printed in ``_threads``, of which one tenant
+It runs in the event loop of the ``IndexServer``. Messages are parsed and printed in ``_work``, of which one tenant
 has a part at a time, with the interpreter's lock held: hence ``MAX_OBJECTS`` and ``MAX_VALUES``.
 """
 
@@ -22,16 +22,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
-from kvpool.index import bounded_json
+from kvpool.index import bounded_json, limits
 from kvpool.index.client.messages import REPLIES
 from kvpool.index.client.tls import ServerTls
-from kvpool.index.serve import limiter, status_page
+from kvpool.index.limits import CallMemory, Work
+from kvpool.index.serve import status_page
 from kvpool.index.serve.auth import EVERYTHING, Permissions, WrongToken
-from kvpool.index.serve.call_room import CallRoom, owner_of
+from kvpool.index.serve.calls import owner_of, take_reply
 from kvpool.index.serve.http_listener import JSON, HttpListener, HttpReply, HttpRequest, Refused
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
-from kvpool.index.serve.tenant_threads import TenantThreads
 
 MAX_BODY_NBYTES = 8 << 20  # 1.5 million tokens, in base64
 MAX_OBJECTS, MAX_VALUES, MAX_DEPTH = (
@@ -81,9 +81,8 @@ class HttpServer:
         status: Status | None = None,
     ) -> None:
         self._index, self._status = index, status
-        self._budget, self._stats = index.calls.budget, index.calls.stats
-        self._open_calls = limiter.of_calls()
-        self._threads = TenantThreads("kvpool-http", THREADS, THREADS_OF_OWNER)
+        self._limits, self._stats = index.calls.limits, index.calls.stats
+        self._work = Work(THREADS, THREADS_OF_OWNER, "kvpool-http")
         self._listener = HttpListener(self._application(), tls=tls, max_age_s=max_connection_age_s)
 
     async def start(self, listen: str) -> int:
@@ -93,7 +92,7 @@ class HttpServer:
     async def stop(self) -> None:
         """Take no more requests, give those under way a few seconds, and end."""
         await self._listener.stop()
-        self._threads.close()
+        self._work.close()
 
     def _application(self) -> Starlette:
         posts: dict[str, HttpCall] = {path: partial(self._call, name) for path, name in CALLS.items()}
@@ -123,7 +122,7 @@ class HttpServer:
             if request.method == "POST":
                 _check_site(request)
             owner = owner_of(caller, host)
-            with self._open_calls.acquire(f"{host}:", caller.tenants):
+            with self._limits.calls(limits.HTTP_CALLS, f"{host}:", caller.tenants):
                 await self._read(request, body, owner)
                 reply = await call(HttpRequest(bytes(body), request.query_params, host), caller)
             return Response(reply.body, reply.status, dict(reply.headers), JSON)
@@ -139,7 +138,7 @@ class HttpServer:
             return self._refuse(500, "INTERNAL", "the index failed to answer; its log says why")
         finally:
             if body:
-                self._budget.give(len(body), owner)
+                self._limits.give(len(body), owner)
 
     def _refuse(self, status: int, name: str, line: str, headers: dict[str, str] | None = None) -> Response:
         self._stats.record_refusal(name)
@@ -177,7 +176,7 @@ class HttpServer:
             if nbytes > MAX_BODY_NBYTES:
                 line = f"a request has at most {MAX_BODY_NBYTES} bytes: send hashes, or ask over gRPC"
                 refusal = Refused(413, "RESOURCE_EXHAUSTED", line)
-            elif refusal is None and not self._budget.take(len(chunk), owner):
+            elif refusal is None and not self._limits.take(len(chunk), owner):
                 line = "the index has too many requests to answer now: send it again later, or raise --max-memory"
                 refusal = Refused(503, "RESOURCE_EXHAUSTED", line)
             if refusal is None:
@@ -194,11 +193,11 @@ class HttpServer:
         """One call of gRPC."""
         method, owner = self._index.methods[name], owner_of(caller, request.host)
         caller.check(method.right, None)
-        room = CallRoom(self._budget, owner)
-        packed = await self._threads.run(owner, lambda: _pack(method.request, request.raw))
-        reply = await self._index.calls.answer(method, packed, caller, room)
-        room.take_reply(len(reply))
-        return HttpReply(await self._threads.run(owner, lambda: _print(REPLIES[name], reply)))
+        memory = CallMemory(self._limits, owner)
+        packed = await self._work.run(owner, lambda: _pack(method.request, request.raw))
+        reply = await self._index.calls.answer(method, packed, caller, memory)
+        take_reply(memory, len(reply))
+        return HttpReply(await self._work.run(owner, lambda: _print(REPLIES[name], reply)))
 
 
 def _pack(kind: Any, raw: bytes) -> bytes:

@@ -16,12 +16,12 @@ import grpc.aio
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.client.messages import MAX_REQUESTS
+from kvpool.index.limits import CallMemory
 from kvpool.index.prompt import Prompt
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import lookup_codec
 from kvpool.index.serve.auth import Permissions
-from kvpool.index.serve.call_room import CallRoom
-from kvpool.index.serve.calls import Calls, Method
+from kvpool.index.serve.calls import SMALL_NBYTES, Calls, Method, take_reply
 from kvpool.index.serve.lookup_codec import Asked
 from kvpool.v1 import index_pb2 as pb
 
@@ -42,23 +42,24 @@ class LookupCalls:
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
         """One stream."""
         self._stats.record_stream(1)
-        room = self._calls.room(self._calls.caller(self.method.right, context), context)
+        memory = self._calls.memory(self._calls.caller(self.method.right, context), context)
         try:
             while (packed := await context.read()) is not grpc.aio.EOF:
-                reply = await self._reply(packed, context, room)
+                reply = await self._reply(packed, context, memory)
                 nbytes = len(reply)
                 await context.write(reply)
-                room.give_reply(nbytes)
+                if nbytes > SMALL_NBYTES:
+                    memory.give(nbytes)
                 del packed, reply  # the next request may be long in coming
         finally:
             self._stats.record_stream(-1)
 
-    async def _reply(self, packed: bytes, context: grpc.aio.ServicerContext, room: CallRoom) -> bytes:
+    async def _reply(self, packed: bytes, context: grpc.aio.ServicerContext, memory: CallMemory) -> bytes:
         """What is to be sent, for which there is room. Errors: what ends the stream."""
         caller = self._calls.caller(self.method.right, context)
         try:
-            reply: bytes = await self._calls.answer(self.method, packed, caller, room)
-            room.take_reply(len(reply))
+            reply: bytes = await self._calls.answer(self.method, packed, caller, memory)
+            take_reply(memory, len(reply))
             return reply
         except Exception as error:
             if not (number := lookup_codec.id_of(packed)):

@@ -17,15 +17,14 @@ import msgspec
 from aiohttp import web
 
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index import bounded_json
+from kvpool.index import bounded_json, limits
 from kvpool.index.client.tls import ServerTls
+from kvpool.index.limits import Limits
 from kvpool.index.place.placement import Refusal
 from kvpool.index.place.placer import Placer
 from kvpool.index.request_stats import ProxyStats
 from kvpool.index.serve.health import Health
-from kvpool.index.serve.limiter import of_requests
 from kvpool.index.serve.listening import open_listening
-from kvpool.index.serve.placements import Placements
 from kvpool.index.serve.proxy_connection import HEAD_S, ConnectionCount, ProxyConnection, refused
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding, Reply, WorkerConnector
 from kvpool.tracing import Span, Tracing
@@ -61,7 +60,7 @@ class Proxy:
     def __init__(
         self,
         placer: Placer,
-        placements: Placements,
+        limits: Limits,
         health: Health,
         stats: ProxyStats,
         *,
@@ -71,11 +70,10 @@ class Proxy:
         response_s: float = RESPONSE_S,
         tracing: Tracing | None = None,
     ) -> None:
-        self._placer, self._placements, self._health, self._stats = placer, placements, health, stats
+        self._placer, self._limits, self._health, self._stats = placer, limits, health, stats
         self._tenant, self._tls, self._worker_tls = tenant, tls, worker_tls
         self._tracing = tracing or Tracing()
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=response_s)
-        self._limiter = of_requests()
         self._count = ConnectionCount()
         self._model_lists = ModelLists()
         self._under_way = 0
@@ -161,7 +159,7 @@ class Proxy:
         self._idle.clear()
         outcome = "gone"
         try:
-            with self._limiter.acquire(f"{request.remote}:0", None):
+            with self._limits.calls(limits.REQUESTS, f"{request.remote}:0", None):
                 forwarding = self._forwarding(request)
                 lists_models = request.path == MODELS and request.method == "GET"
                 response: web.StreamResponse
@@ -174,7 +172,7 @@ class Proxy:
         except Refusal as refusal:
             outcome = "refused"
             return refused(refusal)
-        except KVPoolError as error:  # of the limiter
+        except KVPoolError as error:  # of the limits
             outcome = "refused"
             return refused(Refusal(429, str(error)))
         finally:
@@ -186,7 +184,7 @@ class Proxy:
 
     def _forwarding(self, request: web.BaseRequest) -> Forwarding:
         assert self._session is not None
-        return Forwarding(request, self._session, self._placer, self._placements, self._stats, self._tenant)
+        return Forwarding(request, self._session, self._placer, self._limits, self._stats, self._tenant)
 
 
 class _List(msgspec.Struct):

@@ -22,11 +22,11 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.endpoints import parse_url
-from kvpool.index.place.placement import OURS, RANK, Placement, Refusal, Target
+from kvpool.index.place.placement import MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, Target, hold
 from kvpool.index.place.placer import Placer
 from kvpool.index.request_stats import ProxyStats, Retry
-from kvpool.index.serve.placements import MAX_BODY_NBYTES, Placements
 from kvpool.index.serve.proxy_connection import break_off
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ class Forwarding:
         request: web.BaseRequest,
         session: aiohttp.ClientSession,
         placer: Placer,
-        placements: Placements,
+        limits: Limits,
         stats: ProxyStats,
         tenant: str,
     ) -> None:
-        self._request, self._session, self._placer, self._placements = request, session, placer, placements
+        self._request, self._session, self._placer, self._limits = request, session, placer, limits
         self._stats, self._tenant, self._host = stats, tenant, request.remote or ""
         self._began_s = time.perf_counter()
         self._body = b""
@@ -163,11 +163,11 @@ class Forwarding:
         self._body = b"".join(parts)
 
     def _hold(self, nbytes: int) -> None:
-        self._placements.hold(self._held_nbytes, nbytes, self._host)
+        hold(self._limits, self._held_nbytes, nbytes, self._host)
         self._held_nbytes += nbytes
 
     def _forget_body(self) -> None:
-        self._placements.let_go(self._held_nbytes, self._host)
+        self._limits.give(self._held_nbytes, INFERENCE, host=self._host)
         self._body, self._held_nbytes = b"", 0
 
     # ---- to a worker

@@ -1,7 +1,7 @@
 """``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
 
 The handlers run in one event loop. What takes long is done in threads: changes of the roster in ``_threads``; in
-``_lookup_threads``, which tenants share, prompts above ``INLINE_NBYTES`` and those that cannot be answered at once
+``_lookup_work``, which tenants share, prompts above ``INLINE_NBYTES`` and those that cannot be answered at once
 (``NotAtOnce``). The native table does not hold the interpreter's lock while it works.
 
 Every call passes ``Calls``, which asks ``TokenAuth`` who the caller is.
@@ -34,6 +34,7 @@ from kvpool.index.client.messages import (
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.follow.roster import Roster
+from kvpool.index.limits import Work
 from kvpool.index.partition import merged
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizers
@@ -49,7 +50,6 @@ from kvpool.index.serve.listening import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
 from kvpool.index.serve.reflection_calls import REFLECTION, reflection_handlers
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
-from kvpool.index.serve.tenant_threads import TenantThreads
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant
 from kvpool.tracing import Tracing
@@ -109,7 +109,7 @@ class IndexServer:
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
-        self.calls = Calls(self._auth, self._stats, roster.fleet.buffers, tracing)
+        self.calls = Calls(self._auth, self._stats, roster.fleet.limits, tracing)
         self._lookups = LookupCalls(
             self.calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
         )
@@ -119,10 +119,9 @@ class IndexServer:
         self._ticker: asyncio.Task[None] | None = None
         self.health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
-        self._lookup_threads = TenantThreads("kvpool-lookup", LOOKUP_THREADS, LOOKUP_THREADS_OF_TENANT)
-        self._snapshots = SnapshotStreams(
-            take, roster.fleet.snapshot_room, self.health, self.calls, self._threads
-        )
+        self._lookup_work = Work(LOOKUP_THREADS, LOOKUP_THREADS_OF_TENANT, "kvpool-lookup")
+        packed = None if take is None else lambda: roster.fleet.packed(take)
+        self._snapshots = SnapshotStreams(packed, self.health, self.calls, self._threads)
 
     async def start(self, listen: str | None) -> int:
         """Listen on ``HOST:PORT``; port 0: any that is free; None: nowhere, the index has other doors. Returns the
@@ -140,7 +139,7 @@ class IndexServer:
         handlers = {SERVICE: self._handlers(), HEALTH: self.health.handlers(self.calls)}
         if self._auth.is_open:
             handlers[REFLECTION] = reflection_handlers(self.calls)
-        most_nbytes = self._roster.fleet.buffers.limit_of_request_nbytes(MAX_REQUEST_NBYTES)
+        most_nbytes = self._roster.fleet.limits.limit_of_request_nbytes(MAX_REQUEST_NBYTES)
         self._server, bound = open_server(
             listen,
             handlers,
@@ -180,7 +179,7 @@ class IndexServer:
             self.calls.end_streams()
             await stopped
         self._threads.shutdown()
-        self._lookup_threads.close()
+        self._lookup_work.close()
 
     async def is_serving(self) -> bool:
         """Whether its health says so."""
@@ -292,7 +291,7 @@ class IndexServer:
                 with contextlib.suppress(NotAtOnce):
                     reply, timer.matched = answer(prompt, True)
                     return reply
-            work = self._lookup_threads.run(prompt.tenant, lambda: answer(prompt, False))
+            work = self._lookup_work.run(prompt.tenant, lambda: answer(prompt, False))
             reply, timer.matched = await work
             return reply
 

@@ -16,25 +16,22 @@ from kvpool.index.serve import codec
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
 from kvpool.index.serve.calls import Calls, Method, NotTaken, NotWarm
 from kvpool.index.serve.health import Health
-from kvpool.index.snapshot import Snapshot
-from kvpool.index.snapshot_room import SnapshotRoom
 from kvpool.v1 import index_pb2 as pb
 
 CHUNK_TIMEOUT_S = 30.0  # for a caller to take one chunk
 
 
 class SnapshotStreams:
-    """``take``: a snapshot of what is known, called in ``threads``; None: there is none to be had. ``room``: for it."""
+    """``packed``: a snapshot, see ``Fleet.packed``, made in ``threads``; None: this index gives none."""
 
     def __init__(
         self,
-        take: Callable[[], Snapshot] | None,
-        room: SnapshotRoom,
+        packed: Callable[[], AbstractContextManager[list[bytes]]] | None,
         health: Health,
         calls: Calls,
         threads: Executor,
     ) -> None:
-        self._take, self._room, self._health, self._calls, self._threads = take, room, health, calls, threads
+        self._packed, self._health, self._calls, self._threads = packed, health, calls, threads
         self._taking = asyncio.Lock()
 
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
@@ -42,12 +39,12 @@ class SnapshotStreams:
         async with AsyncExitStack() as held:
 
             async def take(_: Any, __: Permissions) -> list[bytes]:
-                if self._take is None or not self._health.serves:
+                if self._packed is None or not self._health.serves:
                     raise NotWarm("this index has nothing to give: it is not warm itself")
                 if self._taking.locked():
                     raise KVPoolError("another snapshot is under way: ask later")
                 await held.enter_async_context(self._taking)
-                packed = self._room.packed(self._take)
+                packed = self._packed()
                 packing = self._threads.submit(packed.__enter__)
                 # A caller may go while it is packed.
                 held.callback(packing.add_done_callback, lambda done: _end(packed, done))

@@ -19,6 +19,7 @@ import msgspec
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
+from kvpool.index import limits
 from kvpool.index.client.messages import MAX_U32
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_follower import PoolFollower
@@ -27,7 +28,6 @@ from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.request_stats import Placed, RequestStats, Reuse
-from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
 from kvpool.index.serve.http_listener import HttpReply, HttpRequest, Refused
 from kvpool.index.serve.status_history import EVERY_S, StatusHistory
@@ -76,7 +76,6 @@ class Status:
         self._fleet, self._router, self._tokenizers = fleet, router, tokenizers
         self._stats, self._pool, self._is_serving = stats, pool, is_serving
         self._history = StatusHistory(self._sample, every_s=every_s)
-        self._limit = limiter.of_pages()
         self._thread = ThreadPoolExecutor(1, "kvpool-status")
         self._instance = uuid4().hex
         self._rows: list[WorkerRow] = []
@@ -102,7 +101,7 @@ class Status:
             raise ConfigError(f"health is one of {', '.join(HEALTHS)}, not {health!r:.40}")
         find = request.query.get("find", "")[:MAX_FIND_CHARS].casefold()
         after = request.query.get("after", "").partition("/")
-        with self._limit.acquire(f"{request.host}:", caller.tenants):
+        with self._fleet.limits.calls(limits.PAGES, f"{request.host}:", caller.tenants):
             is_serving = await self._is_serving()
 
             def answer() -> bytes:
@@ -130,7 +129,7 @@ class Status:
     async def prompt(self, request: HttpRequest, caller: Permissions) -> HttpReply:
         """Which ranks hold how much of a prompt, those with the most first. Errors: as ``Fleet.lookup``."""
         caller.check("read", None)
-        with self._limit.acquire(f"{request.host}:", caller.tenants):
+        with self._fleet.limits.calls(limits.PAGES, f"{request.host}:", caller.tenants):
             question = await self._in_thread(lambda: _decode(request))
             caller.check("read", question.tenant)
             prompt = Prompt(question.model, question.token_ids, text=question.text, tenant=question.tenant)

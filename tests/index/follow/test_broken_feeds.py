@@ -13,9 +13,9 @@ import pytest
 import zmq
 
 from kvpool.discovery.worker import Publisher
-from kvpool.index.buffer_budget import BufferBudget
 from kvpool.index.follow import subscriber as module
 from kvpool.index.follow.subscriber import Subscriber
+from kvpool.index.limits import Limits
 from tests.support.deadlines import eventually
 from tests.support.feeds import WITHIN_S, Heard, frames, misbehaving, raw_publisher, worker_of
 from tests.support.networks import Names
@@ -256,11 +256,11 @@ def test_a_publisher_that_sends_nonsense_costs_its_own_rank(
     short: None, say: Callable[[socket.socket], None], says: str
 ) -> None:
     heard = AmongOthers()
-    budget = BufferBudget(64 << 20)
+    limits = Limits(256 << 20)  # a quarter is for batches
     with (
         misbehaving() as publisher,
         raw_publisher(say) as bad,
-        closing(Subscriber(heard, budget=budget)) as feed,
+        closing(Subscriber(heard, limits=limits)) as feed,
     ):
         feed.follow(worker_of(bad, "bad"))
         assert eventually(lambda: any(says in one for one in heard.others), within_s=WITHIN_S), heard.others[
@@ -270,7 +270,7 @@ def test_a_publisher_that_sends_nonsense_costs_its_own_rank(
         feed.follow(worker_of(publisher.publisher))
         assert followed(heard, [0])
         feed.unfollow("default/bad")
-        assert eventually(lambda: budget.used_nbytes == 0, within_s=WITHIN_S)
+        assert eventually(lambda: limits.used_nbytes == 0, within_s=WITHIN_S)
 
 
 def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
@@ -301,4 +301,4 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.index.follow.dialler.CONNECT_S", 0.5)
     for name, value in (("HEARTBEAT_S", 0.3), ("SILENT_S", 1.0)):
         monkeypatch.setattr(f"kvpool.index.follow.zmtp.{name}", value)
-    monkeypatch.setattr("kvpool.index.buffer_budget.ROOM_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("kvpool.index.limits.ROOM_TIMEOUT_S", 0.5)

@@ -7,6 +7,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ from tests.support.deadlines import eventually
 from tests.support.fleets import a_worker, say
 from tests.support.wire import batch, stored
 
+Packed = Callable[[], AbstractContextManager[list[bytes]]]
 
-def taker(fleet: Fleet, life: str = "") -> Callable[[], Snapshot]:
-    return lambda: Snapshot(time.time(), life, fleet.snapshot())
+
+def packer(fleet: Fleet, life: str = "") -> Packed:
+    return lambda: fleet.packed(lambda: Snapshot(time.time(), life, fleet.snapshot()))
 
 
 def a_fleet() -> Fleet:
@@ -36,7 +39,7 @@ def test_it_is_written_again_and_again_and_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "snapshot"
     assert read(path) is None
     fleet = a_fleet()
-    file = SnapshotFile(path, taker(fleet, "1"), every_s=0.1)
+    file = SnapshotFile(path, packer(fleet, "1"), every_s=0.1)
     try:
         assert eventually(path.exists)
         first = path.stat().st_ino
@@ -56,7 +59,7 @@ def test_it_is_written_again_and_again_and_at_the_end(tmp_path: Path) -> None:
 
 
 def test_the_last_one_is_written_although_the_interval_is_long(tmp_path: Path) -> None:
-    SnapshotFile(tmp_path / "s", taker(a_fleet()), every_s=86400).close()
+    SnapshotFile(tmp_path / "s", packer(a_fleet()), every_s=86400).close()
     assert read(tmp_path / "s") is not None
 
 
@@ -64,7 +67,7 @@ def test_what_was_written_half_does_not_take_the_place_of_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "s"
-    write(path, pack(taker(a_fleet())()))
+    write(path, pack(Snapshot(time.time(), "", a_fleet().snapshot())))
     before = path.read_bytes()
 
     def full(_: int) -> None:
@@ -86,11 +89,11 @@ def test_an_outage_of_the_disk_is_said_once_and_its_end_too(
     folder = tmp_path / "folder"
     folder.mkdir()
     tries = threading.Semaphore(0)
-    take = taker(a_fleet())
+    packed = packer(a_fleet())
 
-    def counted() -> Snapshot:
+    def counted() -> AbstractContextManager[list[bytes]]:
         tries.release()
-        return take()
+        return packed()
 
     file = SnapshotFile(folder / "s", counted, every_s=0.1)
     try:
@@ -112,12 +115,12 @@ def test_an_outage_of_the_disk_is_said_once_and_its_end_too(
 def test_a_fault_of_ours_does_not_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvpool.index")
     faults = [ZeroDivisionError("first")]
-    take = taker(a_fleet())
+    packed = packer(a_fleet())
 
-    def broken() -> Snapshot:
+    def broken() -> AbstractContextManager[list[bytes]]:
         if faults:
             raise faults.pop()
-        return take()
+        return packed()
 
     file = SnapshotFile(tmp_path / "s", broken, every_s=0.1)
     try:
@@ -165,7 +168,7 @@ def test_it_is_never_written_or_read_through_a_symbolic_link(tmp_path: Path) -> 
     with pytest.raises(SnapshotRefused, match="cannot be read: it is a symbolic link"):
         read(path)
     with pytest.raises(ConfigError, match="this is a symbolic link: name the file itself"):
-        SnapshotFile(path, taker(a_fleet()))
+        SnapshotFile(path, packer(a_fleet()))
     write(path, [b"a"])  # one that was put there while the index ran
     assert target.read_bytes() == b"of another program"
     assert not path.is_symlink()
@@ -193,6 +196,6 @@ def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "folder", tmp_path / "s" / "x"):
         (tmp_path / "s").touch()
         with pytest.raises(ConfigError, match="name a file in a folder that is there"):
-            SnapshotFile(path, taker(a_fleet()))
+            SnapshotFile(path, packer(a_fleet()))
     with pytest.raises(ConfigError, match=r"every 0\.1 to 86400 seconds"):
-        SnapshotFile(tmp_path / "t", taker(a_fleet()), every_s=0)
+        SnapshotFile(tmp_path / "t", packer(a_fleet()), every_s=0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index.limits import Limits
 from kvpool.index.place import renderer
 from kvpool.index.place.endpoints import Url, parse_url
 from kvpool.index.place.inference_request import read_request
@@ -117,31 +117,31 @@ def test_a_large_answer_is_decoded_in_a_thread(
 
     monkeypatch.setattr(renderer, "_prompt", seen)
     made = [0, (1 << 32) - 1, *range(count)]
-    budget = BufferBudget()
+    limits = Limits()
     with scripted("a") as (a,):
         a.render = lambda _: made
 
         async def body(rendering: Renderer) -> None:
             assert await tokens_of(rendering, "x", a) == made
 
-        run(body, budget=budget)
+        run(body, limits=limits)
     assert [thread is threading.main_thread() for thread in threads] == [in_loop]
-    assert budget.used_nbytes == 0
+    assert limits.used_nbytes == 0
 
 
 def test_an_answer_for_which_there_is_no_room_is_not_read() -> None:
-    budget = BufferBudget(100_000)
+    limits = Limits(400_000)  # a quarter is for answers
     with scripted("a") as (a,):
         a.render = lambda _: [0] * 100_000
 
         async def body(rendering: Renderer) -> None:
             with pytest.raises(NoTokens, match="there is no room for the answer"):
                 await tokens_of(rendering, "x", a)
-            assert budget.used_nbytes == 0
+            assert limits.used_nbytes == 0
             a.render = lambda _: [1, 2]
             assert await tokens_of(rendering, "y", a) == [1, 2]
 
-        run(body, budget=budget)
+        run(body, limits=limits)
 
 
 @pytest.mark.parametrize("made", [[1 << 32], [-1], [1.5], ["1"], [[1]], None, {}])

@@ -17,15 +17,15 @@ import pytest
 from kvpool import IndexClient, IndexUnavailable
 from kvpool.discovery.worker import Publisher
 from kvpool.errors import SnapshotRefused
-from kvpool.index.buffer_budget import BufferBudget
+from kvpool.index import limits
 from kvpool.index.client.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file
 from kvpool.index.follow.snapshot_file import SnapshotFile
-from kvpool.index.serve import call_room, calls, limiter
+from kvpool.index.limits import PACK_BLOCK_NBYTES
+from kvpool.index.serve import calls
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.snapshot import Snapshot
-from kvpool.index.snapshot_room import PACK_BLOCK_NBYTES
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
@@ -146,7 +146,7 @@ def test_a_large_request_waits_for_room_and_no_longer_than_that(
     served: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, tokens = served
-    budget, request = index.fleet.buffers, lookup_of(1 << 15)  # 256 KiB
+    budget, request = index.fleet.limits, lookup_of(1 << 15)  # 256 KiB
     used = budget.used_nbytes
     entered, go_on = threading.Event(), threading.Event()
     ask = index.fleet.ask
@@ -158,14 +158,14 @@ def test_a_large_request_waits_for_room_and_no_longer_than_that(
 
     monkeypatch.setattr(index.fleet, "ask", slow)
     monkeypatch.setattr(budget, "limit_nbytes", 2 * (used + 700_000))  # half for one tenant: one of two
-    monkeypatch.setattr("kvpool.index.buffer_budget.ROOM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvpool.index.limits.ROOM_TIMEOUT_S", 0.2)
     with grpc.insecure_channel(index.target) as channel, ThreadPoolExecutor(2) as threads:
         method = channel.unary_unary(f"/{SERVICE}/Lookup")
         first = threads.submit(outcome, method, request, metadata=bearer(tokens["a"]))
         assert entered.wait(WAIT_S)
         says = "RESOURCE_EXHAUSTED: there is no room for a request of 262156 bytes now: send it again later"
         assert outcome(method, request, metadata=bearer(tokens["a"])).startswith(says)
-        monkeypatch.setattr("kvpool.index.buffer_budget.ROOM_TIMEOUT_S", WAIT_S)
+        monkeypatch.setattr("kvpool.index.limits.ROOM_TIMEOUT_S", WAIT_S)
         second = threads.submit(outcome, method, request, metadata=bearer(tokens["a"]))
         go_on.set()
         assert (first.result(), second.result()) == ("OK", "OK")
@@ -177,7 +177,7 @@ def test_replies_that_are_not_read_are_counted_until_their_call_ends(
     served: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     index, tokens = served
-    budget = index.fleet.buffers
+    budget = index.fleet.limits
     used = budget.used_nbytes
     small = lookup_of(1)
     one = pb.LookupRequest.FromString(small)
@@ -185,7 +185,7 @@ def test_replies_that_are_not_read_are_counted_until_their_call_ends(
     with grpc.insecure_channel(index.target) as channel:
         method = channel.unary_unary(f"/{SERVICE}/Lookup")
         nbytes = len(method(request, metadata=bearer(tokens["a"]), timeout=WAIT_S))
-    assert nbytes > call_room.SMALL_NBYTES
+    assert nbytes > calls.SMALL_NBYTES
     assert eventually(lambda: budget.used_nbytes == used)
     monkeypatch.setattr(budget, "limit_nbytes", used + 7 * nbytes)  # half for a: it has half of what is used
     with grpc.insecure_channel(index.target, options=RESERVED) as channel:
@@ -209,7 +209,7 @@ def test_replies_that_are_not_read_are_counted_until_their_call_ends(
 
 
 def test_an_unread_reply_keeps_its_call_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limiter, "MAX_CALLS_OF_TENANT", 2)
+    monkeypatch.setattr(limits, "CALLS", limits.CALLS._replace(of_tenant=2))
     one = pb.LookupRequest.FromString(lookup_of(1))
     request = pb.LookupRequest(requests=[one] * 256).SerializeToString()
     with (
@@ -239,7 +239,7 @@ def test_requests_that_arrive_slowly_take_room(
     monkeypatch.setattr(calls, "LATE_S", 0.2)
     monkeypatch.setattr(calls, "REQUEST_S", 3.0)
     index, tokens = served
-    budget = index.fleet.buffers
+    budget = index.fleet.limits
     used, largest = budget.used_nbytes, budget.limit_of_request_nbytes(MAX_REQUEST_NBYTES)
     assert largest * 2 > budget.limit_of_owner_nbytes - used // 2, "one fits"
     metadata = bearer(tokens["a"])
@@ -280,12 +280,11 @@ def test_a_snapshot_is_counted_and_refused_where_there_is_no_room(
     served: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, tokens = served
-    budget = index.fleet.buffers
+    budget = index.fleet.limits
     used = budget.used_nbytes
     wanted = PACK_BLOCK_NBYTES * index.fleet.totals().blocks
-    room = index.fleet.snapshot_room
-    assert room.tables_nbytes == 48 * MiB
-    monkeypatch.setattr(room, "tables_nbytes", 0)
+    assert budget.tables_nbytes == 48 * MiB
+    monkeypatch.setattr(budget, "tables_nbytes", 0)
     with IndexClient(index.target, WAIT_S, token=tokens["root"]) as client:
         assert len(client.snapshot()) > 2 * 999 * 8
         assert eventually(lambda: budget.used_nbytes == used)
@@ -297,7 +296,7 @@ def test_a_snapshot_is_counted_and_refused_where_there_is_no_room(
         monkeypatch.setattr(budget, "limit_nbytes", used + wanted)
         assert client.snapshot()
         monkeypatch.setattr(budget, "limit_nbytes", used)
-        monkeypatch.setattr(room, "tables_nbytes", index.fleet.totals().memory_nbytes + wanted)
+        monkeypatch.setattr(budget, "tables_nbytes", index.fleet.totals().memory_nbytes + wanted)
         assert client.snapshot(), "tables leave enough of theirs"
         assert eventually(lambda: budget.used_nbytes == used)
 
@@ -308,20 +307,20 @@ def test_a_file_for_which_there_is_no_room_stays_as_it_was(
 ) -> None:  # fmt: skip
     caplog.set_level(logging.WARNING, "kvpool.index")
     fleet, path = served[0].fleet, tmp_path / "snapshot"
-    used = fleet.buffers.used_nbytes
+    used = fleet.limits.used_nbytes
 
     def write() -> None:
-        SnapshotFile(path, lambda: Snapshot(1.0, "", fleet.snapshot()), room=fleet.snapshot_room).close()
+        SnapshotFile(path, lambda: fleet.packed(lambda: Snapshot(1.0, "", fleet.snapshot()))).close()
 
     write()
     before = path.read_bytes()
-    assert fleet.buffers.used_nbytes == used
-    monkeypatch.setattr(fleet.buffers, "limit_nbytes", used)
-    monkeypatch.setattr(fleet.snapshot_room, "tables_nbytes", 0)
+    assert fleet.limits.used_nbytes == used
+    monkeypatch.setattr(fleet.limits, "limit_nbytes", used)
+    monkeypatch.setattr(fleet.limits, "tables_nbytes", 0)
     write()
     assert path.read_bytes() == before
     assert "there is no room for a snapshot" in caplog.text
-    assert fleet.buffers.used_nbytes == used
+    assert fleet.limits.used_nbytes == used
 
 
 def test_a_snapshot_that_is_too_large_is_not_read(
@@ -336,15 +335,5 @@ def test_a_snapshot_that_is_too_large_is_not_read(
     with pytest.raises(SnapshotRefused, match="raise --max-memory to read it"):
         snapshot_file.read(tmp_path / "snapshot", max_nbytes=len(packed) - 1)
     limited = Fleet(max_memory_nbytes=7 * MiB)
-    assert limited.snapshot_room.max_read_nbytes == MiB
-    assert Fleet().snapshot_room.max_read_nbytes > 1 << 35
-
-
-def test_what_could_be_done_without_leaves_room() -> None:
-    budget = BufferBudget(1000)
-    assert budget.take(250, "a", optional=True)
-    assert not budget.take(1, "a", optional=True)
-    assert budget.take(250, "a")
-    assert not budget.take(1, "a")
-    assert not budget.take(1, "b", optional=True), "half of all is taken"
-    assert budget.take(500, "b")
+    assert limited.limits.max_snapshot_nbytes == MiB
+    assert Fleet().limits.max_snapshot_nbytes > 1 << 35

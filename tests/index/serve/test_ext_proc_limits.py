@@ -11,11 +11,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvpool.index.buffer_budget import BufferBudget
-from kvpool.index.place.placement import Refusal
+from kvpool.index.limits import INFERENCE, PLACEMENTS, Limits
+from kvpool.index.place.placement import Refusal, hold
 from kvpool.index.request_stats import RequestStats
-from kvpool.index.serve import ext_proc, limiter
-from kvpool.index.serve.placements import Placements
+from kvpool.index.serve import ext_proc
 from kvpool.v1 import ext_proc_pb2 as pb
 from tests.support.deadlines import eventually
 from tests.support.ext_proc import (
@@ -135,7 +134,7 @@ def test_headers_that_are_held_are_counted_and_only_those_that_matter() -> None:
 
 def test_headers_for_which_there_is_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with picking("a") as index, calling(index) as channel:
-        monkeypatch.setattr(index.fleet.buffers, "limit_nbytes", 100_000)
+        monkeypatch.setattr(index.fleet.limits, "limit_nbytes", 100_000)
         reply = Call(channel).ask(headers(sent=[("authorization", "a" * 50_000)]))
         assert reply.immediate_response.status.code == 503
         hint = headers()
@@ -166,32 +165,31 @@ def test_a_body_is_not_kept_for_as_long_as_its_response_lasts() -> None:
 
 
 def test_a_host_leaves_room_for_the_bodies_of_others() -> None:
-    budget = BufferBudget(800)  # half of it for all bodies
-    held = Placements(budget)
-    held.hold(0, 300, "one")
+    limits = Limits(3200)  # an eighth of it for all bodies
+    hold(limits, 0, 300, "one")
     with pytest.raises(Refusal, match="too many requests are being read"):
-        held.hold(300, 1, "one")
-    held.hold(0, 100, "two")
+        hold(limits, 300, 1, "one")
+    hold(limits, 0, 100, "two")
     with pytest.raises(Refusal, match="too many requests are being read"):
-        held.hold(0, 1, "three")
-    held.let_go(300, "one")
-    held.hold(0, 200, "two")
-    held.let_go(300, "two")
-    assert (held.held_nbytes, budget.used_nbytes, dict(held._held_by)) == (0, 0, {})
+        hold(limits, 0, 1, "three")
+    limits.give(300, INFERENCE, host="one")
+    hold(limits, 0, 200, "two")
+    limits.give(300, INFERENCE, host="two")
+    assert (limits.used_nbytes, dict(limits._used_by)) == (0, {})
 
 
 # ---- calls, and connections
 
 
 def test_a_host_leaves_calls_for_others_and_one_proxy_has_as_many_as_before() -> None:
-    counted = limiter.of_placements()
-    assert limiter.MAX_PLACEMENTS_OF_HOST == 4096
-    entered = [counted.acquire(f"ipv4:10.0.0.1:{port}", None) for port in range(4096)]
+    limits = Limits()
+    assert PLACEMENTS.of_host == 4096
+    entered = [limits.calls(PLACEMENTS, f"ipv4:10.0.0.1:{port}", None) for port in range(4096)]
     for one in entered:
         one.__enter__()
     with pytest.raises(Exception, match="4096 requests are open from this host"):
-        counted.acquire("ipv4:10.0.0.1:9", None).__enter__()
-    with counted.acquire("ipv4:10.0.0.2:9", None):
+        limits.calls(PLACEMENTS, "ipv4:10.0.0.1:9", None).__enter__()
+    with limits.calls(PLACEMENTS, "ipv4:10.0.0.2:9", None):
         pass
     for one in entered:
         one.__exit__(None, None, None)

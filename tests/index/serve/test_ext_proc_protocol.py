@@ -13,9 +13,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from kvpool import BlockHasher
+from kvpool.index import limits
 from kvpool.index.fleet import Fleet
+from kvpool.index.place import placement
 from kvpool.index.resolver import Resolver, Unresolved
-from kvpool.index.serve import ext_proc, limiter, placements
+from kvpool.index.serve import ext_proc
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.v1 import ext_proc_pb2 as pb
 from tests.support.credentials import Authority, write_tokens
@@ -210,10 +212,10 @@ def test_without_the_body_a_request_is_placed_by_load(mode: int) -> None:
 
 
 def test_bodies_have_a_limit_each_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placements, "MAX_BODY_NBYTES", 100_000)
+    monkeypatch.setattr(placement, "MAX_BODY_NBYTES", 100_000)
     with picking("a") as index, calling(index) as channel:
         # Half for all bodies, and three quarters of that for those of one host.
-        monkeypatch.setattr(index.fleet.buffers, "limit_nbytes", 402_000)
+        monkeypatch.setattr(index.fleet.limits, "limit_nbytes", 402_000)
         call = Call(channel)
         call.say(headers(DUPLEX), body(bytes(60_000), end=False), body(bytes(60_000), end=False))
         refused = next(call._replies).immediate_response
@@ -328,7 +330,7 @@ def test_an_index_that_knows_no_worker_yet_lets_the_proxy_choose() -> None:
 
 
 def test_more_requests_than_may_be_under_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limiter, "MAX_PLACEMENTS_OF_HOST", 3)
+    monkeypatch.setattr(limits, "PLACEMENTS", limits.PLACEMENTS._replace(of_host=3))
     with picking("a") as index, calling(index) as channel:
         held = [Call(channel) for _ in range(3)]
         for one in held:

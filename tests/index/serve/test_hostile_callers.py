@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2
 
 from kvpool import AsyncIndexClient, IndexClient
 from kvpool.errors import MalformedEvents
-from kvpool.index import Publisher
+from kvpool.index import Publisher, limits
 from kvpool.index.client.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.fleet import Fleet
-from kvpool.index.serve import calls, limiter
+from kvpool.index.serve import calls
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.service import INLINE_NBYTES
 from kvpool.v1 import index_pb2 as pb
@@ -158,7 +158,7 @@ def test_a_request_that_does_not_arrive_ends_its_call(
     guarded: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "REQUEST_S", 0.5)
-    monkeypatch.setattr(limiter, "MAX_CALLS_OF_TENANT", 2)
+    monkeypatch.setattr(limits, "CALLS", limits.CALLS._replace(of_tenant=2))
     served, tokens = guarded
     metadata = (("authorization", f"Bearer {tokens['a']}"),)
 
@@ -209,13 +209,11 @@ async def _is_refused(call: Any, request: bytes) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("limit", "method"), [("MAX_CALLS_OF_TENANT", "Lookup"), ("MAX_STREAMS_OF_TENANT", "LookupStream")]
-)
+@pytest.mark.parametrize(("limit", "method"), [("CALLS", "Lookup"), ("STREAMS", "LookupStream")])
 def test_a_tenant_takes_no_calls_and_streams_from_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, method: str
 ) -> None:
-    monkeypatch.setattr(limiter, limit, 2)
+    monkeypatch.setattr(limits, limit, getattr(limits, limit)._replace(of_tenant=2))
     path = tmp_path / "tokens.toml"
     tokens = write_tokens(path, a=(["read"], ["a"]), b=(["read"], ["b"]), c=(["read"], ["*"]))
 

@@ -27,6 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, IndexClient
+from kvpool.index import limits
 from kvpool.index.client.messages import REPLIES, SERVICE
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
@@ -34,7 +35,6 @@ from kvpool.index.follow.roster import Roster
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import http as http_module
 from kvpool.index.serve import http_listener as listener_module
-from kvpool.index.serve import limiter
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.service import IndexServer
@@ -329,7 +329,7 @@ def test_a_body_that_is_too_large(served: Served, monkeypatch: pytest.MonkeyPatc
 
 def test_bodies_in_memory_are_bounded_and_given_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     request = json.dumps(ASKED).encode()
-    buffers = served.fleet.buffers
+    buffers = served.fleet.limits
     monkeypatch.setattr(buffers, "limit_nbytes", buffers.used_nbytes + len(request) + 50)
     with asking(served.http) as client, slowly(served, b"[" * 100) as held:
         assert eventually(lambda: client.call("POST", "/v1/lookup", request)[0] == 503)
@@ -342,7 +342,7 @@ def test_a_body_sent_to_health_takes_no_memory_of_others(
     served: Served, monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
     """It takes no token: two hosts that sent bodies there had all that is held beside the tables."""
-    buffers = served.fleet.buffers
+    buffers = served.fleet.limits
     taken: list[int] = []
     take = buffers.take
     monkeypatch.setattr(buffers, "take", lambda nbytes, owner: (taken.append(nbytes), take(nbytes, owner))[1])
@@ -478,7 +478,7 @@ def test_a_connection_of_some_age_is_ended_after_an_answer() -> None:
 
 
 def test_calls_of_one_tenant_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limiter, "MAX_CALLS_OF_TENANT", 1)
+    monkeypatch.setattr(limits, "HTTP_CALLS", limits.HTTP_CALLS._replace(of_tenant=1))
     tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), b=(["read"], ["b"]))
     fleet = Fleet()
     for tenant in ("a", "b"):

@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 
 from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
+from kvpool.index import limits
 from kvpool.index.client.messages import SERVICE
 from kvpool.index.fleet import Fleet
 from kvpool.index.request_stats import RequestStats
-from kvpool.index.serve import limiter
 from kvpool.v1 import index_pb2 as pb
 from tests.support.deadlines import eventually
 from tests.support.fleets import a_worker, serving
@@ -36,14 +36,14 @@ def a_fleet(workers: int = 1) -> Fleet:
 @pytest.mark.parametrize(
     ("limit", "says"),
     [
-        ("MAX_CALLS_OF_HOST", "2 calls are open from this host"),
-        ("MAX_CALLS", "2 calls are open on this index"),
+        ("of_host", "2 calls are open from this host"),
+        ("total", "2 calls are open on this index"),
     ],
 )
 def test_calls_above_the_limit_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, limit: str, says: str
 ) -> None:
-    monkeypatch.setattr(limiter, limit, 2)
+    monkeypatch.setattr(limits, "CALLS", limits.CALLS._replace(**{limit: 2}))
     fleet = a_fleet()
     entered, go_on = threading.Semaphore(0), threading.Event()
     ask = fleet.ask
@@ -85,14 +85,14 @@ def _is_answered(client: IndexClient) -> bool:
 @pytest.mark.parametrize(
     ("limit", "says"),
     [
-        ("MAX_STREAMS_OF_HOST", "2 streams are open from this host"),
-        ("MAX_STREAMS", "2 streams are open on this index"),
+        ("of_host", "2 streams are open from this host"),
+        ("total", "2 streams are open on this index"),
     ],
 )
 def test_streams_above_the_limit_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, limit: str, says: str
 ) -> None:
-    monkeypatch.setattr(limiter, limit, 2)
+    monkeypatch.setattr(limits, "STREAMS", limits.STREAMS._replace(**{limit: 2}))
 
     async def run(target: str) -> None:
         async with AsyncIndexClient(target, WAIT_S) as client:

@@ -26,9 +26,11 @@ import aiohttp
 import pytest
 
 from kvpool import BlockHasher, Load
+from kvpool.index import limits
 from kvpool.index.client.tls import ServerTls, trusting
+from kvpool.index.place import placement
 from kvpool.index.request_stats import RequestStats
-from kvpool.index.serve import limiter, placements, proxy_connection, proxy_forwarding
+from kvpool.index.serve import proxy_connection, proxy_forwarding
 from kvpool.index.serve.metrics import Exporter
 from tests.support.credentials import Authority
 from tests.support.deadlines import eventually
@@ -280,7 +282,7 @@ def test_a_client_may_wait_until_its_body_is_wanted(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placements, "MAX_BODY_NBYTES", 1000)
+    monkeypatch.setattr(placement, "MAX_BODY_NBYTES", 1000)
     monkeypatch.setattr(proxy_forwarding, "MAX_BODY_NBYTES", 1000)
     with proxy_cluster("a") as there:
         assert post(there.url, b"x" * 1000).status == 200
@@ -294,7 +296,7 @@ def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert client.getresponse().status == 413
         client.close()
-        buffers = there.index.fleet.buffers
+        buffers = there.index.fleet.limits
         monkeypatch.setattr(buffers, "limit_nbytes", buffers.used_nbytes + 999)
         assert post(there.url, b"x" * 1000).status == 503
         assert eventually(there.ends)
@@ -558,7 +560,7 @@ def test_what_is_no_request_is_refused_in_the_same_form() -> None:
 
 
 def test_one_host_has_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limiter, "MAX_REQUESTS_OF_HOST", 2)
+    monkeypatch.setattr(limits, "REQUESTS", limits.REQUESTS._replace(of_host=2))
     with proxy_cluster("a") as there, ThreadPoolExecutor(2) as callers:
         there.workers["a"].hold.clear()
         asked = [callers.submit(post, there.url, ASKED) for _ in range(2)]
@@ -573,7 +575,7 @@ def test_one_host_has_no_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_bodies_of_one_host_leave_room_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     with proxy_cluster("a") as there, there.connect() as slow:
-        buffers = there.index.fleet.buffers
+        buffers = there.index.fleet.limits
         monkeypatch.setattr(
             buffers, "limit_nbytes", 160_000
         )  # half of it for bodies, and three quarters of that

@@ -20,12 +20,13 @@ import pytest
 from kvpool import BlockHasher
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import Publisher
+from kvpool.index import limits
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.load import Load
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
 from kvpool.index.request_stats import Matched, RequestStats
-from kvpool.index.serve import limiter, status, status_page
+from kvpool.index.serve import status, status_page
 from kvpool.index.serve.auth import TokenAuth
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
@@ -374,8 +375,7 @@ def test_who_asks_too_often_is_refused_and_others_are_not(
 
     monkeypatch.setattr(status, "rows_of", slowly)
     connections = [
-        http.client.HTTPConnection(served.http, timeout=WAIT_S)
-        for _ in range(limiter.MAX_PAGES_OF_TENANT + 3)
+        http.client.HTTPConnection(served.http, timeout=WAIT_S) for _ in range(limits.PAGES.of_tenant + 3)
     ]
     try:
         for connection in connections:
@@ -386,7 +386,7 @@ def test_who_asks_too_often_is_refused_and_others_are_not(
         replies = [connection.getresponse() for connection in connections]
         codes = [reply.status for reply in replies]
         assert codes.count(429) == 3, codes
-        assert codes.count(200) == limiter.MAX_PAGES_OF_TENANT
+        assert codes.count(200) == limits.PAGES.of_tenant
         refused = next(reply for reply in replies if reply.status == 429)
         assert "status pages" in json.loads(refused.read())["error"]
     finally:

@@ -1,26 +1,32 @@
-"""Threads that tenants share."""
+"""What owners share: threads, and memory."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from kvpool.index.serve.tenant_threads import TenantThreads
+from kvpool.index.limits import Limits, Work
 
 WAIT_S = 60
 
 
 @pytest.fixture
-def threads() -> Iterator[TenantThreads]:
-    one = TenantThreads("test", 3, 2)
+def shared() -> Iterator[Work]:
+    one = Work(3, 2, "test")
     yield one
     one.close()
 
 
-def test_a_tenant_takes_no_more_than_its_part(threads: TenantThreads) -> None:
+def is_forgotten(shared: Work) -> bool:
+    gc.collect()  # of tracebacks
+    return not shared._owners
+
+
+def test_a_tenant_takes_no_more_than_its_part(shared: Work) -> None:
     ends, begun = threading.Event(), threading.Semaphore(0)
 
     def work() -> str:
@@ -30,21 +36,21 @@ def test_a_tenant_takes_no_more_than_its_part(threads: TenantThreads) -> None:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        asked = [loop.create_task(threads.run("a", work)) for _ in range(50)]
+        asked = [loop.create_task(shared.run("a", work)) for _ in range(50)]
         for _ in range(2):
             assert await loop.run_in_executor(None, begun.acquire, True, WAIT_S)
         for tenant in ("b", "c"):
-            assert await asyncio.wait_for(threads.run(tenant, lambda: "free"), WAIT_S) == "free"
+            assert await asyncio.wait_for(shared.run(tenant, lambda: "free"), WAIT_S) == "free"
         assert not begun.acquire(blocking=False)
         assert not any(task.done() for task in asked)
         ends.set()
         assert await asyncio.wait_for(asyncio.gather(*asked), WAIT_S) == ["done"] * 50
 
     asyncio.run(run())
-    assert not threads._parts, "nothing is kept of tenants that ask nothing"
+    assert is_forgotten(shared), "nothing is kept of tenants without work"
 
 
-def test_a_caller_that_gives_up_frees_no_thread(threads: TenantThreads) -> None:
+def test_a_caller_that_gives_up_frees_no_thread(shared: Work) -> None:
     ends, begun = threading.Event(), threading.Semaphore(0)
 
     def work() -> None:
@@ -53,30 +59,40 @@ def test_a_caller_that_gives_up_frees_no_thread(threads: TenantThreads) -> None:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        asked = [loop.create_task(threads.run("a", work)) for _ in range(3)]
+        asked = [loop.create_task(shared.run("a", work)) for _ in range(3)]
         for _ in range(2):
             assert await loop.run_in_executor(None, begun.acquire, True, WAIT_S)
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        last = loop.create_task(threads.run("a", begun.release))
-        assert await asyncio.wait_for(threads.run("b", lambda: "b"), WAIT_S) == "b"
+        last = loop.create_task(shared.run("a", begun.release))
+        assert await asyncio.wait_for(shared.run("b", lambda: "b"), WAIT_S) == "b"
         assert not last.done()
         ends.set()
         await asyncio.wait_for(last, WAIT_S)
 
     asyncio.run(run())
-    assert not threads._parts
+    assert is_forgotten(shared)
 
 
-def test_what_fails_says_so_and_frees_its_thread(threads: TenantThreads) -> None:
+def test_what_fails_says_so_and_frees_its_thread(shared: Work) -> None:
     def work() -> None:
         raise ZeroDivisionError
 
     async def run() -> None:
         for _ in range(5):
             with pytest.raises(ZeroDivisionError):
-                await asyncio.wait_for(threads.run("a", work), WAIT_S)
+                await asyncio.wait_for(shared.run("a", work), WAIT_S)
 
     asyncio.run(run())
-    assert not threads._parts
+    assert is_forgotten(shared)
+
+
+def test_optional_bytes_leave_half_of_the_room() -> None:
+    limits = Limits(4000)  # a quarter is for what is not a table
+    assert limits.take(250, "a", optional=True)
+    assert not limits.take(1, "a", optional=True)
+    assert limits.take(250, "a")
+    assert not limits.take(1, "a")
+    assert not limits.take(1, "b", optional=True), "half of all is taken"
+    assert limits.take(500, "b")
