@@ -53,8 +53,8 @@ class SnapshotStreams:
             method = Method(pb.SnapshotRequest, "admin", lambda _: ALL_TENANTS, take)
             request = await self._calls.receive("Snapshot", context)
             caller = self._calls.caller(method.right, context)
-            room = self._calls.room(caller, context)
-            for part in await self._calls.answer(method, request, caller, room):
+            memory = self._calls.memory(caller, context)
+            for part in await self._calls.answer(method, request, caller, memory):
                 for at in range(0, len(part), codec.CHUNK_NBYTES):
                     chunk = pb.SnapshotChunk(data=part[at : at + codec.CHUNK_NBYTES]).SerializeToString()
                     try:
