@@ -39,7 +39,6 @@ _SECRET_PARAMETER = re.compile(
     r"([?&;](?:[^=&;?]*(?:pass|secret|token|auth|cred)[^=&;?]*)=)[^&;#]*", re.IGNORECASE
 )
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
-_NO_CREDENTIALS = ("file:///", "memory://")
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
@@ -122,7 +121,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def redact(url: str) -> str:
     """``url`` without its secrets, fit for a log: passwords and secret-looking parameters become ``***``."""
-    if url.startswith(_NO_CREDENTIALS):
+    if url.startswith("file:///"):
         return url
     match = _USERINFO.match(url)
     if match is not None:

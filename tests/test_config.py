@@ -42,7 +42,7 @@ def test_defaults() -> None:
 
 def test_every_field_from_the_dict() -> None:
     given = {
-        "pool": "memory://", "tenant": "team_a", "model_id": "m", "lookup_timeout_s": 60, "max_load_s": 1.5,
+        "pool": "file:///pool", "tenant": "team_a", "model_id": "m", "lookup_timeout_s": 60, "max_load_s": 1.5,
         "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
         "store_policy": "write_through", "min_requests_to_store": 2, "blocks_per_record": 4, "store_decode": False,
@@ -58,7 +58,7 @@ def test_every_field_from_the_environment() -> None:
     config = PoolConfig.load(
         None,
         {
-            "KVPOOL_POOL": "memory://", "KVPOOL_TENANT": "7", "KVPOOL_MODEL_ID": "8",
+            "KVPOOL_POOL": "file:///pool", "KVPOOL_TENANT": "7", "KVPOOL_MODEL_ID": "8",
             "KVPOOL_LOOKUP_TIMEOUT_S": "0.25",
             "KVPOOL_MAX_LOAD_S": "3", "KVPOOL_STAGING_NBYTES": "64 MiB",
             "KVPOOL_MAX_STORE_NBYTES_PER_S": "1000000",
@@ -71,7 +71,7 @@ def test_every_field_from_the_environment() -> None:
         },
     )  # fmt: skip
     assert config.model_dump() == {
-        "pool": "memory://", "tenant": "7", "model_id": "8", "lookup_timeout_s": 0.25, "max_load_s": 3.0,
+        "pool": "file:///pool", "tenant": "7", "model_id": "8", "lookup_timeout_s": 0.25, "max_load_s": 3.0,
         "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
         "store_policy": "write_back", "min_requests_to_store": 2, "blocks_per_record": 1, "store_decode": False,
@@ -89,8 +89,8 @@ def test_every_field_from_the_environment() -> None:
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVPOOL_CONFIG", raising=False)
-    monkeypatch.setenv("KVPOOL_POOL", "memory://")
-    assert PoolConfig.load().pool == "memory://"
+    monkeypatch.setenv("KVPOOL_POOL", "file:///pool")
+    assert PoolConfig.load().pool == "file:///pool"
     monkeypatch.setenv("PYTHONHASHSEED", "17")
     assert hash_seed() == "17"
     assert hash_seed({}) is None
@@ -113,7 +113,7 @@ def test_the_dict_wins_over_the_environment_and_that_over_the_file(tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('pol = "memory://"', 'unknown setting "pol"; did you mean "pool"?'),
+        ('pol = "file:///pool"', 'unknown setting "pol"; did you mean "pool"?'),
         ("threads = 0", 'setting "threads": should be greater than or equal to 1, got 0'),
         ("threads = ", "not TOML: "),
         ("[kvpool]\nthreads = 2", 'unknown setting "kvpool"'),
@@ -328,7 +328,6 @@ def test_a_password_is_never_shown() -> None:
     ("url", "shown"),
     [
         ("file:///a@b:c", "file:///a@b:c"),
-        ("memory://", "memory://"),
         ("valkey://host:1/0?client=native", "valkey://host:1/0?client=native"),
         ("valkey://user:pw@host", "valkey://user:***@host"),
         ("valkey://:pw@host", "valkey://:***@host"),

@@ -52,7 +52,7 @@ class CallsMeasured:
 
 
 def measure_calls(arena: Arena, *, blocks: int | None, trace: Path | None) -> CallsMeasured:
-    """Store and load blocks through a pool in this process under the profiler; ``trace``: where to put what it saw.
+    """Store and load blocks through a pool in a directory under the profiler; ``trace``: where to put what it saw.
 
     Blocking, for seconds. Errors: ``ConfigError`` when there is no memory or ``trace`` cannot be written.
     """
@@ -63,7 +63,7 @@ def measure_calls(arena: Arena, *, blocks: int | None, trace: Path | None) -> Ca
         activities.append(ProfilerActivity.CUDA)
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
         recorded = Path(folder) / "trace.json"
-        with open_store(f"memory://?capacity={2 * copies.nbytes + (1 << 20)}") as store:
+        with open_store(f"file://{folder}/pool?capacity={2 * copies.nbytes + (1 << 20)}") as store:
             mover = KVCacheMover(
                 store,
                 copies.copiers,

@@ -67,10 +67,6 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         self._zero_copy = bool(extra.get("interface_v1"))
         self._parallel = storage_config
         self._rank = _rank(storage_config)
-        if self._config.pool.startswith("memory:"):
-            raise EngineRefused(
-                "a memory:// pool is this process's own; use file:///dir or valkey://host:6379"
-            )
         self._pages: HostPages | None = None
         self._mover: PageMover | None = None
         self._state = PoolState()

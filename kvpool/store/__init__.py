@@ -32,8 +32,7 @@ logger = logging.getLogger("kvpool.store")
 
 
 def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: str = "") -> Store:
-    """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379``, ``valkey+unix:///socket`` or
-    ``memory://``.
+    """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379`` or ``valkey+unix:///socket``.
 
     ``threads``: threads that move bytes, 1 to 64, each with connections of its own to a server; None: what the
     URL says, or 2. They are native ones unless the URL of a server names another client: ``?client=redis``.
@@ -46,10 +45,6 @@ def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: st
     parsed = url if isinstance(url, StoreURL) else StoreURL.parse(url)
     if threads is not None:
         check_threads(threads)
-    if parsed.scheme == "memory":
-        from kvpool.store.memory import MemoryStore
-
-        return MemoryStore(parsed.capacity_nbytes)
     if parsed.scheme in SERVER_SCHEMES:
         store = _open_server(replace(parsed, threads=threads or parsed.threads, opened_by=opened_by))
         for refused in store.refused_commands():
@@ -85,8 +80,6 @@ def open_for_inspection(url: str) -> Store:
     parsed = StoreURL.parse(url)
     if parsed.scheme in SERVER_SCHEMES:
         return _open_server(replace(parsed, threads=1))
-    if parsed.scheme == "memory":
-        return open_store(parsed)
     from kvpool.store.file import FileStore
 
     return FileStore(parsed.path, None, 1)

@@ -15,11 +15,10 @@ from kvpool.text import format_nbytes, parse_nbytes, redact, unknown
 TLS_SCHEMES = ("rediss", "valkeys")
 MANY_SERVERS = ("valkey+cluster", "valkey+sentinel")
 SERVER_SCHEMES = ("redis", "valkey", "valkey+unix", *TLS_SCHEMES, *MANY_SERVERS)
-SCHEMES = ("file", "memory", *SERVER_SCHEMES)
-AVAILABLE = "file:///dir, valkey://host:6379, valkeys://host:6379, valkey+unix:///socket or memory://"
+SCHEMES = ("file", *SERVER_SCHEMES)
+AVAILABLE = "file:///dir, valkey://host:6379, valkeys://host:6379 or valkey+unix:///socket"
 MIN_CAPACITY_NBYTES = 1 << 20
 DEFAULT_FILE_CAPACITY_NBYTES = 10 << 30
-DEFAULT_MEMORY_CAPACITY_NBYTES = 1 << 30
 DEFAULT_THREADS = 2
 MAX_THREADS = 64
 DEFAULT_PORT = 6379
@@ -42,7 +41,6 @@ _URL = re.compile(
 )
 _PARAMETERS = {
     "file": ("capacity", "threads"),
-    "memory": ("capacity",),
     "redis": ("client", "connections", "ttl"),
     "rediss": ("ca", "cert", "client", "connections", "key", "ttl"),
     "valkey": ("client", "connections", "ttl"),
@@ -73,7 +71,7 @@ _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 class StoreURL:
     """What a store URL says.
 
-    ``path``: absolute directory of a file store, empty for memory. ``capacity_nbytes``: most that the store
+    ``path``: absolute directory of a file store. ``capacity_nbytes``: most that the store
     keeps, 0 where the server decides. ``threads``: native threads that move bytes, 1 to 64; each has a connection
     of its own to each server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``.
     ``nodes``: (host, port) of nodes of a cluster, or of the sentinels that know the servers of ``service``.
@@ -111,7 +109,7 @@ class StoreURL:
 
     @classmethod
     def parse(cls, url: str) -> StoreURL:
-        """Read ``memory://[?capacity=1GiB]``, ``file:///dir[?capacity=10GiB][&threads=2]``,
+        """Read ``file:///dir[?capacity=10GiB][&threads=2]``,
         ``valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2][&client=native]`` (or
         ``redis://``), ``valkeys://`` or ``rediss://`` with ``[?ca=/path.pem][&cert=/path.pem&key=/path.pem]`` besides,
         or ``valkey+unix://[[user]:password@]/socket[?db=0]`` with the same parameters,
@@ -127,17 +125,15 @@ class StoreURL:
                 f"{_shown(url)} is not a store URL: {_meant(url)}write {AVAILABLE}; percent-encode spaces, # and ?"
             )
         scheme = match["scheme"]
+        if scheme == "memory":
+            raise ConfigError(
+                "memory:// is no pool; write file:///dev/shm/kvpool?capacity=SIZE, a size for which /dev/shm has room"
+            )
         if scheme not in SCHEMES:
             raise ConfigError(f"{redact(url)}: {unknown('store', scheme, SCHEMES)}")
         query = _query(url, match["query"] or "", _PARAMETERS[scheme])
         if scheme in SERVER_SCHEMES:
             return _server(url, scheme, match["host"], match["path"], query)
-        if scheme == "memory":
-            if match["host"] or match["path"]:
-                raise ConfigError(
-                    f"{redact(url)}: memory:// takes no name: each one opened is a store of its own"
-                )
-            return cls(scheme, "", _capacity(url, query, DEFAULT_MEMORY_CAPACITY_NBYTES))
         if match["host"] or not match["path"]:
             wanted = f"/{match['host']}{match['path']}" if match["host"] else "/absolute/path"
             raise ConfigError(

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
-from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
+from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store import open_store
 from kvpool.vllm import internals, support
 from kvpool.vllm.announcement import describe
@@ -72,11 +72,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
             support.refuse_unsupported(vllm_config)
             groups = support.groups_of(kv_cache_config, config.blocks_per_record, stage_ranks)
-            if config.pool.startswith("memory:"):
-                raise EngineRefused(
-                    "a memory:// pool lives inside one process and an engine has several; "
-                    "use file:///dir (on tmpfs it is memory, shared by the host)"
-                )
             if role is KVConnectorRole.SCHEDULER:
                 # Each worker makes its own; this one can end the start.
                 logger.info("kvpool: weights %s", weights_of(vllm_config, config).source)

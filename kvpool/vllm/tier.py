@@ -100,10 +100,6 @@ class KVPoolTier(SecondaryTierManager):
         self._events_wanted = offloading_spec.kv_events_config.enable_kv_cache_events
         try:
             self._config = TierConfig.load(settings)
-            if self._config.pool.startswith("memory:"):
-                raise EngineRefused(
-                    "a memory:// pool is this process's own; use file:///dir or valkey://host:6379"
-                )
             self._row_nbytes = _row_nbytes(primary_kv_view, offloading_spec.config)
             self._facts: dict[str, Fact] = {
                 **tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes),

@@ -186,7 +186,7 @@ def test_pool_and_index_can_stand_in_the_environment(tmp_path: Path) -> None:
         "lookup", "--model", "m", "--hashes", "-", env=index, input="1"
     )
     # A worker in such an environment does not take it for a misspelled setting.
-    assert PoolConfig.load({"pool": "memory://"}, environ={"KVPOOL_INDEX": "h:1"}).pool == "memory://"
+    assert PoolConfig.load({"pool": "file:///pool"}, environ={"KVPOOL_INDEX": "h:1"}).pool == "file:///pool"
 
 
 # ---- tables

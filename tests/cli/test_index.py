@@ -525,7 +525,7 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
         (["--tls-cert", "HERE/x"], "--tls-cert and --tls-key go together"),
         (["--tls-client-ca", "HERE/x"], "--tls-client-ca needs --tls-cert and --tls-key"),
         (["--tls-cert", "HERE/x", "--tls-key", "HERE/x"], "--tls-cert HERE/x: No such file"),
-        (["--pool", "memory://"], "--pool memory:// is of one process"),
+        (["--pool", "memory://"], "write file:///dev/shm/kvpool"),
         (["--pool", "valkey://127.0.0.1:1", "--tenant", "a:b"], "tenant"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.store.store import Store
+from tests.support.memory_store import MemoryStore
 from tests.support.servers import SERVERS, Server, running
 
 
@@ -18,8 +19,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         with running(request.param, tmp_path) as server, open_store(server.url) as store:
             yield store
     else:
-        url = "memory://" if request.param == "memory" else f"file://{tmp_path}/pool"
-        with open_store(url) as store:
+        memory = request.param == "memory"
+        with MemoryStore() if memory else open_store(f"file://{tmp_path}/pool") as store:
             yield store
 
 

@@ -17,6 +17,7 @@ from kvpool.key.key import request_key, workers_prefix
 from kvpool.store.store import Store
 from tests.support.announced_workers import KEY, LEASE_S, Watched, announced, watching, worker
 from tests.support.deadlines import eventually
+from tests.support.memory_store import MemoryStore
 from tests.support.servers import Server
 
 
@@ -34,7 +35,7 @@ from tests.support.servers import Server
     ],
 )
 def test_what_nobody_could_follow_is_not_announced(wrong: Worker, lease_s: float) -> None:
-    with pytest.raises(ConfigError), open_store("memory://") as store:
+    with pytest.raises(ConfigError), MemoryStore() as store:
         Announcer(store, wrong, lease_s=lease_s)
 
 

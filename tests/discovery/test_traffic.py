@@ -15,8 +15,8 @@ from kvpool.discovery.traffic import Seen, Traffic, pack_traffic, together, unpa
 from kvpool.discovery.traffic_announcer import TrafficAnnouncer
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import is_traffic_key, traffic_prefix
-from kvpool.store.memory import MemoryStore
 from tests.support.deadlines import eventually
+from tests.support.memory_store import MemoryStore
 
 BLOCK = 16
 

@@ -29,6 +29,7 @@ from tests.support.announced_workers import (
     worker,
 )
 from tests.support.deadlines import eventually
+from tests.support.memory_store import MemoryStore
 from tests.support.servers import Server
 
 
@@ -116,7 +117,7 @@ def test_what_is_told_may_raise(error: Exception, caplog: pytest.LogCaptureFixtu
     told = Watched()
     told.raising = error
     with (
-        open_store("memory://") as store,
+        MemoryStore() as store,
         watching(store, told, ["default"]) as watch,
         announced(store, worker("a")),
     ):
@@ -190,7 +191,7 @@ def test_few_are_asked_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "MAX_ASKED", 2)
     monkeypatch.setattr(worker_watch, "ASK_S", 0.0)
     told = Watched()
-    with open_store("memory://") as store:
+    with MemoryStore() as store:
         for dp_rank in range(5):
             key, record = pack_worker(worker("a", dp_rank=dp_rank), 60)
             store.announce(key, record, lease_s=60)
@@ -305,10 +306,9 @@ def test_a_server_that_keeps_its_run_to_itself(server: Server) -> None:
         assert eventually(lambda: told.sees("a"))
 
 
-def test_stores_without_a_server_have_one_life(tmp_path: Path) -> None:
-    for url in ("memory://", f"file://{tmp_path}/pool"):
-        with open_store(url) as store:
-            assert store.server_run_id() == ""
+def test_a_directory_has_one_life(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/pool") as store:
+        assert store.server_run_id() == ""
 
 
 def test_closing_does_not_wait_for_a_pool_that_hangs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

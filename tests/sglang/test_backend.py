@@ -532,7 +532,7 @@ def test_after_close_everything_is_a_miss(tmp_path: Path, serve: Serve) -> None:
     [
         ({"model_id": ""}, "model_id"),
         ({"poool": "x"}, 'unknown setting "poool"; did you mean "pool"?'),
-        ({"pool": "memory://"}, "this process's own"),
+        ({"pool": "memory://"}, "write file:///dev/shm/kvpool"),
         ({"fault_miss_ratio": 0.5}, "stop the pool's server"),
         ({"dtype": torch.float8_e4m3fn}, "kv_dtype"),
         ({"layout": "page_unified"}, "page_first"),

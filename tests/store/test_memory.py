@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.errors import ConfigError
-from kvpool.store import open_store
-from kvpool.store.memory import MemoryStore
 from tests.support.conformance import MIB, EvictionConformance, OpenStore, StoreConformance, key, keys
+from tests.support.memory_store import MemoryStore
 
 
 class TestMemoryStore(EvictionConformance, StoreConformance):
@@ -44,16 +42,3 @@ def test_a_record_under_another_key_is_a_miss() -> None:
         store._records[key(6)] = store._records[key(0)]  # the same group and rank
         assert store.get_many_into([key(6)], [bytearray(100)]) == [False]
         assert store.counters()["damaged"] == 1
-
-
-def test_every_memory_store_is_its_own() -> None:
-    with open_store("memory://?capacity=1MiB") as one, open_store("memory://?capacity=1MiB") as other:
-        one.put_many([key(1)], [b"x"])
-        assert other.contains_many([key(1)]) == [False]
-        assert repr(one) == "<MemoryStore memory://?capacity=1MiB>"
-
-
-def test_threads_are_checked() -> None:
-    for threads in (0, 65, True, 2.0):
-        with pytest.raises(ConfigError, match="threads is a whole number from 1 to 64"):
-            open_store("memory://", threads=threads)  # type: ignore[arg-type]

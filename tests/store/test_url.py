@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvpool import open_store
@@ -13,8 +15,6 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("memory://", StoreURL("memory", "", GIB)),
-        ("memory://?capacity=5MiB", StoreURL("memory", "", 5 << 20)),
         ("file:///var/kv", StoreURL("file", "/var/kv", 10 * GIB, 2)),
         ("file:///b/?capacity=1048576", StoreURL("file", "/b/", 1 << 20, 2)),
         ("file:///dev/shm/kvpool", StoreURL("file", "/dev/shm/kvpool", 10 * GIB, 2)),
@@ -126,8 +126,8 @@ def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
     ("url", "words"),
     [
         ("flie:///x", 'unknown store "flie"; did you mean "file"?'),
-        ("Memory://", 'unknown store "Memory"; did you mean "memory"?'),
-        ("http://x", 'unknown store "http"; known are file, memory, redis'),
+        ("Valkeyy://", 'unknown store "Valkeyy"; did you mean "valkey"?'),
+        ("http://x", 'unknown store "http"; known are file, redis'),
         ("file://rel", "three slashes; perhaps file:///rel"),
         ("file://host/dir", "file:///absolute/path, with three slashes; perhaps file:///host/dir"),
         ("file://", "perhaps file:///absolute/path"),
@@ -142,9 +142,7 @@ def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
         ("file:///dev/%73hm", "such as file:///dev/shm/kvpool"),
         ("file:///tmp", "such as file:///tmp/kvpool"),
         ("file:///proc/self/cwd/x", "/proc/self/cwd/x is the system's"),
-        ("memory://shared", "takes no name"),
-        ("memory:///x", "takes no name"),
-        ("memory://?threads=2", 'unknown parameter "threads"; known are capacity'),
+        ("memory://?capacity=1GiB", "write file:///dev/shm/kvpool?capacity=SIZE, a size for which /dev/shm"),
         ("file:///x?capcity=1GiB", 'unknown parameter "capcity"; did you mean "capacity"?'),
         ("file:///x?capacity=1GiB&capacity=2GiB", "capacity is given twice"),
         ("file:///x?capacity=1gb", '"1gb" is not a size'),
@@ -239,3 +237,9 @@ def test_refuse(url: str, words: str) -> None:
 def test_a_password_is_not_shown() -> None:
     assert "hunter2" not in repr(StoreURL.parse("valkey://u:hunter2@h"))
     assert "hunter2" not in repr(StoreURL.parse("valkey+sentinel://h/x?sentinel_password=hunter2"))
+
+
+@pytest.mark.parametrize("threads", [0, 65, True, 2.0])
+def test_threads_are_checked(threads: Any) -> None:
+    with pytest.raises(ConfigError, match="threads is a whole number from 1 to 64"):
+        open_store("file:///var/kv", threads=threads)

@@ -30,6 +30,7 @@ from tests.support.deadlines import eventually
 from tests.support.servers import Server, with_client
 
 MIB = 1 << 20
+KEEPERS = ("kvpool.store.documents", "kvpool.store.server.documents", "tests.support.memory_store")
 NAMESPACE = Namespace("tenant-1", {"model": "tiny", "kv_dtype": "bfloat16"})
 
 OpenStore = Callable[[int], Store]
@@ -559,8 +560,8 @@ class StoreConformance:
         assert store.announcements("kvpool:t:goes") == {"kvpool:t:goes": b"3"}
 
     def test_an_announcement_is_withdrawn(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("memory", "documents", "server.documents"):
-            monkeypatch.setattr(f"kvpool.store.{module}.MAX_ANNOUNCEMENTS", 2)
+        for module in KEEPERS:
+            monkeypatch.setattr(f"{module}.MAX_ANNOUNCEMENTS", 2)
         assert store.withdraw("kvpool:t:a") is False
         store.announce("kvpool:t:a", b"1", lease_s=600)
         store.announce("kvpool:t:b", b"2", lease_s=600)
@@ -595,8 +596,8 @@ class StoreConformance:
         assert list(store.announcements("")) == ["k" * 512]
 
     def test_announcements_are_bounded(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("memory", "documents", "server.documents"):
-            monkeypatch.setattr(f"kvpool.store.{module}.MAX_ANNOUNCEMENTS", 3)
+        for module in KEEPERS:
+            monkeypatch.setattr(f"{module}.MAX_ANNOUNCEMENTS", 3)
         store.announce("goes", b"x", lease_s=0.02)
         for name in ("a", "b"):
             store.announce(name, b"x", lease_s=60)

@@ -47,11 +47,11 @@ from kvpool import _native
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import parse_key
 from kvpool.metrics import Samples, add_samples
-from kvpool.store.memory import MemoryStore
 from kvpool.transfer import BlockCopier
 from kvpool.vllm.connector import KVPoolConnector
 from kvpool.vllm.plan import PoolMetadata
 from tests.support.devices import SlowDevice
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted_store import BlockStore
 
 BLOCK_TOKENS = 4

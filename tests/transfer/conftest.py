@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvpool.store import Store, open_store
+from kvpool.store import Store
 from tests.support.devices import DEVICE, Engine
+from tests.support.memory_store import MemoryStore
 
 
 @pytest.fixture(params=[DEVICE], ids=str)
@@ -20,7 +21,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with open_store("memory://") as store:
+    with MemoryStore() as store:
         yield store
 
 

@@ -11,13 +11,14 @@ import torch
 from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.metrics import Counters
-from kvpool.store import Store, open_store
+from kvpool.store import Store
 from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import Block
 from kvpool.transfer.lane import device_of
 from kvpool.transfer.staging import Staging
 from tests.support.block_copies import Copies, content
 from tests.support.devices import ACCELERATED, DEVICE, RunningDevice, keep_busy, needs_cuda
+from tests.support.memory_store import MemoryStore
 from tests.support.mover import run
 from tests.support.scripted_store import key
 
@@ -30,7 +31,7 @@ PER_RECORD = 3
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with open_store("memory://") as store:
+    with MemoryStore() as store:
         yield store
 
 

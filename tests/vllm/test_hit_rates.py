@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.store.memory import MemoryStore
 from kvpool.vllm.store_planner import StorePlanner
 from tests.support.lifecycle import ScriptedEngine, Shape, World
+from tests.support.memory_store import MemoryStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 SESSIONS = 24

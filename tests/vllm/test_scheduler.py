@@ -21,12 +21,12 @@ from kvpool import metrics
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.store import Batch, Store, open_store
-from kvpool.store.memory import MemoryStore
 from kvpool.store.store import MAX_BATCH_KEYS
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from kvpool.vllm.plan import BlockRef, Group, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.deadlines import ends_within
+from tests.support.memory_store import MemoryStore
 from tests.support.scheduler import (
     BLOCK_TOKENS,
     BUDGET_S,

@@ -36,15 +36,13 @@ MOUNTS = Path("/proc/mounts")
 def pool_findings(text: str, tenant: str) -> tuple[list[Finding], list[Worker] | None]:
     """Examine a pool; also the workers that announce themselves there, None: not known. Blocking, for some seconds."""
     url = StoreURL.parse(text)
-    state = SimpleNamespace(error="", private=url.scheme == "memory", unreadable="", tenant=tenant)
+    state = SimpleNamespace(error="", unreadable="", tenant=tenant)
     try:
         store = open_for_inspection(text)
     except KVPoolError as error:
         state.error = str(error)
         return list(judge("pool", rules.POOL, state)), None
     with store:
-        if state.private:
-            return list(judge("pool", rules.POOL, state)), None
         if url.scheme == "file":
             found = list(_directory(url, store.counters()["stored_nbytes"]))
         else:

@@ -61,8 +61,6 @@ EVENTS_ON = (
 POOL = (
     Rule("fail", lambda of: of.error, "{it}", "correct that and run the doctor again: until then nothing else of the "
          "pool is examined"),
-    Rule("fail", lambda of: of.private, "memory:// is private to one process", "name a pool that all workers reach: "
-         "valkey://HOST:6379, or file:///PATH on one host"),
     Rule("fail", lambda of: of.unreadable, "announcements cannot be read: {it}", _ACL),
 )  # fmt: skip
 TRIAL = (

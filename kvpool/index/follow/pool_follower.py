@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker_watch import WorkerWatch
-from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
+from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
 from kvpool.index.follow.pool_status import PoolStatus
 from kvpool.index.follow.roster import Roster
@@ -149,8 +149,6 @@ class PoolFollower:
 
 def _pool_url(text: str) -> StoreURL:
     url = StoreURL.parse(text)
-    if url.scheme == "memory":
-        raise ConfigError("--pool memory:// is of one process: no worker can announce itself in it")
     if url.scheme == "file":  # it may start before the first worker, and evicts nothing
         return replace(url, capacity_nbytes=MAX_NBYTES)
     return url

@@ -119,12 +119,10 @@ def test_a_picker_and_an_index_are_asked_for_their_health() -> None:
 
 
 def test_nothing_is_well_of_what_is_not_there(tmp_path: Path) -> None:
-    """A mistyped directory, a store of one process, an index without workers."""
+    """A mistyped directory, an index without workers."""
     mistyped = tmp_path / "pol"
     code, _ = examined("--pool", f"file://{mistyped}")
     assert (code, mistyped.exists()) == (1, False)
-    code, findings = examined("--pool", "memory://")
-    assert (code, len(findings)) == (1, 1)
     served = Served(Fleet())
     served.start()
     try:

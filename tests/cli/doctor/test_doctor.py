@@ -354,7 +354,7 @@ def test_the_table_names_what_to_change(tmp_path: Path) -> None:
 def test_wrong_use_is_one_clear_line() -> None:
     assert "--pool URL" in refused("doctor")
     assert "three slashes" in refused("doctor", "--pool", "file://x")
-    assert "tenant" in refused("doctor", "--pool", "memory://", "--tenant", "a:b")
+    assert "tenant" in refused("doctor", "--pool", "file:///pool", "--tenant", "a:b")
 
 
 def test_a_pool_without_workers_says_so(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import pool_reconciler as module
 from kvpool.index.follow.pool_reconciler import PoolReconciler
-from kvpool.store.memory import MemoryStore
 from kvpool.store.server import notices as server_notices
 from tests.support.deadlines import eventually
 from tests.support.fleets import a_worker
+from tests.support.memory_store import MemoryStore
 from tests.support.reconciler import (
     NAMESPACE,
     NBYTES,
@@ -492,7 +492,7 @@ def test_other_namespaces_and_tenants_are_left_alone(valkey: Server) -> None:
 
 def test_a_namespace_that_comes_is_looked_at_at_once() -> None:
     fleet = Fleet()
-    with open_store("memory://") as store, following(fleet, store) as reconciler:
+    with MemoryStore() as store, following(fleet, store) as reconciler:
         put(store, range(5))
         assert eventually(lambda: reconciler.totals().rounds > 0)
         fleet.add(a_worker("w0", namespace=NAMESPACE.hex), "pool")
@@ -617,7 +617,7 @@ def test_a_pool_that_is_away_takes_nothing(valkey: Server) -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, 1.5, True, 1 << 40])
 def test_a_rate_is_a_number(rate: Any) -> None:
-    with open_store("memory://") as store, pytest.raises(ConfigError, match="keys a second"):
+    with MemoryStore() as store, pytest.raises(ConfigError, match="keys a second"):
         PoolReconciler(Fleet(), store, keys_per_s=rate)
 
 

@@ -12,8 +12,8 @@ from kvpool.index.follow.pool_status import PoolStatus
 from kvpool.index.serve.metrics import _of_servers, _of_traffic
 from kvpool.key.key import traffic_key
 from kvpool.store import open_store
-from kvpool.store.memory import MemoryStore
 from tests.support.deadlines import eventually
+from tests.support.memory_store import MemoryStore
 from tests.support.servers import Cluster, running
 
 

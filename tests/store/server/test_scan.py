@@ -12,6 +12,7 @@ from kvpool.errors import StoreClosed, StoreUnavailable
 from kvpool.key.key import namespace_prefix, tenant_prefix
 from kvpool.store.store import SCAN_KEYS, Store
 from tests.support.conformance import NAMESPACE, keys
+from tests.support.memory_store import MemoryStore
 from tests.support.servers import SERVERS, running
 
 OTHER = Namespace("tenant-10", dict(NAMESPACE.facts))  # its prefix begins with the other's letters
@@ -21,7 +22,7 @@ COUNT = 2 * SCAN_KEYS + 1
 @pytest.fixture(params=["memory", "file", *SERVERS])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "memory":
-        with open_store("memory://") as store:
+        with MemoryStore() as store:
             yield store
     elif request.param == "file":
         with open_store(f"file://{tmp_path}/pool") as store:

@@ -1,4 +1,4 @@
-"""A store in this process's own memory, for tests and for one worker alone.
+"""``MemoryStore``: a double of a store, in the memory of a test.
 
 Threads: ``_lock`` guards ``_records``, ``_held_nbytes``, ``_announced`` and ``_counters``; nothing is copied,
 hashed or read under it. A record is immutable from the moment that it is in ``_records``.
@@ -16,7 +16,6 @@ from kvpool.errors import StoreUnavailable
 from kvpool.key.key import parse_key
 from kvpool.store.lookup import LookupKeys, RecordBatch
 from kvpool.store.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, Store, StoredBlock, Usage
-from kvpool.text import format_nbytes
 
 # The names that the file store uses, too. Nothing here faults, is cancelled or times out.
 _COUNTERS = (
@@ -51,14 +50,14 @@ class _EndedBatch:
 
 
 class MemoryStore(Store):
-    """``memory://``: each one that is opened is a store of its own; full, it drops what was used longest ago.
+    """Each one is a store of its own; full, it drops the least recently used record.
 
     ``capacity_nbytes`` counts headers and payloads. A batch is carried out in the calling thread, by
     ``submit_*``.
     """
 
-    def __init__(self, capacity_nbytes: int) -> None:
-        super().__init__(f"memory://?capacity={format_nbytes(capacity_nbytes)}")
+    def __init__(self, capacity_nbytes: int = 1 << 30) -> None:
+        super().__init__("a double in memory")
         self._capacity_nbytes = capacity_nbytes
         self._lock = threading.Lock()
         self._records: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
