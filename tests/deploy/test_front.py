@@ -52,13 +52,14 @@ class Front:
 
 
 @contextmanager
-def started(folder: Path, worker: ScriptedWorker) -> Iterator[Front]:
+def started(folder: Path, worker: ScriptedWorker, *wrapper: str) -> Iterator[Front]:
+    """``wrapper``: a command that runs the front's."""
     listen, admin, picker = free_ports(3)
     file, log = folder / "envoy.yaml", folder / "front.log"
     file.write_text(
         envoy.configured([worker.at], [f"127.0.0.1:{picker}"], listen=listen, admin=admin, duplex=False)
     )
-    command = [str(FRONT), str(file), "--base-id", str(listen), "--skip-hot-restart-parent-stats"]
+    command = [*wrapper, str(FRONT), str(file), "--base-id", str(listen), "--skip-hot-restart-parent-stats"]
     path = f"{envoy.BINARY.parent}:{os.environ['PATH']}"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -76,7 +77,8 @@ def started(folder: Path, worker: ScriptedWorker) -> Iterator[Front]:
 
 
 def test_a_configuration_that_is_read_twice_cuts_no_stream(tmp_path: Path) -> None:
-    with scripted("w") as (worker,), started(tmp_path, worker) as front:
+    """Also where SIGHUP was ignored at its start, as under nohup."""
+    with scripted("w") as (worker,), started(tmp_path, worker, "env", "--ignore-signal=HUP") as front:
         worker.hold_parts.clear()
         with front.chat() as response:
             front.read_anew()
