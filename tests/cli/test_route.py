@@ -68,11 +68,13 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
             assert best["queue_cost"] == 500 + 3 * 64 + 512 == picks[1]["queue_cost"]
             assert best["cost"] == best["prefill_cost"] + best["fetch_cost"] + best["queue_cost"]
             assert best["prefill_cost"] == len(tokens) - 48
-            assert (picks[1]["trust"], picks[1]["load_source"]) == ("fallback", "none")
+            # "unreachable" as soon as the index has tried its publisher often enough.
+            assert picks[1]["trust"] in ("fallback", "unreachable")
+            assert picks[1]["load_source"] == "none"
             table = kvpool(*chat, "--route").stdout
             line = rf"w-1 +{best['cost']} +{best['prefill_cost']} +0 +1204 +3/3/3 +3 +1 +exact"
             assert re.search(line, table), table
-            assert re.search(r"w-2 .* 0/0/0 +\? +\? +fallback", table), table
+            assert re.search(r"w-2 .* 0/0/0 +\? +\? +(fallback|unreachable)", table), table
 
             text = kvpool(*asked, "--text", "-", "--json", input="a tool says 42 " * 12)
             assert json.loads(text.stdout)["rows"][0]["prompt_blocks"] == 3
