@@ -26,14 +26,13 @@ Samples = dict[str, "float | list[float]"]
 class Metric(NamedTuple):
     """``name`` as exported, its help text, and the name of its only label or "".
 
-    ``former_name``: exported, too, for one version; empty: none. ``buckets``: of a histogram. ``values``: of the label,
+    ``buckets``: of a histogram. ``values``: of the label,
     shown as 0 before the first one is counted: ``rate()`` does not see a series' first value.
     """
 
     name: str
     help: str
     label: str = ""
-    former_name: str = ""
     buckets: tuple[float, ...] = ()
     values: tuple[str, ...] = ()
 
@@ -272,13 +271,11 @@ POOL_RECONCILER: Mapping[str, Metric] = {
     "notifications_down": Metric(
         "kvpool_index_pool_notifications_down",
         "1: some server of the pool does not say what it loses.",
-        former_name="kvpool_index_pool_deaf",
     ),
     "round_s": Metric("kvpool_index_pool_round_seconds", "How long the last whole look took."),
     "max_staleness_s": Metric(
         "kvpool_index_pool_max_staleness_seconds",
         "When it rests, the index is right about the pool after so long, whatever was missed.",
-        former_name="kvpool_index_pool_bound_seconds",
     ),
 }
 # Of the pool's servers, as ``kvpool.index.follow.pool_status`` read them last; by the field of ``Usage``.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -87,7 +86,6 @@ class AsyncIndexClient:
         *,
         loads: Iterable[Load] = (),
         limit: int | None = None,
-        most: int | None = None,
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
         timeout_s: float | None = None,
@@ -96,14 +94,12 @@ class AsyncIndexClient:
         """The workers' ranks by what a prompt would cost there, the cheapest first, with the terms of each cost.
 
         The prompt as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows; the index keeps it
-        for later questions, and reads the workers' metrics itself. ``limit``: picks that are wanted; None: all
-        (``most``: its former name). ``reserve_s``: count this prompt as load of the first pick for so long, so that
-        routers that ask meanwhile see it; ``release`` ends it sooner. ``prompt_tokens``: of the whole prompt, where it
-        is given as hashes; None: of its full blocks.
+        for later questions, and reads the workers' metrics itself. ``limit``: most picks; None: all. ``reserve_s``:
+        count this prompt as load of the first pick for so long, for other routers; ``release`` ends it sooner.
+        ``prompt_tokens``: of the whole prompt, where it is given as hashes; None: of its full blocks.
         """
-        if most is not None:
-            warnings.warn("route(most=) is limit= now", DeprecationWarning, stacklevel=2)
-            limit = most
+        if "most" in fields:
+            raise ConfigError("route takes limit= in place of most=")
         prompt = as_prompt(model, fields)
         call = codec.route_call(
             prompt, loads=loads, limit=limit, reserve_s=reserve_s, prompt_tokens=prompt_tokens
@@ -129,7 +125,7 @@ class AsyncIndexClient:
         call = channel.open_stream(self._channel, self._access)
         return LookupStream(self._target, call, self._timeout_s)
 
-    def publisher(self, *_: object, **__: object) -> NoReturn:
+    def publisher(self, *_: object, **__: object) -> None:
         """Errors: ``ConfigError``: events are no longer pushed."""
         raise ConfigError(PUSH_GONE)
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
-from kvpool.errors import IndexUnavailable, KVPoolError
+from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.client import channel, codec
 from kvpool.index.client.access import Access
@@ -88,7 +87,6 @@ class IndexClient:
         *,
         loads: Iterable[Load] = (),
         limit: int | None = None,
-        most: int | None = None,
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
         timeout_s: float | None = None,
@@ -97,14 +95,12 @@ class IndexClient:
         """The workers' ranks by what a prompt would cost there, the cheapest first, with the terms of each cost.
 
         The prompt as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows; the index keeps it
-        for later questions, and reads the workers' metrics itself. ``limit``: picks that are wanted; None: all
-        (``most``: its former name). ``reserve_s``: count this prompt as load of the first pick for so long, so that
-        routers that ask meanwhile see it; ``release`` ends it sooner. ``prompt_tokens``: of the whole prompt, where it
-        is given as hashes; None: of its full blocks.
+        for later questions, and reads the workers' metrics itself. ``limit``: most picks; None: all. ``reserve_s``:
+        count this prompt as load of the first pick for so long, for other routers; ``release`` ends it sooner.
+        ``prompt_tokens``: of the whole prompt, where it is given as hashes; None: of its full blocks.
         """
-        if most is not None:
-            warnings.warn("route(most=) is limit= now", DeprecationWarning, stacklevel=2)
-            limit = most
+        if "most" in fields:
+            raise ConfigError("route takes limit= in place of most=")
         prompt = as_prompt(model, fields)
         call = codec.route_call(
             prompt, loads=loads, limit=limit, reserve_s=reserve_s, prompt_tokens=prompt_tokens

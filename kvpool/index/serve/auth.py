@@ -31,7 +31,7 @@ from kvpool.text import unknown
 
 Right = Literal["read", "publish", "admin"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
-RENAMED_RIGHTS: Mapping[str, Right] = {"ask": "read", "administer": "admin"}  # read for one version more
+_REMOVED_RIGHTS: Mapping[str, Right] = {"ask": "read", "administer": "admin"}
 ALL_TENANTS = "*"
 
 MAX_TOKENS = 1024  # each call is compared with all of them: 0.2 ms
@@ -137,7 +137,7 @@ def make_token(name: str, rights: Iterable[str], tenants: Iterable[str]) -> tupl
     several = list(tenants)
     table = {
         "sha256": _digest(token).hex(),
-        "rights": [RENAMED_RIGHTS.get(right, right) for right in rights],
+        "rights": list(rights),
         "tenants": ALL_TENANTS if ALL_TENANTS in several else several,
     }
     _entry(name, table)  # checks it
@@ -188,10 +188,9 @@ def _entry(name: str, table: Any) -> _Entry:
         )
     if not _are_texts(rights) or not rights:
         raise ConfigError(f"token {name}: rights is a list of {', '.join(RIGHTS)}")
-    for old in sorted({*rights} & RENAMED_RIGHTS.keys()):
-        logger.warning('token %s: write the right "%s" as "%s"', name, old, RENAMED_RIGHTS[old])
-    rights = [RENAMED_RIGHTS.get(right, right) for right in rights]
     for right in rights:
+        if right in _REMOVED_RIGHTS:
+            raise ConfigError(f'token {name}: write the right "{_REMOVED_RIGHTS[right]}" for "{right}"')
         if right not in RIGHTS:
             raise ConfigError(f"token {name}: {unknown('right', right, RIGHTS)}")
     if tenants == ALL_TENANTS:

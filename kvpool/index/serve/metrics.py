@@ -130,8 +130,6 @@ def _families(shown: Mapping[str, Metric], totals: Mapping[str, float]) -> Itera
     for field, metric in shown.items():
         family = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
         yield family(metric.name, metric.help, value=totals[field])
-        if metric.former_name:
-            yield family(metric.former_name, f"Renamed to {metric.name}.", value=totals[field])
 
 
 def _of_servers(servers: Sequence[Usage]) -> Iterator[Family]:

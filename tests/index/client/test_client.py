@@ -127,9 +127,9 @@ def test_the_blocking_client_is_made_of_the_asynchronous_one() -> None:
     assert (root / "kvpool/index/client/client.py").read_text() == made, "run scripts/sync-client"
 
 
-def test_the_former_name_of_a_limit_is_taken_with_a_warning(served: Served) -> None:
-    with IndexClient(served.target, PATIENT_S) as client, pytest.warns(DeprecationWarning, match="limit="):
-        assert len(client.route("m", token_ids=[1], most=1).picks) == 1
+def test_the_removed_name_of_a_limit_is_refused(served: Served) -> None:
+    with IndexClient(served.target, PATIENT_S) as client, pytest.raises(ConfigError, match="limit="):
+        client.route("m", token_ids=[1], most=1)  # type: ignore[call-arg]
 
 
 def test_many_threads_share_a_client(served: Served) -> None:

@@ -170,12 +170,7 @@ def test_what_can_be_no_token_is_refused_and_not_shown(token: Any) -> None:
     assert os.linesep not in str(caught.value)
 
 
-def test_the_former_words_for_rights_are_read_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    token, entry = make_token("w", ["ask", "administer", "publish"], ["*"])
-    assert 'rights = ["read", "admin", "publish"]' in entry
-    former = entry.replace('"read"', '"ask"').replace('"admin"', '"administer"')
-    found = auth_of(tmp_path / "tokens", former).authenticate(f"Bearer {token}")
-    assert found.rights == {"read", "admin", "publish"}
-    assert 'token w: write the right "administer" as "admin"' in caplog.messages
+@pytest.mark.parametrize(("removed", "right"), [("ask", "read"), ("administer", "admin")])
+def test_a_removed_right_is_refused_with_its_successor(removed: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=f'write the right "{right}" for "{removed}"'):
+        make_token("w", [removed], ["*"])
