@@ -27,6 +27,7 @@ FLOORS = (
     {"discovery"},
     {"transfer", "index"},
     {"index.follow", "index.place"},
+    {"index.protocol"},
     {"index.client"},
     {"index.serve", "index.__init__"},
     {"__init__"},  # the public names

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 from kvpool.config import index_token
 from kvpool.errors import ConfigError
-from kvpool.index.client.access import Access
-from kvpool.index.client.channel import DEFAULT_TIMEOUT_S
+from kvpool.index.client.channel import DEFAULT_TIMEOUT_S, PICKER, Access, is_serving
 from kvpool.index.client.client import IndexClient
-from kvpool.index.client.probe import PICKER, is_serving
 
 MAX_TOKEN_FILE_NBYTES = 4096
 

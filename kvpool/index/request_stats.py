@@ -102,29 +102,11 @@ class Totals(NamedTuple):
     reuse: Reuse  # of lookups and placements
 
 
-class LookupTimer:
-    """Times one lookup, and records how it ended: ``with stats.timed_lookup() as timer``, ``timer.matched = ...``."""
-
-    __slots__ = ("_started_s", "_stats", "matched")
-
-    def __init__(self, stats: RequestStats) -> None:
-        self._stats = stats
-        self.matched: Matched | None = None  # of the answer
-        self._started_s = time.perf_counter()
-
-    def __enter__(self) -> LookupTimer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stats.record_lookup(time.perf_counter() - self._started_s, _result(kind), self.matched)
-
-
-def _result(kind: type[BaseException] | None) -> Result:
-    if kind is None:
-        return "answered"
-    if issubclass(kind, UnknownModel):
+def result_of(error: BaseException) -> Result:
+    """Of a lookup that failed."""
+    if isinstance(error, UnknownModel):
         return "unknown"
-    return "wrong" if issubclass(kind, ConfigError) else "failed"
+    return "wrong" if isinstance(error, ConfigError) else "failed"
 
 
 class RequestStats:
@@ -144,10 +126,6 @@ class RequestStats:
         self._placements: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._placement_seconds = Histogram(SECONDS)
         self._placed = Placed()
-
-    def timed_lookup(self) -> LookupTimer:
-        """A context that records the lookup in it when it ends."""
-        return LookupTimer(self)
 
     def record_lookup(self, seconds: float, result: Result, matched: Matched | None = None) -> None:
         """One lookup has ended. ``matched``: of one that was answered."""

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from demo.engine_process import free_ports
 from kvpool import IndexClient, IndexUnavailable, UnknownModel, Worker, open_store
 from kvpool.discovery.announcer import Announcer
-from kvpool.index.client.messages import SERVICE
+from kvpool.index.protocol.messages import SERVICE
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import namespace_prefix
 from tests.support.command_line import kvpool, refused

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kvpool import ConfigError, _native
 from kvpool.index import PrefixIndex
-from kvpool.index.client.codec import decode_lookup
 from kvpool.index.fleet import Fleet
 from kvpool.index.partition import merged
 from kvpool.index.prompt import Prompt
-from kvpool.index.serve import codec, lookup_codec
+from kvpool.index.protocol.messages import decode_lookup, decode_prompt, encode_lookup
+from kvpool.index.protocol.packed import id_of, pack_responses, read_lookup, with_id
 from kvpool.v1 import index_pb2 as pb
 from tests.support.fleets import Clock, a_worker, say
 from tests.support.wire import batch, packed64, stored
@@ -132,13 +132,13 @@ REQUESTS = st.builds(
 
 def same(packed: bytes) -> bool:
     """Whether the native core reads it; then it says what protobuf would."""
-    asked = lookup_codec.read_lookup(packed)
+    asked = read_lookup(packed)
     message = pb.LookupRequest.FromString(packed)
-    assert asked.id == message.id == lookup_codec.id_of(packed)
+    assert asked.id == message.id == id_of(packed)
     read = asked.prompt
     if not isinstance(read, Prompt):
         return False
-    expected = codec.decode_prompt(message)
+    expected = decode_prompt(message)
     assert read.nbytes == expected.nbytes
     assert read == replace(expected, multimodal=tuple(expected.multimodal))
     return True
@@ -188,7 +188,7 @@ def test_many_in_one_message_are_read_as_protobuf_reads_them(
 ) -> None:
     many = pb.LookupRequest(requests=requests)
     parts = [pb.LookupRequest(id=number).SerializeToString(), many.SerializeToString()]
-    asked = lookup_codec.read_lookup(b"".join(parts if id_first else reversed(parts)))
+    asked = read_lookup(b"".join(parts if id_first else reversed(parts)))
     assert asked.id == number
     assert list(map(bytes, asked.requests)) == [one.SerializeToString() for one in requests]
     assert (asked.prompt is None) == bool(requests)
@@ -203,7 +203,7 @@ def test_many_that_are_flipped_or_cut_are_read_so_too(
         at = data.draw(st.integers(0, len(packed)))
         packed[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
     try:
-        asked = lookup_codec.read_lookup(bytes(packed))
+        asked = read_lookup(bytes(packed))
     except (DecodeError, ConfigError):
         return
     try:
@@ -217,9 +217,9 @@ def test_many_that_are_flipped_or_cut_are_read_so_too(
 
 def test_replies_to_many_are_packed_as_protobuf_packs_them() -> None:
     replies = [pb.LookupResponse(worker=["w" * nbytes]) for nbytes in (0, 1, 127, 128, 20_000)]
-    packed = lookup_codec.packed_responses([reply.SerializeToString() for reply in replies])
+    packed = pack_responses([reply.SerializeToString() for reply in replies])
     expected = pb.LookupResponse(responses=replies, id=1 << 63)
-    assert lookup_codec.with_id(packed, 1 << 63) == expected.SerializeToString(deterministic=True)
+    assert with_id(packed, 1 << 63) == expected.SerializeToString(deterministic=True)
 
 
 def test_a_fleet_answers_in_bytes_what_it_answers_in_columns() -> None:
@@ -232,6 +232,4 @@ def test_a_fleet_answers_in_bytes_what_it_answers_in_columns() -> None:
         [answer] = answers
         reply = pb.LookupResponse.FromString(answer.rows.pack())
         assert decode_lookup(reply) == answer.lookup() == merged(answers)
-        assert answer.rows.pack() == codec.encode_lookup(answer.lookup()).SerializeToString(
-            deterministic=True
-        )
+        assert answer.rows.pack() == encode_lookup(answer.lookup()).SerializeToString(deterministic=True)

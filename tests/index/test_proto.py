@@ -19,10 +19,8 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorP
 from google.protobuf.descriptor_pool import DescriptorPool
 
 from kvpool import BlockHasher
-from kvpool.index.client.codec import pack_tokens
-from kvpool.index.client.messages import SERVICE, decode_worker
 from kvpool.index.fleet import Fleet
-from kvpool.index.serve import codec
+from kvpool.index.protocol.messages import SERVICE, decode_prompt, decode_worker, encode_lookup, pack_tokens
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2
 from tests.golden.make import MESSAGES
@@ -304,7 +302,7 @@ def told(case: dict[str, Any]) -> Fleet:
 def test_golden_exchanges(case: dict[str, Any]) -> None:
     fleet = told(case)
     request = index_pb2.LookupRequest.FromString(bytes.fromhex(case["request"]))
-    lookup = codec.encode_lookup(fleet.lookup(codec.decode_prompt(request)))
+    lookup = encode_lookup(fleet.lookup(decode_prompt(request)))
     assert lookup.SerializeToString(deterministic=True).hex() == case["reply"]
 
 

@@ -26,7 +26,7 @@ import redis
 
 from kvpool import IndexClient
 from kvpool.index import Publisher, Worker
-from kvpool.index.client.messages import MAX_REQUEST_NBYTES, SERVICE
+from kvpool.index.protocol.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2 as pb
 from tests.support.feeds import frames, misbehaving, raw_publisher

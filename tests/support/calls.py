@@ -17,7 +17,7 @@ from kvpool import (
     AsyncIndexClient,
     IndexClient,
 )
-from kvpool.index.client.messages import REPLIES, SERVICE
+from kvpool.index.protocol.messages import REPLIES, SERVICE
 
 PATIENT_S = 60.0
 

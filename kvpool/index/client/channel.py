@@ -1,25 +1,34 @@
-"""What both clients share: how a channel to an index is set up, and what its errors mean."""
+"""How a client reaches an index: ``Access``, the channel, and what its errors mean."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from kvpool.discovery.admission import PUSH_GONE
 from kvpool.errors import AccessDenied, ConfigError, IndexUnavailable, KVPoolError, UnknownModel
 from kvpool.index.answer import Lookup
-from kvpool.index.client import codec
-from kvpool.index.client.access import Access
-from kvpool.index.client.codec import Answer, Call
-from kvpool.index.client.messages import MAX_REPLY_NBYTES, MAX_REQUEST_NBYTES, REPLIES, SERVICE
+from kvpool.index.client.calls import Answer, Call
+from kvpool.index.client.tls import channel_credentials
+from kvpool.index.protocol.messages import (
+    MAX_REPLY_NBYTES,
+    MAX_REQUEST_NBYTES,
+    REPLIES,
+    SERVICE,
+    decode_lookup,
+)
 from kvpool.text import parse_address
 from kvpool.v1 import index_pb2 as pb
 
 DEFAULT_TIMEOUT_S = 1.0
 MAX_TIMEOUT_S = 3600.0
 MAX_DETAIL_CHARS = 300
+MAX_TOKEN_CHARS = 1024
+PICKER = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 OPTIONS = (
     ("grpc.max_send_message_length", MAX_REQUEST_NBYTES),
@@ -59,7 +68,45 @@ _WHY = {
     "imeout": "its host does not answer",
 }
 
+_TOKEN = re.compile(rf"[\x21-\x7e]{{1,{MAX_TOKEN_CHARS}}}")
+# grpc.health.v1: each message has one field, so a client needs no package for it.
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+_SERVING = b"\x08\x01"  # HealthCheckResponse.status = SERVING
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Access:
+    """``token``: the bearer token; None: none.
+
+    ``tls_ca``: path of the authorities, in PEM, that the certificate of the index must be of; None: no TLS.
+    ``tls_cert`` and ``tls_key``: paths of a certificate of this client and its private key, for an index that demands
+    one. Blocking: reads these files. Errors: ``ConfigError``.
+    """
+
+    def __init__(
+        self, token: str | None, tls_ca: str | None, tls_cert: str | None, tls_key: str | None
+    ) -> None:
+        if (tls_cert is None) != (tls_key is None):
+            raise ConfigError("tls_cert and tls_key go together: a certificate and its private key")
+        if tls_cert is not None and tls_ca is None:
+            raise ConfigError("tls_cert needs tls_ca: the authority of the index's own certificate")
+        self.metadata = () if token is None else (("authorization", f"Bearer {check_token(token)}"),)
+        self._credentials = (
+            None if tls_ca is None else channel_credentials(tls_ca, tls_cert or "", tls_key or "")
+        )
+
+    def open(self, transport: Any, target: str, options: Any) -> Any:
+        """A channel to ``HOST:PORT``. ``transport``: the module ``grpc`` or ``grpc.aio``."""
+        if self._credentials is None:
+            return transport.insecure_channel(target, options=options)
+        return transport.secure_channel(target, self._credentials, options=options)
+
+
+def check_token(token: str) -> str:
+    """Return ``token`` if it can be one. Errors: ``ConfigError``, which does not show it."""
+    if not isinstance(token, str) or _TOKEN.fullmatch(token) is None:
+        raise ConfigError(f"a token is 1 to {MAX_TOKEN_CHARS} printable ASCII characters without spaces")
+    return token
 
 
 def _packed(request: Any) -> bytes:
@@ -115,6 +162,23 @@ def open_snapshot(channel: Any, access: Access, timeout_s: float) -> Any:
     return call(pb.SnapshotRequest(), timeout=timeout_s, metadata=access.metadata)
 
 
+def is_serving(target: str, service: str, access: Access, timeout_s: float) -> bool:
+    """Whether the server at ``target`` says that it serves ``service`` (empty: itself). Blocking.
+
+    Errors: ``ConfigError``, ``IndexUnavailable``.
+    """
+    name = service.encode()
+    request = b"\x0a" + bytes([len(name)]) + name if name else b""
+    opened = access.open(grpc, check_target(target), OPTIONS)
+    try:
+        reply: bytes = opened.unary_unary(_HEALTH_CHECK)(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        raise error_of(target, timeout_s, error) from error
+    finally:
+        opened.close()
+    return reply == _SERVING
+
+
 def read(target: str, call: Call[Answer], reply: bytes) -> Answer:
     """What the reply says. Errors: ``IndexUnavailable`` when it is no such reply."""
     try:
@@ -129,7 +193,7 @@ def answer(target: str, timeout_s: float, reply: Any) -> Lookup | KVPoolError:
         code = _CODES.get(reply.status.code, grpc.StatusCode.INTERNAL)
         return refusal(target, timeout_s, code, reply.status.message)
     try:
-        return codec.decode_lookup(reply)
+        return decode_lookup(reply)
     except ValueError as error:
         return unreadable(target, "Lookup", error)
 
@@ -144,6 +208,11 @@ def unreadable(target: str, method: str, error: Exception) -> KVPoolError:
 def closed(target: str) -> KVPoolError:
     """What a client says that was closed."""
     return IndexUnavailable(f"this client of the index at {target} was closed")
+
+
+def no_push() -> KVPoolError:
+    """The answer to a caller of an earlier version."""
+    return ConfigError(PUSH_GONE)
 
 
 def late(target: str, timeout_s: float) -> KVPoolError:

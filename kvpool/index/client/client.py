@@ -15,9 +15,9 @@ import grpc
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
 from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
-from kvpool.index.client import channel, codec
-from kvpool.index.client.access import Access
-from kvpool.index.client.codec import Answer, Call
+from kvpool.index.client import calls, channel
+from kvpool.index.client.calls import Answer, Call
+from kvpool.index.client.channel import Access
 from kvpool.index.place.load import Load
 from kvpool.index.place.ranking import Ranking
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
@@ -69,7 +69,7 @@ class IndexClient:
         for each kind of worker; ``hashes64`` are asked everywhere. For ``text`` and ``chat`` the index must have the
         model's tokenizer.
         """
-        return self._answer(codec.lookup_call(as_prompt(model, fields)), timeout_s)
+        return self._answer(calls.lookup_call(as_prompt(model, fields)), timeout_s)
 
     def lookup_many(
         self, prompts: Sequence[Prompt], *, timeout_s: float | None = None
@@ -78,7 +78,7 @@ class IndexClient:
 
         Errors: what concerns all of them, so also ``ConfigError`` of an index of an earlier version.
         """
-        replies = self._answer(codec.lookups_call(prompts), timeout_s)
+        replies = self._answer(calls.lookups_call(prompts), timeout_s)
         return [channel.answer(self._target, self._timeout_s, reply) for reply in replies]
 
     def route(
@@ -102,7 +102,7 @@ class IndexClient:
         if "most" in fields:
             raise ConfigError("route takes limit= in place of most=")
         prompt = as_prompt(model, fields)
-        call = codec.route_call(
+        call = calls.route_call(
             prompt, loads=loads, limit=limit, reserve_s=reserve_s, prompt_tokens=prompt_tokens
         )
         return self._answer(call, timeout_s)
@@ -111,7 +111,7 @@ class IndexClient:
         self, reservation: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None
     ) -> bool:
         """End a reservation of ``route``: the request is over, or its load shows. False if it has ended by itself."""
-        return self._answer(codec.release_call(reservation, tenant), timeout_s)
+        return self._answer(calls.release_call(reservation, tenant), timeout_s)
 
     def workers(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
@@ -129,12 +129,12 @@ class IndexClient:
         """
         limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
         until_s = time.monotonic() + limit_s
-        status, page_token = self._answer(codec.status_call(tenant, model), limit_s)
+        status, page_token = self._answer(calls.status_call(tenant, model), limit_s)
         workers = [*status.workers]
         while page_token:
             if (left_s := until_s - time.monotonic()) <= 0:
                 raise channel.late(self._target, limit_s)
-            page, page_token = self._answer(codec.status_call(tenant, model, page_token), left_s)
+            page, page_token = self._answer(calls.status_call(tenant, model, page_token), left_s)
             workers += page.workers
         return FleetStatus(status.index, tuple(workers))
 
@@ -146,7 +146,7 @@ class IndexClient:
         To be called again before the lease ends. An empty ``hash_seed_id`` is that of the index. True when another
         start of this worker was followed, and is forgotten.
         """
-        return self._answer(codec.register_call(worker, lease_s), timeout_s)
+        return self._answer(calls.register_call(worker, lease_s), timeout_s)
 
     def remove(
         self,
@@ -156,7 +156,7 @@ class IndexClient:
         timeout_s: float | None = None,
     ) -> bool:
         """Forget a worker and all it holds, until it announces itself again; False if it is not known."""
-        return self._answer(codec.remove_call(name, tenant), timeout_s)
+        return self._answer(calls.remove_call(name, tenant), timeout_s)
 
     def snapshot(self, *, timeout_s: float | None = None, max_nbytes: int | None = None) -> bytearray:
         """All that the index knows, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.

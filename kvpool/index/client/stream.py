@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from kvpool.errors import KVPoolError
 from kvpool.index.answer import Lookup
-from kvpool.index.client import channel, codec
+from kvpool.index.client import calls, channel
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.v1 import index_pb2 as pb
 
@@ -52,7 +52,7 @@ class LookupStream:
         **fields: Unpack[PromptFields],
     ) -> Lookup:
         """As ``IndexClient.lookup``. An answer that comes after its time is thrown away, and the stream goes on."""
-        call = codec.lookup_call(as_prompt(model, fields))
+        call = calls.lookup_call(as_prompt(model, fields))
         limit_s = self._limit_s(timeout_s)
         answer = channel.answer(self._target, limit_s, await self._ask_within(limit_s, call.request))
         if isinstance(answer, KVPoolError):
@@ -63,7 +63,7 @@ class LookupStream:
         self, prompts: Sequence[Prompt], *, timeout_s: float | None = None
     ) -> list[Lookup | KVPoolError]:
         """As ``IndexClient.lookup_many``."""
-        call = codec.lookups_call(prompts)
+        call = calls.lookups_call(prompts)
         limit_s = self._limit_s(timeout_s)
         reply = await self._ask_within(limit_s, call.request)
         if isinstance(refused := channel.answer(self._target, limit_s, reply), KVPoolError):

@@ -14,7 +14,6 @@ from pathlib import Path
 import grpc
 
 from kvpool.errors import ConfigError
-from kvpool.index.client.file_state import file_state
 
 MAX_PEM_NBYTES = 1 << 20
 
@@ -135,3 +134,12 @@ def _pem(option: str, path: str) -> bytes:
     if len(raw) > MAX_PEM_NBYTES:
         raise ConfigError(f"{option} {path}: larger than {MAX_PEM_NBYTES} bytes: this is no PEM file")
     return raw
+
+
+def file_state(path: str) -> object:
+    """Something that changes when the file is replaced or written, goes or comes. Blocking: looks at one file."""
+    try:
+        found = Path(path).stat()
+    except OSError as error:
+        return error.errno
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

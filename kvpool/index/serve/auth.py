@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from kvpool.config import read_toml
 from kvpool.errors import AccessDenied, ConfigError
-from kvpool.index.client.access import MAX_TOKEN_CHARS
-from kvpool.index.client.file_state import file_state
+from kvpool.index.client.channel import MAX_TOKEN_CHARS
+from kvpool.index.client.tls import file_state
 from kvpool.key.names import check_tenant
 from kvpool.text import unknown
 
@@ -60,7 +60,7 @@ class Permissions(NamedTuple):
         """
         if right not in self.rights:
             raise AccessDenied(f'this token does not have the right "{right}"')
-        if tenant is not None and not self.sees(tenant):
+        if tenant is not None and self.tenants is not None and tenant not in self.tenants:
             raise AccessDenied(
                 "this token is not for "
                 + ("all tenants" if tenant == ALL_TENANTS else f"tenant {tenant!r:.80}")

@@ -17,11 +17,11 @@ from google.protobuf.message import DecodeError
 
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index import limits
-from kvpool.index.client.messages import MAX_REQUEST_NBYTES
 from kvpool.index.limits import CallMemory, Kind, Limits
+from kvpool.index.protocol.messages import MAX_REQUEST_NBYTES
+from kvpool.index.protocol.packed import check_fields
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve.auth import Permissions, Right, TokenAuth, WrongToken
-from kvpool.index.serve.fields import check_fields
 from kvpool.tracing import HEADERS, Tracing
 
 REQUEST_S = 10.0  # for the request of a call to arrive: 33 MiB at 28 Mbit/s
@@ -136,16 +136,15 @@ class Calls:
         """
         return CallMemory(self.limits, owner_of(caller, context.peer().rpartition(":")[0]))
 
-    async def answer(self, method: Method, packed: bytes, caller: Permissions, memory: CallMemory) -> Any:
-        """The reply to one message of a caller that has the right. Errors: for ``explain``."""
-        if len(packed) <= SMALL_NBYTES:
-            return await self._answered(method, packed, caller)
-        async with memory.waiting(COPIES * len(packed)) as has_room:
-            if not has_room:
-                raise KVPoolError(f"there is no room for a request of {len(packed)} bytes now: {ADVICE}")
-            return await self._answered(method, packed, caller)
-
-    async def _answered(self, method: Method, packed: bytes, caller: Permissions) -> Any:
+    async def answer(
+        self, method: Method, packed: bytes, caller: Permissions, memory: CallMemory | None
+    ) -> Any:
+        """The reply to one message of a caller with the right. ``memory``: None: taken. Errors: for ``explain``."""
+        if memory is not None and len(packed) > SMALL_NBYTES:
+            async with memory.waiting(COPIES * len(packed)) as has_room:
+                if not has_room:
+                    raise KVPoolError(f"there is no room for a request of {len(packed)} bytes now: {ADVICE}")
+                return await self.answer(method, packed, caller, None)
         request = self.read(method, packed)
         caller.check(method.right, method.tenant(request))
         return await method.answer(request, caller)

@@ -27,8 +27,8 @@ from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.placement import DESTINATION, MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, hold
 from kvpool.index.place.placer import Placer
+from kvpool.index.protocol.packed import check_fields
 from kvpool.index.serve.calls import Calls
-from kvpool.index.serve.fields import check_fields
 from kvpool.index.serve.grpc_server import open_server
 from kvpool.index.serve.health import HEALTH, Health
 from kvpool.tracing import HEADERS

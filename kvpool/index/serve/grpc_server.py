@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 
 from kvpool.errors import ConfigError
-from kvpool.index.client.messages import MAX_REPLY_NBYTES, MAX_REQUEST_NBYTES
 from kvpool.index.client.tls import ServerTls
+from kvpool.index.protocol.messages import MAX_REPLY_NBYTES, MAX_REQUEST_NBYTES
 from kvpool.index.serve.listening import open_listening
 
 # Of all calls, those among them that are being refused: what bounds the memory that calls take. Honest callers meet

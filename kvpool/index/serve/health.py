@@ -17,7 +17,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvpool.errors import ConfigError
-from kvpool.index.client.messages import SERVICE
+from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.serve.calls import Calls
 from kvpool.v1 import health_pb2
 

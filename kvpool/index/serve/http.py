@@ -23,9 +23,9 @@ from starlette.routing import Route
 
 from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
 from kvpool.index import bounded_json, limits
-from kvpool.index.client.messages import REPLIES
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import CallMemory, Work
+from kvpool.index.protocol.messages import REPLIES
 from kvpool.index.serve import status_page
 from kvpool.index.serve.auth import EVERYTHING, Permissions, WrongToken
 from kvpool.index.serve.calls import owner_of, take_reply

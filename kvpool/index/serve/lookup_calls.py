@@ -1,4 +1,4 @@
-"""``LookupCalls``: ``Lookup`` and ``LookupStream``: a prompt, one after another, or many in one message.
+"""``LookupCalls``: ``Lookup``, ``LookupStream`` and ``Route``: the calls that hold a prompt, or many.
 
 On a stream a request with an id is refused in a reply of its own, and the stream goes on; one without ends it, as an
 earlier client expects. Requests of one message are refused each by itself. The handlers run in one event loop.
@@ -7,42 +7,73 @@ earlier client expects. Requests of one message are refused each by itself. The 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.client.messages import MAX_REQUESTS
-from kvpool.index.limits import CallMemory
+from kvpool.index.fleet import Fleet
+from kvpool.index.limits import CallMemory, Work
+from kvpool.index.partition import merged
+from kvpool.index.place.router import Router
+from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
-from kvpool.index.request_stats import RequestStats
-from kvpool.index.serve import lookup_codec
+from kvpool.index.protocol.messages import MAX_REQUESTS, decode_prompt, decode_route_options, encode_lookup
+from kvpool.index.protocol.packed import (
+    PackedLookup,
+    id_of,
+    pack_responses,
+    read_lookup,
+    refused_response,
+    with_id,
+)
+from kvpool.index.refusals import NotAtOnce
+from kvpool.index.request_stats import Matched, result_of
 from kvpool.index.serve.auth import Permissions
 from kvpool.index.serve.calls import SMALL_NBYTES, Calls, Method, take_reply
-from kvpool.index.serve.lookup_codec import Asked
 from kvpool.v1 import index_pb2 as pb
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
+LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
+THREADS, THREADS_OF_TENANT = 8, 4
 MAX_RESPONSES_NBYTES = 16 << 20  # of one message: 256 prompts among 1,000 workers
 TURN_S = 0.001  # of requests in one message, after which other calls get their turn
 
 
 class LookupCalls:
-    """``ask``: the packed reply to one prompt, which is a ``Prompt`` or a ``LookupRequest``."""
+    """Answers ``methods``, and streams by ``serve``. ``close`` ends its threads, which tenants share.
 
-    def __init__(self, calls: Calls, stats: RequestStats, ask: Callable[[Any], Awaitable[bytes]]) -> None:
-        self._calls, self._stats, self._ask = calls, stats, ask
-        self.method = Method(pb.LookupRequest, "read", _tenant, self._answer, lookup_codec.read_lookup)
+    A thread answers prompts above ``INLINE_NBYTES``, and prompts without an answer at once (``NotAtOnce``). The native
+    table does not hold the interpreter's lock while it works.
+    """
+
+    def __init__(self, calls: Calls, fleet: Fleet, router: Router, tokenizers: Tokenizers) -> None:
+        self._calls, self._stats = calls, calls.stats
+        self._fleet, self._router, self._tokenizers = fleet, router, tokenizers
+        self._work = Work(THREADS, THREADS_OF_TENANT, "kvpool-lookup")
+        self._lookup = Method(pb.LookupRequest, "read", _tenant, self._answer, read_lookup)
+        self.methods = {
+            "Lookup": self._lookup,
+            "Route": Method(
+                pb.RouteRequest, "read", lambda request: request.scope.tenant or DEFAULT_TENANT, self._route
+            ),
+        }
+
+    def close(self) -> None:
+        """Blocking, for as long as answers in threads take."""
+        self._work.close()
 
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
         """One stream."""
         self._stats.record_stream(1)
-        memory = self._calls.memory(self._calls.caller(self.method.right, context), context)
+        memory = self._calls.memory(self._calls.caller("read", context), context)
         try:
             while (packed := await context.read()) is not grpc.aio.EOF:
                 reply = await self._reply(packed, context, memory)
@@ -56,21 +87,64 @@ class LookupCalls:
 
     async def _reply(self, packed: bytes, context: grpc.aio.ServicerContext, memory: CallMemory) -> bytes:
         """What is to be sent, for which there is room. Errors: what ends the stream."""
-        caller = self._calls.caller(self.method.right, context)
+        caller = self._calls.caller("read", context)
         try:
-            reply: bytes = await self._calls.answer(self.method, packed, caller, memory)
+            reply: bytes = await self._calls.answer(self._lookup, packed, caller, memory)
             take_reply(memory, len(reply))
             return reply
         except Exception as error:
-            if not (number := lookup_codec.id_of(packed)):
+            if not (number := id_of(packed)):
                 raise
             return self._refused(number, error)
 
-    async def _answer(self, asked: Asked, caller: Permissions) -> bytes:
-        reply = await (
-            self._ask(asked.prompt) if asked.prompt is not None else self._many(asked.requests, caller)
-        )
-        return lookup_codec.with_id(reply, asked.id)
+    async def _answer(self, lookup: PackedLookup, caller: Permissions) -> bytes:
+        if lookup.prompt is None:
+            return with_id(await self._many(lookup.requests, caller), lookup.id)
+        return with_id(await self._ask(lookup.prompt, self._pack), lookup.id)
+
+    async def _route(self, request: Any, _: Permissions) -> bytes:
+        def pack(prompt: Prompt, at_once: bool) -> tuple[bytes, Matched]:
+            ranking = self._router.rank(prompt, at_once=at_once, **decode_route_options(request))
+            if len(ranking.native):
+                self._stats.record_placed()
+            return ranking.pack(), Matched(*ranking.matched())
+
+        return await self._ask(request, pack, len(request.loads) * LOAD_NBYTES)
+
+    async def _ask(
+        self, request: Any, pack: Callable[[Prompt, bool], tuple[bytes, Matched]], beside_nbytes: int = 0
+    ) -> bytes:
+        """The packed reply to a ``Prompt``, or to a message that holds it, and its part in the counts.
+
+        ``beside_nbytes``: of a prompt that takes as long as other work of the request. ``pack``: at once, or in a
+        thread.
+        """
+        begun_s = time.perf_counter()
+        try:
+            prompt = request if isinstance(request, Prompt) else await self._read(request)
+            answer = None
+            if prompt.nbytes + beside_nbytes <= INLINE_NBYTES:
+                with contextlib.suppress(NotAtOnce):
+                    answer = pack(prompt, True)
+            if answer is None:
+                answer = await self._work.run(prompt.tenant, lambda: pack(prompt, False))
+        except BaseException as error:
+            self._stats.record_lookup(time.perf_counter() - begun_s, result_of(error))
+            raise
+        self._stats.record_lookup(time.perf_counter() - begun_s, "answered", answer[1])
+        return answer[0]
+
+    async def _read(self, request: Any) -> Prompt:
+        return await in_tokens(decode_prompt(request), self._fleet, self._tokenizers)
+
+    def _pack(self, prompt: Prompt, at_once: bool) -> tuple[bytes, Matched]:
+        """The packed reply: native, unless workers of the model differ in how they hash."""
+        answers = self._fleet.ask(prompt, at_once=at_once)
+        if len(answers) == 1:
+            rows = answers[0].rows
+            return rows.pack(), Matched(*rows.most())
+        lookup = merged(answers)
+        return encode_lookup(lookup).SerializeToString(), Matched.of(lookup)
 
     async def _many(self, requests: Sequence[Buffer], caller: Permissions) -> bytes:
         if len(requests) > MAX_REQUESTS:
@@ -84,30 +158,43 @@ class LookupCalls:
             reply = await self._one(packed, caller, left_nbytes)
             left_nbytes -= len(reply)
             replies.append(reply)
-        return lookup_codec.packed_responses(replies)
+        return pack_responses(replies)
 
     async def _one(self, packed: Any, caller: Permissions, left_nbytes: int) -> bytes:
         """The reply to one of many requests, or why it is refused."""
         try:
             if left_nbytes <= 0:
                 raise KVPoolError("the reply is full: ask about fewer prompts or workers in one message")
-            asked = self._calls.read(self.method, packed)
-            if asked.prompt is None:
+            lookup = self._calls.read(self._lookup, packed)
+            if lookup.prompt is None:
                 raise ConfigError("one of many requests holds a prompt, and no requests of its own")
-            caller.check(self.method.right, _tenant(asked))
-            return await self._answer(asked, caller)
+            caller.check("read", _tenant(lookup))
+            return await self._answer(lookup, caller)
         except Exception as error:
-            return self._refused(lookup_codec.id_of(packed), error)
+            return self._refused(id_of(packed), error)
 
     def _refused(self, number: int, error: Exception) -> bytes:
         code, text = self._calls.explain("Lookup", error)
-        return lookup_codec.refused(number, code.value[0], text)
+        return refused_response(number, code.value[0], text)
 
 
-def _tenant(asked: Asked) -> str | None:
+async def in_tokens(prompt: Prompt, fleet: Fleet, tokenizers: Tokenizers) -> Prompt:
+    """The prompt with tokens in the place of text. Errors: ``UnknownModel``; ``ConfigError`` without a tokenizer."""
+    if prompt.text is None and prompt.chat is None:
+        return prompt
+    fleet.check_model(prompt.model, prompt.tenant)
+    if prompt.model not in tokenizers:
+        raise ConfigError(
+            f'this index has no tokenizer for "{prompt.model}": start it with '
+            f"--tokenizer {prompt.model}=FOLDER, or send token_ids"
+        )
+    return await tokenizers.in_tokens(prompt)
+
+
+def _tenant(lookup: PackedLookup) -> str | None:
     """None: each of its requests names one."""
-    if asked.prompt is None:
+    if lookup.prompt is None:
         return None
-    if isinstance(asked.prompt, Prompt):
-        return asked.prompt.tenant
-    return asked.prompt.scope.tenant or DEFAULT_TENANT
+    if isinstance(lookup.prompt, Prompt):
+        return lookup.prompt.tenant
+    return lookup.prompt.scope.tenant or DEFAULT_TENANT

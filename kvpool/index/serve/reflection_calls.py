@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from kvpool.index.client.messages import SERVICE
+from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.serve.calls import Calls
 from kvpool.index.serve.health import HEALTH
 from kvpool.v1 import health_pb2, index_pb2, reflection_pb2

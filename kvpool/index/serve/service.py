@@ -1,8 +1,6 @@
 """``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
 
-The handlers run in one event loop. What takes long is done in threads: changes of the roster in ``_threads``; in
-``_lookup_work``, which tenants share, prompts above ``INLINE_NBYTES`` and those that cannot be answered at once
-(``NotAtOnce``). The native table does not hold the interpreter's lock while it works.
+The handlers run in one event loop. Changes of the roster are made in ``_threads``.
 
 Every call passes ``Calls``, which asks ``TokenAuth`` who the caller is.
 """
@@ -25,23 +23,19 @@ from kvpool.discovery.admission import PUSH_GONE, check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus
-from kvpool.index.client.messages import (
+from kvpool.index.client.tls import ServerTls
+from kvpool.index.follow.pool_follower import PoolFollower
+from kvpool.index.follow.roster import Roster
+from kvpool.index.place.router import Router
+from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.protocol.messages import (
     MAX_REQUEST_NBYTES,
     REPLIES,
     SERVICE,
     decode_worker,
 )
-from kvpool.index.client.tls import ServerTls
-from kvpool.index.follow.pool_follower import PoolFollower
-from kvpool.index.follow.roster import Roster
-from kvpool.index.limits import Work
-from kvpool.index.partition import merged
-from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizers
-from kvpool.index.prompt import Prompt
-from kvpool.index.refusals import NotAtOnce
-from kvpool.index.request_stats import Matched, RequestStats
-from kvpool.index.serve import codec, worker_pages
+from kvpool.index.request_stats import RequestStats
+from kvpool.index.serve import worker_pages
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
 from kvpool.index.serve.grpc_server import open_server
@@ -55,10 +49,7 @@ from kvpool.key.names import check_tenant
 from kvpool.tracing import Tracing
 from kvpool.v1 import index_pb2 as pb
 
-INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
-LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
 THREADS = 4
-LOOKUP_THREADS, LOOKUP_THREADS_OF_TENANT = 8, 4
 TICK_S = 0.25  # how late the end of a lease may be noticed
 STOP_TIMEOUT_S = 5.0
 MAX_CONNECTION_AGE_S = 1800.0  # gRPC adds or takes off up to a tenth
@@ -104,22 +95,18 @@ class IndexServer:
         self._roster = roster
         self._stats = stats or RequestStats()
         self._router = router or Router(roster.fleet)
-        self._tokenizers = tokenizers or Tokenizers()
         self._pool = pool
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
         self.calls = Calls(self._auth, self._stats, roster.fleet.limits, tracing)
-        self._lookups = LookupCalls(
-            self.calls, self._stats, lambda request: self._asked(request, self._pack_lookup)
-        )
+        self._lookups = LookupCalls(self.calls, roster.fleet, self._router, tokenizers or Tokenizers())
         self.methods = self._methods()
         self._instance_id = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self.health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
-        self._lookup_work = Work(LOOKUP_THREADS, LOOKUP_THREADS_OF_TENANT, "kvpool-lookup")
         packed = None if take is None else lambda: roster.fleet.packed(take)
         self._snapshots = SnapshotStreams(packed, self.health, self.calls, self._threads)
 
@@ -179,7 +166,7 @@ class IndexServer:
             self.calls.end_streams()
             await stopped
         self._threads.shutdown()
-        self._lookup_work.close()
+        self._lookups.close()
 
     async def is_serving(self) -> bool:
         """Whether its health says so."""
@@ -218,10 +205,7 @@ class IndexServer:
     def _methods(self) -> dict[str, Method]:
         """The calls with one request."""
         return {
-            "Lookup": self._lookups.method,
-            "Route": Method(
-                pb.RouteRequest, "read", lambda request: _tenant(request.scope.tenant), self._route
-            ),
+            **self._lookups.methods,
             "Release": Method(
                 pb.ReleaseRequest, "read", lambda request: _tenant(request.tenant), self._release
             ),
@@ -256,56 +240,6 @@ class IndexServer:
             handlers[name] = grpc.stream_stream_rpc_method_handler(self.calls.stream(name, right, stream))
         handlers["Publish"] = grpc.stream_stream_rpc_method_handler(_publish_gone)
         return handlers
-
-    def _pack_lookup(self, prompt: Prompt, at_once: bool) -> tuple[bytes, Matched]:
-        """The packed reply: native, unless workers of the model differ in how they hash."""
-        answers = self._roster.fleet.ask(prompt, at_once=at_once)
-        if len(answers) == 1:
-            return answers[0].rows.pack(), Matched(*answers[0].rows.most())
-        lookup = merged(answers)
-        return codec.encode_lookup(lookup).SerializeToString(), Matched.of(lookup)
-
-    async def _route(self, request: Any, _: Permissions) -> Any:
-        def answer(prompt: Prompt, at_once: bool) -> tuple[Any, Matched]:
-            options = codec.decode_route_options(request)
-            ranking = self._router.rank(prompt, at_once=at_once, **options)
-            if len(ranking.native):
-                self._stats.record_placed()
-            return ranking.pack(), Matched(*ranking.matched())
-
-        return await self._asked(request, answer, len(request.loads) * LOAD_NBYTES)
-
-    async def _asked(
-        self, request: Any, answer: Callable[[Prompt, bool], tuple[Any, Matched]], beside_nbytes: int = 0
-    ) -> Any:
-        """The reply to a request that holds a prompt, and other work that takes as long as so many bytes of one.
-
-        ``answer``: of a prompt, at once (``Fleet.ask``) or in a thread.
-        """
-        with self._stats.timed_lookup() as timer:
-            if isinstance(request, Prompt):
-                prompt = request
-            else:
-                prompt = await self._in_tokens(codec.decode_prompt(request))
-            if prompt.nbytes + beside_nbytes <= INLINE_NBYTES:
-                with contextlib.suppress(NotAtOnce):
-                    reply, timer.matched = answer(prompt, True)
-                    return reply
-            work = self._lookup_work.run(prompt.tenant, lambda: answer(prompt, False))
-            reply, timer.matched = await work
-            return reply
-
-    async def _in_tokens(self, prompt: Prompt) -> Prompt:
-        """The prompt with tokens in the place of text."""
-        if prompt.text is None and prompt.chat is None:
-            return prompt
-        self._roster.fleet.check_model(prompt.model, prompt.tenant)
-        if prompt.model not in self._tokenizers:
-            raise ConfigError(
-                f'this index has no tokenizer for "{prompt.model}": start it with '
-                f"--tokenizer {prompt.model}=FOLDER, or send token_ids"
-            )
-        return await self._tokenizers.in_tokens(prompt)
 
     async def _release(self, request: Any, _: Permissions) -> Any:
         tenant = check_tenant(_tenant(request.tenant))

@@ -12,12 +12,12 @@ import grpc
 import grpc.aio
 
 from kvpool.errors import KVPoolError
-from kvpool.index.serve import codec
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
 from kvpool.index.serve.calls import Calls, Method, NotTaken, NotWarm
 from kvpool.index.serve.health import Health
 from kvpool.v1 import index_pb2 as pb
 
+CHUNK_NBYTES = 1 << 20
 CHUNK_TIMEOUT_S = 30.0  # for a caller to take one chunk
 
 
@@ -55,8 +55,8 @@ class SnapshotStreams:
             caller = self._calls.caller(method.right, context)
             memory = self._calls.memory(caller, context)
             for part in await self._calls.answer(method, request, caller, memory):
-                for at in range(0, len(part), codec.CHUNK_NBYTES):
-                    chunk = pb.SnapshotChunk(data=part[at : at + codec.CHUNK_NBYTES]).SerializeToString()
+                for at in range(0, len(part), CHUNK_NBYTES):
+                    chunk = pb.SnapshotChunk(data=part[at : at + CHUNK_NBYTES]).SerializeToString()
                     try:
                         await asyncio.wait_for(context.write(chunk), CHUNK_TIMEOUT_S)
                     except (TimeoutError, asyncio.TimeoutError):

@@ -20,16 +20,17 @@ from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index import limits
-from kvpool.index.client.messages import MAX_U32
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.place.ranking import Pick
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
+from kvpool.index.protocol.messages import MAX_U32
 from kvpool.index.request_stats import Placed, RequestStats, Reuse
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
 from kvpool.index.serve.http_listener import HttpReply, HttpRequest, Refused
+from kvpool.index.serve.lookup_calls import in_tokens
 from kvpool.index.serve.status_history import EVERY_S, StatusHistory
 from kvpool.index.serve.worker_rows import HEALTHS, WorkerRow, rows_of
 from kvpool.key.hashing import len_tokens
@@ -133,14 +134,7 @@ class Status:
             question = await self._in_thread(lambda: _decode(request))
             caller.check("read", question.tenant)
             prompt = Prompt(question.model, question.token_ids, text=question.text, tenant=question.tenant)
-            if prompt.text is not None:
-                self._fleet.check_model(prompt.model, prompt.tenant)
-                if prompt.model not in self._tokenizers:
-                    raise ConfigError(
-                        f'this index has no tokenizer for "{prompt.model}": start it with '
-                        f"--tokenizer {prompt.model}=FOLDER, or give token ids"
-                    )
-                prompt = await self._tokenizers.in_tokens(prompt)
+            prompt = await in_tokens(prompt, self._fleet, self._tokenizers)
             reply = await self._in_thread(lambda: msgspec.json.encode(self._holders(prompt)))
             return HttpReply(reply, headers=HEADERS)
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus
 from kvpool.index.fleet import Fleet
-from kvpool.index.serve import codec
+from kvpool.index.protocol import messages
 from kvpool.index.serve.auth import Permissions
 from kvpool.v1 import index_pb2 as pb
 
@@ -31,10 +31,10 @@ def list_workers(fleet: Fleet, request: Any, caller: Permissions, index: IndexSt
         and (position := (worker.tenant, worker.name)) > last
     )
     page = positions[: min(request.page_size, MAX_PAGE_SIZE) or None]
-    reply = pb.ListWorkersResponse(index=codec.encode_index_status(index))
+    reply = pb.ListWorkersResponse(index=messages.encode_index_status(index))
     nbytes = 0
     for status in fleet.workers({_id(*position) for position in page}):
-        one = codec.encode_worker_status(status)
+        one = messages.encode_worker_status(status)
         nbytes += one.ByteSize()
         if request.page_size and nbytes > MAX_PAGE_NBYTES and reply.workers:
             reply.next_page_token = _id(reply.workers[-1].worker.tenant, reply.workers[-1].worker.name)

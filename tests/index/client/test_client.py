@@ -37,12 +37,20 @@ from kvpool.index import (
     Worker,
     WorkerStatus,
 )
-from kvpool.index.client import codec
+from kvpool.index.client.calls import lookup_call, register_call
 from kvpool.index.client.channel import error_of
-from kvpool.index.client.messages import decode_worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.prompt import Prompt
-from kvpool.index.serve.codec import decode_prompt, encode_index_status, encode_lookup, encode_worker_status
+from kvpool.index.protocol.messages import (
+    decode_lookup,
+    decode_prompt,
+    decode_status,
+    decode_worker,
+    encode_index_status,
+    encode_lookup,
+    encode_worker_status,
+    pack_tokens,
+)
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2 as pb
 from tests.support.calls import PATIENT_S, by_either, grpc_server
@@ -469,12 +477,12 @@ def sent(message: Any) -> Any:
 def test_lookups_travel(rows: list[Row]) -> None:
     lookup = Lookup.of(rows)
     assert list(lookup) == rows
-    assert codec.decode_lookup(sent(encode_lookup(lookup))) == lookup
+    assert decode_lookup(sent(encode_lookup(lookup))) == lookup
 
 
 @given(WORKERS)
 def test_workers_travel(worker: Worker) -> None:
-    request = sent(codec.register_call(worker, None).request)
+    request = sent(register_call(worker, None).request)
     assert decode_worker(request.worker, "default") == worker
     assert request.lease_ms == 0
 
@@ -484,11 +492,11 @@ def test_statuses_travel(index: IndexStatus, statuses: list[WorkerStatus]) -> No
     status = FleetStatus(index, tuple(statuses))
     workers = [encode_worker_status(one) for one in statuses]
     reply = sent(pb.ListWorkersResponse(index=encode_index_status(index), workers=workers))
-    assert codec.decode_status(reply) == status
+    assert decode_status(reply) == status
 
 
 def test_an_index_of_an_earlier_version_says_nothing_of_itself() -> None:
-    assert codec.decode_status(pb.ListWorkersResponse()) == FleetStatus(IndexStatus(), ())
+    assert decode_status(pb.ListWorkersResponse()) == FleetStatus(IndexStatus(), ())
 
 
 @given(
@@ -506,7 +514,7 @@ def test_questions_travel(
     prompt = Prompt(
         "m", token_ids=tokens, tenant=tenant, lora=lora, cache_salt=salt, multimodal=items, workers=workers
     )
-    received = decode_prompt(sent(codec.lookup_call(prompt).request))
+    received = decode_prompt(sent(lookup_call(prompt).request))
     assert prompt.nbytes == received.nbytes == 4 * len(tokens)
     assert replace(received, token_ids=list(received.token_ids or ())) == prompt
 
@@ -531,6 +539,6 @@ def test_noise_is_refused_or_read(noise: bytes) -> None:
 
 
 def test_packed_numbers_are_little_endian() -> None:
-    assert codec.pack_tokens([1, 0x01020304]).hex() == "0100000004030201"
-    call = codec.lookup_call(Prompt("m", hashes64=packed64([1, 0x0102030405060708])))
+    assert pack_tokens([1, 0x01020304]).hex() == "0100000004030201"
+    call = lookup_call(Prompt("m", hashes64=packed64([1, 0x0102030405060708])))
     assert call.request.block_hashes.hex() == "01000000000000000807060504030201"

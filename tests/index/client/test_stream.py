@@ -15,9 +15,9 @@ import pytest
 from kvpool import AsyncIndexClient, ConfigError, IndexClient, IndexUnavailable, UnknownModel
 from kvpool.index import Prompt
 from kvpool.index.client import stream as lookup_stream
-from kvpool.index.client.messages import MAX_REQUESTS, SERVICE
 from kvpool.index.client.stream import LookupStream
 from kvpool.index.fleet import Fleet
+from kvpool.index.protocol.messages import MAX_REQUESTS, SERVICE
 from kvpool.v1 import index_pb2 as pb
 from tests.support.fleets import a_worker, say, serving
 from tests.support.wire import batch, packed64, stored

@@ -13,11 +13,10 @@ import grpc
 import pytest
 
 from kvpool import AsyncIndexClient, BlockHasher, Chat, ConfigError, IndexClient, Load, UnknownModel
-from kvpool.index.client import codec
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
-from kvpool.index.serve.codec import MAX_TEXT_NBYTES
+from kvpool.index.protocol.messages import MAX_TEXT_NBYTES, decode_route
 from kvpool.v1 import index_pb2 as pb
 from tests.support.calls import refused
 from tests.support.fleets import Served, a_worker, say, serving
@@ -204,7 +203,7 @@ def test_a_reply_that_makes_no_sense() -> None:
         "kv_usage_permille", "reserved_cost", "load_source", "load_age_ms", "asleep",
     )  # fmt: skip
     good = pb.RouteResponse(rows=row, **{name: [1] for name in columns})
-    pick = codec.decode_route(good).picks[0]
+    pick = decode_route(good).picks[0]
     assert pick.trust == "exact"
     assert (pick.row.loadable_blocks, pick.unreachable) == (0, False), "of an index that does not say it"
     for name in columns:
@@ -212,10 +211,10 @@ def test_a_reply_that_makes_no_sense() -> None:
         short.CopyFrom(good)
         short.ClearField(name)
         with pytest.raises(ValueError, match="differ in length"):
-            codec.decode_route(short)
+            decode_route(short)
     for name in ("trust", "load_source"):
         odd = pb.RouteResponse()
         odd.CopyFrom(good)
         getattr(odd, name)[0] = 77
         with pytest.raises(ValueError, match="has no name"):
-            codec.decode_route(odd)
+            decode_route(odd)

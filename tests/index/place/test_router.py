@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, KVPoolError, Load, UnknownModel
 from kvpool.index.answer import Row
-from kvpool.index.client.codec import decode_route
 from kvpool.index.place.load import KEEP_S
 from kvpool.index.place.ranking import Pick, Ranking
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.prompt import Prompt
+from kvpool.index.protocol.messages import decode_route
 from kvpool.v1 import index_pb2 as pb
 from tests.support.fleets import Clock, a_fleet, a_worker, say
 from tests.support.placing import COSTS, NAMESPACE, TEN, order

@@ -11,10 +11,10 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.index import Chat
-from kvpool.index.client.codec import lookup_call
+from kvpool.index.client.calls import lookup_call
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.prompt import Prompt
-from kvpool.index.serve.codec import decode_prompt
+from kvpool.index.protocol.messages import decode_prompt
 from kvpool.v1 import index_pb2 as pb
 from tests.support.prompts import BODIES, NAMES, TEMPLATES, TEXTS, TOOLS, USER
 from tests.support.tiny_tokenizer import write_tokenizer

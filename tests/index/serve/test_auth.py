@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import ConfigError, IndexUnavailable
 from kvpool.errors import AccessDenied
-from kvpool.index.client.access import check_token
+from kvpool.index.client.channel import check_token
 from kvpool.index.serve.auth import EVERYTHING, TokenAuth, WrongToken, make_token
 from tests.support.credentials import write_tokens
 

@@ -18,11 +18,11 @@ from grpc_health.v1 import health_pb2
 from kvpool import AsyncIndexClient, IndexClient
 from kvpool.errors import MalformedEvents
 from kvpool.index import Publisher, limits
-from kvpool.index.client.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.fleet import Fleet
+from kvpool.index.protocol.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.serve import calls
 from kvpool.index.serve.auth import TokenAuth
-from kvpool.index.serve.service import INLINE_NBYTES
+from kvpool.index.serve.lookup_calls import INLINE_NBYTES
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import ends_within

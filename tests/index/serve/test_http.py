@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, IndexClient
 from kvpool.index import limits
-from kvpool.index.client.messages import REPLIES, SERVICE
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
+from kvpool.index.protocol.messages import REPLIES, SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import http as http_module
 from kvpool.index.serve import http_listener as listener_module

@@ -12,8 +12,8 @@ import pytest
 
 from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
 from kvpool.index import limits
-from kvpool.index.client.messages import SERVICE
 from kvpool.index.fleet import Fleet
+from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
 from tests.support.deadlines import eventually

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool.index.client.messages import MAX_REQUESTS, SERVICE
 from kvpool.index.fleet import Fleet
+from kvpool.index.protocol.messages import MAX_REQUESTS, SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import lookup_calls
 from kvpool.index.serve.auth import TokenAuth

@@ -20,12 +20,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvpool import ConfigError, IndexClient, IndexUnavailable, KVPoolError
 from kvpool.index import membership
 from kvpool.index.client import client as client_module
-from kvpool.index.client.messages import SERVICE, encode_worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.roster import Roster
 from kvpool.index.prompt import MAX_PROMPT_BLOCKS
+from kvpool.index.protocol.messages import SERVICE, encode_worker
 from kvpool.index.request_stats import RequestStats
-from kvpool.index.serve import codec, snapshot_streams
+from kvpool.index.serve import snapshot_streams
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from kvpool.v1 import index_pb2 as pb
@@ -283,7 +283,7 @@ def test_health_waits_until_it_is_warm_and_not_for_ever() -> None:
 
 
 def test_a_snapshot_comes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "CHUNK_NBYTES", 100)
+    monkeypatch.setattr(snapshot_streams, "CHUNK_NBYTES", 100)
     fleet = Fleet()
     fleet.add(a_worker("a", ranks=2), "flag")
     say(fleet, "default/a", 0, 4, batch(stored(range(200))))
@@ -483,7 +483,7 @@ class Recorded:
         self.orders: list[str] = []
         self._fleet = fleet
 
-    def follow(self, worker: Any) -> None:
+    def follow(self, worker: Any, positions: Any = None) -> None:
         self.orders.append(f"follow {worker.id} {worker.incarnation}")
 
     def unfollow(self, worker_id: str) -> None:

@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
-from kvpool.index.client import codec
-from kvpool.index.client.messages import SERVICE
+from kvpool.index.client import calls
 from kvpool.index.fleet import Fleet
+from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.serve import worker_pages
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.v1 import index_pb2 as pb
@@ -105,7 +105,7 @@ def test_a_page_token_shows_nothing_of_other_tenants(tmp_path: Path) -> None:
 
 
 def test_clients_turn_pages_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "PAGE_SIZE", 2)
+    monkeypatch.setattr(calls, "PAGE_SIZE", 2)
 
     async def ask(target: str) -> Any:
         async with AsyncIndexClient(target, WAIT_S) as client:

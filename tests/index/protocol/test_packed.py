@@ -8,8 +8,8 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from kvpool.errors import ConfigError
-from kvpool.index.serve import fields
-from kvpool.index.serve.fields import check_fields
+from kvpool.index.protocol import packed as module
+from kvpool.index.protocol.packed import check_fields
 from kvpool.v1 import index_pb2 as pb
 
 ITEM = pb.MultimodalItem(identifier="image", offset=1 << 20, length=3)
@@ -35,10 +35,10 @@ def test_fields_are_counted_where_they_can_be_many(
     monkeypatch: pytest.MonkeyPatch, message: Any, count: int
 ) -> None:
     packed = message.SerializeToString()
-    monkeypatch.setattr(fields, "MAX_FIELDS", count)
+    monkeypatch.setattr(module, "MAX_FIELDS", count)
     check_fields(packed, message.DESCRIPTOR)
     assert len(packed) > 2 * count, "else nothing is counted"
-    monkeypatch.setattr(fields, "MAX_FIELDS", count - 1)
+    monkeypatch.setattr(module, "MAX_FIELDS", count - 1)
     with pytest.raises(ConfigError, match=f"at most {count - 1} fields"):
         check_fields(packed, message.DESCRIPTOR)
 
@@ -47,7 +47,7 @@ def test_fields_are_counted_where_they_can_be_many(
 def test_a_message_that_is_cut_off_is_judged_as_protobuf_judges_it(
     monkeypatch: pytest.MonkeyPatch, message: Any, count: int
 ) -> None:
-    monkeypatch.setattr(fields, "MAX_FIELDS", count)
+    monkeypatch.setattr(module, "MAX_FIELDS", count)
     packed = message.SerializeToString()
     for nbytes in range(2 * count + 1, len(packed)):
         cut = packed[:nbytes]
@@ -60,7 +60,7 @@ def test_a_message_that_is_cut_off_is_judged_as_protobuf_judges_it(
 
 @pytest.mark.parametrize("tail", [b"\x0b\x0c", b"\xff" * 11, b"\x0a\xff\x01", b"\x09\x00", b"\x08"])
 def test_what_is_no_message_is_refused(monkeypatch: pytest.MonkeyPatch, tail: bytes) -> None:
-    monkeypatch.setattr(fields, "MAX_FIELDS", 10)
+    monkeypatch.setattr(module, "MAX_FIELDS", 10)
     packed = pb.RouteRequest(loads=[LOAD] * 8).SerializeToString()
     check_fields(packed, pb.RouteRequest.DESCRIPTOR)
     with pytest.raises(DecodeError):

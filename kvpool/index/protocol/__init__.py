@@ -1,0 +1,1 @@
+"""The index's protocol as both sides read and write it."""

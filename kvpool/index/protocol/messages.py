@@ -1,0 +1,405 @@
+"""Between the index's values and the messages of ``protos/kvpool/v1/index.proto``, for both sides. Pure.
+
+Over 400 lines because each message is written and read in one place. A message comes from another process: its form is
+checked here, ``Fleet`` judges its content. Errors: ``ConfigError``, where no other is named.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
+from kvpool.errors import ConfigError
+from kvpool.index import bounded_json
+from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, WorkerStatus
+from kvpool.index.place.load import Load, LoadSource
+from kvpool.index.place.ranking import Pick, Ranking, Trust
+from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, PromptFields, text_parts
+from kvpool.key.hashing import len_tokens
+from kvpool.v1 import index_pb2 as pb
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+SERVICE = "kvpool.v1.IndexService"
+MAX_PROMPT_NBYTES = 32 << 20  # 4 Mi block hashes
+MAX_REQUEST_NBYTES = MAX_PROMPT_NBYTES + (1 << 20)
+MAX_REPLY_NBYTES = 64 << 20
+MAX_REQUESTS = 256  # prompts in one message
+MAX_U32 = (1 << 32) - 1
+MAX_TEXT_NBYTES = 4 << 20  # of a prompt as text or chat
+MAX_LOADS = 32_768  # in a request
+
+REPLIES: dict[str, Any] = {
+    "Lookup": pb.LookupResponse,
+    "Route": pb.RouteResponse,
+    "Release": pb.ReleaseResponse,
+    "RegisterWorker": pb.RegisterWorkerResponse,
+    "RemoveWorker": pb.RemoveWorkerResponse,
+    "ListWorkers": pb.ListWorkersResponse,
+}
+_TRUSTS: Mapping[int, Trust] = {1: "exact", 2: "degraded", 3: "fallback"}
+_LOAD_SOURCES: Mapping[int, LoadSource] = {0: "none", 1: "reported", 2: "scraped"}
+
+
+# ---- prompts
+
+
+def encode_prompt(kind: Any, prompt: Prompt) -> Any:
+    """``LookupRequest``, or a ``RouteRequest`` with the fields that both have."""
+    if prompt.workers is not None and not prompt.workers:
+        raise ConfigError("workers is empty; leave it out to ask about all")
+    name, path = ("", "") if prompt.lora is None else _pair("lora is (name, path)", prompt.lora)
+    try:
+        request = kind(
+            scope=pb.Scope(
+                model=prompt.model,
+                tenant=prompt.tenant,
+                lora_name=name,
+                lora_path=path,
+                cache_salt=prompt.cache_salt or "",
+                multimodal=[
+                    pb.MultimodalItem(identifier=identifier, offset=offset, length=length)
+                    for identifier, offset, length in prompt.multimodal
+                ],
+            ),
+            workers=prompt.workers or (),
+        )
+        if prompt.text is not None:
+            request.text = prompt.text
+    except (TypeError, ValueError) as error:
+        raise unsendable(error) from error
+    if prompt.token_ids is not None:
+        request.token_ids = pack_tokens(prompt.token_ids)
+    elif prompt.hashes64 is not None:
+        request.block_hashes = _pack_hashes(prompt.hashes64)
+    elif isinstance(prompt.chat, Chat):
+        request.chat.CopyFrom(_encode_chat(prompt.chat))
+    return request
+
+
+def decode_prompt(request: Any) -> Prompt:
+    """Of ``LookupRequest``, and of ``RouteRequest``, which has the same fields."""
+    form = request.WhichOneof("prompt")
+    if form is None:
+        raise ConfigError("a request holds a prompt: block_hashes, token_ids, text or chat")
+    scope, value = request.scope, getattr(request, form)
+    fields: PromptFields = {
+        "tenant": scope.tenant or DEFAULT_TENANT,
+        "workers": list(request.workers) or None,
+    }
+    if form == "block_hashes":
+        fields["hashes64"] = value
+        return Prompt(scope.model, **fields)
+    fields["lora"] = (scope.lora_name, scope.lora_path) if scope.lora_name or scope.lora_path else None
+    fields["cache_salt"] = scope.cache_salt or None
+    fields["multimodal"] = [(item.identifier, item.offset, item.length) for item in scope.multimodal]
+    if form == "token_ids":
+        if len(value) % TOKEN_NBYTES:
+            raise ConfigError(f"token_ids are packed u32s, 4 bytes each; {len(value)} bytes are not")
+        fields["token_ids"] = memoryview(value).cast("I")
+        return Prompt(scope.model, **fields)
+    nbytes = value.ByteSize() if form == "chat" else len(value.encode())
+    if not 1 <= nbytes <= MAX_TEXT_NBYTES:
+        raise ConfigError(f"a prompt as {form} has 1 to {MAX_TEXT_NBYTES} bytes, not {nbytes}")
+    if form == "chat":
+        fields["chat"] = _decode_chat(value)
+    else:
+        fields["text"] = value
+    return Prompt(scope.model, **fields)
+
+
+def _decode_chat(message: Any) -> Chat:
+    if not message.messages:
+        raise ConfigError("a chat holds messages")
+    options = _of_json("template_options_json", message.template_options_json, dict)
+    return Chat(
+        [_decode_message(one) for one in message.messages],
+        _of_json("tools_json", message.tools_json, list),
+        message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
+        options or {},
+    )
+
+
+def _decode_message(message: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": list(message.content)}
+    for name in ("name", "reasoning", "tool_call_id"):
+        if value := getattr(message, name):
+            made[name] = value
+    if calls := _of_json("tool_calls_json", message.tool_calls_json, list):
+        made["tool_calls"] = calls
+    return made
+
+
+def _of_json(field: str, text: str, kind: type) -> Any:
+    """None where there is no text."""
+    if not text:
+        return None
+    try:
+        value = bounded_json.decode(text)
+    except ConfigError as error:
+        raise ConfigError(f"{field} is no JSON: {error}") from error
+    if type(value) is not kind:
+        raise ConfigError(f"{field} is a JSON {'object' if kind is dict else 'list'}")
+    return value
+
+
+def _encode_chat(chat: Chat) -> Any:
+    try:
+        message = pb.ChatPrompt(
+            messages=[
+                pb.ChatMessage(
+                    role=one["role"],
+                    content=text_parts(one.get("content")),
+                    name=one.get("name") or "",
+                    reasoning=one.get("reasoning") or "",
+                    tool_calls_json=_json(one.get("tool_calls")),
+                    tool_call_id=one.get("tool_call_id") or "",
+                )
+                for one in chat.messages
+            ],
+            tools_json="" if chat.tools is None else json.dumps(list(chat.tools)),
+            template_options_json=_json(dict(chat.template_options)),
+        )
+        if not chat.add_generation_prompt:
+            message.add_generation_prompt = False
+    except ConfigError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a chat is a list of messages with a role and a content: {first_line(error)}"
+        ) from error
+    return message
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value) if value else ""
+
+
+def pack_tokens(token_ids: Sequence[int] | Buffer) -> bytes:
+    """Packed little-endian u32. ``token_ids``: ints, or a contiguous buffer of them (16, 32 or 64 bits)."""
+    if len_tokens(token_ids) * TOKEN_NBYTES > MAX_PROMPT_NBYTES:
+        raise ConfigError(f"a prompt of {len_tokens(token_ids)} tokens is too long to be sent to an index")
+    if isinstance(token_ids, list):
+        values: Any = token_ids
+    else:
+        try:
+            view = memoryview(token_ids)  # type: ignore[arg-type]
+        except TypeError:
+            values = token_ids
+        else:
+            if view.format == "I":
+                return view.tobytes()
+            if view.format not in tuple("hHilLqQ") or view.ndim != 1:
+                raise ConfigError("token_ids is a sequence or a buffer of ints of 16, 32 or 64 bits")
+            values = view.tolist()
+    try:
+        return array("I", values).tobytes()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"token ids are whole numbers from 0 to {MAX_U32}: {error}") from error
+
+
+def _pack_hashes(hashes64: Buffer) -> bytes:
+    try:
+        view = memoryview(hashes64)
+    except TypeError as error:
+        raise ConfigError("hashes64 is what BlockHasher.hashes64 returns: bytes, 8 a block") from error
+    if view.nbytes % 8 or view.nbytes > MAX_PROMPT_NBYTES:
+        raise ConfigError(
+            f"hashes64 has 8 bytes a block, at most {MAX_PROMPT_NBYTES} in all, not {view.nbytes}"
+        )
+    return view.tobytes()
+
+
+# ---- lookups and routes
+
+
+def encode_lookup(lookup: Lookup) -> Any:
+    """``LookupResponse``."""
+    return pb.LookupResponse(
+        worker=lookup.workers,
+        dp_rank=lookup.dp_ranks,
+        address=lookup.addresses,
+        block_tokens=lookup.block_tokens,
+        prompt_blocks=lookup.prompt_blocks,
+        device_blocks=lookup.device_blocks,
+        local_blocks=lookup.local_blocks,
+        pool_blocks=lookup.pool_blocks,
+        sequence=lookup.sequences,
+        staleness_ms=lookup.staleness_ms,
+        stale=lookup.stale,
+        loadable_blocks=lookup.loadable_blocks,
+    )
+
+
+def decode_lookup(reply: Any) -> Lookup:
+    """Of ``LookupResponse``. Errors: ``ValueError`` when columns differ in length."""
+    # An index of an earlier version does not say it: then it is what the worker or the pool has by itself.
+    loadable = reply.loadable_blocks or tuple(map(max, reply.local_blocks, reply.pool_blocks))
+    columns = (
+        reply.worker, reply.dp_rank, reply.address, reply.block_tokens, reply.prompt_blocks, reply.device_blocks,
+        reply.local_blocks, reply.pool_blocks, reply.sequence, reply.staleness_ms, reply.stale, loadable,
+    )  # fmt: skip
+    if len(set(map(len, columns))) != 1:
+        raise ValueError("its columns differ in length")
+    return Lookup(*map(tuple, columns))
+
+
+def encode_load(load: Load) -> Any:
+    message = pb.RankLoad(
+        worker=load.worker,
+        dp_rank=load.dp_rank,
+        running=load.running,
+        waiting=load.waiting,
+        kv_usage_permille=round(load.kv_usage * 1000),
+    )
+    if load.queued_tokens is not None:
+        message.queued_tokens = load.queued_tokens
+    return message
+
+
+def decode_route_options(request: Any) -> dict[str, Any]:
+    """The arguments of ``Router.route`` that ``RouteRequest`` has beside the prompt."""
+    if len(request.loads) > MAX_LOADS:
+        raise ConfigError(f"a request names at most {MAX_LOADS} loads, not {len(request.loads)}")
+    return {
+        "loads": [
+            Load(
+                worker=one.worker,
+                dp_rank=one.dp_rank,
+                running=one.running,
+                waiting=one.waiting,
+                queued_tokens=one.queued_tokens if one.HasField("queued_tokens") else None,
+                kv_usage=one.kv_usage_permille / 1000,
+            )
+            for one in request.loads
+        ],
+        "limit": request.most or None,
+        "reserve_s": request.reserve_ms / 1000 if request.reserve_ms else None,
+        "prompt_tokens": request.prompt_tokens or None,
+    }
+
+
+def decode_route(reply: Any) -> Ranking:
+    """Of ``RouteResponse``. Errors: ``ValueError`` when columns differ in length, or hold what has no name."""
+    lookup = decode_lookup(reply.rows)
+    columns: tuple[Any, ...] = (
+        reply.trust, reply.cost, reply.prefill_cost, reply.fetch_cost, reply.queue_cost, reply.running, reply.waiting,
+        reply.queued_tokens, reply.kv_usage_permille, reply.reserved_cost, reply.load_source, reply.load_age_ms,
+        reply.asleep, reply.unreachable or [False] * len(lookup),
+    )  # fmt: skip
+    if {len(lookup), *map(len, columns)} != {len(lookup)}:
+        raise ValueError("its columns differ in length")
+    try:
+        picks = [
+            Pick._make((row, _TRUSTS[trust], *numbers, _LOAD_SOURCES[source], age_ms, asleep, unreachable))
+            for row, trust, *numbers, source, age_ms, asleep, unreachable in zip(
+                lookup, *columns, strict=True
+            )
+        ]
+    except KeyError as error:
+        raise ValueError(f"it holds the number {error}, which has no name") from error
+    return Ranking(tuple(picks), reply.reservation)
+
+
+# ---- workers
+
+
+def encode_worker(worker: Worker) -> Any:
+    """``Worker``."""
+    return pb.Worker(
+        name=worker.name,
+        tenant=worker.tenant,
+        model=worker.model,
+        hash_algorithm=worker.hash_algorithm,
+        hash_seed_id=worker.hash_seed_id,
+        block_tokens=worker.block_tokens,
+        address=worker.address,
+        incarnation=worker.incarnation,
+        namespace=worker.namespace,
+        publishers=[
+            pb.Publisher(dp_rank=one.dp_rank, events=one.events, replay=one.replay)
+            for one in worker.publishers
+        ],
+    )
+
+
+def decode_worker(message: Any, default_seed_id: str) -> Worker:
+    """Of ``Worker``, with the defaults that its fields have when they are empty."""
+    return Worker(
+        name=message.name,
+        model=message.model,
+        block_tokens=message.block_tokens,
+        hash_seed_id=message.hash_seed_id or default_seed_id,
+        publishers=tuple(Publisher(one.dp_rank, one.events, one.replay) for one in message.publishers),
+        tenant=message.tenant or DEFAULT_TENANT,
+        hash_algorithm=message.hash_algorithm or DEFAULT_ALGORITHM,
+        address=message.address,
+        incarnation=message.incarnation,
+        namespace=message.namespace,
+    )
+
+
+def encode_index_status(status: IndexStatus) -> Any:
+    """``IndexStatus``."""
+    return _copied(pb.IndexStatus, IndexStatus, status)
+
+
+def encode_worker_status(status: WorkerStatus) -> Any:
+    """``WorkerStatus``."""
+    return pb.WorkerStatus(
+        worker=encode_worker(status.worker),
+        source=status.source,
+        lease_left_ms=status.lease_left_ms,
+        publishers=[_copied(pb.PublisherStatus, PublisherStatus, rank) for rank in status.publishers],
+    )
+
+
+def decode_status(reply: Any) -> FleetStatus:
+    """Of ``ListWorkersResponse``. An index of an earlier version says nothing of itself: zeros."""
+    workers = (
+        WorkerStatus(
+            worker=decode_worker(status.worker, status.worker.hash_seed_id),
+            source=status.source,
+            lease_left_ms=status.lease_left_ms,
+            publishers=tuple(_copied(PublisherStatus, PublisherStatus, one) for one in status.publishers),
+        )
+        for status in reply.workers
+    )
+    return FleetStatus(_copied(IndexStatus, IndexStatus, reply.index), tuple(workers))
+
+
+def _copied(kind: Any, named: Any, one: Any) -> Any:
+    """A ``kind`` with those fields of ``one`` that the dataclass ``named`` has."""
+    return kind(**{name: getattr(one, name) for name in named.__dataclass_fields__})
+
+
+# ---- errors
+
+
+def whole_ms(what: str, seconds: float) -> int:
+    if not 0.001 <= seconds <= MAX_U32 / 1000:
+        raise ConfigError(f"{what} is a number of seconds from 0.001 on, not {seconds:g}")
+    return round(seconds * 1000)
+
+
+def _pair(what: str, pair: Any) -> tuple[str, str]:
+    if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+        raise ConfigError(f"{what}, not {pair!r:.80}")
+    return pair[0], pair[1]
+
+
+def unsendable(error: Exception) -> ConfigError:
+    return ConfigError(f"this cannot be sent to an index: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+assert struct.calcsize("I") == TOKEN_NBYTES
