@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
-from kvpool.errors import IndexUnavailable, KVPoolError
+from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError
 from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
 from kvpool.index.client import calls, channel
 from kvpool.index.client.calls import Answer, Call
