@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TOKEN_NBYTES = 4  # of a token in a request
 MAX_PROMPT_BLOCKS = 1 << 22
 MAX_PROMPT_TOKENS = 1 << 22
-# Of the body of a request: what its template is told beside messages and tools.
+# Fields of a request that its template reads beside messages and tools.
 _OPTIONS = ("continue_final_message", "documents", "reasoning_effort")
 
 
@@ -26,7 +26,7 @@ class Chat:
 
     ``messages``: maps with ``role`` and ``content`` (text, a list of text parts, or None); ``name``; of an assistant
     ``reasoning`` and ``tool_calls``; of a tool ``tool_call_id``. Other keys are not looked at. ``tools``: as in the
-    request. ``template_options``: what the template is told beside, such as ``{"enable_thinking": False}``.
+    request. ``template_options``: more arguments of the template, such as ``{"enable_thinking": False}``.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -42,7 +42,7 @@ class Chat:
         if not isinstance(body, Mapping) or not isinstance(body.get("messages"), Sequence):
             raise ConfigError('a chat is a list of messages, or an object with "messages"')
         options = {name: body[name] for name in _OPTIONS if body.get(name) is not None}
-        if "reasoning_effort" in options:  # what vLLM tells templates that have only a switch
+        if "reasoning_effort" in options:  # as vLLM does for templates that have only a switch
             options["enable_thinking"] = options["reasoning_effort"] != "none"
         options |= body.get("chat_template_kwargs") or {}
         generation = body.get("add_generation_prompt")
@@ -55,7 +55,7 @@ class Chat:
 
 
 def text_parts(content: Any) -> list[str]:
-    """The texts of a message's content. Errors: ``ConfigError`` for what is no text."""
+    """The texts of a message's content. Errors: ``ConfigError`` for other parts."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -76,7 +76,7 @@ def _text_part(part: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in one of four forms, and among whose workers it is looked for.
+    """A prompt in one of four forms, and the workers to look at.
 
     ``model``: as requests name it. One of: ``token_ids``, ints from 0 to 2**32 - 1 or a buffer of ints; ``hashes64``,
     what ``BlockHasher.hashes64`` makes of them; ``text``, as for ``/v1/completions``; ``chat``, the messages of one for
@@ -122,7 +122,7 @@ class Prompt:
         return 0 if self.token_ids is None else len_tokens(self.token_ids) * TOKEN_NBYTES
 
     def checked_hashes(self) -> memoryview | None:
-        """Its hashes; None: it is given as tokens. Errors: ``ConfigError`` for what cannot be looked up so."""
+        """Its hashes; None: it is given as tokens. Errors: ``ConfigError``."""
         if self.token_ids is not None:
             count = len_tokens(self.token_ids)
             if not 1 <= count <= MAX_PROMPT_TOKENS:

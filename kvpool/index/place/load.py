@@ -1,4 +1,4 @@
-"""``Load``: how busy a worker's rank is, and ``LoadBoard``: what was last said of each.
+"""``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each, with its ``Reservations``.
 
 ``_lock`` guards who is in ``_ranks``; any thread may call anything, nothing blocks.
 """
@@ -20,7 +20,7 @@ from kvpool.errors import ConfigError
 LoadSource = Literal["none", "reported", "scraped"]
 LOAD_SOURCES: tuple[LoadSource, ...] = ("none", "reported", "scraped")  # by the native core's number
 
-KEEP_S = 10.0  # what is older is not known any more
+KEEP_S = 10.0  # of a load, after which it is unknown
 KEEP_FAILED_S = 30.0  # that a page could not be read; it is asked for again within 12 s
 MAX_KEPT = 65536  # ranks
 MAX_RESERVATIONS = 65536
@@ -33,7 +33,7 @@ class Load:
     """What one data-parallel rank of one worker has to do.
 
     ``running``, ``waiting``: requests. ``queued_tokens``: prompt tokens that wait to be computed; None: not known.
-    ``kv_usage``: from 0 to 1 (the KV cache is full). Errors: ``ConfigError`` for what is no load.
+    ``kv_usage``: from 0 to 1 (the KV cache is full). Errors: ``ConfigError``.
     """
 
     worker: str
@@ -59,7 +59,7 @@ class Load:
 
 
 class Known(NamedTuple):
-    """The load of a rank as it was last told, ``age_s`` seconds ago. ``asleep``: its engine serves no requests now."""
+    """The last load of a rank, ``age_s`` seconds ago. ``asleep``: its engine serves no requests now."""
 
     load: Load
     source: LoadSource
@@ -71,7 +71,7 @@ RankKey = tuple[str, int]  # worker's id, rank
 
 
 class LoadBoard:
-    """The last load of each rank, for ``KEEP_S`` seconds; the later of what routers report and what was scraped.
+    """The last load of each rank, for ``KEEP_S`` seconds, reported by a router or scraped.
 
     ``clock``: seconds that only go up.
     """
@@ -81,46 +81,38 @@ class LoadBoard:
         self._lock = threading.Lock()
         self._ranks: dict[RankKey, _native.RankLoad] = {}
 
+    # A load of a rank beyond MAX_KEPT is not kept.
+
     def report(self, worker_id: str, load: Load) -> None:
-        """A router has said so. Not kept when something is known of ``MAX_KEPT`` other ranks."""
-        with self._lock:
-            if (rank := self._of(worker_id, load.dp_rank)) is not None:
-                rank.report(self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage)
+        """As a router says."""
+        self._at(worker_id, load.dp_rank).report(
+            self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage
+        )
 
     def scrape(self, worker_id: str, load: Load, *, asleep: bool) -> None:
-        """The worker's metrics have said so. Not kept when something is known of ``MAX_KEPT`` other ranks."""
-        with self._lock:
-            if (rank := self._of(worker_id, load.dp_rank)) is not None:
-                rank.scrape(
-                    self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage, asleep
-                )
+        """As the worker's metrics say."""
+        self._at(worker_id, load.dp_rank).scrape(
+            self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage, asleep
+        )
 
     def measure(self, worker_id: str, dp_rank: int, pool_cost: float) -> None:
-        """What a token from the pool costs this rank, in tokens to compute; kept for as long as the rank is."""
-        with self._lock:
-            if (rank := self._of(worker_id, dp_rank)) is not None:
-                rank.pool_cost = pool_cost
+        """The cost of a token from the pool, in tokens to compute; kept for as long as the rank is."""
+        self._at(worker_id, dp_rank).pool_cost = pool_cost
 
     def fail(self, worker_id: str, dp_rank: int) -> None:
-        """Its metrics were asked for, and the worker did not answer."""
-        with self._lock:
-            if (rank := self._of(worker_id, dp_rank)) is not None:
-                rank.fail(self.clock())
+        """The worker did not answer with its metrics."""
+        self._at(worker_id, dp_rank).fail(self.clock())
 
     def reserve(self, worker_id: str, dp_rank: int, cost: int) -> None:
         """From now on so much is reserved of a rank, in all."""
-        with self._lock:
-            if (rank := self._of(worker_id, dp_rank)) is not None:
-                rank.reserved_cost = cost
+        self._at(worker_id, dp_rank).reserved_cost = cost
 
     def pick(self, worker_id: str, dp_rank: int, number: int, cost: float) -> None:
         """A rank was the best of a choice of this number, for a request of this cost; numbers go up."""
-        with self._lock:
-            if (rank := self._of(worker_id, dp_rank)) is not None:
-                rank.pick(number, cost)
+        self._at(worker_id, dp_rank).pick(number, cost)
 
     def get(self, worker_id: str, dp_rank: int) -> Known | None:
-        """None: nothing was said for ``KEEP_S`` seconds."""
+        """None: no load came for ``KEEP_S`` seconds."""
         rank = self._ranks.get((worker_id, dp_rank))
         known = None if rank is None else rank.known(self.clock(), KEEP_S)
         if known is None:
@@ -129,45 +121,39 @@ class LoadBoard:
         return Known(Load(worker_id.partition("/")[2], dp_rank, *load), LOAD_SOURCES[source], age_s, asleep)
 
     def of(self, keys: Iterable[RankKey]) -> list[_native.RankLoad | None]:
-        """What is known of each; None: nothing was ever said."""
+        """None: no load ever came."""
         return list(map(self._ranks.get, keys))
 
-    def _of(self, worker_id: str, dp_rank: int) -> _native.RankLoad | None:
+    def _at(self, worker_id: str, dp_rank: int) -> _native.RankLoad:
         key = (worker_id, dp_rank)
-        rank = self._ranks.get(key)
-        if rank is None:
-            if len(self._ranks) >= MAX_KEPT:
-                now_s = self.clock()
-                for other in [
-                    other
-                    for other, old in self._ranks.items()
-                    if not old.reserved_cost and old.known(now_s, KEEP_S) is None
-                ]:
-                    del self._ranks[other]
-            if len(self._ranks) < MAX_KEPT:
-                rank = self._ranks[key] = _native.RankLoad()
-        return rank
+        with self._lock:
+            rank = self._ranks.get(key)
+            if rank is None:
+                if len(self._ranks) >= MAX_KEPT:
+                    now_s = self.clock()
+                    for other, old in list(self._ranks.items()):
+                        if not old.reserved_cost and old.known(now_s, KEEP_S) is None:
+                            del self._ranks[other]
+                rank = _native.RankLoad()
+                if len(self._ranks) < MAX_KEPT:
+                    self._ranks[key] = rank
+            return rank
 
 
 class Reservations:
     """Costs by rank, each until it is released or its time is over.
 
-    ``clock``: seconds that only go up. ``changed`` is called with a rank and the sum of its costs whenever that
-    changes; for ends, in the next call. ``tenant_share``: the part of ``MAX_RESERVATIONS`` that one tenant may have.
+    Sums are written to ``loads``; for ends, in the next call. ``tenant_share``: the part of ``MAX_RESERVATIONS`` that
+    one tenant may have. One thread at a time.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        changed: Callable[[str, int, int], None],
-        tenant_share: float = 1.0,
-    ) -> None:
-        self._clock, self._changed, self._tenant_share = clock, changed, tenant_share
+    def __init__(self, clock: Callable[[], float], loads: LoadBoard, tenant_share: float = 1.0) -> None:
+        self._clock, self._loads, self._tenant_share = clock, loads, tenant_share
         self._of: Counter[str] = Counter()  # how many, by tenant
         self._held: dict[str, tuple[str, RankKey, int]] = {}  # tenant, rank, cost
-        self._ends: list[tuple[float, str]] = []  # a heap; may name what was released
+        self._ends: list[tuple[float, str]] = []  # a heap; may name released ones
         self._costs: Counter[RankKey] = Counter()
-        self._done_s: dict[RankKey, float] = {}  # when a rank should have done what it was given
+        self._done_s: dict[RankKey, float] = {}  # when a rank should have done its work
 
     def __len__(self) -> int:
         self.expire()
@@ -178,8 +164,8 @@ class Reservations:
     ) -> str:
         """Hold ``cost`` against a rank for ``keep_s`` seconds. Returns its name; "" when there are too many.
 
-        ``each_s``: seconds in which the rank does one unit of cost; it is held no longer than until this work should be
-        done, behind what the rank was given before.
+        ``each_s``: seconds in which the rank does a unit of cost; it is held until this work should be done, behind
+        earlier work.
         """
         self.expire()
         if len(self._held) >= MAX_RESERVATIONS or self._of[tenant] >= MAX_RESERVATIONS * self._tenant_share:
@@ -188,7 +174,7 @@ class Reservations:
         self._held[name] = (tenant, (worker_id, dp_rank), cost)
         self._of[tenant] += 1
         self._costs[worker_id, dp_rank] += cost
-        self._changed(worker_id, dp_rank, self._costs[worker_id, dp_rank])
+        self._loads.reserve(worker_id, dp_rank, self._costs[worker_id, dp_rank])
         ends_s = self._clock() + keep_s
         if each_s is not None:
             key = (worker_id, dp_rank)
@@ -222,7 +208,7 @@ class Reservations:
         if not self._of[tenant]:
             del self._of[tenant]
         self._costs[key] -= cost
-        self._changed(*key, self._costs[key])
+        self._loads.reserve(*key, self._costs[key])
         if not self._costs[key]:
             del self._costs[key]
             self._done_s.pop(key, None)

@@ -1,4 +1,4 @@
-"""``read_page``: what the metrics page of a vLLM server says about the load of its engines. Pure.
+"""``read_page``: the load of a vLLM server's engines, from its metrics page. Pure.
 
 Names and labels are those of ``vllm/v1/metrics/loggers.py``: gauges with the labels ``model_name`` and ``engine``,
 the number of the data-parallel rank. What is read was written by another process.
@@ -21,7 +21,7 @@ SLEEP = "vllm:engine_sleep_state"
 MAX_SAMPLES = 16384  # ten of each engine
 MAX_REQUESTS = (1 << 31) - 1
 
-HALF_LIFE_S = 600.0  # after so long what was timed counts half
+HALF_LIFE_S = 600.0  # of times that were measured
 MIN_TOKENS = 4096.0  # from the pool, and computed, that have to be timed first
 
 # A page is long, histograms mostly; only lines that begin with one of these are parsed.
@@ -39,7 +39,7 @@ _ENGINE = re.compile(r"[0-9]{1,5}")
 
 
 class BadPage(KVPoolError):
-    """This is no metrics page of a vLLM server; says why, in one line."""
+    """No metrics page of a vLLM server."""
 
 
 class GateCounters(NamedTuple):
@@ -52,7 +52,7 @@ class GateCounters(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """One engine. ``kv_usage``: from 0 to 1. ``asleep``: it does no work until it is woken. ``gate``: None: it tells of
+    """One engine. ``kv_usage``: from 0 to 1. ``asleep``: it does no work until it is woken. ``gate``: None: it has
     none."""
 
     running: int = 0
@@ -111,7 +111,7 @@ def _samples(page: bytes) -> Iterator[tuple[str, int, float]]:
 
 
 def _lines(page: bytes) -> Iterator[tuple[str, bytes]]:
-    """Names, and what follows the "{" behind them. ``bytes.find``: a regular expression takes 20 times as long."""
+    """Names, and the rest of the line behind "{". ``bytes.find``: a regular expression takes 20 times as long."""
     text = b"\n" + page
     for name in _NAMES:
         begin = f"\n{name}{{".encode()
@@ -130,7 +130,7 @@ _NOTHING = GateCounters(0.0, 0.0, 0.0, 0.0)
 
 
 class PoolCost:
-    """Of one engine. ``value``: from 0 to 1, for an engine does not load what it computes sooner; None: not known."""
+    """Of one engine. ``value``: from 0 to 1, as an engine computes blocks that are slower to load; None: unknown."""
 
     def __init__(self) -> None:
         self.value: float | None = None

@@ -1,12 +1,12 @@
-"""``Router``: ranks the workers of a model by what a prompt would cost there, and holds reservations.
+"""``Router``: ranks the workers of a model by the cost of a prompt there, and holds reservations.
 
     cost    = prefill + fetch + queue
     prefill = tokens of the prompt that it has to compute: those behind its loadable blocks
     fetch   = local * tokens that the worker holds behind its device blocks
             + pool * tokens that the pool holds behind those
-    queue   = prompt tokens that wait (not known: waiting * waiting requests), less speed * seconds since that was told
+    queue   = prompt tokens that wait (not known: waiting * waiting requests), less speed * the age of the load
             + running * running requests
-            + usage * (share of the KV cache in use - 0.8, not below 0) / 0.2 + what is reserved
+            + usage * (share of the KV cache in use - 0.8, not below 0) / 0.2 + reserved cost
 
 Ranks are scored and sorted natively (``kvpool/_native/index/ranking.h``).
 
@@ -46,8 +46,8 @@ class Costs:
     """The coefficients of the formula above, in tokens of a prompt to compute.
 
     ``local``, ``pool``: for each token that is fetched from the worker's other tiers, or from the pool; 1 would say
-    that fetching is no faster than computing. ``pool`` None: what was measured of each rank, and ``POOL`` where that is
-    not known. ``waiting``: for each waiting request; None: what the last requests that were placed at its rank cost,
+    that fetching is no faster than computing. ``pool`` None: as measured of each rank, ``POOL`` where
+    unknown. ``waiting``: for each waiting request; None: the cost of the last requests placed at its rank,
     and ``WAITING`` where none was. ``running``: for each running one. ``usage``: for a KV cache that is full; up to
     four fifths it costs nothing. ``speed``: tokens of prompts that a worker computes in a second, by
     which queues and reservations end. Errors: ``ConfigError``.
@@ -99,7 +99,7 @@ class Router:
         self._costs = costs or Costs()
         self._packed_costs = self._costs.native()
         self._lock = threading.Lock()
-        self._reservations = Reservations(clock, self.loads.reserve, tenant_share)
+        self._reservations = Reservations(clock, self.loads, tenant_share)
         self._picks = 0  # choices that were made
 
     def route(

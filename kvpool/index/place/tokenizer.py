@@ -1,6 +1,6 @@
 """``Tokenizer``: the tokens that vLLM makes of text and of chats, for one model.
 
-What is done here is what vLLM 0.32 does for a Hugging Face tokenizer in ``/v1/completions`` and
+As vLLM 0.32 makes them for a Hugging Face tokenizer in ``/v1/completions`` and
 ``/v1/chat/completions`` (``vllm/renderers/hf.py``, ``chat_utils.py``); a test compares the two. Models that vLLM
 writes out with code of their own (Mistral's tokenizer, gpt-oss, DeepSeek V3.2 and the like) are not among them.
 """
@@ -151,8 +151,8 @@ class Tokenizers:
         return model in self._by_model
 
     def tokens(self, prompt: Prompt) -> Prompt:
-        """The prompt with tokens in the place of its text or chat. Its model is one of these. Any thread; takes as long
-        as its text is. Errors: ``ConfigError`` for what has no tokens."""
+        """The prompt with tokens in the place of its text or chat. Any thread; time grows with the text. Errors:
+        ``ConfigError``."""
         tokenizer = self._by_model[prompt.model]
         if isinstance(prompt.chat, Chat):
             token_ids = tokenizer.of_chat(prompt.chat)

@@ -25,7 +25,7 @@ from kvpool.index.place.placer import Placer
 from kvpool.index.request_stats import ProxyStats
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.listening import open_listening
-from kvpool.index.serve.proxy_connection import HEAD_S, ConnectionCount, ProxyConnection, refused
+from kvpool.index.serve.proxy_connection import HEAD_S, ProxyConnection, refused
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding, Reply, WorkerConnector
 from kvpool.tracing import Span, Tracing
 
@@ -74,7 +74,6 @@ class Proxy:
         self._tenant, self._tls, self._worker_tls = tenant, tls, worker_tls
         self._tracing = tracing or Tracing()
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=response_s)
-        self._count = ConnectionCount()
         self._model_lists = ModelLists()
         self._under_way = 0
         self._leaving = False
@@ -100,7 +99,7 @@ class Proxy:
         )
         manager = self._manager = web.Server(self._serve, handler_cancellation=True)
         self._listening = await loop.create_server(
-            lambda: ProxyConnection(manager, self._count, loop),
+            lambda: ProxyConnection(manager, self._limits, loop),
             sock=opened,
             backlog=BACKLOG,
             ssl=None if self._tls is None else self._tls.context,
@@ -220,9 +219,9 @@ class ModelLists:
             task = asyncio.create_task(_model_list(models, lambda: forwarding(request)))
             self._known[key] = task
             task.add_done_callback(partial(self._keep, key))
-        answer = await asyncio.shield(task)
-        headers = {"content-type": answer.kind, "server": "kvpool"}
-        return web.Response(body=answer.body, status=answer.status, headers=headers)
+        reply = await asyncio.shield(task)
+        headers = {"content-type": reply.kind, "server": "kvpool"}
+        return web.Response(body=reply.body, status=reply.status, headers=headers)
 
     async def close(self) -> None:
         """Forget what is under way."""
@@ -239,7 +238,7 @@ class ModelLists:
 
 
 async def _model_list(models: Sequence[str], forward: Callable[[], Forwarding]) -> Reply:
-    """What the workers of ``models`` list, each model once, in the form of OpenAI's API.
+    """The lists of the workers of ``models``, each model once, in the form of OpenAI's API.
 
     A model whose workers do not answer in time is listed by its name. Where a worker refuses the request, as for want
     of a key, its models are left out; where all do, that is the answer. Errors: ``Refusal``; none has answered.
@@ -261,15 +260,15 @@ async def _model_list(models: Sequence[str], forward: Callable[[], Forwarding]) 
             task.cancel()
         await asyncio.gather(*asked.values(), return_exceptions=True)
     late = Refusal(503, f"no worker has listed its models within {LIST_S:g} s")
-    told = {model: late if task.cancelled() else task.result() for model, task in asked.items()}
-    answers = [one for one in told.values() if isinstance(one, Reply)]
-    if not answers:
-        raise next(one for one in told.values() if isinstance(one, Refusal))
-    if all(400 <= one.status < 500 for one in answers):
-        return answers[0]
+    replies = {model: late if task.cancelled() else task.result() for model, task in asked.items()}
+    whole = [one for one in replies.values() if isinstance(one, Reply)]
+    if not whole:
+        raise next(one for one in replies.values() if isinstance(one, Refusal))
+    if all(400 <= one.status < 500 for one in whole):
+        return whole[0]
     listed: dict[str, dict[str, Any]] = {}
     for model in models:
-        for one in _listed(model, told.get(model)):
+        for one in _listed(model, replies.get(model)):
             listed.setdefault(one["id"], one)
     body = msgspec.json.encode({"object": "list", "data": list(listed.values())})
     return Reply(200, "application/json", body)

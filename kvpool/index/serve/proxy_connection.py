@@ -10,50 +10,30 @@ import asyncio
 import logging
 import socket
 import struct
-from collections import Counter
+from contextlib import ExitStack
 
 from aiohttp import HttpVersion11, web
 
+from kvpool.errors import KVPoolError
+from kvpool.index.limits import Kind, Limits
 from kvpool.index.place.placement import Refusal
 
-MAX_CONNECTIONS = 8192
-MAX_CONNECTIONS_OF_HOST = 4096  # a load balancer is one host
+CONNECTIONS = Kind("connections", "keep fewer open", 8192, 4096, 8192)  # a load balancer is one host
 MAX_LINE_NBYTES = 8190
 MAX_FIELD_NBYTES = 16 << 10  # of a header: keys of signed tokens are long
 HEAD_S = 10.0  # for a request's line and headers, and for a TLS handshake
 KEEP_ALIVE_S = 75
-WRITE_S = 60.0  # for a client to read what is sent to it
+WRITE_S = 60.0  # for a client to read
 
 logger = logging.getLogger("kvpool.index")
 
 
-class ConnectionCount:
-    """Of all connections, and by host."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.of_host: Counter[str] = Counter()
-
-    def add(self, host: str) -> bool:
-        """Whether there is room for it; it is counted in either case."""
-        self.total += 1
-        self.of_host[host] += 1
-        return self.total <= MAX_CONNECTIONS and self.of_host[host] <= MAX_CONNECTIONS_OF_HOST
-
-    def remove(self, host: str) -> None:
-        """One that was added."""
-        self.total -= 1
-        self.of_host[host] -= 1
-        if not self.of_host[host]:
-            del self.of_host[host]
-
-
 class ProxyConnection(web.RequestHandler):
-    """``begin`` and ``end``: around the handling of a request. ``_late``: the timer that ends the connection."""
+    """``begin`` and ``end``: around a request. ``_late``, ``_unread``: timers that end the connection."""
 
-    __slots__ = ("_busy", "_count", "_host", "_late", "_unread")
+    __slots__ = ("_busy", "_late", "_limits", "_opened", "_unread")
 
-    def __init__(self, manager: web.Server, count: ConnectionCount, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, manager: web.Server, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(
             manager,
             loop=loop,
@@ -62,7 +42,7 @@ class ProxyConnection(web.RequestHandler):
             max_line_size=MAX_LINE_NBYTES,
             max_field_size=MAX_FIELD_NBYTES,
         )
-        self._count, self._host = count, ""
+        self._limits, self._opened = limits, ExitStack()
         self._busy = False
         self._late: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -77,7 +57,7 @@ class ProxyConnection(web.RequestHandler):
         self._busy = False
 
     def abort(self) -> None:
-        """End the connection so that the client does not take what it got for a whole response."""
+        """End the connection: the client must not take a part for the whole response."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -93,11 +73,13 @@ class ProxyConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         peer = transport.get_extra_info("peername")
-        self._host = str(peer[0]) if peer else ""
-        if self._count.add(self._host):
-            self._end_late()
-        else:
+        try:
+            host = str(peer[0]) if peer else ""
+            self._opened.enter_context(self._limits.calls(CONNECTIONS, f"{host}:0", None))
+        except KVPoolError:
             self.abort()
+        else:
+            self._end_late()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -114,7 +96,7 @@ class ProxyConnection(web.RequestHandler):
         super().resume_writing()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._count.remove(self._host)
+        self._opened.close()
         self._cancel_late()
         if self._unread is not None:
             self._unread.cancel()

@@ -42,7 +42,7 @@ PART_NBYTES = 1 << 20  # of a body, written at once: more would hold the event l
 WHOLE_NBYTES = 64 << 10  # a response of a length up to this is sent as one
 
 FORWARDED_FOR, FORWARDED_PROTO = "x-forwarded-for", "x-forwarded-proto"
-# Of one connection, not of what is sent over it (RFC 9110, 7.6.1).
+# Of a connection, not of its messages (RFC 9110, 7.6.1).
 _OF_CONNECTION = frozenset(
     (
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -175,7 +175,7 @@ class Forwarding:
     async def _send(
         self, placement: Placement, not_forwarded: frozenset[str] = _NOT_FORWARDED
     ) -> tuple[aiohttp.ClientResponse, Target]:
-        """The first response that comes, and of whom. Errors: ``Refusal``."""
+        """The first response, and its worker. Errors: ``Refusal``."""
         left = list(placement.targets)
         headers = self._forwarded(not_forwarded)
         may_repeat = True
@@ -194,7 +194,7 @@ class Forwarding:
                 if sending.is_reused and may_repeat:  # the worker may have closed it at that moment, as idle
                     may_repeat = False
                     left = left or [target]
-                elif sending.is_whole:  # what has broken one engine could break the next
+                elif sending.is_whole:  # a request that broke an engine could break the next
                     raise Refusal(
                         502, f"worker {target.worker} has ended the connection without an answer: {why}"
                     ) from error
@@ -325,7 +325,7 @@ class Sending(aiohttp.Payload):
         self._transport, self.is_reused, self.is_whole = transport, is_reused, not self._size
 
     def abort(self) -> None:
-        """End the connection at once: closing it would wait until the worker has taken what is written."""
+        """End the connection at once: closing it would wait for the worker to read."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -590,7 +590,8 @@ def test_bodies_of_one_host_leave_room_for_those_of_others(monkeypatch: pytest.M
 
 
 def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_connection, "MAX_CONNECTIONS_OF_HOST", 2)
+    few = proxy_connection.CONNECTIONS._replace(of_host=2)
+    monkeypatch.setattr(proxy_connection, "CONNECTIONS", few)
     with proxy_cluster("a") as there:
         with there.connect(), there.connect(), there.connect() as third, suppress(ConnectionError):
             third.sendall(of_request(b"{}"))
