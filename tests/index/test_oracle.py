@@ -34,7 +34,7 @@ from kvpool.key.hashing import seed_id
 from tests.support.deadlines import eventually
 from tests.support.fleets import serving
 from tests.support.oracle import PROMPTS, Source, telling
-from tests.support.soak import SOAK_S
+from tests.support.soak import SEARCH_S
 from tests.support.wire import packed64
 
 SETTLED_S = 2.0  # promised: so long after the last event everything is known
@@ -300,7 +300,7 @@ def test_no_answer_is_beyond_the_state_that_it_names() -> None:
 @pytest.mark.usefixtures("grpc_started")
 def test_two_replicas_settle_and_agree(tmp_path: Path) -> None:
     """Two real index processes, with the times that they have in a fleet."""
-    ends_s = time.monotonic() + SOAK_S
+    ends_s = time.monotonic() + SEARCH_S
     with ExitStack() as parts:
         clients = []
         for name in ("first", "second"):

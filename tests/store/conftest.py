@@ -11,8 +11,9 @@ import pytest
 from kvpool import open_store
 from kvpool.store.store import Store
 from tests.support.servers import CLIENTS, SERVERS, Server, running, with_client
+from tests.support.soak import LONG_SOAK
 
-# Clients in Python say the same to both servers: every run has each client on one, make soak on the other, too.
+# Clients in Python say the same to both servers: every run has each client on one, a long soak on the other, too.
 SOAKED_PAIRS = {("redis-server", "redis"), ("valkey-server", "glide")}
 
 
@@ -24,6 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             server = params.get("own_server", params.get("server_of_module"))
             if (server, params.get("client")) in SOAKED_PAIRS:
                 item.add_marker(pytest.mark.soak)
+                item.add_marker(LONG_SOAK)
 
 
 @pytest.fixture(scope="session", autouse=True)

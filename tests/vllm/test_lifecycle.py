@@ -30,7 +30,7 @@ from tests.support.lifecycle import (
     Shape,
     World,
 )
-from tests.support.soak import ENGINES, NUMBERS, RARELY, SOAK_S, Life, live, live_long
+from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live, live_long
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
@@ -907,7 +907,7 @@ def test_a_short_life_the_same_each_time(configured: Configured) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(SOAK_S + 300)
+@pytest.mark.timeout(SEARCH_S + 300)
 def test_a_long_life(configured: Configured) -> None:
     counts = live_long(of(configured))
     print(counts)

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from kvpool.errors import StoreUnavailable
 from tests.support.lifecycle import MOODS, TroubledStore
-from tests.support.soak import ENGINES, NUMBERS, RARELY, SOAK_S, Life, live, live_long
+from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live, live_long
 from tests.support.tier_life import (
     COST_A_JOB,
     RECORD_NBYTES,
@@ -248,7 +248,7 @@ def test_a_short_life_the_same_each_time(lives: type[Life]) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(SOAK_S + 300)
+@pytest.mark.timeout(SEARCH_S + 300)
 def test_a_long_life(lives: type[Life]) -> None:
     counts = live_long(lives)
     check_counts(counts)

@@ -39,7 +39,7 @@ from tests.support.reconciler import (
     rests,
 )
 from tests.support.servers import SERVERS, Cluster, Server, running
-from tests.support.soak import SOAK_S
+from tests.support.soak import SEARCH_S
 from tests.support.wire import batch, packed64, removed, stored
 
 OTHER = Namespace("default", {"model": "m", "kv_dtype": "fp8"})
@@ -687,7 +687,7 @@ def test_another_server_is_listened_to_when_it_takes_over(
 
 
 @pytest.mark.parametrize(
-    "seconds", [3.0, pytest.param(SOAK_S, marks=[pytest.mark.soak, pytest.mark.timeout(SOAK_S + 120)])]
+    "seconds", [3.0, pytest.param(SEARCH_S, marks=[pytest.mark.soak, pytest.mark.timeout(SEARCH_S + 120)])]
 )
 def test_whatever_happens_it_is_right_when_it_rests(valkey: Server, seconds: float) -> None:
     """Puts, losses, lost and late events, cut listeners and flushes by chance, and now and then some rest."""
