@@ -48,18 +48,6 @@ def test_a_waiting_request_costs_no_more_than_a_coefficient_may() -> None:
     assert queues(router)["a"] <= most * 1_000_000
 
 
-def test_one_long_prompt_among_short_ones_weighs_little() -> None:
-    router = Router(a_fleet("a", "b"), costs=Costs(running=16), clock=Clock())
-    for name in "ab":
-        router.loads.report(f"default/{name}", Load(name, waiting=1))
-    for _ in range(80):
-        router.route("m", hashes64=packed64([77, 78]), workers=["a"])  # 32 tokens
-    for name in "ab":
-        router.route("m", hashes64=packed64([77, 78]), prompt_tokens=1 << 20, workers=[name])
-    assert queues(router)["a"] < 2 * (32 + 16)
-    assert queues(router)["b"] == 8192, "the first that is placed there"
-
-
 def test_a_waiting_request_costs_what_was_set() -> None:
     router = Router(a_fleet("a"), costs=Costs(waiting=100), clock=Clock())
     router.loads.report("default/a", Load("a", waiting=2))

@@ -14,7 +14,6 @@ import pytest
 from demo.engine_process import free_ports
 from kvpool import BlockHasher
 from kvpool.index.fleet import Fleet
-from kvpool.index.place.router import Router
 from tests.support import envoy
 from tests.support.deadlines import ends_within, eventually
 from tests.support.fleets import say
@@ -73,7 +72,7 @@ def test_responses_find_their_worker_by_the_tokens_that_one_of_them_says(
 
 
 @MODES
-@pytest.mark.parametrize("size", [0, 1, 63_488, 63_489, 1 << 20, (16 << 20) - 100])
+@pytest.mark.parametrize("size", [0, 1 << 17, (16 << 20) - 100])
 def test_bodies_arrive_as_they_were_sent(tmp_path: Path, duplex: bool, size: int) -> None:
     with envoy_cluster(tmp_path, duplex=duplex) as there:
         body = json.dumps({"model": "m", "prompt": "x" * size}).encode() if size else b""
@@ -83,34 +82,21 @@ def test_bodies_arrive_as_they_were_sent(tmp_path: Path, duplex: bool, size: int
 
 
 @MODES
-def test_streams_come_through(tmp_path: Path, duplex: bool) -> None:
+def test_what_is_wrong_with_a_request_is_for_the_worker_to_say(tmp_path: Path, duplex: bool) -> None:
     with envoy_cluster(tmp_path, duplex=duplex) as there:
-        reply = post(there.url, {"model": "m", "prompt": TEXT, "stream": True})
-        assert reply.body.count(b"data: ") == 4
-        assert reply.headers["content-type"] == "text/event-stream"
-
-
-@MODES
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (b"{", "unreadable"),
-        (b"[1, 2]", "unreadable"),
-        (b"\xff\xfe", "unreadable"),
-        (b'{"model": "m", "prompt": 7}', "unreadable"),
-        (b'{"model": 7}', "unreadable"),
-        (b'{"model": "m", "prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "unreadable"),
-        (b'{"model": "other", "prompt": "x"}', "unknown-model"),
-        (b'{"prompt": "x"}', "unreadable"),
-    ],
-)
-def test_what_is_wrong_with_a_request_is_for_the_worker_to_say(
-    tmp_path: Path, duplex: bool, body: bytes, reason: str
-) -> None:
-    with envoy_cluster(tmp_path, duplex=duplex) as there:
-        reply = post(there.url, body)
-        assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, reason)
-        assert json.loads(reply.body)["sha256"] == hashlib.sha256(body).hexdigest()
+        for body, reason in (
+            (b"{", "unreadable"),
+            (b"[1, 2]", "unreadable"),
+            (b"\xff\xfe", "unreadable"),
+            (b'{"model": "m", "prompt": 7}', "unreadable"),
+            (b'{"model": 7}', "unreadable"),
+            (b'{"model": "m", "prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "unreadable"),
+            (b'{"model": "other", "prompt": "x"}', "unknown-model"),
+            (b'{"prompt": "x"}', "unreadable"),
+        ):
+            reply = post(there.url, body)
+            assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, reason), body
+            assert json.loads(reply.body)["sha256"] == hashlib.sha256(body).hexdigest()
 
 
 @MODES
@@ -226,30 +212,6 @@ def test_callers_do_not_reach_what_is_between_engines(tmp_path: Path) -> None:
     with envoy_cluster(tmp_path, names=("a",)) as there:
         assert post(there.url, {"request_ids": ["x"]}, "/inference/v1/abort_requests").status == 404
         assert there.workers["a"].bodies == []
-
-
-def test_all_workers_asleep_or_busy(tmp_path: Path) -> None:
-    fleet = Fleet()
-    router = Router(fleet)
-    with envoy_cluster(tmp_path, fleet=fleet, router=router, place={"max_waiting": 4}) as there:
-        from kvpool import Load
-
-        for name in there.workers:
-            router.loads.report(f"default/{name}", Load(name, waiting=4))
-        reply = post(there.url, {"model": "m", "prompt": TEXT})
-        error = json.loads(reply.body)["error"]
-        assert (reply.status, error["code"], error["type"]) == (429, 429, "RateLimitError")
-        assert "4 or more requests waiting" in error["message"]
-        assert reply.headers["retry-after"] == "1"
-        router.loads.report("default/b", Load("b", waiting=3))
-        assert post(there.url, {"model": "m", "prompt": TEXT}).worker == "b"
-        for name in there.workers:
-            router.loads.scrape(f"default/{name}", Load(name), asleep=True)
-        reply = post(there.url, {"model": "m", "prompt": TEXT})
-        assert (reply.status, json.loads(reply.body)["error"]["message"]) == (503, "all workers sleep")
-        for name in there.workers:
-            fleet.remove(f"default/{name}")
-        assert post(there.url, {"model": "m", "prompt": TEXT}).status == 503
 
 
 def test_a_worker_that_says_no_tokens_in_time_costs_no_request(

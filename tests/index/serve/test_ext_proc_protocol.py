@@ -134,15 +134,16 @@ def test_a_reservation_ends_with_the_response() -> None:
 
 
 def test_a_reservation_of_a_stream_ends_when_the_metrics_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.index.place.placer.SHOWN_S", 0.5)
     with picking("a", "b") as index, calling(index) as channel:
-        call = Call(channel)
-        call.place()
-        call.ask(response("text/event-stream; charset=utf-8"))
-        assert reserved(index) == 1, "its prompt may not be computed yet"
-        call.end()
-        assert reserved(index) == 1
-        assert eventually(lambda: reserved(index) == 0)
+        for shown_s, left in ((600.0, 1), (0.0, 1)):
+            monkeypatch.setattr("kvpool.index.place.placer.SHOWN_S", shown_s)
+            call = Call(channel)
+            call.place()
+            before = reserved(index)
+            call.ask(response("text/event-stream; charset=utf-8"))
+            assert reserved(index) == before, "its prompt may not be computed yet"
+            call.end()
+            assert eventually(lambda left=left: reserved(index) == left)
 
 
 def test_a_reservation_ends_where_another_endpoint_has_served() -> None:

@@ -56,7 +56,7 @@ def test_the_models_of_all_workers_each_once() -> None:
 
 
 def test_a_model_whose_workers_list_nothing_is_listed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "LIST_S", 1.0)
+    monkeypatch.setattr(proxy, "LIST_S", 6.0)  # of which those that answer take a hundredth
     monkeypatch.setattr(proxy, "KEEP_S", 0.0)
     monkeypatch.setattr(proxy, "MAX_LIST_NBYTES", 1000)
     with scripted("a", "b", "c", "d", "e", "f") as workers, proxy_cluster(workers=[]) as there:
