@@ -7,7 +7,6 @@ import http.client
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -78,7 +77,10 @@ def fronting(folder: Path) -> Iterator[tuple[envoy.Envoy, Uploads]]:
     """Envoy without an index, before one worker."""
     with ExitStack() as parts:
         (worker,) = parts.enter_context(scripted("a"))
-        front = parts.enter_context(envoy.running(folder, [worker.at], ["127.0.0.1:9"]))
+        text = envoy.CONFIG.read_text()
+        assert text.count("request_timeout: 30s") == 1
+        text = text.replace("request_timeout: 30s", "request_timeout: 600s")  # no upload ends by itself
+        front = parts.enter_context(envoy.running(folder, [worker.at], ["127.0.0.1:9"], text=text))
         uploads = Uploads(front)
         parts.callback(uploads.end)
         assert eventually(lambda: front.healthy("workers") == 1)
@@ -95,9 +97,7 @@ def test_uploads_that_do_not_end_are_refused_before_memory_ends(tmp_path: Path) 
                 break
         else:
             pytest.fail("none was refused")
-        began_s = time.monotonic()
-        assert ask(front) == 503
-        assert time.monotonic() - began_s < 5, "at once, not when the uploads have timed out after 30 s"
+        assert ask(front) == 503, "at once: no upload has timed out"
         assert peak_nbytes(front) < limit_nbytes()
         uploads.end()
         assert eventually(lambda: ask(front) == 200), "as soon as they have ended"

@@ -1,4 +1,4 @@
-"""Hybrid groups, tensor and pipeline parallelism, MLA, and kvpool as one of several connectors."""
+"""Hybrid groups, tensor and pipeline parallelism, MLA, and records of several blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import connector_config
 from kvpool._native import RECORD_HEADER_NBYTES
 from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
-    PATIENT,
     corrupt,
     engine_options,
     namespaces,
@@ -190,25 +188,3 @@ def test_records_of_four_blocks_and_a_prefix_in_the_engine_that_ends_inside_one(
         assert (answer["cached_tokens"], answer["pool_tokens"]) == (hit_tokens, hit_tokens - local_tokens)
     assert answers[0]["tokens"] == reference[0]["tokens"]
     assert answers[1]["tokens"] != reference[1]["tokens"]
-
-
-def test_one_of_several_connectors(llama: Path, of_one_rank: Computed, tmp_path: Path) -> None:
-    """Under vLLM's MultiConnector: the second child's pool has the prompt, and both pools get what is computed."""
-    near, far = tmp_path / "near", shutil.copytree(of_one_rank.pool, tmp_path / "far")
-    children = [connector_config(f"file://{pool}", PATIENT) for pool in (near, far)]
-    options = {
-        **engine_options(llama, "file:///unused"),
-        "kv_transfer_config": {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": children},
-        },
-    }
-    with started("several", tmp_path, options) as engine:
-        answer = engine.generate(PROMPT, GENERATED_TOKENS)
-        engine.generate(prompt(3, 700), 2)
-    assert answer["pool_tokens"] == (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert answer["tokens"] == of_one_rank.answers[0]["tokens"]
-    for pool in (near, far):
-        assert len(records(pool, prompt(3, 700))) == 700 // BLOCK_TOKENS

