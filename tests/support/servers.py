@@ -68,7 +68,7 @@ class Server:
         self.name, self.folder, self.options = name, folder, options
         self.port = own_port()
         self.socket_path = folder / "socket"
-        self.client = redis.Redis(port=self.port, protocol=2, socket_timeout=10, retry=Retry(NoBackoff(), 0))
+        self.client = redis.Redis(port=self.port, protocol=2, socket_timeout=60, retry=Retry(NoBackoff(), 0))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -473,7 +473,6 @@ def test_a_connection_of_some_age_is_ended_after_an_answer() -> None:
             if reply.headers["connection"] == "close":
                 break
             assert ages_s[-1] < WAIT_S
-        assert len(ages_s) > 1
         assert ages_s[-1] >= 0.2
 
 
