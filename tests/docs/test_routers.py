@@ -205,10 +205,7 @@ def test_nginx_before_routers_places_by_prefix(tmp_path: Path, workers: list[Scr
         assert all(router.proxy_stats.totals().responses["2xx"] for router in (one, other))
 
 
-@pytest.mark.parametrize("duplex", [False, True], ids=["buffered", "duplex"])
-def test_llm_ds_envoy_takes_the_index_as_its_picker(
-    tmp_path: Path, workers: list[ScriptedWorker], duplex: bool
-) -> None:
+def test_llm_ds_envoy_takes_the_index_as_its_picker(tmp_path: Path, workers: list[ScriptedWorker]) -> None:
     heading = "## llm-d's router"
     words = shlex.split(recipe(PAGE, heading, "sh"))
     place = [word for at, word in enumerate(words) if "--place" in word or "--place" in words[at - 1]]
@@ -227,7 +224,7 @@ def test_llm_ds_envoy_takes_the_index_as_its_picker(
         listen, admin = free_ports(2)
         picker = [f"127.0.0.1:{found[1]}"]
         config = yaml.safe_load(
-            envoy.configured([workers[0].at], picker, listen=listen, admin=admin, duplex=duplex)
+            envoy.configured([workers[0].at], picker, listen=listen, admin=admin, duplex=True)
         )
         clusters = config["static_resources"]["clusters"]
         clusters[:] = [yaml.safe_load(recipe(PAGE, heading, "yaml")), *clusters[1:]]

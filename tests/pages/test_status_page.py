@@ -30,8 +30,6 @@ pytestmark = [
 ]
 
 NAMES = ("worker-a", "worker-b", "worker-c")
-SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
-SIZES = pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +217,9 @@ def test_with_tokens_it_asks_for_one_and_keeps_it_in_the_tab(browser: Any, tmp_p
 # ---- for everybody
 
 
-@SCHEMES
-@SIZES
+@pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (NARROW, "dark")], ids=["wide", "narrow"])
 def test_no_violation_and_nothing_to_scroll_sideways(
-    browser: Any, fleet: LiveFleet, scheme: str, size: tuple[int, int]
+    browser: Any, fleet: LiveFleet, size: tuple[int, int], scheme: str
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
