@@ -27,9 +27,7 @@ def run_hash(*, tokens: int, block_tokens: int, rounds: int, as_json: bool) -> N
     hasher = BlockHasher(block_tokens)
     runs: dict[str, Callable[[], list[bytes]]] = {"kvpool": lambda: hasher.hashes(prompt)}
     if importlib.util.find_spec("vllm") is not None:
-        from kvpool.vllm.peer_hash import vllm_hasher
-
-        runs["vLLM"] = vllm_hasher(prompt, block_tokens)
+        runs["vLLM"] = _vllm_hasher(prompt, block_tokens)
     answers = {name: run() for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -77,3 +75,22 @@ def run_hash(*, tokens: int, block_tokens: int, rounds: int, as_json: bool) -> N
     show(out, fitted(columns, out.width)[0])
     if "vLLM" not in medians:
         show(out, "vLLM is not installed here, so there is nothing to compare with.")
+
+
+def _vllm_hasher(token_ids: list[int], block_tokens: int) -> Callable[[], list[bytes]]:
+    """Hashes the full blocks of ``token_ids`` as vLLM's scheduler does, without extra keys."""
+    from vllm.utils.hashing import sha256_cbor
+    from vllm.v1.core import kv_cache_utils
+
+    kv_cache_utils.init_none_hash(sha256_cbor)
+
+    def run() -> list[bytes]:
+        hashes: list[bytes] = []
+        parent = None
+        for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
+            block = token_ids[start : start + block_tokens]
+            parent = kv_cache_utils.hash_block_tokens(sha256_cbor, parent, block, None)
+            hashes.append(parent)
+        return hashes
+
+    return run

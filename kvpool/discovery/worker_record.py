@@ -25,7 +25,7 @@ DEFAULT_LEASE_S = 10.0
 RENEWALS = 3  # in one lease
 READ_S = DEFAULT_LEASE_S / RENEWALS  # a longer lease is renewed as often, since requests are read then
 # A request outlives the pause between two readings, and is over when the rank may be asked again
-# (``kvpool.vllm.cache_resync.INTERVAL_S``): so what is asked then is asked since the answer.
+# (``kvpool.vllm.events.INTERVAL_S``): so what is asked then is asked since the answer.
 REQUEST_LEASE_S = 5.0
 
 # Fields of the record and of Worker.

@@ -27,11 +27,11 @@ from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store import open_store
 from kvpool.vllm import internals, support
 from kvpool.vllm.announcement import describe
-from kvpool.vllm.facts import adapter_settings, engine_facts
 from kvpool.vllm.guard import refuse
+from kvpool.vllm.identity import adapter_settings, engine_facts
+from kvpool.vllm.metrics import PoolPromMetrics, PoolStats
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
-from kvpool.vllm.stats import PoolPromMetrics, PoolStats
 from kvpool.vllm.weights import model_name, weights_of
 from kvpool.vllm.worker import WorkerHalf
 
@@ -66,7 +66,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._store = None
         self._config: PoolConfig | None = None
         parallel = vllm_config.parallel_config
-        stages, stage_ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+        pipeline_parallel, stage_ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
@@ -82,8 +82,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     config,
                     self._store,
                     groups,
-                    ranks=stages * stage_ranks,
-                    stages=stages,
+                    ranks=pipeline_parallel * stage_ranks,
+                    pipeline_parallel=pipeline_parallel,
                     align_tokens=align_tokens,
                     hash_block_tokens=hash_block_tokens,
                     step_tokens=step_tokens,
@@ -99,7 +99,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     groups,
                     rank=internals.engine_rank(stage_ranks),
                     step_tokens=step_tokens,
-                    stages=stages,
+                    pipeline_parallel=pipeline_parallel,
                     model=model_name(vllm_config.model_config, config.model_id),
                 )
         except (ConfigError, StoreUnavailable) as error:
@@ -110,7 +110,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(
                 _NEVER_OPENED, (), rank=internals.engine_rank(stage_ranks), step_tokens=step_tokens
             )
-            self._worker.refuse(str(error))
+            self._worker.switch_off(str(error))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -130,7 +130,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config, cache, weights.facts, layers, self._config.blocks_per_record
             )
         except ConfigError as error:
-            self._worker.refuse(str(error))
+            self._worker.switch_off(str(error))
             return
         self._worker.register(
             layers,

@@ -1,15 +1,33 @@
-"""The KV events that kvpool makes: of the pool's records, and of the engine's own cache when an index asks for it."""
+"""The KV events that kvpool makes: of the pool's records, and of the engine's own cache when an index asks for it.
+
+vLLM publishes that a block enters its cache and that it leaves. An index that has missed batches for good knows only a
+part of what the engine holds. ``CacheResync`` publishes the whole in one batch: a clear, then every block of the cache,
+each as often as there are copies. vLLM publishes our events in the batch of its own, behind these
+(``Scheduler.update_from_output``). So a resync is the cache as of that batch: it clears what came before, and later
+events have later numbers. An index that had missed nothing learns nothing new.
+
+Threads: the engine's scheduler thread only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.logger import init_logger
 from vllm.v1.request import Request
 
+from kvpool.discovery.worker_record import READ_S, REQUEST_LEASE_S
 from kvpool.vllm import internals
 from kvpool.vllm.plan import Group
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+logger = init_logger("vllm.kvpool")
+
 
 EVENT_MEDIUM = "STORAGE"  # vllm/distributed/kv_events.py: MEDIUM_STORAGE
 EVENT_OWNER = "kvpool"
@@ -19,10 +37,7 @@ _OF_THE_POOL = {"locality": "REMOTE", "ownership": EVENT_OWNER}
 def stored_event(
     request: Request, group_index: int, group: Group, index: int, hashes: Sequence[bytes]
 ) -> BlockStored:
-    """The KV event that says: record ``index`` of ``request`` is in the pool now.
-
-    A record of several blocks is told as one block of their size: by its last hash alone can it be found.
-    """
+    """Record ``index`` of ``request`` is in the pool now: one block of the record's size, under its last hash."""
     start, end = index * group.record_tokens, (index + 1) * group.record_tokens
     lora = request.lora_request
     fields: dict[str, Any] = {
@@ -40,7 +55,7 @@ def stored_event(
 
 
 def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
-    """The KV event that says: the pool turned out not to hold this record any more."""
+    """The pool does not hold this record any more."""
     fields = {
         "block_hashes": [internals.event_hash(block_hash)],
         "medium": EVENT_MEDIUM,
@@ -56,15 +71,14 @@ class DeviceCleared(AllBlocksCleared, tag="AllBlocksCleared"):
 
 
 def cleared_event(block_pool: Any) -> DeviceCleared:
-    """The KV event that says: what was told of the engine's own cache is told anew from here on."""
+    """What was published of the engine's own cache is void; the events behind this one say it anew."""
     return DeviceCleared(internals.medium(block_pool))
 
 
 def held_event(block_pool: Any, group_index: int, group: Group, hashes: list[bytes | int]) -> BlockStored:
-    """The KV event that says: the engine's own cache holds these blocks, which are of any prompts.
+    """The engine's own cache holds these blocks of any prompts, each as often as there are copies.
 
-    A block stands in ``hashes`` as often as there are copies of it. An event with a parent is believed whole and adds
-    a copy of each (decision 24), and which parent that is is nothing to an index.
+    An index takes an event with a parent whole, and counts a copy of each block. Any non-null parent will do.
     """
     fields: dict[str, Any] = {
         "block_hashes": hashes,
@@ -91,3 +105,61 @@ def _group_fields(group_index: int, group: Group) -> dict[str, Any]:
 def _known(event: type[KVCacheEvent], fields: dict[str, Any]) -> dict[str, Any]:
     """``fields`` without those that this version of the event lacks."""
     return {name: value for name, value in fields.items() if name in event.__struct_fields__}
+
+
+INTERVAL_S = 10.0  # between two times
+MAX_BLOCKS = 1 << 21  # copies among them; twice that is what an index takes in a batch
+
+# So that a request which was read before the last time is not taken for a new one.
+assert INTERVAL_S > REQUEST_LEASE_S + READ_S
+
+
+class CacheResync:
+    """Makes the events of one engine with these KV-cache groups."""
+
+    def __init__(self, groups: Sequence[Group], clock: Callable[[], float] = time.monotonic) -> None:
+        self._groups, self._clock = groups, clock
+        self._block_pool: BlockPool | None = None
+        self._made_at_s: float | None = None
+        self._warned = False
+
+    def bind(self, block_pool: BlockPool) -> None:
+        """The engine's own cache."""
+        self._block_pool = block_pool
+
+    def events(self) -> list[KVCacheEvent]:
+        """All that the cache holds; nothing within ``INTERVAL_S`` seconds of the last time, or when it cannot be read.
+
+        Takes about 0.1 ms for 1,000 blocks, in the engine's step.
+        """
+        now_s = self._clock()
+        if self._made_at_s is not None and now_s - self._made_at_s < INTERVAL_S:
+            return []
+        self._made_at_s = now_s
+        if self._block_pool is None or (cached := internals.cached_blocks(self._block_pool)) is None:
+            self._warn("this version of vLLM does not show its cache to connectors")
+            return []
+        keys = list(cached)
+        more = [
+            key for key, blocks in cached.items() if blocks.__class__ is dict for _ in range(len(blocks) - 1)
+        ]
+        if len(keys) + len(more) > MAX_BLOCKS:
+            self._warn(f"it holds more than {MAX_BLOCKS} blocks")
+            return []
+        events: list[KVCacheEvent] = [cleared_event(self._block_pool)]
+        by_group = internals.event_hashes_by_group(keys + more, len(self._groups))
+        for index, (group, hashes) in enumerate(zip(self._groups, by_group, strict=True)):
+            # A group that needs the whole prefix is named though it holds nothing: it counts for the rank.
+            if hashes or group.window is None:
+                events.append(held_event(self._block_pool, index, group, hashes))
+        logger.info(
+            "kvpool: an index asked for it: published all %d blocks that this engine holds", len(keys)
+        )
+        return events
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "kvpool: an index asks for all that this engine holds, which is not published: %s", why
+            )

@@ -1,8 +1,8 @@
 """``CostGate``: whether a load is expected to be faster than computing the same tokens again.
 
-Both rates are measured, in tokens a second: of the engine's large steps, and of loads from their submission to their
-end. As both are taken to be in proportion to the tokens, their ratio decides for loads of every length. While nothing
-is known, loads are offered.
+Both rates are measured, in tokens a second: of the engine's large steps, from their plan to the workers' report, and of
+loads from their submission to their end. Both are taken to be in proportion to the tokens, so their ratio decides for
+loads of every length. While nothing is known, loads are offered.
 
 Threads: the engine's scheduler thread only.
 """
@@ -10,6 +10,7 @@ Threads: the engine's scheduler thread only.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ MIN_SAMPLES = 3  # of each rate, before the gate may close
 KEEP = 0.8  # of what was measured before, with each new sample
 REOPEN = 0.8  # a closed gate opens when a load is expected to take this share of the recompute
 PROBE_S = 10.0  # how often a closed gate lets one load through, to measure again
+STEPS_IN_FLIGHT = 4  # steps that are timed at once; beyond, the report of the oldest is taken for lost
 
 
 @dataclass
@@ -43,6 +45,27 @@ class CostGate:
         self._prefill, self._load = _Rate(), _Rate()
         self.closed = False  # loads are held back, but for probes
         self._probe_at_s = 0.0
+        self._steps: deque[tuple[int, float, int]] = deque(
+            maxlen=STEPS_IN_FLIGHT
+        )  # number, planned at, tokens
+        self._next_step = 1
+        self._reported_at_s = 0.0
+
+    def step_begins(self, tokens: int) -> int:
+        """The number under which the workers are to report the end of a step that works on prompts."""
+        number, self._next_step = self._next_step, self._next_step + 1
+        self._steps.append((number, self._clock(), tokens))
+        return number
+
+    def step_ended(self, reported: int) -> None:
+        """A step has ended: the one of this number, or with 0 one that is not timed."""
+        now_s = self._clock()
+        while self._steps and self._steps[0][0] <= reported:
+            number, planned_at_s, tokens = self._steps.popleft()
+            if number == reported:
+                # A step that was planned ahead began when the one before it was over.
+                self.computed(tokens, now_s - max(planned_at_s, self._reported_at_s))
+        self._reported_at_s = now_s
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step that worked on prompts has computed ``tokens`` in ``seconds``."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import time
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from vllm.logger import init_logger
 
@@ -15,55 +16,61 @@ from kvpool.metrics import Counters
 
 logger = init_logger("vllm.kvpool")
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+LOG_EVERY_S = 60.0  # faults of requests in between are counted, not logged
 
-SAY_EVERY_S = 60.0  # faults of requests in between are counted, not logged
 
+def guarded(instead: Any, *, request: str = "") -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """A method whose fault never reaches the engine: its result is ``instead`` when it raises.
 
-class Guard:
-    """Runs calls of ours for the whole engine; ``ended`` is told the reason when one of them raises.
+    After start-up a fault of kvpool costs a recompute and never a request. The method may have left half changed what
+    all requests share, so its object's ``switch_off(reason)`` switches the pool off, and the engine goes on.
 
-    After start-up a fault of kvpool costs a recompute and never a request: such a call may have left what all requests
-    share half changed, so the pool is switched off and the engine goes on. Threads: the one of the half that owns it.
+    With ``request``, of ``metrics.REQUEST_FAULTS``, the method works for one request, which its first argument names.
+    ``_request_faults`` counts the fault, and ``_without_pool`` takes the pool from this request alone.
+
+    Threads: the one of the method's object.
     """
 
-    def __init__(self, ended: Callable[[str], None]) -> None:
-        self._ended = ended
+    def decorate(call: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(call)
+        def run(*arguments: _P.args, **named: _P.kwargs) -> _T:
+            try:
+                return call(*arguments, **named)
+            except Exception as error:
+                half: Any = arguments[0]
+                if request:
+                    half._request_faults.count(request)
+                    half._without_pool(arguments[1])
+                else:
+                    logger.exception("kvpool failed inside the engine")
+                    half.switch_off(f"{type(error).__name__}: {error}")
+                result: _T = instead
+                return result
 
-    def run(self, call: Callable[[], _T], instead: _T) -> _T:
-        """The result of ``call``, or ``instead`` when it raises."""
-        try:
-            return call()
-        except Exception as error:
-            logger.exception("kvpool failed inside the engine")
-            self._ended(f"{type(error).__name__}: {error}")
-            return instead
+        return run
+
+    return decorate
 
 
-class RequestGuard:
-    """Runs calls of ours on behalf of one request. One that raises costs this request the pool, and no other.
-
-    Such faults are counted, and never end the pool, however many there are. Threads: the one of the half that owns it.
-    """
+class RequestFaults:
+    """Faults of single requests: counted, and logged once a minute. They never end the pool, however many."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._said_at = -SAY_EVERY_S
+        self._logged_at_s = -LOG_EVERY_S
 
-    def run(self, where: str, call: Callable[[], _T], instead: _T) -> tuple[_T, bool]:
-        """(the result of ``call``, True), or (``instead``, False) when it raises. ``where``: of ``REQUEST_FAULTS``."""
-        try:
-            return call(), True
-        except Exception:
-            self._counters.add(metrics.REQUEST_FAULTS, 1, where)
-            now_s = time.monotonic()
-            if now_s - self._said_at >= SAY_EVERY_S:
-                self._said_at = now_s
-                logger.exception(
-                    "kvpool failed for a request, which goes on without it; see kvpool_request_faults_total"
-                )
-            return instead, False
+    def count(self, where: str) -> None:
+        """To be called in the handler of the fault. ``where``: of ``metrics.REQUEST_FAULTS``."""
+        self._counters.add(metrics.REQUEST_FAULTS, 1, where)
+        now_s = time.monotonic()
+        if now_s - self._logged_at_s >= LOG_EVERY_S:
+            self._logged_at_s = now_s
+            logger.exception(
+                "kvpool failed for a request, which goes on without it; see kvpool_request_faults_total"
+            )
 
 
 def refuse(error: Exception) -> NoReturn:

@@ -1,26 +1,33 @@
-"""Existence checks: what is asked for a request, whether there is an answer, and what it says.
+"""Existence checks: a request's prefix for the connector, chunks for the tier.
 
-Threads: the engine's scheduler thread only.
+``Lookups`` starts one check a request. ``ChunkLookups`` collects the questions of a step, sends them at its end in
+batches, and answers them in a later step; it keeps what it knows of a chunk while a request lives that asked for it.
+
+Threads: the engine's scheduler thread only. Nothing here waits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 from vllm.v1.request import Request
 
 from kvpool import _native, metrics
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.key.key import MIN_HASH_NBYTES, Namespace
+from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES, Namespace
 from kvpool.metrics import Counters
-from kvpool.store import Lookup, LookupGroup, Store
+from kvpool.store import Batch, Lookup, LookupGroup, Store
+from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import internals
-from kvpool.vllm.adapters import pool_hashes
 from kvpool.vllm.plan import Group
+from kvpool.vllm.weights import pool_hashes
 
 logger = init_logger("vllm.kvpool")
+
 
 FRESH_S = 10.0  # an answer that is older is asked again before it is offered
 LOOKUP_GRACE_S = 0.25  # how long after its own deadline a lookup may still be stopping
@@ -138,3 +145,159 @@ def groups_to_ask(
             )
         )
     return asked
+
+
+ASK_KEYS = 1 << 16  # in one question; a store takes 2^20, and a long request has more
+MAX_TOUCHES = 1 << 16  # chunks that wait to be counted as used; of more, the rest is not
+
+
+@dataclass(slots=True)
+class _Probe:
+    """What is known of one chunk."""
+
+    asked_at: float
+    present: bool | None = None
+    requests: set[str] = field(default_factory=set)
+
+
+class ChunkLookups:
+    """``names``: the keys of chunks in the pool. ``cause``: the label of a failed batch, for its exception."""
+
+    def __init__(
+        self,
+        store: Store,
+        names: Callable[[Collection[OffloadKey]], list[str]],
+        *,
+        timeout_s: float,
+        counters: Counters,
+        cause: Callable[[Exception], str],
+    ) -> None:
+        self._store, self._names, self._timeout_s = store, names, timeout_s
+        self._counters, self._cause = counters, cause
+        self._probes: dict[OffloadKey, _Probe] = {}
+        self._asked_by: dict[str, set[OffloadKey]] = {}
+        self._questions: list[OffloadKey] = []
+        self._batches: list[tuple[list[OffloadKey], Batch]] = []
+        self._touches: dict[OffloadKey, None] = {}
+        self._touching: list[Batch] = []
+
+    def lookup(self, key: OffloadKey, request_id: str) -> bool | None:
+        """Whether the pool has it; None: not known yet, ask again in a later step."""
+        self.collect()
+        now = time.monotonic()
+        probe = self._probes.get(key)
+        if probe is None:
+            probe = self._probes[key] = _Probe(now)
+            self._questions.append(key)
+        probe.requests.add(request_id)
+        self._asked_by.setdefault(request_id, set()).add(key)
+        if probe.present is None and now - probe.asked_at > self._timeout_s + LOOKUP_GRACE_S:
+            probe.present = False
+            self._counters.add(metrics.LOOKUP_FAILURES, 1, "timeout")
+        return probe.present
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        for key in self._asked_by.pop(request_id, ()):
+            probe = self._probes[key]
+            probe.requests.discard(request_id)
+            if not probe.requests:
+                del self._probes[key]  # an answer that comes later is dropped
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Count these as used, with the next ``send``."""
+        for key in keys:
+            if len(self._touches) >= MAX_TOUCHES:
+                return
+            if is_spellable(key) and key not in self._probes:  # a question has counted those
+                self._touches[key] = None
+
+    def send(self) -> None:
+        """Send the questions and the uses of a step."""
+        questions = self._take_questions()
+        for first in range(0, len(questions), ASK_KEYS):
+            self._ask(questions[first : first + ASK_KEYS])
+        self._send_touches()
+
+    def collect(self) -> None:
+        """Take in the answers that are there."""
+        for batch in [batch for batch in self._batches if batch[1].done()]:
+            self._batches.remove(batch)
+            keys, transfer = batch
+            try:
+                answers = transfer.wait()
+            except Exception as error:
+                self._unanswered(keys, self._cause(error))
+                continue
+            for key, present in zip(keys, answers, strict=True):
+                probe = self._probes.get(key)
+                if probe is not None and probe.present is None:
+                    probe.present = present
+
+    def miss(self, keys: Iterable[OffloadKey]) -> None:
+        """These are not offered again to any request that has asked for them."""
+        for key in keys:
+            if (probe := self._probes.get(key)) is not None:
+                probe.present = False
+
+    def restart(self) -> None:
+        """All that is known or asked is of another namespace: each question is answered with a miss."""
+        self.miss(self._probes)
+        for _, transfer in self._batches:
+            transfer.cancel()
+        self._batches.clear()
+        self._questions.clear()
+        self._touches.clear()
+
+    def drop_questions(self) -> None:
+        self._questions.clear()
+
+    def clear(self) -> None:
+        """Wait for no answer any more; the store is closed."""
+        self._batches.clear()
+        self._touching.clear()
+
+    def _take_questions(self) -> list[OffloadKey]:
+        questions = [key for key in dict.fromkeys(self._questions) if key in self._probes]
+        self._questions.clear()
+        return questions
+
+    def _ask(self, keys: list[OffloadKey]) -> None:
+        """Ask whether the pool has these, which counts them as used."""
+        spelled = [key for key in keys if is_spellable(key)]
+        if len(spelled) < len(keys):
+            self._unanswered([key for key in keys if not is_spellable(key)], "fault")
+        if not spelled:
+            return
+        self._counters.add(metrics.LOOKUP_BLOCKS, len(spelled))
+        try:
+            transfer = self._store.submit_touch(self._names(spelled), timeout_s=self._timeout_s)
+        except Exception as error:
+            self._unanswered(spelled, self._cause(error))
+        else:
+            self._batches.append((spelled, transfer))
+
+    def _send_touches(self) -> None:
+        """Count as used what the engine has used. One batch at a time; the answer is not waited for."""
+        self._touching = [transfer for transfer in self._touching if not transfer.done()]
+        if not self._touches or self._touching:
+            return
+        try:
+            names = self._names(self._touches)
+            self._touches.clear()
+            self._touching.append(self._store.submit_touch(names, timeout_s=STORE_TIMEOUT_S))
+        except Exception as error:
+            self._touches.clear()
+            self._cause(error)
+
+    def _unanswered(self, keys: Iterable[OffloadKey], cause: str) -> None:
+        self._counters.add(metrics.LOOKUP_FAILURES, 1, cause)
+        self.miss(keys)
+
+
+def is_spellable(key: OffloadKey) -> bool:
+    """Whether a chunk has a name in the pool: all have whose hash is one of vLLM's block hashes."""
+    return (
+        MIN_HASH_NBYTES <= len(get_offload_block_hash(key)) <= MAX_HASH_NBYTES
+        and get_offload_group_idx(key) <= MAX_INDEX
+    )

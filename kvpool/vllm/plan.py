@@ -64,7 +64,7 @@ class LoadPlan(NamedTuple):
     """
 
     request_id: str
-    blocks: list[BlockRef]
+    blocks: Sequence[BlockRef]
     stall_timeout_s: float
     priority: int = 0
 

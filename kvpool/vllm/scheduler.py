@@ -18,8 +18,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
@@ -36,14 +35,12 @@ from kvpool.store import Store
 from kvpool.store.health import count_health
 from kvpool.tracing import Tracing
 from kvpool.vllm import internals
-from kvpool.vllm.adapters import Adapters
-from kvpool.vllm.cache_resync import CacheResync
-from kvpool.vllm.engine_namespace import EngineNamespace
-from kvpool.vllm.events import removed_event
+from kvpool.vllm.events import CacheResync, removed_event
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
-from kvpool.vllm.guard import Guard, RequestGuard
+from kvpool.vllm.guard import RequestFaults, guarded
+from kvpool.vllm.identity import EngineNamespace
 from kvpool.vllm.lookups import Lookups, RequestLookup
-from kvpool.vllm.outcomes import Outcomes
+from kvpool.vllm.metrics import Outcomes
 from kvpool.vllm.plan import (
     BlockRef,
     Group,
@@ -54,18 +51,15 @@ from kvpool.vllm.plan import (
     longest_hit,
     records_to_load,
 )
-from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader
-from kvpool.vllm.request_state import RequestState
-from kvpool.vllm.step_timer import StepTimer
-from kvpool.vllm.store_planner import StorePlanner
+from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
+from kvpool.vllm.stores import StorePlanner
+from kvpool.vllm.weights import Adapters
 
 logger = init_logger("vllm.kvpool")
 
 MIN_LOAD_S = 0.05  # a load's stall timeout, even when the lookup has used up the time
 NO_OFFER: tuple[int | None, bool] = (0, False)
 ASK_AGAIN: tuple[int | None, bool] = (None, False)
-
-_T = TypeVar("_T")
 
 
 class SchedulerHalf:
@@ -82,7 +76,7 @@ class SchedulerHalf:
         groups: Sequence[Group],
         *,
         ranks: int,
-        stages: int = 1,
+        pipeline_parallel: int = 1,
         align_tokens: int,
         hash_block_tokens: int,
         step_tokens: int,
@@ -98,8 +92,10 @@ class SchedulerHalf:
         self._loads, self._stores, self._events_wanted = loads, stores, events
         self._broken = False
         self.counters = Counters()
-        self._guard, self._request_guard = Guard(self._break), RequestGuard(self.counters)
-        self._namespace = EngineNamespace(config.tenant, ranks=ranks, stages=stages, counters=self.counters)
+        self._request_faults = RequestFaults(self.counters)
+        self._namespace = EngineNamespace(
+            config.tenant, ranks=ranks, pipeline_parallel=pipeline_parallel, counters=self.counters
+        )
         self._requests: dict[str, RequestState] = {}
         self._params = ParamsReader()
         self._adapters = Adapters(adapter_settings)
@@ -131,7 +127,6 @@ class SchedulerHalf:
             counters=self.counters,
         )
         self._gate = CostGate(self.counters) if config.cost_gate and loads else None
-        self._timer = StepTimer(self._gate) if self._gate is not None else None
         self._block_pool: BlockPool | None = None
         self._cache_resync = CacheResync(self._groups)
         self._resync_asked = False  # in the step that is ending
@@ -139,20 +134,16 @@ class SchedulerHalf:
 
     # A request, from its arrival to its end.
 
+    @guarded(None, request="lookup")
     def seen(self, request: Request) -> None:
         """A request has arrived: start its lookup."""
-        self._run_for(request, "lookup", lambda: self._seen(request), None)
-
-    def _seen(self, request: Request) -> None:
         state = self._state(request)
         if self._may_load(state) and self._max_tokens(request) > 0:
             self._look_up(state)
 
+    @guarded(NO_OFFER, request="offer")
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens that the pool adds to ``local_tokens``, load is asynchronous); None: ask again later."""
-        return self._run_for(request, "offer", lambda: self._matched_tokens(request, local_tokens), NO_OFFER)
-
-    def _matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         state = self._state(request)
         state.offered, state.local_tokens = None, local_tokens
         max_tokens = self._max_tokens(request)
@@ -217,10 +208,7 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine has allocated blocks; load into them if it took the offer."""
-        no_blocks: list[BlockRef] = []
-        blocks = self._run_for(
-            request, "load", lambda: self._blocks_to_load(request, tables, external_tokens), no_blocks
-        )
+        blocks = self._blocks_to_load(request, tables, external_tokens)
         if external_tokens:
             # A plan without blocks is reported as failed by the workers, which is what ends the engine's wait.
             state = self._state(request)
@@ -231,16 +219,13 @@ class SchedulerHalf:
             state.loading, state.load_tokens, state.load_s = True, external_tokens, 0.0
             self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
 
-    def _count_admission(self, request: Request, external_tokens: int) -> None:
-        hashes = internals.record_hashes(request, self._hash_block_tokens, self._groups[0])
-        state, namespace = self._state(request), self._namespace.current
-        self._outcomes.admitted(state, hashes, namespace, loads=external_tokens > 0)
-
+    @guarded((), request="load")
     def _blocks_to_load(
         self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
-    ) -> list[BlockRef]:
-        self._count_admission(request, external_tokens)
+    ) -> Sequence[BlockRef]:
         state = self._state(request)
+        hashes = internals.record_hashes(request, self._hash_block_tokens, self._groups[0])
+        self._outcomes.admitted(state, hashes, self._namespace.current, loads=external_tokens > 0)
         lookup, state.lookup = state.lookup, None
         if lookup is not None and not (self._stores and state.params.store):
             lookup.cancel()
@@ -274,12 +259,13 @@ class SchedulerHalf:
         step = PoolMetadata(loads=self._new_loads, cancelled=self._cancelled, idle=not computes)
         self._new_loads, self._cancelled = [], []
         self._namespace.add_to(step, computes=computes)
-        if self._timer is not None:
-            step.timed = self._guard.run(lambda: self._time_step(output), 0)
+        if self._gate is not None:
+            step.timed = self._time_step(self._gate, output)
         if self._stores and not self._broken and not self._namespace.awaits_reset:
-            self._guard.run(lambda: self._plan_stores(output, step), None)
+            self._plan_stores(output, step)
         return step
 
+    @guarded(None)
     def _plan_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
         scheduled = []
         for request_id, computed_tokens in internals.scheduled_tokens(output):
@@ -287,21 +273,24 @@ class SchedulerHalf:
                 scheduled.append((state, computed_tokens))
         self._store_planner.begin(step)
         for state, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
-            plan = functools.partial(
-                self._store_planner.plan,
-                step,
-                output,
-                state.request,
-                state.params.priority,
-                computed_tokens,
-                state.pool_hash,
-            )
-            self._run_for(state.request, "store", plan, None)
+            self._plan_request(state.request, state, computed_tokens, output, step)
         self._store_planner.end(step, output)
 
-    def _time_step(self, output: SchedulerOutput) -> int:
+    @guarded(None, request="store")
+    def _plan_request(
+        self,
+        request: Request,
+        state: RequestState,
+        computed_tokens: int,
+        output: SchedulerOutput,
+        step: PoolMetadata,
+    ) -> None:
+        priority, in_pool = state.params.priority, state.pool_hash
+        self._store_planner.plan(step, output, request, priority, computed_tokens, in_pool)
+
+    @guarded(0)
+    def _time_step(self, gate: CostGate, output: SchedulerOutput) -> int:
         """The number of a step whose end is to be reported; 0: it says nothing of how fast prompts are computed."""
-        assert self._timer is not None
         tokens = output.total_num_scheduled_tokens
         if tokens < MIN_STEP_TOKENS or not any(
             (state := self._requests.get(name)) is not None
@@ -309,17 +298,16 @@ class SchedulerHalf:
             for name, computed_tokens in internals.scheduled_tokens(output)
         ):
             return 0
-        return self._timer.begins(tokens)
+        return gate.step_begins(tokens)
 
+    @guarded(None)
     def update(
         self, report: PoolWorkerMetadata | None, finished_loads: Iterable[str], failed_loads: Iterable[str]
     ) -> None:
         """Take in what the workers report of a step."""
-        self._guard.run(lambda: self._update(report, set(finished_loads), set(failed_loads)), None)
-
-    def _update(self, report: PoolWorkerMetadata | None, finished: set[str], failed: set[str]) -> None:
-        if self._timer is not None:
-            self._timer.ends(report.timed if report else 0)
+        finished, failed = set(finished_loads), set(failed_loads)
+        if self._gate is not None:
+            self._gate.step_ended(report.timed if report else 0)
         for request_id, load_s in (report.load_s if report else {}).items():
             if (state := self._requests.get(request_id)) is not None:
                 state.load_s = max(state.load_s, load_s)
@@ -335,9 +323,9 @@ class SchedulerHalf:
             return
         self._resync_asked |= report.asked
         for reason in report.broken.values():
-            self._break(reason)
+            self.switch_off(reason)
         if not self._broken and (reason := self._namespace.learn(report.facts)):
-            self._break(reason)
+            self.switch_off(reason)
         if report.reloaded:
             self.forget()
             self._store_planner.leave()
@@ -360,13 +348,10 @@ class SchedulerHalf:
 
     # What the steps of a request need.
 
-    def _run_for(self, request: Request, where: str, call: Callable[[], _T], instead: _T) -> _T:
-        """The result of ``call``, or ``instead`` when it raises: then this request goes on without the pool."""
-        result, well = self._request_guard.run(where, call, instead)
-        if not well:
-            state = self._requests.setdefault(request.request_id, RequestState(request, WITHOUT_POOL))
-            state.params, state.refused = WITHOUT_POOL, True
-        return result
+    def _without_pool(self, request: Request) -> None:
+        """After a fault of ours, this request goes on without the pool."""
+        state = self._requests.setdefault(request.request_id, RequestState(request, WITHOUT_POOL))
+        state.params, state.refused = WITHOUT_POOL, True
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -440,23 +425,28 @@ class SchedulerHalf:
         events, self._events = [*self._store_planner.take_events(), *self._events], []
         asked, self._resync_asked = self._resync_asked, False
         if asked and self._events_wanted:
-            nothing: list[KVCacheEvent] = []
-            events += self._guard.run(self._cache_resync.events, nothing)
+            events += self._resync()
         return events
+
+    @guarded(())
+    def _resync(self) -> Sequence[KVCacheEvent]:
+        return self._cache_resync.events()
 
     def wants_steps(self) -> bool:
         """Whether an engine without requests should go on stepping, for its stores to end."""
         return self._store_planner.wants_steps()
 
+    @guarded(False)
     def frees_blocks(self) -> bool:
         """Whether an engine that has no block left should wait a step for those that are copied to staging."""
-        return self._guard.run(self._store_planner.frees_blocks, False)
+        return self._store_planner.frees_blocks()
 
     def reset(self) -> None:
         """The engine's caches are reset, perhaps because its weights have changed, or will before it goes on."""
         self.forget()
-        self._guard.run(self._reset, None)
+        self._reset()
 
+    @guarded(None)
     def _reset(self) -> None:
         if self._config.weights_never_change:
             logger.info(
@@ -474,7 +464,8 @@ class SchedulerHalf:
                 state.lookup.cancel()
             state.lookup = state.offered = None
 
-    def _break(self, reason: str) -> None:
+    def switch_off(self, reason: str) -> None:
+        """The engine goes on without the pool, for good."""
         if not self._broken:
             self._broken = True
             self._store_planner.forget()
@@ -482,9 +473,10 @@ class SchedulerHalf:
 
     def stats(self) -> Samples:
         """Samples since the last call."""
-        self._guard.run(self._set_gauges, None)
+        self._set_gauges()
         return self.counters.take()
 
+    @guarded(None)
     def _set_gauges(self) -> None:
         with contextlib.suppress(StoreClosed):
             count_health(self._store, self.counters)

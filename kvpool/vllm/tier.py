@@ -50,10 +50,10 @@ from kvpool.store.health import count_health
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
 from kvpool.vllm.events import EVENT_OWNER
-from kvpool.vllm.facts import tier_facts
-from kvpool.vllm.guard import Guard, refuse
-from kvpool.vllm.tier_lookups import ChunkLookups, is_spellable
-from kvpool.vllm.tier_stats import definitions, packed
+from kvpool.vllm.guard import guarded, refuse
+from kvpool.vllm.identity import tier_facts
+from kvpool.vllm.lookups import ChunkLookups, is_spellable
+from kvpool.vllm.metrics import tier_definitions, tier_stats
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -122,7 +122,6 @@ class KVPoolTier(SecondaryTierManager):
         self._results: list[JobResult] = []
         self._broken = False
         self._faults = 0
-        self._guard = Guard(self._break)
         self.counters = Counters()
         self._mover = BlockMover(
             self._store, HostMemory(max(1, PART_NBYTES // self._row_nbytes)), self.counters
@@ -142,13 +141,11 @@ class KVPoolTier(SecondaryTierManager):
 
     # Existence.
 
+    @guarded(LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return self._guard.run(lambda: self._lookup(key, req_context.req_id), LookupResult.MISS)
-
-    def _lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         if self._broken:
             return LookupResult.MISS
-        present = self._lookups.lookup(key, request_id)
+        present = self._lookups.lookup(key, req_context.req_id)
         if present is None:
             return LookupResult.RETRY
         return LookupResult.HIT if present else LookupResult.MISS
@@ -157,21 +154,21 @@ class KVPoolTier(SecondaryTierManager):
         self.counters.add(metrics.LOOKUP_REQUESTS)
         return RequestOffloadingContext()
 
+    @guarded(None)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._guard.run(lambda: self._lookups.forget(req_context.req_id), None)
+        self._lookups.forget(req_context.req_id)
 
+    @guarded(None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._guard.run(self._end_step, None)
-
-    def _end_step(self) -> None:
         self._lookups.collect()
         if self._broken:
             self._lookups.drop_questions()
         else:
             self._lookups.send()
 
+    @guarded(None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._guard.run(lambda: self._lookups.touch(keys), None)
+        self._lookups.touch(keys)
 
     def _cause(self, error: Exception) -> str:
         """What a batch failed by. A fault of ours is told in the log, the first time with its stack."""
@@ -192,9 +189,10 @@ class KVPoolTier(SecondaryTierManager):
 
     def _submit(self, wanted: TransferJob, *, is_load: bool) -> None:
         self._jobs[wanted.job_id] = job = _Job(is_load, list(wanted.keys))
-        self._guard.run(lambda: self._start(wanted, job), None)
-        self._guard.run(self._advance, None)
+        self._start(wanted, job)
+        self._advance()
 
+    @guarded(None)
     def _start(self, wanted: TransferJob, job: _Job) -> None:
         """Hand a job to the mover. One that cannot be is reported as failed by ``_advance``."""
         rows = [int(row) for row in wanted.chunk_ids]
@@ -230,7 +228,7 @@ class KVPoolTier(SecondaryTierManager):
         self._end_job(Moved(job_id, cause, [False] * len(job.keys), [], 0, 0, 0.0, None))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._guard.run(self._advance, None)
+        self._advance()
         results, self._results = self._results, []
         return results
 
@@ -243,11 +241,16 @@ class KVPoolTier(SecondaryTierManager):
         vLLM calls this when it resets its caches and at no other time, which it does when weights are changed in place.
         """
         while self._jobs:
-            self._guard.run(lambda: self._mover.drain(DRAIN_STEP_S), None)
-            self._guard.run(self._advance, None)
+            self._drain()
+            self._advance()
         if not self._config.weights_never_change:
-            self._guard.run(self._begin_epoch, None)
+            self._begin_epoch()
 
+    @guarded(None)
+    def _drain(self) -> None:
+        self._mover.drain(DRAIN_STEP_S)
+
+    @guarded(None)
     def _begin_epoch(self) -> None:
         """From now on in a namespace that no other engine knows: the weights may have changed."""
         self._events.clear()  # of chunks that this engine finds no more; first, before anything that could fail
@@ -274,6 +277,7 @@ class KVPoolTier(SecondaryTierManager):
         self._mover.close()  # nothing is under way any more
         self._rows.release()
 
+    @guarded(None)
     def _advance(self) -> None:
         if self._broken:
             for job_id in self._jobs:
@@ -324,7 +328,7 @@ class KVPoolTier(SecondaryTierManager):
             of_group[group] = iter(self._namespace.keys(hashes, group, 0))
         return [next(of_group[group]) for group in groups]
 
-    def _break(self, reason: str) -> None:
+    def switch_off(self, reason: str) -> None:
         if not self._broken:
             self._broken = True
             logger.error("kvpool: the tier is switched off: %s", reason)
@@ -349,16 +353,14 @@ class KVPoolTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return definitions()
+        return tier_definitions()
 
+    @guarded(None)
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._guard.run(self._statistics, None)
-
-    def _statistics(self) -> OffloadingConnectorStats | None:
         count_health(self._store, self.counters)
         self.counters.set(metrics.ENABLED, float(not self._broken))
         samples = self.counters.take()
-        return packed(samples) if samples else None
+        return tier_stats(samples) if samples else None
 
 
 def _row_nbytes(view: memoryview, config: Any) -> int:

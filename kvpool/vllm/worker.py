@@ -14,7 +14,6 @@ Threads: the worker's model thread only.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -29,11 +28,10 @@ from kvpool.store import Store, open_store
 from kvpool.store.health import count_health
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.staging import default_nbytes
-from kvpool.vllm.announcement import Announcement
-from kvpool.vllm.announcing import EngineAnnouncer
-from kvpool.vllm.guard import Guard, RequestGuard
+from kvpool.vllm.announcement import Announcement, EngineAnnouncer
+from kvpool.vllm.guard import RequestFaults, guarded
+from kvpool.vllm.identity import facts_of_epoch
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
-from kvpool.vllm.stages import facts_of_epoch
 
 logger = init_logger("vllm.kvpool")
 
@@ -44,7 +42,7 @@ DRAIN_S = 5.0  # how long a shutdown waits for stores in flight
 class WorkerHalf:
     """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``.
 
-    Of an engine of several ``stages``, ``facts`` are those of its own stage, and those of all come with a step.
+    Of an engine with several pipeline stages, ``facts`` are those of its own stage, and those of all come with a step.
     ``step_tokens``: most that the engine computes in a step.
     """
 
@@ -55,10 +53,11 @@ class WorkerHalf:
         *,
         rank: int,
         step_tokens: int,
-        stages: int = 1,
+        pipeline_parallel: int = 1,
         model: str = "",
     ) -> None:
-        self._config, self._groups, self._rank, self._stages = config, list(groups), rank, stages
+        self._config, self._groups = config, list(groups)
+        self._rank, self._pipeline_parallel = rank, pipeline_parallel
         self._step_tokens = step_tokens
         self._model = model  # its name, for people
         self._store: Store | None = None
@@ -82,7 +81,7 @@ class WorkerHalf:
         self._polled_at = 0.0
         self._faulty = False  # an exception of a transfer was logged
         self.counters = Counters()
-        self._guard, self._request_guard = Guard(self._break), RequestGuard(self.counters)
+        self._request_faults = RequestFaults(self.counters)
 
     @property
     def slots_in_use(self) -> int:
@@ -121,7 +120,7 @@ class WorkerHalf:
                 counters=self.counters,
             )
         except KVPoolError as error:
-            self._break(str(error))
+            self.switch_off(str(error))
             return
         self._report.facts[self._rank] = facts
         self._report.store_slots = self._mover.store_slots
@@ -130,7 +129,7 @@ class WorkerHalf:
         if not self._config.weights_never_change:
             self._weights_mark = weights_mark
             self._seen_mark = weights_mark()
-        if self._stages == 1:
+        if self._pipeline_parallel == 1:
             self._facts, self._namespace = facts, namespace
             self._begin_announcing(namespace)
 
@@ -139,10 +138,7 @@ class WorkerHalf:
         slot_nbytes = max(copier.payload_nbytes for copier in copiers)
         return self._config.staging_nbytes or default_nbytes(step_records, slot_nbytes)
 
-    def refuse(self, reason: str) -> None:
-        """Do without a pool, for ``reason``, which is reported to the scheduler."""
-        self._break(reason)
-
+    @guarded(None)
     def _look_at_weights(self, step: PoolMetadata) -> None:
         """Leave the namespace if the weights are other ones than in the last step, unless the step itself says so."""
         mark, seen = self._weights_mark(), self._seen_mark
@@ -162,6 +158,7 @@ class WorkerHalf:
             if self._mover is not None:
                 self._mover.cancel(request_id)
 
+    @guarded(None)
     def _join(self, step: PoolMetadata) -> None:
         """Take the facts of all stages, or another epoch."""
         self._leave()  # also a rank that has broken: it announces its engine
@@ -197,24 +194,25 @@ class WorkerHalf:
             return
         self._submitted = step
         self._report.timed = step.timed
-        self._guard.run(lambda: self._look_at_weights(step), None)
+        self._look_at_weights(step)
         if step.facts or step.epoch:
-            self._guard.run(lambda: self._join(step), None)
+            self._join(step)
         for plan in step.loads:
             self._failed.add(plan.request_id)
             if self._mover is None or self._namespace is None or not plan.blocks:
                 continue
-            if not (blocks := self._named("load", plan.blocks)):
+            if not (blocks := self._blocks_to_load(plan.blocks)):
                 continue
             self._promised[plan.request_id] = [(ref.block_hash, ref.group) for ref in plan.blocks]
             self._failed.discard(plan.request_id)
             self._started[plan.request_id] = time.monotonic()
-            self._guard.run(functools.partial(self._load, plan, blocks), None)
+            self._load(plan, blocks)
         for request_id in step.cancelled:
             if self._mover is not None:
                 self._mover.cancel(request_id)
 
-    def _load(self, plan: LoadPlan, blocks: list[Block]) -> None:
+    @guarded(None)
+    def _load(self, plan: LoadPlan, blocks: Sequence[Block]) -> None:
         assert self._mover is not None
         self._mover.load(
             plan.request_id,
@@ -240,14 +238,15 @@ class WorkerHalf:
             else:
                 self._count(self._report.staged, [tag])
                 self._count(self._report.stored, [tag])
-        if blocks := self._named("store", list(own.values())):
+        if blocks := self._blocks_to_store(list(own.values())):
             self._storing |= dict.fromkeys(own, False)
-            self._guard.run(functools.partial(self._send, blocks, list(own)), None)
+            self._stage(blocks, list(own))
         else:
             self._count(self._report.staged, list(own))
             self._count(self._report.dropped, list(own))
 
-    def _send(self, blocks: list[Block], tags: list[int]) -> None:
+    @guarded(None)
+    def _stage(self, blocks: Sequence[Block], tags: list[int]) -> None:
         assert self._mover is not None
         self._mover.stage(blocks, tags)
         if self._config.store_policy == "write_back":
@@ -257,13 +256,17 @@ class WorkerHalf:
         """(loads that ended, those of them that failed) since the last call."""
         ended, failed = set(self._failed), set(self._failed)
         self._failed.clear()
-        if (mover := self._mover) is not None:
-            finished = self._guard.run(lambda: mover.poll(IDLE_WAIT_S if idle else 0.0), None)
+        if self._mover is not None:
+            finished = self._moved(self._mover, IDLE_WAIT_S if idle else 0.0)
             seen_at, self._polled_at = self._polled_at, time.monotonic()
             if finished is not None:
                 self._note_loads(finished, seen_at, ended, failed)
                 self._note_stores(finished)
         return ended, failed
+
+    @guarded(None)
+    def _moved(self, mover: KVCacheMover, wait_s: float) -> Finished | None:
+        return mover.poll(wait_s)
 
     def _note_loads(self, finished: Finished, seen_at: float, ended: set[str], failed: set[str]) -> None:
         for load in finished.loads:
@@ -316,18 +319,29 @@ class WorkerHalf:
         if self._announcer is not None and self._store is not None:
             self._announcer.close(self._store)
             self._announcer = None
-        if self._mover is not None:
-            self._guard.run(functools.partial(self._mover.drain, DRAIN_S), None)
-        if self._mover is not None:  # a fault of the drain has closed it
-            self._guard.run(self._mover.close, None)
+        self._end_stores()
         if self._store is not None:
             self._store.close()
         self._mover = self._store = None
 
-    def _named(self, where: str, refs: Sequence[BlockRef]) -> list[Block]:
-        """The blocks with their keys; none where one of them cannot have a key."""
-        nothing: list[Block] = []
-        return self._request_guard.run(where, lambda: self._blocks(refs), nothing)[0]
+    @guarded(None)
+    def _end_stores(self) -> None:
+        if self._mover is not None:
+            self._mover.drain(DRAIN_S)
+            self._mover.close()
+
+    # Blocks with their keys; none where one of them cannot have a key.
+
+    @guarded((), request="load")
+    def _blocks_to_load(self, refs: Sequence[BlockRef]) -> Sequence[Block]:
+        return self._blocks(refs)
+
+    @guarded((), request="store")
+    def _blocks_to_store(self, refs: Sequence[BlockRef]) -> Sequence[Block]:
+        return self._blocks(refs)
+
+    def _without_pool(self, refs: Sequence[BlockRef]) -> None:
+        """Blocks without keys are reported as failed, or dropped."""
 
     def _blocks(self, refs: Sequence[BlockRef]) -> list[Block]:
         assert self._namespace is not None
@@ -343,7 +357,8 @@ class WorkerHalf:
         for tag in tags:
             into[tag] = into.get(tag, 0) + 1
 
-    def _break(self, reason: str) -> None:
+    def switch_off(self, reason: str) -> None:
+        """Do without a pool, for ``reason``, which is reported to the scheduler."""
         self._report.broken[self._rank] = reason
         self._failed |= self._promised.keys()
         self._promised.clear()

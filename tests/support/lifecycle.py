@@ -128,15 +128,15 @@ class World:
         self._patch = pytest.MonkeyPatch()
         # The names of epochs, by which records are sorted, are the same each time, or no life could be replayed.
         names = SimpleNamespace(token_hex=lambda nbytes: self.random.randbytes(nbytes).hex())
-        for module in ("kvpool.vllm.engine_namespace", "kvpool.vllm.tier"):
+        for module in ("kvpool.vllm.identity", "kvpool.vllm.tier"):
             self._patch.setattr(f"{module}.secrets", names)
         for module in (
             "kvpool.vllm.scheduler",
             "kvpool.vllm.lookups",
-            "kvpool.vllm.step_timer",
-            "kvpool.vllm.store_planner",
+            "kvpool.vllm.gate",
+            "kvpool.vllm.stores",
             "kvpool.vllm.store_queue",
-            "kvpool.vllm.held_blocks",
+            "kvpool.vllm.store_queue",
             "kvpool.transfer.mover",
             "kvpool.transfer.kv_cache",
             "kvpool.transfer.job",

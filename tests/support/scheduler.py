@@ -53,7 +53,7 @@ def request(name: str, tokens: int = 100, transfer_params: object = None) -> Req
 def half(
     store: Store,
     ranks: int = 1,
-    stages: int = 1,
+    pipeline_parallel: int = 1,
     events: bool = True,
     heard: bool = True,
     loads: bool = True,
@@ -66,7 +66,7 @@ def half(
         store,
         [replace(group, blocks_per_record=settings.get("blocks_per_record", 1)) for group in groups],
         ranks=ranks,
-        stages=stages,
+        pipeline_parallel=pipeline_parallel,
         align_tokens=BLOCK_TOKENS,
         hash_block_tokens=BLOCK_TOKENS,
         step_tokens=STEP_TOKENS,

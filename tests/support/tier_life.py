@@ -62,7 +62,7 @@ GARBAGE = 0xEE
 # the tier.
 COST_A_JOB = ("_names", "_row")
 STUMBLES = (
-    "_lookups.collect", "_lookups.miss", "_start", "_end_job", "_tell",
+    "_lookups.collect", "_lookups.miss", "_has_rows", "_end_job", "_tell",
     "_mover._go_on_storing", "_mover._has_arrived", "_mover._start_parts", "_mover._end_jobs", *COST_A_JOB,
 )  # fmt: skip
 
@@ -97,7 +97,7 @@ class ScriptedPool(World):
         super().__init__(seed, capacity_nbytes)
         self.models: dict[bytes, str] = {}  # by the namespace's fingerprint
         self.offered: set[str] = set()  # what engines wanted to store
-        self._patch.setattr("kvpool.vllm.tier_lookups.time", self.clock)
+        self._patch.setattr("kvpool.vllm.lookups.time", self.clock)
         self._patch.setattr("kvpool.vllm.tier.open_store", self._open_store)
         patch_parts(self._patch)
 
@@ -286,9 +286,9 @@ class WatchedTier(KVPoolTier):
         assert fingerprint not in models, "somebody had this namespace before"
         models[fingerprint] = self.engine.model
 
-    def _break(self, reason: str) -> None:
+    def switch_off(self, reason: str) -> None:
         self.reason = self.reason or reason
-        super()._break(reason)
+        super().switch_off(reason)
 
 
 # ---------------------------------------------------------------------- the engine

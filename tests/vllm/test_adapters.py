@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from kvpool.key.checkpoint import CheckpointDigest
 from kvpool.store import Store, open_store
-from kvpool.vllm import adapters
-from kvpool.vllm.adapters import AdapterCheck, Adapters, pool_hash
+from kvpool.vllm import weights as adapters
+from kvpool.vllm.weights import AdapterCheck, Adapters, pool_hash
 from tests.support.deadlines import eventually
 from tests.support.scheduler import (
     BLOCK_TOKENS,

@@ -14,8 +14,8 @@ from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
 from vllm.v1.core.block_pool import BlockPool
 
 from kvpool import PrefixIndex
-from kvpool.vllm import cache_resync as module
-from kvpool.vllm.cache_resync import INTERVAL_S, CacheResync
+from kvpool.vllm import events as module
+from kvpool.vllm.events import INTERVAL_S, CacheResync
 from kvpool.vllm.plan import Group
 from tests.support.vllm_blocks import RandomEngine, encoded, held, init_none_hash, request_hashes
 from tests.support.wire import batch, packed64, stored

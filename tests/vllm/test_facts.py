@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, get_kv_c
 from kvpool.errors import EngineRefused
 from kvpool.key.key import Namespace
 from kvpool.vllm.events import held_event
-from kvpool.vllm.facts import ROPE_ROWS, _model_config, _processor, engine_facts, layout_of, rope_fact
+from kvpool.vllm.identity import ROPE_ROWS, _model_config, _processor, engine_facts, layout_of, rope_fact
 from kvpool.vllm.plan import Group
 from tests.support.specs import FULL, LATENT, WEIGHTS, WINDOW, attention_layers, cache_of, differing, facts_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.vllm.store_planner import StorePlanner
+from kvpool.vllm.stores import StorePlanner
 from tests.support.lifecycle import ScriptedEngine, Shape, World
 from tests.support.memory_store import MemoryStore
 

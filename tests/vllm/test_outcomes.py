@@ -11,9 +11,8 @@ import pytest
 from kvpool import metrics
 from kvpool.metrics import Counters, Samples
 from kvpool.tracing import Tracing
-from kvpool.vllm.outcomes import AGED_S, Outcomes
-from kvpool.vllm.request_params import WITHOUT_POOL
-from kvpool.vllm.request_state import RequestState
+from kvpool.vllm.metrics import AGED_S, Outcomes
+from kvpool.vllm.requests import WITHOUT_POOL, RequestState
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.lifecycle import BLOCK_TOKENS, ScriptedEngine, Shape, World
 
@@ -141,7 +140,7 @@ def test_a_load_that_fails_is_no_hit(world: World, configured: Callable[[Shape],
 def test_a_pool_that_is_switched_off_shows(world: World, configured: Callable[[Shape], Any]) -> None:
     engine = ScriptedEngine(world, configured(SHAPE), SHAPE)
     assert asked(engine, "a", PROMPT)[metrics.ENABLED.name] == 1.0
-    engine.planner._break("as a test wants it")
+    engine.planner.switch_off("as a test wants it")
     off = asked(engine, "b", PROMPT)
     assert off[metrics.ENABLED.name] == 0.0
     assert results(off) == {"switched_off": 1}

@@ -291,7 +291,8 @@ def test_write_back_keeps_no_more_than_the_engine_has_blocks(store: Store) -> No
 def computing(scheduler: SchedulerHalf, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Large steps, each of ``seconds``, by a clock that the test moves."""
     clock = [time.monotonic()]
-    monkeypatch.setattr("kvpool.vllm.scheduler.time.monotonic", lambda: clock[0])
+    if scheduler._gate is not None:
+        monkeypatch.setattr(scheduler._gate, "_clock", lambda: clock[0])
     big = request("big", tokens=MIN_STEP_TOKENS * (MIN_SAMPLES + 1))
     scheduler.seen(big)
     for step in range(MIN_SAMPLES):
@@ -344,7 +345,7 @@ def test_steps_without_prompts_and_lost_reports_do_not_spoil_the_rate(
 ) -> None:
     scheduler, big = half(store), request("big", tokens=MIN_STEP_TOKENS)
     clock = [time.monotonic()]
-    monkeypatch.setattr("kvpool.vllm.scheduler.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(scheduler._gate, "_clock", lambda: clock[0])
     scheduler.seen(big)
     for _ in range(9):  # none of these is ever reported
         assert scheduler.plan(output(big, MIN_STEP_TOKENS, ([],))).timed
@@ -368,4 +369,4 @@ def test_steps_without_prompts_and_lost_reports_do_not_spoil_the_rate(
     counted = scheduler.counters.take()
     assert counted[metrics.GATE_PREFILL_TOKENS.name] == 2 * MIN_STEP_TOKENS
     assert counted[metrics.GATE_PREFILL_SECONDS.name] == pytest.approx(3.0), "one after the other: 2 and 1"
-    assert not scheduler._timer._steps
+    assert not scheduler._gate._steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.vllm.request_counter import RequestCounter
+from kvpool.vllm.stores import RequestCounter
 
 pytestmark = [pytest.mark.vllm]
 

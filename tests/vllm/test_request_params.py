@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.vllm.request_params import WITHOUT_POOL, ParamsReader, RequestParams
+from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestParams
 
 pytestmark = [pytest.mark.vllm]
 

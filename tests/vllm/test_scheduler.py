@@ -222,7 +222,7 @@ def test_a_pool_that_is_away_is_told_once_and_again_when_it_is_back(
 
 
 def test_of_two_stages_the_facts_of_both_make_the_namespace_and_are_told_once(store: Store) -> None:
-    scheduler, asked = half(store, ranks=4, stages=2, heard=False), request("a")
+    scheduler, asked = half(store, ranks=4, pipeline_parallel=2, heard=False), request("a")
     first, second = {**FACTS, "group0.layers": 1}, {**FACTS, "group0.layers": 3}
     of_both = {**FACTS, "stage0.group0.layers": 1, "stage1.group0.layers": 3}
     scheduler.update(PoolWorkerMetadata(facts={0: first, 1: first, 2: second}), (), ())
@@ -455,7 +455,7 @@ def test_a_fault_in_telling_ends_the_pool_and_not_the_engine(
     def broken(*arguments: object) -> object:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("kvpool.vllm.cache_resync.held_event", broken)
+    monkeypatch.setattr("kvpool.vllm.events.held_event", broken)
     scheduler.update(PoolWorkerMetadata(asked=True, missing={(asked.block_hashes[3], 0)}), (), ())
     (removed,) = scheduler.take_events()
     assert removed.medium == "STORAGE", "nothing is told by halves, least of all a clear"
@@ -587,7 +587,7 @@ def test_a_fault_in_planning_a_load_fails_that_load_alone(
         scheduler.allocated(bad, TABLE, 96)
     assert faults(scheduler, "load") == 1
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
-    assert load.blocks == [], "the engine waits for this load: it has to be told that it failed"
+    assert not load.blocks, "the engine waits for this load: it has to be told that it failed"
     scheduler.update(None, finished_loads=["bad"], failed_loads=["bad"])
     assert scheduler.matched_tokens(bad, 0) == (0, False)
     scheduler.finished(bad)
@@ -600,7 +600,7 @@ def test_a_load_without_tables_fails_alone(store: Store) -> None:
     assert answer(scheduler, bad) == 96
     scheduler.allocated(bad, (), 96)
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
-    assert load.blocks == []
+    assert not load.blocks
     scheduler.finished(bad)
     works(scheduler, store)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.key.key import Fact
-from kvpool.vllm.stages import facts_of_engine, why_ranks_differ
+from kvpool.vllm.identity import facts_of_engine, why_ranks_differ
 
 MODEL: dict[str, Fact] = {"model": "m", "pipeline_parallel": 2}
 FIRST: dict[str, Fact] = {**MODEL, "group0.layers": 1, "group0.attention": "full"}

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvpool import metrics
-from kvpool.vllm.stats import PoolPromMetrics, PoolStats
+from kvpool.vllm.metrics import PoolPromMetrics, PoolStats
 
 pytestmark = pytest.mark.vllm
 

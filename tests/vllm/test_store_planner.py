@@ -199,7 +199,7 @@ def test_what_was_dropped_goes_before_what_comes_behind_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("kvpool.vllm.store_planner.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: clock[0])
     engine, asked = Engine(store), request("a")
     first = engine.begins(asked, 0, tokens=48)
     assert hashes(first) == asked.block_hashes[:3]
@@ -225,7 +225,7 @@ def test_what_was_given_up_comes_back_with_the_next_request_that_misses_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("kvpool.vllm.store_planner.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: clock[0])
     engine, asked = Engine(store), request("a")
     engine.report(engine.begins(asked, 0, tokens=100), ok=False)
     lost = engine.blocks[0]
@@ -242,7 +242,7 @@ def test_what_a_request_goes_on_to_compute_is_not_stored_behind_what_was_given_u
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("kvpool.vllm.store_planner.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: clock[0])
     engine, asked = Engine(store), request("a")
     engine.report(engine.begins(asked, 0, tokens=48), ok=False)
     engine.pool.evict_blocks({engine.table[0][0]})
@@ -285,13 +285,13 @@ def test_of_an_offer_that_was_changed_nothing_is_loaded(store: Store, taken: int
     assert answer(scheduler, asked) == 96
     scheduler.allocated(asked, ([7, 8, 9, 10, 11, 12, 13],), taken)
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
-    assert load.blocks == [], "the workers report it as failed, and the engine computes"
+    assert not load.blocks, "the workers report it as failed, and the engine computes"
     assert scheduler.counters.take()[metrics.OFFER_MISMATCHES.name] == 1
 
 
 def test_blocks_come_back_that_nobody_else_has(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("kvpool.vllm.store_planner.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: clock[0])
     engine, asked = Engine(store), request("a")
     assert not engine.scheduler.frees_blocks()
     step = engine.begins(asked, 0, tokens=100)

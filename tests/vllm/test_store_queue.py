@@ -7,9 +7,8 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kvpool import metrics
 from kvpool.metrics import Counters
-from kvpool.vllm.held_blocks import HeldBlocks
 from kvpool.vllm.plan import BlockRef, Group, PoolMetadata, PoolWorkerMetadata
-from kvpool.vllm.store_queue import StoreQueue, Wanted
+from kvpool.vllm.store_queue import HeldBlocks, StoreQueue, Wanted
 
 pytestmark = [pytest.mark.vllm]
 

@@ -28,7 +28,7 @@ from kvpool import open_store
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import EngineRefused, KVPoolError
 from kvpool.store.store import MAX_BATCH_KEYS
-from kvpool.vllm import KVPoolTier, tier_lookups
+from kvpool.vllm import KVPoolTier, lookups
 from tests.support.deadlines import Stopwatch, eventually
 from tests.support.secondary_tier import (
     CHUNK_NBYTES,
@@ -385,8 +385,8 @@ def test_questions_and_jobs_of_any_length_are_cut(
     server: Server, opened: Callable[[Driven], Driven], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool.store.store.MAX_BATCH_KEYS", 10)
-    monkeypatch.setattr("kvpool.vllm.tier_lookups.ASK_KEYS", 10)
-    monkeypatch.setattr("kvpool.vllm.tier_lookups.MAX_TOUCHES", 10)
+    monkeypatch.setattr("kvpool.vllm.lookups.ASK_KEYS", 10)
+    monkeypatch.setattr("kvpool.vllm.lookups.MAX_TOUCHES", 10)
     monkeypatch.setattr("kvpool.vllm.tier.PART_NBYTES", 10 * CHUNK_NBYTES)
     driven = opened(made(entry(server.url)))
     keys = stored(driven, range(CHUNKS))
@@ -396,7 +396,7 @@ def test_questions_and_jobs_of_any_length_are_cut(
 
 
 def test_a_batch_of_the_tier_fits_the_store() -> None:
-    assert max(tier_lookups.ASK_KEYS, tier_lookups.MAX_TOUCHES) <= MAX_BATCH_KEYS
+    assert max(lookups.ASK_KEYS, lookups.MAX_TOUCHES) <= MAX_BATCH_KEYS
 
 
 SHORT, OF_A_GROUP = make_offload_key(b"short", 0), make_offload_key(bytes(32), 1 << 16)

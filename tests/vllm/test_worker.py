@@ -237,7 +237,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
 
 def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tensor, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048, stages=2)
+    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048, pipeline_parallel=2)
     worker.register([[cache]], FACTS, described)
     report = worker.take_report()
     assert report is not None

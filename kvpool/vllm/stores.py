@@ -26,7 +26,6 @@ from kvpool.config import PoolConfig
 from kvpool.metrics import Counters
 from kvpool.vllm import internals
 from kvpool.vllm.events import stored_event
-from kvpool.vllm.held_blocks import HeldBlocks
 from kvpool.vllm.plan import (
     BlockRef,
     Group,
@@ -36,8 +35,7 @@ from kvpool.vllm.plan import (
     first_missing,
     records_to_store,
 )
-from kvpool.vllm.request_counter import RequestCounter
-from kvpool.vllm.store_queue import StoreQueue, Wanted
+from kvpool.vllm.store_queue import HeldBlocks, StoreQueue, Wanted
 
 MAX_LATE = 256  # lookups whose answer is waited for, for what is held; of more, the oldest is not used
 STEPS_AHEAD = 2  # write-back looks at the blocks that so many full steps could use
@@ -361,3 +359,27 @@ class StorePlanner:
                 self._counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")
         for wanted in sorted(due, key=lambda each: each.priority):
             self._queue.offer(step, wanted)
+
+
+MAX_BLOCKS = 1 << 18  # about 40 MB of the scheduler's process, when all are in use
+
+
+class RequestCounter:
+    """Counts by block hash and group. The block that was seen longest ago is forgotten beyond ``max_blocks``."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._counts: dict[tuple[bytes, int], int] = {}  # oldest first
+
+    def add(self, block_hash: bytes, group: int) -> int:
+        """Count one more request, and return how many there were with it."""
+        key = (block_hash[-8:], group)  # a collision only stores a block a little early
+        count = self._counts.pop(key, 0) + 1
+        if len(self._counts) >= self._max_blocks:
+            del self._counts[next(iter(self._counts))]
+        self._counts[key] = count
+        return count
+
+    def count(self, block_hash: bytes, group: int) -> int:
+        """How many requests there were."""
+        return self._counts.get((block_hash[-8:], group), 0)

@@ -1,12 +1,21 @@
-"""The facts of a vLLM engine: everything that changes what a block's hash or its bytes mean.
+"""The identity of a vLLM engine: facts that change what a block's hash or its bytes mean, and the namespace they make.
 
-They are read from the built model where it can be reached, else from the configuration: ``judged`` lists the settings.
+Facts are read from the built model where it can be reached, else from the configuration (``settings``). Ranks of one
+pipeline stage have equal facts; stages have layers, so facts, of their own.
+
+When the weights may have changed, the engine goes on in a namespace that no other engine has and this one never had.
+Until its own cache has no blocks of other weights it goes without the pool (``awaits_reset``).
+
+Over 400 lines because all that tells one engine's blocks from another's stands together.
+
+Threads: facts, any. ``EngineNamespace``: the engine's scheduler thread only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +23,23 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvpool import metrics
 from kvpool.config import hash_seed
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.hashing import seed_id
-from kvpool.key.key import Fact, GroupLayout, Layout
+from kvpool.key.key import EPOCH_FACT, Fact, GroupLayout, Layout, Namespace, differing_facts
+from kvpool.metrics import Counters
 from kvpool.vllm import internals, support
-from kvpool.vllm.judged import settings_facts
-from kvpool.vllm.plan import Group
+from kvpool.vllm.plan import Group, PoolMetadata
+from kvpool.vllm.settings import settings_facts
 from kvpool.vllm.weights import snapshot_commit
+
+logger = init_logger("vllm.kvpool")
+
 
 # Of each table of a rotary embedding; its parameters are facts, too.
 ROPE_ROWS = 64
@@ -283,3 +298,125 @@ def digest_of(value: object) -> str:
     """16 hex digits of SHA-256 over a text, or over a value as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def facts_of_epoch(facts: Mapping[str, Fact], epoch: str) -> dict[str, Fact]:
+    """The facts of an engine whose weights are those of ``epoch``; empty: those that it started with."""
+    return {**facts, EPOCH_FACT: epoch} if epoch else dict(facts)
+
+
+def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int) -> dict[str, Fact] | None:
+    """What a namespace for all of an engine's ``ranks`` is made of; these come in order, stage by stage.
+
+    A fact in which all stages agree stands under its own name, any other one as ``stage0.NAME``, ``stage1.NAME``, and
+    so on: engines have the same facts when each of their stages has. None: ranks of one stage differ.
+    """
+    firsts = ranks[:: len(ranks) // pipeline_parallel]
+    for rank, facts in enumerate(ranks):
+        if differing_facts(facts, firsts[rank * pipeline_parallel // len(ranks)]):
+            return None
+    own = {name for facts in firsts for name, _, _ in differing_facts(firsts[0], facts)}
+    return {
+        f"stage{stage}.{name}" if name in own else name: value
+        for stage, facts in enumerate(firsts)
+        for name, value in facts.items()
+    }
+
+
+def why_ranks_differ(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int) -> str:
+    """In which fact two ranks of one stage differ, in words, where ``facts_of_engine`` finds none for all."""
+    of_stage = len(ranks) // pipeline_parallel
+    for rank, facts in enumerate(ranks):
+        first = rank // of_stage * of_stage
+        for name, here, there in differing_facts(ranks[first], facts):
+            values = [json.dumps(value) if value is not None else "absent" for value in (here, there)]
+            return (
+                f"its ranks differ: {name} is {values[0]} on rank {first} and {values[1]} on rank {rank}; "
+                "give all ranks the same model and settings"
+            )
+    return "its ranks agree"
+
+
+_CAUSES = {
+    "reset": "the caches were reset, perhaps for other weights",
+    "reload": "the weights were loaded anew",
+}
+
+
+class EngineNamespace:
+    """``current``: None until every rank has reported its facts. ``tenant``: of the settings."""
+
+    def __init__(self, tenant: str, *, ranks: int, pipeline_parallel: int, counters: Counters) -> None:
+        self._tenant, self._counters = tenant, counters
+        self._ranks, self._pipeline_parallel = ranks, pipeline_parallel
+        self.current: Namespace | None = None
+        self.awaits_reset = False  # the engine's cache holds blocks of other weights
+        self._rank_facts: dict[int, dict[str, Fact]] = {}
+        self._facts: dict[str, Fact] = {}  # of all ranks together
+        self._facts_to_send: dict[str, Fact] = {}  # to the workers, with the next step
+        self._epoch = ""  # of the weights; empty: those that the engine started with
+        self._epoch_to_send = ""
+        self._steps_planned = 0
+        self._computed_since = 0  # the first step with tokens since the last reset; 0: there was none
+
+    def add_to(self, step: PoolMetadata, *, computes: bool) -> None:
+        """Number a step, and send with it what the workers have to know. ``computes``: it has tokens."""
+        self._steps_planned += 1
+        step.number = self._steps_planned
+        step.facts, self._facts_to_send = self._facts_to_send, {}
+        step.epoch, self._epoch_to_send = self._epoch_to_send, ""
+        if computes and not self._computed_since:
+            self._computed_since = self._steps_planned
+
+    def learn(self, facts: Mapping[int, dict[str, Fact]]) -> str:
+        """Take in the facts of ranks. Returns why there can be no namespace: the ranks of a stage differ; else ""."""
+        self._rank_facts |= facts
+        if self.current is not None or len(self._rank_facts) < self._ranks:
+            return ""
+        ranks = [self._rank_facts[rank] for rank in range(self._ranks)]
+        of_engine = facts_of_engine(ranks, self._pipeline_parallel)
+        if of_engine is None:
+            return why_ranks_differ(ranks, self._pipeline_parallel)
+        self._facts = of_engine
+        self.current = Namespace(self._tenant, facts_of_epoch(of_engine, self._epoch))
+        if self._pipeline_parallel > 1:
+            self._facts_to_send = of_engine  # a rank knows those of its own stage only
+        return ""
+
+    def reset(self, *, in_use: bool) -> None:
+        """The caches were reset. ``in_use``: the engine still holds blocks, so vLLM has kept its own cache."""
+        self.awaits_reset = in_use
+        if not in_use:
+            self._computed_since = 0
+        self._begin_epoch("reset")
+        if in_use:
+            # vLLM answers False to the caller of the reset then.
+            logger.warning(
+                "kvpool: the engine holds blocks of before the reset: it goes without the pool until it is "
+                "reset again, and answers True"
+            )
+
+    def reloaded(self, step: int) -> None:
+        """The workers had other weights in ``step`` than in the one before. They move nothing until an epoch begins."""
+        if not self._computed_since or self._computed_since >= step:
+            self._begin_epoch("reload")
+        elif not self.awaits_reset:
+            self.awaits_reset = True
+            self._counters.add(metrics.EPOCHS, 1, "reload")
+            logger.error(
+                "kvpool: the weights of this engine were loaded anew while its cache holds blocks of the earlier ones: "
+                "it goes without the pool until its caches are reset (reset_prefix_cache with reset_connector=True)"
+            )
+
+    def _begin_epoch(self, cause: str) -> None:
+        """Change the namespace, from the next step on; what was planned before goes to the pool under the old one."""
+        self._epoch = self._epoch_to_send = secrets.token_hex(8)
+        self._counters.add(metrics.EPOCHS, 1, cause)
+        if self._facts:
+            self.current = Namespace(self._tenant, facts_of_epoch(self._facts, self._epoch))
+        logger.warning(
+            "kvpool: %s: until this engine restarts it goes on in a namespace of its own, %s, and shares with no "
+            "other one; where its weights never change in place, set weights_never_change to true",
+            _CAUSES[cause],
+            self.current.hex[:8] if self.current else "not known yet",
+        )

@@ -1,4 +1,4 @@
-"""The settings of vLLM, one by one: each is judged, and those that change K or V are facts."""
+"""The settings of vLLM, one by one: the table has each, and those that change K or V are facts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from vllm import envs
 from vllm.config import MultiModalConfig
 from vllm.config.compilation import PassConfig
 
-from kvpool.vllm.judged import JUDGED, VARIABLES, settings_facts
+from kvpool.vllm.settings import TABLE, settings_facts
 
+VARIABLES = TABLE["variables"]
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "namespace.md"
@@ -79,7 +80,7 @@ def test_the_switches_are_vllms_and_their_defaults_too() -> None:
     assert {name: getattr(envs, name) for name in VARIABLES} == dict(VARIABLES)
 
 
-def test_a_setting_that_nobody_has_judged_is_a_fact_when_it_is_set(engine_config: Any) -> None:
+def test_a_setting_that_the_table_lacks_is_a_fact_when_it_is_set(engine_config: Any) -> None:
     """As a later version may bring one; what differs by rank and host is left out."""
     config = engine_config()
     facts = settings_facts(config)
@@ -101,24 +102,24 @@ CLASSES = [
 
 
 @pytest.mark.parametrize("section", CLASSES, ids=lambda section: section.__name__)
-def test_every_setting_of_vllm_is_judged(section: Any) -> None:
-    """A new version must not slip one in. Say in ``judged.py`` what it does to K and V, and in the page."""
+def test_the_table_has_every_setting_of_vllm(section: Any) -> None:
+    """A new version must not slip one in. Say in ``settings.json`` what it does to K and V, and in the page."""
     names = {one.name for one in dataclasses.fields(section) if not one.name.startswith("_")}
-    judged = [name for one in JUDGED for name in one.settings.get(section.__name__, "").split()]
-    assert names - set(judged) == set(), "judge them"
-    assert len(set(judged)) == len(judged), "each once"
+    known = [name for one in TABLE["settings"] for name in one["names"].get(section.__name__, "").split()]
+    assert names - set(known) == set(), "say what they do"
+    assert len(set(known)) == len(known), "each once"
 
 
-def test_no_class_is_judged_that_is_not_held_against_vllm() -> None:
-    assert {name for one in JUDGED for name in one.settings} == {one.__name__ for one in CLASSES}
+def test_the_table_has_no_class_that_is_not_held_against_vllm() -> None:
+    assert {name for one in TABLE["settings"] for name in one["names"]} == {one.__name__ for one in CLASSES}
 
 
 def test_the_page_shows_the_table() -> None:
     text = PAGE.read_text()
     words = {"fact": "fact", "covered": "by other facts", "refused": "refused", "same": "no matter"}
-    for one in JUDGED:
-        settings = "; ".join(f"{kind}: {names.replace(' ', ', ')}" for kind, names in one.settings.items())
-        row = f"| {words[one.verdict]} | {one.why} | {settings} |"
+    for one in TABLE["settings"]:
+        settings = "; ".join(f"{kind}: {names.replace(' ', ', ')}" for kind, names in one["names"].items())
+        row = f"| {words[one['verdict']]} | {one['why']} | {settings} |"
         assert row in text, f"write it into the page: {row}"
     for name in VARIABLES:
         assert f"`{name}`" in text

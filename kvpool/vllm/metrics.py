@@ -1,0 +1,229 @@
+"""kvpool's metrics in vLLM: the connector's statistics on vLLM's page and in its log, and each request's outcome.
+
+A request is admitted when the engine allocates its blocks. A request that loads is counted when the load has ended, as
+a hit only if it succeeded. A request that comes back after a preemption is not counted again.
+
+Threads: of ``Outcomes``, the engine's scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+    OffloadingMetricMetadata,
+)
+
+from kvpool import _native, metrics
+from kvpool.discovery.traffic import Seen, Traffic
+from kvpool.key.key import Namespace
+from kvpool.metrics import Counters, Metric, Samples
+from kvpool.tracing import Tracing
+from kvpool.vllm.requests import RequestState
+
+
+@dataclass
+class PoolStats(KVConnectorStats):
+    """Samples of ``kvpool.metrics`` of one interval, of all ranks."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> PoolStats:
+        metrics.add_samples(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM's periodic log line shows; of a histogram the mean."""
+        shown: dict[str, int | float] = {}
+        for key, sample in sorted(self.data.items()):
+            name = key.removeprefix("kvpool_").replace("_total", "")
+            if isinstance(sample, list):
+                shown[f"{name}_mean"] = round(sum(sample) / len(sample), 4)
+            else:
+                shown[name] = round(sample, 4)
+        return shown
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PoolPromMetrics(KVConnectorPromMetrics):
+    """Registers the metrics in the API server and adds what the engines report."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._shown = {metric.name: self._registered(metric) for metric in metrics.ALL}
+        for metric in metrics.ALL:
+            first = metric.values or (("",) if metric.is_counter and not metric.label else ())
+            for engine in self.per_engine_labelvalues:
+                for value in first:
+                    self._of_engine(metric.name, engine, value)
+
+    def _registered(self, metric: metrics.Metric) -> Any:
+        labels = [*self._labelnames, *([metric.label] if metric.label else [])]
+        about: dict[str, Any] = {"name": metric.name, "documentation": metric.help, "labelnames": labels}
+        kind: Any = self._counter_cls
+        if metric.is_gauge:
+            kind, about["multiprocess_mode"] = self._gauge_cls, "mostrecent"
+        elif metric.buckets:
+            kind, about["buckets"] = self._histogram_cls, list(metric.buckets)
+        return kind(**about)
+
+    def _of_engine(self, name: str, engine: int, label: str) -> Any:
+        labels: Sequence[object] = [*self.per_engine_labelvalues[engine], *([label] if label else [])]
+        return self._shown[name].labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one interval's samples of one engine; samples of a newer kvpool than ours are left out."""
+        for key, sample in transfer_stats_data.items():
+            name, _, label = key.partition("/")
+            if (metric := metrics.BY_NAME.get(name)) is None:
+                continue
+            shown = self._of_engine(name, engine_idx, label)
+            if metric.is_counter:
+                shown.inc(sample)
+            elif metric.is_gauge:
+                shown.set(sample)
+            else:
+                for value in sample:
+                    shown.observe(value)
+
+
+def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """The metrics of a tier that vLLM registers, by name."""
+    return {metric.name: _definition(metric) for metric in metrics.ALL}
+
+
+def tier_stats(samples: Samples) -> OffloadingConnectorStats:
+    """``samples`` of one interval, as vLLM takes them of a tier."""
+    stats = OffloadingConnectorStats()
+    for key, sample in samples.items():
+        name, _, label = key.partition("/")
+        labels = (label,) if label else ()
+        if isinstance(sample, list):
+            for value in sample:
+                stats.observe_histogram(name, value, labels)
+        elif metrics.BY_NAME[name].is_counter:
+            stats.increase_counter(name, sample, labels)
+        else:
+            stats.set_gauge(name, sample, labels)
+    return stats
+
+
+def _definition(metric: Metric) -> OffloadingMetricMetadata:
+    labels = (metric.label,) if metric.label else ()
+    if metric.is_counter:
+        return OffloadingCounterMetadata(documentation=metric.help, labelnames=labels)
+    if metric.is_gauge:
+        return OffloadingGaugeMetadata(documentation=metric.help, labelnames=labels)
+    return OffloadingHistogramMetadata(documentation=metric.help, labelnames=labels, buckets=metric.buckets)
+
+
+RATIOS_S = 0.1  # between two estimates of an engine that is asked
+AGED_S = 10.0  # between two estimates of an engine that gets no request: old requests leave the windows
+
+
+class Outcomes:
+    """Counts in ``counters``. ``record_tokens``: of the blocks whose hashes are handed over.
+
+    ``tell``: called with all windows of the traffic, ten times a second at most. ``clock``: in seconds.
+    ``tracing``: takes spans of lookups and loads.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        record_tokens: int,
+        tell: Callable[[dict[str, Seen]], None],
+        clock: Callable[[], float],
+        tracing: Tracing,
+    ) -> None:
+        self._counters, self._record_tokens = counters, record_tokens
+        self._tell, self._clock = tell, clock
+        self._traffic = Traffic(clock)
+        self._tracing = tracing
+        self._told_at_s = self._counted_at_s = clock() - RATIOS_S
+        self._counted_more = False  # since the last estimate
+
+    def waited(self, state: RequestState, now_s: float, *, answered: bool) -> None:
+        """The lookup of a request has ended, or was given up; observed once for each lookup."""
+        waited_s = 0.0
+        if state.waiting_since is not None:
+            state.waited_s = waited_s = now_s - state.waiting_since
+            state.waiting_since = None
+            headers = getattr(state.request, "trace_headers", None)
+            self._tracing.record("kvpool.lookup", headers, waited_s, answered=answered)
+        if not state.wait_counted:
+            state.wait_counted = True
+            self._counters.observe(
+                metrics.LOOKUP_WAIT_SECONDS, waited_s, "answered" if answered else "failed"
+            )
+
+    def admitted(
+        self, state: RequestState, hashes: Sequence[bytes], namespace: Namespace | None, *, loads: bool
+    ) -> None:
+        """The engine has allocated blocks. ``hashes``: of the prompt's full blocks; ``loads``: a load begins."""
+        if state.counted:
+            return
+        state.counted = True
+        if namespace is not None:
+            self._traffic.add(
+                _native.pack_hashes(hashes),
+                len(hashes[0]) if hashes else 8,
+                salt=int(namespace.hex[:16], 16),
+                block_tokens=self._record_tokens,
+                prompt_tokens=state.request.num_prompt_tokens,
+            )
+        if loads:
+            state.loads_first = True
+        else:
+            self._count(state, state.result, 0)
+
+    def loaded(self, state: RequestState, tokens: int, *, ok: bool) -> None:
+        """The load of ``tokens`` has ended."""
+        self._counters.add(metrics.LOADED_TOKENS, tokens if ok else 0)
+        headers = getattr(state.request, "trace_headers", None)
+        self._tracing.record("kvpool.load", headers, state.load_s, tokens=tokens, loaded=ok)
+        if state.loads_first:
+            state.loads_first = False
+            self._count(state, "hit" if ok else "load_failed", tokens if ok else 0)
+
+    def tell_ratios(self) -> None:
+        """Set the gauges of the hit ratio and its ceiling where a request was counted since the last time, and
+        ``RATIOS_S`` after the last estimate with such a one; else after ``AGED_S``. An estimate takes 30 us.
+
+        The two times are apart: a request is counted when its load ends. An estimate before that must not delay the one
+        after it, which is the last of an engine that rests then.
+        """
+        now_s = self._clock()
+        if self._counted_more and now_s - self._counted_at_s >= RATIOS_S:
+            self._counted_at_s, self._counted_more = now_s, False
+        elif now_s - self._told_at_s < AGED_S:
+            return
+        self._told_at_s = now_s
+        windows = self._traffic.windows()
+        for window, seen in windows.items():
+            if seen.prompt_tokens:
+                self._counters.set(metrics.HIT_RATIO, round(seen.hit_ratio, 4), window)
+                self._counters.set(metrics.HIT_CEILING_RATIO, round(seen.ceiling, 4), window)
+        self._tell(windows)
+
+    def _count(self, state: RequestState, result: str, loaded: int) -> None:
+        assert result in metrics.REQUEST_RESULTS, result
+        prompt = state.request.num_prompt_tokens
+        local = min(state.local_tokens, prompt)
+        self._counters.add(metrics.REQUESTS, 1, result)
+        self._counters.add(metrics.PROMPT_TOKENS, local, "engine_cache")
+        self._counters.add(metrics.PROMPT_TOKENS, loaded, "pool")
+        self._counters.add(metrics.PROMPT_TOKENS, max(0, prompt - local - loaded), "computed")
+        self._traffic.spare(local + loaded)
+        self._counted_more = True

@@ -1,0 +1,120 @@
+"""What the scheduler half knows of a request, and what the request asks of the pool.
+
+A request asks by ``"kv_transfer_params": {"kvpool": {"load": false, "store": false}}``. A request whose parameters are
+not understood goes without the pool: a misspelt opt-out is an opt-out.
+
+Threads: the engine's scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+from kvpool.text import unknown
+from kvpool.vllm.lookups import RequestLookup
+from kvpool.vllm.weights import AdapterCheck, pool_hash
+
+logger = init_logger("vllm.kvpool")
+
+
+@dataclass
+class RequestState:
+    request: Request
+    params: RequestParams
+    adapter: AdapterCheck | None = None
+    lookup: RequestLookup | None = None  # the latest one
+    waiting_since: float | None = None  # when the engine was first told to ask again later
+    waited_s: float = 0.0
+    wait_counted: bool = False  # the time that was waited for ``lookup``
+    result: str = "no_answer"  # why nothing is offered: of ``metrics.REQUEST_RESULTS``
+    local_tokens: int = 0  # of its prompt, in the engine's own cache
+    counted: bool = False  # among the requests of the metrics
+    loads_first: bool = False  # it is counted when its load has ended
+    offered: tuple[int, int] | None = None  # (local tokens, tokens with the pool)
+    loading: bool = False
+    admitted: bool = False  # the cost gate lets it load what its lookup has found
+    load_tokens: int = 0  # of the load under way
+    load_s: float = 0.0
+    refused: bool = (
+        False  # not offered again: a load or its lookup failed, or a load is slower than computing
+    )
+
+    @property
+    def checked(self) -> bool:
+        """Whether it is known of which adapter it is, or that this cannot be known."""
+        return self.adapter is None or self.adapter.done
+
+    @property
+    def identified(self) -> bool:
+        """Whether it is known under which hashes its blocks are in the pool."""
+        return self.adapter is None or self.adapter.tag is not None
+
+    @property
+    def pool_hash(self) -> Callable[[bytes], bytes] | None:
+        """Makes the hash in a key of that of one of its blocks. None: it is not known how."""
+        if self.adapter is None:
+            return bytes
+        tag = self.adapter.tag if self.adapter.done else None  # another thread may set it to None
+        return None if tag is None else functools.partial(pool_hash, tag=tag)
+
+
+FIELD = "kvpool"
+MAX_SHOWN_CHARS = 200
+
+
+class RequestParams(BaseModel):
+    """``load``, ``store``: whether the pool may be used so. ``priority``: as vLLM's, lower comes first.
+
+    Requests of a lower number load first where staging slots are short, and lose their stores last.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    load: bool = True
+    store: bool = True
+    priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
+
+
+WITHOUT_POOL = RequestParams(load=False, store=False)
+
+
+class ParamsReader:
+    """Reads the parameters of requests; says once that it did not understand some. Never raises."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def read(self, transfer_params: object) -> RequestParams:
+        """What a request's ``kv_transfer_params`` say of the pool; what is not under ``kvpool`` is for others."""
+        asked: Any = transfer_params.get(FIELD, {}) if isinstance(transfer_params, Mapping) else {}
+        if asked == {}:
+            return RequestParams()
+        if not isinstance(asked, Mapping):
+            return self._refused(f"{asked!r:.80} is not an object such as {{'store': false}}")
+        for name in asked:
+            if name not in RequestParams.model_fields:
+                return self._refused(unknown("field", str(name), RequestParams.model_fields))
+        try:
+            return RequestParams(**asked)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = first["msg"].removeprefix("Input ")
+            return self._refused(f"{first['loc'][0]} {problem}, got {first['input']!r:.80}")
+
+    def _refused(self, problem: str) -> RequestParams:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "kvpool: a request goes without the pool, for its kv_transfer_params say of %s: %s "
+                "(said once; later ones are not reported)",
+                FIELD,
+                problem[:MAX_SHOWN_CHARS],
+            )
+        return WITHOUT_POOL
