@@ -42,7 +42,7 @@ from kvpool.index.resolver import Resolver
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
-from kvpool.index.serve.listening import is_loopback
+from kvpool.index.serve.listener import is_loopback
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S

@@ -1,17 +1,24 @@
-"""``open_server``: a gRPC server with the limits that every door of an index has."""
+"""``open_server``: a gRPC server with the limits that every door of an index has, and gRPC's reflection."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from kvpool.errors import ConfigError
 from kvpool.index.client.tls import ServerTls
-from kvpool.index.protocol.messages import MAX_REPLY_NBYTES, MAX_REQUEST_NBYTES
-from kvpool.index.serve.listening import open_listening
+from kvpool.index.protocol.messages import MAX_REPLY_NBYTES, MAX_REQUEST_NBYTES, SERVICE
+from kvpool.index.serve.calls import Calls
+from kvpool.index.serve.health import HEALTH
+from kvpool.index.serve.listener import open_listening
+from kvpool.v1 import health_pb2, index_pb2, reflection_pb2
 
+REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
+_NOT_FOUND: int = grpc.StatusCode.NOT_FOUND.value[0]
 # Of all calls, those among them that are being refused: what bounds the memory that calls take. Honest callers meet
 # ``Limits.calls`` first.
 MAX_CALLS = 8192
@@ -72,3 +79,72 @@ def open_server(
         return server, int(server.add_secure_port(listen, tls.credentials()))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {listen}: {error}") from error
+
+
+# ---- reflection
+
+
+def reflection_handlers(calls: Calls) -> dict[str, grpc.RpcMethodHandler]:
+    """Handlers of gRPC's reflection, which takes no token."""
+    files = _files()
+
+    async def serve(context: grpc.aio.ServicerContext) -> None:
+        while (request := await context.read()) is not grpc.aio.EOF:
+            await context.write(_answer(request, files))
+
+    handler = grpc.stream_stream_rpc_method_handler(
+        calls.stream("ServerReflectionInfo", None, serve),
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return {"ServerReflectionInfo": handler}
+
+
+def _files() -> dict[str, bytes]:
+    """The three files by their names, and by the names of what they define. None imports another."""
+    found: dict[str, bytes] = {}
+    for descriptor, service in (
+        (index_pb2.DESCRIPTOR, SERVICE),
+        (health_pb2.DESCRIPTOR, HEALTH),
+        (reflection_pb2.DESCRIPTOR, REFLECTION),
+    ):
+        file = FileDescriptorProto()
+        descriptor.CopyToProto(file)
+        assert not file.dependency
+        ours, theirs = file.package, service.rpartition(".")[0]
+        if ours != theirs:  # as others know it
+            file.package = theirs
+            file.name = f"{theirs.replace('.', '/')}/{file.name.rpartition('/')[2]}"
+            _rename(file, f".{ours}.", f".{theirs}.")
+        names = [file.name]
+        for one in (*file.message_type, *file.enum_type, *file.service):
+            names.append(f"{theirs}.{one.name}")
+        names += [f"{theirs}.{one.name}.{method.name}" for one in file.service for method in one.method]
+        found.update(dict.fromkeys(names, file.SerializeToString()))
+    return found
+
+
+def _rename(file: FileDescriptorProto, ours: str, theirs: str) -> None:
+    for message in file.message_type:
+        for field in message.field:
+            field.type_name = field.type_name.replace(ours, theirs, 1)
+    for service in file.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(ours, theirs, 1)
+            method.output_type = method.output_type.replace(ours, theirs, 1)
+
+
+def _answer(request: Any, files: dict[str, bytes]) -> Any:
+    asked = request.WhichOneof("message_request")
+    reply = reflection_pb2.ServerReflectionResponse(valid_host=request.host, original_request=request)
+    if asked == "list_services":
+        for name in sorted((SERVICE, HEALTH, REFLECTION)):
+            reply.list_services_response.service.add(name=name)
+        return reply
+    file = files.get(getattr(request, asked)) if asked else None
+    if file is None:
+        reply.error_response.error_code = _NOT_FOUND
+        reply.error_response.error_message = "nothing of this name is served here"
+    else:
+        reply.file_descriptor_response.file_descriptor_proto.append(file)
+    return reply

@@ -26,12 +26,11 @@ from kvpool.index import bounded_json, limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import CallMemory, Work
 from kvpool.index.protocol.messages import REPLIES
-from kvpool.index.serve import status_page
 from kvpool.index.serve.auth import EVERYTHING, Permissions, WrongToken
 from kvpool.index.serve.calls import owner_of, take_reply
-from kvpool.index.serve.http_listener import JSON, HttpListener, HttpReply, HttpRequest, Refused
+from kvpool.index.serve.listener import JSON, HttpListener, HttpReply, HttpRequest, Refused
 from kvpool.index.serve.service import IndexServer
-from kvpool.index.serve.status import Status
+from kvpool.index.serve.status import Status, file_routes
 
 MAX_BODY_NBYTES = 8 << 20  # 1.5 million tokens, in base64
 MAX_OBJECTS, MAX_VALUES, MAX_DEPTH = (
@@ -100,7 +99,7 @@ class HttpServer:
         pages: list[Route] = []
         if self._status is not None:
             gets["/status/data"], posts["/status/prompt"] = self._status.data, self._status.prompt
-            pages = status_page.routes()
+            pages = file_routes()
         routes = [
             Route(path, partial(self._answer, call), methods=[method])
             for method, calls in (("GET", gets), ("POST", posts))

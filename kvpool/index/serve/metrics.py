@@ -22,7 +22,7 @@ from kvpool.discovery.traffic import Seen
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.request_stats import Histogram, ProxyStats, ProxyTotals, RequestStats
-from kvpool.index.serve.http_listener import HttpListener
+from kvpool.index.serve.listener import HttpListener
 from kvpool.index.table import TIERS
 from kvpool.metrics import Metric
 from kvpool.store.store import Usage

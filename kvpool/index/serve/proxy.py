@@ -24,7 +24,7 @@ from kvpool.index.place.placement import Refusal
 from kvpool.index.place.placer import Placer
 from kvpool.index.request_stats import ProxyStats
 from kvpool.index.serve.health import Health
-from kvpool.index.serve.listening import open_listening
+from kvpool.index.serve.listener import open_listening
 from kvpool.index.serve.proxy_connection import HEAD_S, ProxyConnection, refused
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding, Reply, WorkerConnector
 from kvpool.tracing import Span, Tracing

@@ -38,11 +38,10 @@ from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import worker_pages
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method
-from kvpool.index.serve.grpc_server import open_server
+from kvpool.index.serve.grpc_server import REFLECTION, open_server, reflection_handlers
 from kvpool.index.serve.health import HEALTH, Health
-from kvpool.index.serve.listening import is_loopback
+from kvpool.index.serve.listener import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
-from kvpool.index.serve.reflection_calls import REFLECTION, reflection_handlers
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.names import check_tenant

@@ -1,20 +1,29 @@
-"""``Status``: what the status page asks for: the fleet as it is now, the last hour, and who holds a prompt.
+"""``Status``: the files of the status page, and its questions: the fleet now, the last hour, who holds a prompt.
+
+The files hold nothing of the index, and any caller gets them; questions need the token that is typed into the page. The
+headers forbid the page everything but these files: names of workers come from tenants, who may be hostile.
 
 Answers are made in one thread, ``_thread``, which owns ``_rows`` and ``_made_s``: looking at 10,000 workers takes a
-quarter of a second, so that is done once for all who ask within ``FRESH_S``, and never beside itself.
+quarter of a second, so that is done once for all who ask within ``FRESH_S``, and never beside itself. ``StatusHistory``
+takes samples in a task of the event loop; other threads read copies under its ``_lock``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from importlib.resources import files
+from typing import Annotated, Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
 
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import DEFAULT_TENANT
@@ -29,13 +38,14 @@ from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import MAX_U32
 from kvpool.index.request_stats import Placed, RequestStats, Reuse
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
-from kvpool.index.serve.http_listener import HttpReply, HttpRequest, Refused
+from kvpool.index.serve.listener import HttpReply, HttpRequest, Refused
 from kvpool.index.serve.lookup_calls import in_tokens
-from kvpool.index.serve.status_history import EVERY_S, StatusHistory
-from kvpool.index.serve.worker_rows import HEALTHS, WorkerRow, rows_of
+from kvpool.index.serve.worker_pages import HEALTHS, WorkerRow, page_of, rows_of
 from kvpool.key.hashing import len_tokens
 from kvpool.store.server.connection import library_version
 
+EVERY_S = 5.0  # between two samples
+SAMPLES = 720  # an hour
 FRESH_S = 1.0
 MAX_ROWS = 200  # of workers in one answer
 ROWS = 50
@@ -115,7 +125,7 @@ class Status:
                         "uptime_s": time.monotonic() - self._stats.started_s,
                     },
                     "fleet": self._summary(seen),
-                    "workers": _page(seen, (after[0], after[2]), limit, health, find),
+                    "workers": page_of(seen, (after[0], after[2]), limit, health, find),
                     "totals": None,  # sums over all tenants are for those who may see all
                     "pool": None,
                     "traffic": None,
@@ -229,25 +239,6 @@ def _windows(traffic: Mapping[str, Seen]) -> dict[str, Any]:
     }
 
 
-def _page(
-    rows: Sequence[WorkerRow], after: tuple[str, str], limit: int, health: str, find: str
-) -> dict[str, Any]:
-    """The rows behind ``after``, by tenant and name."""
-    matching = [
-        row
-        for row in rows
-        if health in ("", row.health) and (not find or find in row.status.worker.name.casefold())
-    ]
-    following = [row for row in matching if row.position > after]
-    page = following[:limit]
-    return {
-        "matching": len(matching),
-        "before": len(matching) - len(following),
-        "rows": [row.as_json() for row in page],
-        "next": "/".join(page[-1].position) if len(page) < len(following) else "",
-    }
-
-
 def _by_held(pick: Pick) -> tuple[int, int, str, int]:
     row = pick.row
     size = row.block_tokens
@@ -296,3 +287,104 @@ def _whole(query: Mapping[str, str], name: str, default: int, most: int) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 16 or not 0 <= int(text) <= most:
         raise ConfigError(f"{name} is a whole number up to {most}, not {text!r:.40}")
     return int(text)
+
+
+# ---- the last hour
+
+
+class Sample(NamedTuple):
+    """``at_s``: seconds since the start. ``reuse``, ``placed``: since then. ``pool_nbytes``: used; None: not known."""
+
+    at_s: float
+    reuse: Reuse
+    placed: Placed
+    pool_nbytes: int | None
+
+
+class StatusHistory:
+    """``take``: what a sample has but its time, now. ``start``, then ``close``."""
+
+    def __init__(
+        self, take: Callable[[], tuple[Reuse, Placed, int | None]], *, every_s: float = EVERY_S
+    ) -> None:
+        self.every_s = every_s
+        self._take = take
+        self._lock = threading.Lock()
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self._taken = 0  # samples in all
+        self._started_s = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Take samples from now on."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Take no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def since(self, number: int) -> tuple[int, list[Sample]]:
+        """The number of the first sample that follows, and all from sample ``number`` on that are kept. Any thread."""
+        with self._lock:
+            first = self._taken - len(self._samples)
+            begin = number if first <= number <= self._taken else first
+            return begin, list(self._samples)[begin - first :]
+
+    async def _run(self) -> None:
+        while True:
+            sample = Sample(time.monotonic() - self._started_s, *self._take())
+            with self._lock:
+                self._samples.append(sample)
+                self._taken += 1
+            await asyncio.sleep(self.every_s)
+
+
+# ---- the files
+
+STATUS_PATH = "/status"
+_MEDIA_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+FILES = (
+    "status.css", "icon.svg", "main.js", "dom.js", "format.js", "overview.js", "chart.js", "workers.js", "prompt.js",
+)  # fmt: skip
+FILE_HEADERS = {
+    # Trusted types: a script that makes HTML of text fails in the browsers that know them.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+def file_routes() -> list[Route]:
+    """Of all files, and from ``/`` to the page. Reads them once. Blocking, for ten small files."""
+
+    async def to_page(_: Request) -> Response:
+        return RedirectResponse(STATUS_PATH.lstrip("/"), headers=FILE_HEADERS)
+
+    served = {STATUS_PATH: _read_file("index.html")} | {
+        f"{STATUS_PATH}/{name}": _read_file(name) for name in FILES
+    }
+    return [Route("/", to_page), *(_file_route(path, *content) for path, content in served.items())]
+
+
+def _file_route(path: str, content: bytes, media_type: str) -> Route:
+    async def answer(_: Request) -> Response:
+        return Response(content, headers=FILE_HEADERS, media_type=media_type)
+
+    return Route(path, answer)
+
+
+def _read_file(name: str) -> tuple[bytes, str]:
+    content = (files("kvpool.index.serve") / "page" / name).read_bytes()
+    return content, _MEDIA_TYPES[name.rpartition(".")[2]]

@@ -34,7 +34,7 @@ from kvpool.index.follow.roster import Roster
 from kvpool.index.protocol.messages import REPLIES, SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import http as http_module
-from kvpool.index.serve import http_listener as listener_module
+from kvpool.index.serve import listener as listener_module
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.service import IndexServer

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.index.fleet import Fleet
 from kvpool.index.request_stats import Matched, RequestStats
-from kvpool.index.serve import http_listener as listener_module
+from kvpool.index.serve import listener as listener_module
 from kvpool.index.serve import metrics as exporter_module
 from kvpool.index.serve.metrics import Exporter
 from tests.support.deadlines import eventually

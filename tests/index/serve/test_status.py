@@ -26,7 +26,7 @@ from kvpool.index.place.load import Load
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
 from kvpool.index.request_stats import Matched, RequestStats
-from kvpool.index.serve import status, status_page
+from kvpool.index.serve import status
 from kvpool.index.serve.auth import TokenAuth
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
@@ -116,7 +116,7 @@ def test_the_page_needs_no_token_and_forbids_what_is_foreign(guarded: tuple[Serv
     served, _ = guarded
     at_root = call(served, "GET", "/")
     assert (at_root.status, at_root.headers["location"]) == (307, "status")
-    for name in ("", *(f"/{file}" for file in status_page.FILES)):
+    for name in ("", *(f"/{file}" for file in status.FILES)):
         reply = call(served, "GET", f"/status{name}")
         assert reply.status == 200, name
         policy = dict(part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; "))
@@ -147,8 +147,8 @@ def test_the_hit_ratio_of_the_engines_and_its_ceiling(fleet: Fleet, tmp_path: Pa
 
 
 def test_every_file_of_the_page_is_served() -> None:
-    folder = Path(status_page.__file__).parent / "page"
-    assert {one.name for one in folder.iterdir()} == {"index.html", *status_page.FILES}
+    folder = Path(status.__file__).parent / "page"
+    assert {one.name for one in folder.iterdir()} == {"index.html", *status.FILES}
 
 
 # ---- who sees what

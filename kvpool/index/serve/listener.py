@@ -1,4 +1,4 @@
-"""``HttpListener``: one port that speaks HTTP, in the event loop, with the limits that every such port of an index has.
+"""``open_listening``, and ``HttpListener``: one port that speaks HTTP, with the limits of every such port of an index.
 
 uvicorn bounds neither how long a request may take to arrive nor how many connections there are, nor how long one
 lives: ``_Connection`` does.
@@ -7,6 +7,7 @@ lives: ``_Connection`` does.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,8 +17,9 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvpool.errors import ConfigError
 from kvpool.index.client.tls import ServerTls
-from kvpool.index.serve.listening import open_listening
+from kvpool.text import parse_address
 
 MAX_HEAD_NBYTES = 16 << 10
 MAX_CONNECTIONS = 1024
@@ -167,3 +169,37 @@ class _Connection(H11Protocol):
         if self._ends is not None:
             self._ends.cancel()
             self._ends = None
+
+
+def open_listening(listen: str, what: str) -> socket.socket:
+    """A socket that listens on ``HOST:PORT``; the caller closes it. ``what``: what cannot be done where it fails.
+
+    Errors: ``ConfigError`` when the address cannot be bound.
+    """
+    host, port = parse_address(listen)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        opened = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(address)
+            opened.listen()
+        except BaseException:
+            opened.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot {what} {listen}: {error.strerror}; choose another address, or {host}:0 for any free port"
+        ) from error
+    return opened
+
+
+def is_loopback(listen: str) -> bool:
+    """Whether only processes of this host reach ``HOST:PORT``."""
+    host = parse_address(listen)[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
