@@ -169,7 +169,7 @@ def shown_by(address: str, authority: Authority, client: Pair) -> str:
 
 
 def test_a_renewed_certificate_is_used_over_http_too_and_so_is_a_renewed_authority_of_callers(
-    authority: Authority, stranger: Authority, tmp_path: Path
+    authority: Authority, stranger: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = (authority.issue(name, names=NAMES) for name in ("http-1", "http-2"))
     known, unknown = authority.issue("caller"), stranger.issue("caller of another")
@@ -188,7 +188,9 @@ def test_a_renewed_certificate_is_used_over_http_too_and_so_is_a_renewed_authori
         assert eventually(lambda: shown_by(served.http, authority, unknown) == second.cert.read_text())
         assert shown_by(served.http, authority, known) == ""
         shown.cert.write_text("nothing")
+        assert eventually(lambda: "the certificate stays as it was" in caplog.text)
         assert shown_by(served.http, authority, unknown) == second.cert.read_text()
+    caplog.clear()  # the error's frames hold the server
 
 
 def test_files_that_cannot_be_used_are_one_line(authority: Authority, server: Pair, folder: Path) -> None:
