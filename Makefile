@@ -109,7 +109,9 @@ help:
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/python -m demo
 
-test: test-parts test-sglang test-smoke
+# SGLang's part is one process; engines start beside it.
+test: test-parts
+	$(MAKE) -j 2 -O test-sglang test-smoke
 
 # Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so only root is asked for what the tests with one need.
