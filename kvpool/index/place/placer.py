@@ -134,12 +134,12 @@ class Placer:
         """The names that requests can use, but those of adapters, which only workers know."""
         return sorted({one.model for one in self._fleet.followed() if one.tenant == tenant and one.address})
 
-    def headers(self, placement: Placement, target: Target | None) -> list[tuple[str, str]]:
-        """For the request and its response: where it went, and why. ``target``: None: to any worker."""
+    def headers(self, placement: Placement, target: Target | None = None) -> list[tuple[str, str]]:
+        """For the request and its response: where it went, and why. ``target``: None: the best, if any."""
         if not self._shows:
             return []
         headers: list[tuple[str, str]] = [(REASON, placement.reason)]
-        if target is not None:
+        if target := target or next(iter(placement.targets), None):
             headers.append((WORKER, target.worker))
             if placement.prompt_blocks:
                 headers += [(MATCHED, str(target.matched_blocks)), (BLOCKS, str(placement.prompt_blocks))]
@@ -331,16 +331,16 @@ class Placer:
         matched = first.row.loadable_blocks
         if reason == "load" and matched:
             reason = "prefix"
-        ranks = Counter(pick.worker for pick in picks)
+        ranks = Counter(pick.row.worker for pick in picks)
         targets = tuple(
             Target(
                 endpoint,
-                pick.address,
-                pick.worker,
-                pick.dp_rank if pick.dp_rank or ranks[pick.worker] > 1 else None,
-                pick.row.loadable_blocks,
+                row.address,
+                row.worker,
+                row.dp_rank if row.dp_rank or ranks[row.worker] > 1 else None,
+                row.loadable_blocks,
             )
-            for endpoint, pick in placed.items()
+            for endpoint, row in ((endpoint, pick.row) for endpoint, pick in placed.items())
         )
         prompt_blocks = first.row.prompt_blocks if reason in ("load", "prefix") else 0
         held_blocks = max(matched, *ranking.matched()[2:])
@@ -369,7 +369,7 @@ class Placer:
         for pick in picks:
             try:
                 left_s = max(0.01, ends_s - time.monotonic())
-                endpoint = await self._endpoints.resolve(pick.address, tenant, left_s)
+                endpoint = await self._endpoints.resolve(pick.row.address, tenant, left_s)
             except KVPoolError as error:
                 why = why or str(error)
                 continue

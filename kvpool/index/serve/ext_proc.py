@@ -188,7 +188,7 @@ class Exchange:
         hold(self._limits, 0, nbytes, self._host)
         self._headers, self._subset, self._headers_nbytes = headers, subset, nbytes
         if message.request_headers.end_of_stream or self._mode not in _WITH_BODY:
-            return [self._to_headers(await self._place(b""))]
+            return [self._to(await self._place(b""), in_body=False)]
         if self._mode == _FULL_DUPLEX:  # the answer waits for the body
             return []
         return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
@@ -203,28 +203,17 @@ class Exchange:
         if self._mode == _FULL_DUPLEX:
             self._body += body.body
             return await self._streamed(end_of_stream=True) if body.end_of_stream else []
-        placed = await self._place(body.body)
-        return [
-            pb.ProcessingResponse(
-                request_body=pb.BodyResponse(response=self._to(placed)), dynamic_metadata=_metadata(placed)
-            )
-        ]
+        return [self._to(await self._place(body.body), in_body=True)]
 
     async def _streamed(self, *, end_of_stream: bool) -> list[Any]:
         """The answer to the headers, and the body handed back."""
         body = bytes(self._body)
-        replies = [self._to_headers(await self._place(body))]
+        replies = [self._to(await self._place(body), in_body=False)]
         for at in range(0, max(len(body), 1), PART_NBYTES):
             is_last = at + PART_NBYTES >= len(body)
             part = _part(body[at : at + PART_NBYTES], end_of_stream and is_last)
             replies.append(pb.ProcessingResponse(request_body=part))
         return replies
-
-    def _to_headers(self, placement: Placement) -> Any:
-        return pb.ProcessingResponse(
-            request_headers=pb.HeadersResponse(response=self._to(placement)),
-            dynamic_metadata=_metadata(placement),
-        )
 
     async def _place(self, body: bytes) -> Placement:
         self._release()  # of a caller that asks twice in one call
@@ -254,7 +243,7 @@ class Exchange:
         # The headers of a stream come before its prompt is computed.
         if elsewhere or not kind.startswith("text/event-stream"):
             self._release()
-        common = pb.CommonResponse(header_mutation=_setting(self._shown(placement)))
+        common = pb.CommonResponse(header_mutation=_setting(self._placer.headers(placement)))
         return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))
 
     def _on_response_body(self, body: Any) -> list[Any]:
@@ -264,20 +253,27 @@ class Exchange:
             return [pb.ProcessingResponse(response_body=pb.BodyResponse())]
         return [pb.ProcessingResponse(response_body=_part(body.body, body.end_of_stream))]
 
-    def _to(self, placement: Placement) -> Any:
-        """The headers that send a request there."""
-        headers = self._shown(placement)
+    def _to(self, placement: Placement, *, in_body: bool) -> Any:
+        """The answer to the headers, or the body, of a request that sends it there; without targets Envoy chooses."""
+        headers, metadata = self._placer.headers(placement), None
         if placement.targets:
-            headers.append((DESTINATION, _endpoints(placement)))
-            if (dp_rank := placement.targets[0].dp_rank) is not None:
-                headers.append((RANK, str(dp_rank)))
+            # Envoy sends the same headers to each endpoint, so the rank of the best must be right there.
+            rank = placement.targets[0].dp_rank
+            fit = (target.endpoint for target in placement.targets if rank in (None, target.dp_rank))
+            endpoints = ",".join(fit)
+            headers.append((DESTINATION, endpoints))
+            metadata = {LB: {DESTINATION: endpoints}}
+            if rank is not None:
+                headers.append((RANK, str(rank)))
         names = {name for name, _ in headers}
         mutation = _setting(headers)
         mutation.remove_headers.extend(name for name in OURS if name in self._headers and name not in names)
-        return pb.CommonResponse(header_mutation=mutation)
-
-    def _shown(self, placement: Placement) -> list[tuple[str, str]]:
-        return self._placer.headers(placement, next(iter(placement.targets), None))
+        common = pb.CommonResponse(header_mutation=mutation)
+        if in_body:
+            body = pb.BodyResponse(response=common)
+            return pb.ProcessingResponse(request_body=body, dynamic_metadata=metadata)
+        answer = pb.HeadersResponse(response=common)
+        return pb.ProcessingResponse(request_headers=answer, dynamic_metadata=metadata)
 
     def _release(self) -> None:
         if self._placement is not None:
@@ -332,12 +328,6 @@ def _text(metadata: Any, namespace: str, name: str) -> str:
     return str(fields[name].string_value) if name in fields else ""
 
 
-def _endpoints(placement: Placement) -> str:
-    """Those for which the rank of the best is right, where it has one: Envoy sends the same headers to each."""
-    rank = placement.targets[0].dp_rank
-    return ",".join(target.endpoint for target in placement.targets if rank in (None, target.dp_rank))
-
-
 @cache
 def _warn_of(mode: int) -> None:
     """Once."""
@@ -346,12 +336,6 @@ def _warn_of(mode: int) -> None:
         "request_body_mode to BUFFERED or FULL_DUPLEX_STREAMED",
         _MODE.BodySendMode.Name(mode) if mode in _MODE.BodySendMode.values() else mode,
     )
-
-
-def _metadata(placement: Placement) -> Any:
-    if not placement.targets:  # Envoy chooses
-        return None
-    return {LB: {DESTINATION: _endpoints(placement)}}
 
 
 def _setting(headers: Iterable[tuple[str, str]]) -> Any:
