@@ -75,8 +75,10 @@ def _at_rest(path: Path, prompts: int, workers: int) -> tuple[int, float, float,
     for packed, theirs in holdings("sessions", workers, prompts):
         hashes = unpacked(packed)
         for number, blocks in theirs:
+            rank = fleet.rank(f"default/worker-{number}", 0)
+            assert rank is not None
             for payload in payloads(hashes[:blocks], tokens=False):
-                fleet.apply(f"default/worker-{number}", 0, sequences[number], payload)
+                rank.apply(sequences[number], payload)
                 sequences[number] += 1
     started = time.perf_counter()
     frozen = fleet.snapshot()

@@ -153,10 +153,10 @@ async def _serve(blocks: int, workers: int) -> None:
     import grpc.aio
 
     from kvpool.index.fleet import Fleet
-    from kvpool.index.follow.roster import Roster
     from kvpool.index.serve.service import IndexServer
 
     fleet = Fleet()
+    ranks = []
     for number in range(workers):
         publisher = Publisher(0, f"tcp://127.0.0.1:{1000 + number}", "")
         fleet.add(
@@ -166,14 +166,17 @@ async def _serve(blocks: int, workers: int) -> None:
             ),
             "flag",
         )  # fmt: skip
-        fleet.heard(f"default/worker-{number}", 0)
+        rank = fleet.rank(f"default/worker-{number}", 0)
+        assert rank is not None
+        rank.heard()
+        ranks.append(rank)
     sequences = [0] * workers
     for packed, holders in holdings("sessions", workers, _prompts(blocks)):
         hashes = unpacked(packed)
         for number, leading in holders:
             for payload in payloads(hashes[:leading], tokens=False):
                 sequences[number] += 1
-                fleet.apply(f"default/worker-{number}", 0, sequences[number], payload)
+                ranks[number].apply(sequences[number], payload)
 
     async def echo(request: bytes, _: object) -> bytes:
         return bytes(int.from_bytes(request[:4], "little"))
@@ -196,7 +199,7 @@ async def _serve(blocks: int, workers: int) -> None:
     )
     echo_port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    index = IndexServer(Roster(fleet, None))
+    index = IndexServer(fleet)
     index_port = await index.start("127.0.0.1:0")
     print(index_port, echo_port, flush=True)
     await server.wait_for_termination()

@@ -28,7 +28,6 @@ from kvpool.index.client.tls import ServerTls, trusting
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file
 from kvpool.index.follow.pool_follower import PoolFollower
-from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.place.endpoints import Endpoints, parse_url
@@ -215,17 +214,17 @@ async def _serve(
         if file is not None:
             parts.enter_context(snapshot_file.lock(file))
         resolver = Resolver(allows=networks.allows, trusted=trusted)
-        roster = Roster(fleet, Subscriber(fleet, limits=fleet.limits, resolver=resolver), networks=networks)
-        parts.callback(roster.close)
+        fleet.feed, fleet.networks = Subscriber(limits=fleet.limits, resolver=resolver), networks
+        parts.callback(fleet.close)
         if settings.pool is not None:
             pool = PoolFollower(
-                settings.pool, roster, keys_per_s=settings.pool_keys_per_s, tenants=settings.tenants or None
+                settings.pool, fleet, keys_per_s=settings.pool_keys_per_s, tenants=settings.tenants or None
             )
             parts.callback(pool.close)
         life = None if pool is None else pool.life
         if file is not None or settings.bootstrap is not None:
             flags = {worker.id for worker in workers}
-            await asyncio.to_thread(lambda: _warm_up(roster, file, settings.bootstrap, flags, life))
+            await asyncio.to_thread(lambda: _warm_up(fleet, file, settings.bootstrap, flags, life))
         tokenizers = Tokenizers(by_model)
         parts.callback(tokenizers.close)
         stats = RequestStats()
@@ -239,7 +238,7 @@ async def _serve(
         exporter = Exporter(fleet, stats, pool, proxy_stats)
         parts.push_async_callback(exporter.close)
         server = IndexServer(
-            roster,
+            fleet,
             stats,
             router=router,
             tokenizers=tokenizers,
@@ -311,7 +310,7 @@ async def _serve(
                 shown += f", gRPC on port {port}"
             port = await proxy.start(settings.proxy)
         for worker in workers:
-            roster.add(worker, "flag")
+            fleet.add(worker, "flag")
         if pool is not None:
             pool.start()
         complete = True
@@ -350,10 +349,10 @@ async def _calls_end() -> None:
 
 
 def _warm_up(
-    roster: Roster, file: Path | None, bootstrap: str | None, flags: Collection[str], life: str | None
+    fleet: Fleet, file: Path | None, bootstrap: str | None, flags: Collection[str], life: str | None
 ) -> None:
     """Begin with what a peer that is warm knows, else with what the file says, else with nothing. Blocking."""
-    max_nbytes = roster.fleet.limits.max_snapshot_nbytes
+    max_nbytes = fleet.limits.max_snapshot_nbytes
 
     def of_peer() -> Snapshot | None:
         if bootstrap is None:
@@ -370,11 +369,11 @@ def _warm_up(
             if snapshot is None:
                 continue
             age_s = snapshot_file.age(snapshot)
-            roster.restore(snapshot, age_s=age_s, flags=flags, life=life)
+            fleet.restore(snapshot, age_s=age_s, flags=flags, life=life)
         except (IndexUnavailable, SnapshotRefused) as error:
             logger.warning("no snapshot is taken over: %s", error)
             continue
-        totals = roster.fleet.totals()
+        totals = fleet.totals()
         logger.info(
             "%d workers with %d blocks are back from %s, %.0f s old; each is credited when it has proved itself",
             totals.workers,

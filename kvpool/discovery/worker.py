@@ -6,7 +6,7 @@ Everything here is immutable; nothing blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 DEFAULT_TENANT = "default"
 MAX_DP_RANK = 65535
@@ -55,33 +55,7 @@ class Worker:
 
 
 class Position(NamedTuple):
-    """The last batch of a rank that was applied: its number, and its digest (``kvpool.index.sequence``)."""
+    """The last batch of a rank that was applied: its number, and its digest (``kvpool.index.rank``)."""
 
     sequence: int
     batch_digest: int
-
-
-class EventSink(Protocol):
-    """Who is told what the publishers of workers say. Any thread may call; nothing blocks on I/O.
-
-    ``worker_id``: ``Worker.id``. Calls about a worker that is not known do nothing.
-    """
-
-    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
-        """One batch, in the order of ``sequence``, each once. Errors: ``MalformedEvents``, nothing applied."""
-
-    def heard(self, worker_id: str, dp_rank: int) -> None:
-        """The publisher has just said that there is no later batch than the last one applied."""
-
-    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
-        """Forget what the rank holds: ``problem`` says why, in one line.
-
-        ``anew``: another life of the publisher has begun, which holds nothing that it does not tell of; otherwise
-        (a gap that nothing closed) the rank goes on holding what is forgotten here.
-        """
-
-    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
-        """From now on the rank's state is not to be trusted, for the reason given; or is again."""
-
-    def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
-        """Batches were found missing; or a replay has brought those that were."""

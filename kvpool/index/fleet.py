@@ -1,12 +1,12 @@
 """``Fleet``: the workers that an index follows, what each of them holds, and what is answered about a prompt.
 
-Who is in it is ``Membership``'s. ``_entries``, ``_ranks`` and ``_models`` are the maps of that.
+``_workers`` says who is present. ``_present``, ``_ranks`` and ``_models`` are its maps.
 
-Threads: any may call anything, and nothing here does I/O but a line to the log. ``_lock`` guards ``_members``
-and who is in a ``Partition``; readers of ``_entries``, ``_ranks`` and ``_models`` see whole values without it.
-``DpRank.lock`` guards the rank's holder in the table and the rank's fields; it is taken after ``_lock``, never before.
+Threads: any may call anything, and nothing here does I/O but a line to the log. ``_lock`` guards ``_workers``
+and who is in a ``Partition``; readers of ``_present``, ``_ranks`` and ``_models`` see whole values without it.
+``Rank.lock`` guards the rank's holder in the table and the rank's fields; it is taken after ``_lock``, never before.
 A rank's lock is held while a batch is applied, up to 0.3 s for 34 MiB, and ``_lock`` while a rank that leaves waits for
-that. An event loop calls what takes neither: ``ask`` at once, ``followed``, ``incomplete``, ``progress``, ``models``.
+that. An event loop calls what takes neither: ``ask`` at once, ``followed``, ``incomplete``, ``rank``, ``models``.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvpool.discovery.admission import MAX_TEXT_NBYTES, check_worker
-from kvpool.discovery.worker import DEFAULT_TENANT, Position, Worker
-from kvpool.errors import ConfigError, UnknownModel
+from kvpool.discovery.networks import WorkerNetworks
+from kvpool.discovery.worker import DEFAULT_TENANT, Worker
+from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.answer import Lookup, Totals, WorkerStatus
-from kvpool.index.dp_rank import Progress, pool_holder
 from kvpool.index.limits import Limits
-from kvpool.index.membership import (
+from kvpool.index.partition import Answer, Partition, Pool, merged
+from kvpool.index.prompt import Prompt, PromptFields, as_prompt
+from kvpool.index.rank import Rank, pool_holder
+from kvpool.index.snapshot import PartitionState, Snapshot, pack
+from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
+from kvpool.index.workers import (
     MAX_LEASE_S,
     SOURCES,
-    Membership,
+    Present,
     Source,
+    Workers,
     is_same_start,
     unknown_model,
 )
-from kvpool.index.partition import Answer, Partition, Pool, merged
-from kvpool.index.prompt import Prompt, PromptFields, as_prompt
-from kvpool.index.snapshot import PartitionState, Snapshot, pack
-from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
 from kvpool.key.hashing import seed_id
 from kvpool.key.names import check_tenant
 from kvpool.text import counted
@@ -51,13 +53,27 @@ MAX_MULTIMODAL = 65536
 logger = logging.getLogger("kvpool.index")
 
 
+class Feed(Protocol):
+    """Subscribes to workers' events, and has each ``Rank`` apply its own. No call but ``close`` blocks."""
+
+    def follow(self, worker: Worker, ranks: Collection[Rank]) -> None: ...
+
+    def unfollow(self, worker_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+
 class Fleet:
-    """The workers of an index; an ``EventSink`` for subscribers and receivers of their events.
+    """The workers of an index: adds and removes them, has ``feed`` follow those that are present, answers about them.
 
     ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``max_memory_nbytes``: see
     ``Limits``. ``seed``: what ``PYTHONHASHSEED`` is for the engines whose prompts come
     as tokens; None: not set. ``tenant_share``: the part of all workers, ranks and models that one tenant may have.
-    ``clock``: seconds that only go up.
+    ``clock``: seconds that only go up. ``feed``: None where events come some other way. ``networks``: where workers are
+    that no flag names; None: anywhere.
     """
 
     def __init__(
@@ -68,10 +84,13 @@ class Fleet:
         reuse_reports: bool = True,
         seed: str | None = None,
         tenant_share: float = 1.0,
+        feed: Feed | None = None,
+        networks: WorkerNetworks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # checks them
         self.limits = Limits(max_memory_nbytes)
+        self.feed, self.networks = feed, networks
         self._options: dict[str, Any] = {
             "max_blocks": max_blocks,
             "reuse_reports": reuse_reports,
@@ -80,8 +99,8 @@ class Fleet:
         self._seed = seed
         self._clock = clock
         self._lock = threading.Lock()
-        members = self._members = Membership(self._options, seed, clock, tenant_share, self.limits)
-        self._entries, self._ranks, self._models = members.entries, members.ranks, members.models
+        workers = self._workers = Workers(self._options, seed, clock, tenant_share, self.limits)
+        self._present, self._ranks, self._models = workers.present, workers.ranks, workers.models
 
     @property
     def seed_id(self) -> str:
@@ -95,9 +114,11 @@ class Fleet:
 
         A worker of this id that is the same start (same partition, publishers and incarnation) has its lease, source,
         address and namespace renewed: ``renewed``. Any other of this id is forgotten at once with all it held:
-        ``replaced``. What a flag or a call has named is not touched by what the pool announces: ``kept``.
-        Errors: ``ConfigError`` that names the field; ``KVPoolError`` when a limit is reached.
+        ``replaced``. A worker that a flag or a call has named is not touched by an announcement in the pool: ``kept``.
+        Errors: ``ConfigError`` that names the field; ``KVPoolError`` at a limit: no start is followed then.
         """
+        if source != "flag" and self.networks is not None:
+            self.networks.check(worker)
         check_worker(worker)
         assert source in SOURCES
         if lease_s is not None and not 0 < lease_s <= MAX_LEASE_S:
@@ -105,19 +126,21 @@ class Fleet:
                 f"worker {worker.name}: a lease is more than 0 and at most {MAX_LEASE_S:g} seconds, not {lease_s:g}"
             )
         with self._lock:
-            now_s = self._clock()
-            expires_at_s = None if lease_s is None else now_s + lease_s
-            known = self._entries.get(worker.id)
+            expires_at_s = None if lease_s is None else self._clock() + lease_s
+            known = self._present.get(worker.id)
             if known is not None and source == "pool" and known.source != "pool":
                 return "kept"
             if known is not None and is_same_start(known.worker, worker):
-                self._members.renew(known, worker)
+                self._workers.renew(known, worker)
                 known.source, known.expires_at_s = source, expires_at_s
                 return "renewed"
-            self._members.make_room(worker, known)
-            if known is not None:
-                self._members.forget(known)
-            self._members.enter(worker, source, expires_at_s, now_s)
+            try:
+                self._workers.make_room(worker, known)
+            finally:
+                if known is not None:  # its publisher has started anew, with or without room for it
+                    self._forget(known)
+            entry = self._workers.enter(worker, source, expires_at_s)
+            self._follow(entry)
         followed = any(publisher.events for publisher in worker.publishers)
         ranks = counted(len(worker.publishers), "rank") if followed else "no events"
         if known is None:
@@ -126,42 +149,52 @@ class Fleet:
         logger.info("worker %s starts again: what it held is forgotten; %s, by %s", worker.id, ranks, source)
         return "replaced"
 
-    def replaces(self, worker: Worker, source: Source) -> bool:
-        """Whether ``add`` would forget another start of this worker. Errors: ``ConfigError``, as ``add``."""
-        check_worker(worker)
-        with self._lock:
-            known = self._entries.get(worker.id)
-            if known is None or (source == "pool" and known.source != "pool"):
-                return False
-            return not is_same_start(known.worker, worker)
-
     def remove(self, worker_id: str, source: Source | None = None) -> bool:
         """Forget a worker and all it holds, but for the pool's blocks; False if it is not known.
 
-        ``source``: only if this is who named it last.
+        ``source``: only if it was named by this one last.
         """
         with self._lock:
-            entry = self._entries.get(worker_id)
+            entry = self._present.get(worker_id)
             if entry is None or source not in (None, entry.source):
                 return False
-            self._members.forget(entry)
+            self._forget(entry)
         logger.info("worker %s is gone", worker_id)
         return True
 
     def expire(self) -> list[str]:
-        """Forget the workers whose lease has ended; their ids."""
+        """Forget the workers whose lease has ended; their ids.
+
+        Errors: ``KVPoolError`` when the feed has ended: nothing that is known stays true then.
+        """
+        if self.feed is not None and not self.feed.is_alive:
+            raise KVPoolError("the index has stopped and reads no more events; the lines above say why")
         with self._lock:
             now_s = self._clock()
             ended = [
                 entry
-                for entry in self._entries.values()
+                for entry in self._present.values()
                 if entry.expires_at_s is not None and entry.expires_at_s <= now_s
             ]
             for entry in ended:
-                self._members.forget(entry)
+                self._forget(entry)
         for entry in ended:
             logger.info("worker %s is gone: its lease has ended", entry.worker.id)
         return [entry.worker.id for entry in ended]
+
+    def close(self) -> None:
+        """Stop following all workers."""
+        if self.feed is not None:
+            self.feed.close()
+
+    def _follow(self, entry: Present) -> None:
+        if self.feed is not None:
+            self.feed.follow(entry.worker, entry.ranks)
+
+    def _forget(self, entry: Present) -> None:
+        self._workers.forget(entry)
+        if self.feed is not None:
+            self.feed.unfollow(entry.worker.id)
 
     def workers(
         self, ids: Collection[str] | None = None, *, tenant: str | None = None, model: str | None = None
@@ -175,7 +208,7 @@ class Fleet:
                 lease_left_ms=entry.lease_left_ms(now_s),
                 publishers=tuple(rank.status(now_s) for rank in entry.ranks),
             )
-            for entry in tuple(self._entries.values())
+            for entry in tuple(self._present.values())
             if entry.is_among(ids, tenant, model)
         ]
         return sorted(found, key=lambda status: (status.worker.tenant, status.worker.name))
@@ -187,15 +220,15 @@ class Fleet:
 
     def followed(self) -> list[Worker]:
         """The workers, in no order."""
-        return [entry.worker for entry in tuple(self._entries.values())]
+        return [entry.worker for entry in tuple(self._present.values())]
 
     def totals(self) -> Totals:
         """What a metrics page shows."""
         with self._lock:
             ranks = list(self._ranks.values())
             partitions = [partition for several in self._models.values() for partition in several]
-            departed = Counter(self._members.departed)
-            workers = len(self._entries)
+            departed = Counter(self._workers.departed)
+            workers = len(self._present)
         counters = [partition.index.counters() for partition in partitions]
         return Totals(
             workers=workers,
@@ -244,7 +277,7 @@ class Fleet:
         Batches, and who joins or leaves, wait while the tables are copied (``PrefixIndex.image``); lookups go on.
         """
         with self._lock:
-            return self._members.snapshot()
+            return self._workers.snapshot()
 
     @contextmanager
     def packed(self, take: Callable[[], Snapshot]) -> Iterator[list[bytes]]:
@@ -253,16 +286,14 @@ class Fleet:
         with self.limits.snapshot(lambda: pack(take()), totals.blocks, totals.memory_nbytes) as parts:
             yield parts
 
-    def restore(
-        self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None
-    ) -> list[tuple[Worker, dict[int, Position]]]:
-        """Take over what a snapshot knows, into a fleet that knows nothing yet; who is to be followed, and from where.
+    def restore(self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None) -> None:
+        """Take over and follow the workers of a snapshot, in a fleet that knows nothing yet.
 
         Each rank is stale, and not credited, until its publisher has proved that it is still the one of that position
-        (``Subscriber`` asks). A rank without a position begins with nothing. ``age_s``: of the snapshot, in which
-        leases of calls have gone on. ``flags``: ids of those that flags name; others that flags have named stay away.
-        ``life``: of the pool now; None: there is no pool, and who announced itself there stays away. A pool of another
-        life, or of none that is known, is taken to hold nothing. Errors: ``SnapshotRefused``; nothing is known then.
+        (``Sequence``). A rank without a position begins with nothing. ``age_s``: of the snapshot, in which leases of
+        calls have gone on. ``flags``: ids of those that flags name; others that flags have named stay away.
+        ``life``: of the pool now; None: there is no pool, and workers that announced themselves there stay away. A pool
+        of another life, or of an unknown one, is taken to hold nothing. Errors: ``SnapshotRefused``: nothing is known.
         """
         indexes = [
             PrefixIndex.of_image(
@@ -273,61 +304,24 @@ class Fleet:
             for state in snapshot.partitions
         ]
         with self._lock:
-            return self._members.restore(snapshot, indexes, age_s=age_s, flags=flags, life=life)
+            for entry in self._workers.restore(snapshot, indexes, age_s=age_s, flags=flags, life=life):
+                try:
+                    if entry.worker.id not in flags and self.networks is not None:
+                        self.networks.check(entry.worker)
+                except ConfigError as error:
+                    logger.warning("%s", error)
+                    self._workers.forget(entry)
+                else:
+                    self._follow(entry)
 
-    # ---- what they say (EventSink)
-
-    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
-        """One batch of a rank. Errors: ``MalformedEvents``, and then nothing of it was applied."""
-        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
-            rank.apply(sequence, payload, self._clock())
-
-    def heard(self, worker_id: str, dp_rank: int) -> None:
-        """The rank has just said that there is no later batch than the last one applied.
-
-        Until this, or ``mark`` with ``stale=False``, has come for the first time, a rank is stale.
-        """
-        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
-            rank.heard(self._clock())
-
-    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
-        """Forget what a rank holds, but for the pool's blocks; unless it begins ``anew``, it is incomplete then."""
-        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
-            rank.reset(problem, self._clock(), anew=anew)
-
-    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
-        """From now on a rank is not to be trusted, for the reason given; or is again."""
-        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
-            rank.mark(stale=stale, problem=problem)
-
-    def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
-        """Batches were found missing; or a replay has brought those that were."""
-        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
-            rank.gap(closed=closed)
-
-    # ---- which ranks are asked
+    def rank(self, worker_id: str, dp_rank: int) -> Rank | None:
+        """Of a worker's present start; None: not known."""
+        return self._ranks.get((worker_id, dp_rank))
 
     def incomplete(self) -> list[tuple[str, int]]:
         """(worker, data-parallel rank) of those that are followed and hold more than is known."""
         ranks = tuple(self._ranks.items())
         return [key for key, rank in ranks if rank.incomplete_reason and not rank.stale]
-
-    def asked(self, worker_id: str, dp_rank: int) -> None:
-        """A rank was asked to tell all it holds."""
-        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
-            rank.ask()
-
-    def progress(self, worker_id: str, dp_rank: int) -> Progress | None:
-        """How far a rank has come, for ``emptied``; None if it is not known."""
-        rank = self._ranks.get((worker_id, dp_rank))
-        return None if rank is None else rank.progress
-
-    def emptied(self, worker_id: str, dp_rank: int, since: Progress) -> None:
-        """A rank is asleep, and was when it had come as far as ``since``: an engine empties its cache for that, and
-        says so with the first batch after it woke. Until a later batch has come, the rank is stale.
-        """
-        if (rank := self._ranks.get((worker_id, dp_rank))) is not None:
-            rank.empty(since)
 
     # ---- what is asked
 

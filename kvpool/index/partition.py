@@ -20,8 +20,8 @@ from kvpool import _native
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.index.answer import Lookup
-from kvpool.index.dp_rank import ONE_SEED, DpRank
 from kvpool.index.prompt import Prompt
+from kvpool.index.rank import ONE_SEED, Rank
 from kvpool.index.refusals import NotAtOnce
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import BlockHasher, seed_id
@@ -55,7 +55,7 @@ class Members:
     ``are_all``: all of their partition, not some candidates among them.
     """
 
-    def __init__(self, ranks: Iterable[DpRank], *, are_all: bool = True) -> None:
+    def __init__(self, ranks: Iterable[Rank], *, are_all: bool = True) -> None:
         self.ranks = tuple(sorted(ranks, key=lambda rank: (rank.worker.name, rank.publisher.dp_rank)))
         self.rows = _native.Rows(
             tuple(
@@ -104,7 +104,7 @@ class Answer(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """What one namespace has in the pool, as one partition knows it: ``holder`` in its ``table``."""
+    """One namespace's blocks in the pool, as one partition knows them: ``holder`` in its ``table``."""
 
     tenant: str
     namespace: str

@@ -14,21 +14,15 @@ from array import array
 from collections import deque
 from enum import Enum
 
-from kvpool import _native
-from kvpool.discovery.worker import EventSink, Position
 from kvpool.errors import MalformedEvents
 from kvpool.index.limits import Limits
+from kvpool.index.rank import Rank, batch_digest
 
 REMEMBERED = 1 << 14  # batches of which a digest is kept, to know one that comes twice
 CHUNK = 1 << 10  # digests for which memory is taken at a time; the first of them are in what a rank costs
 MAX_WAITING = 1 << 14  # batches that came while a replay is under way
 MAX_WAITING_NBYTES = 64 << 20
 MAX_ROUNDS = 8  # replays in a row that bring nothing new
-
-
-def batch_digest(payload: bytes) -> int:
-    """What a batch is known by: never 0, and the same in every process."""
-    return _native.checksum(payload) or 1
 
 
 class _State(Enum):
@@ -52,16 +46,13 @@ class Sequence:
 
     def __init__(
         self,
-        sink: EventSink,
-        worker_id: str,
-        dp_rank: int,
+        rank: Rank,
         *,
         can_replay: bool,
-        position: Position | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self._limits, self._owner = limits or Limits(), worker_id.partition("/")[0]
-        self._sink, self._worker_id, self._dp_rank = sink, worker_id, dp_rank
+        self._limits, self._owner = limits or Limits(), rank.worker.tenant
+        self._rank = rank
         self._can_replay = can_replay
         self._last: int | None = None  # applied
         self._digests = array("Q")  # of batches without a hole
@@ -74,7 +65,7 @@ class Sequence:
         self._broken = False
         self._outdated = False  # within a replay: it may be of a life that has ended since
         self._rounds = 0
-        if position is not None:
+        if (position := rank.position) is not None:
             assert can_replay
             self._last = position.sequence
             self._remember(position.sequence, position.batch_digest)
@@ -93,7 +84,7 @@ class Sequence:
             self._wait(sequence, payload)
         elif self._last is None and not self._can_replay:
             self._apply(sequence, payload)
-            self._sink.mark(self._worker_id, self._dp_rank, stale=False)
+            self._rank.mark(stale=False)
         elif sequence == self._next:
             self._apply(sequence, payload)
         elif sequence > self._next:
@@ -161,14 +152,14 @@ class Sequence:
             self._ask_again()
             return
         if self._state is _State.CLOSING:
-            self._sink.gap(self._worker_id, self._dp_rank, closed=True)
+            self._rank.gap(closed=True)
         self._state, self._rounds = _State.LIVE, 0
-        self._sink.heard(self._worker_id, self._dp_rank)
-        self._sink.mark(self._worker_id, self._dp_rank, stale=False)
+        self._rank.heard()
+        self._rank.mark(stale=False)
 
     def replay_failed(self, problem: str) -> None:
         """No answer came, for the reason given: ask again."""
-        self._sink.mark(self._worker_id, self._dp_rank, stale=True, problem=problem)
+        self._rank.mark(stale=True, problem=problem)
         self._ask(self._state)
 
     @property
@@ -195,9 +186,9 @@ class Sequence:
 
     def _gap(self, sequence: int, payload: bytes) -> None:
         missing = f"{sequence - self._next} batches were missed"
-        self._sink.gap(self._worker_id, self._dp_rank, closed=False)
+        self._rank.gap(closed=False)
         if self._can_replay:
-            self._sink.mark(self._worker_id, self._dp_rank, stale=True, problem=missing)
+            self._rank.mark(stale=True, problem=missing)
             self._ask(_State.CLOSING)
             self._wait(sequence, payload)
         else:
@@ -255,7 +246,7 @@ class Sequence:
         self._rounds = 0
         self._remember(sequence, batch_digest(payload))
         try:
-            self._sink.apply(self._worker_id, self._dp_rank, sequence, payload)
+            self._rank.apply(sequence, payload)
         except MalformedEvents as error:
             self._reset(f"batch {sequence}: {error}")
 
@@ -286,4 +277,4 @@ class Sequence:
         self._digests, self._first = array("Q"), 0
 
     def _reset(self, problem: str, *, anew: bool = False) -> None:
-        self._sink.reset(self._worker_id, self._dp_rank, problem, anew=anew)
+        self._rank.reset(problem, anew=anew)

@@ -44,7 +44,7 @@ def served() -> Iterator[Served]:
     fleet.add(a_worker("w-1", ranks=2), "flag")
     fleet.add(a_worker("w-2"), "call", 60)
     say(fleet, "default/w-1", 0, 0, batch(stored([1, 2, 3]), stored([4], medium="CPU")))
-    fleet.mark("default/w-2", 0, stale=True, problem="it does not answer")
+    fleet.rank("default/w-2", 0).mark(stale=True, problem="it does not answer")
     with serving(fleet) as running:
         yield running
 
@@ -85,7 +85,7 @@ def test_once(served: Served) -> None:
 @pytest.mark.usefixtures("grpc_started")
 def test_a_worker_that_no_prompt_can_match_says_so(served: Served) -> None:
     say(served.fleet, "default/w-2", 0, 0, batch(stored([1], lookahead_token_ids=[[5]])))
-    served.fleet.mark("default/w-2", 0, stale=False)
+    served.fleet.rank("default/w-2", 0).mark(stale=False)
     shown = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": "240"}).stdout
     assert "its hashes cover tokens behind their blocks (EAGLE or MTP)" in shown
 
@@ -93,7 +93,7 @@ def test_a_worker_that_no_prompt_can_match_says_so(served: Served) -> None:
 @pytest.mark.usefixtures("grpc_started")
 def test_a_worker_without_events_is_not_called_stale(served: Served) -> None:
     served.fleet.add(a_worker("mute", publishers=(Publisher(0, ""),)), "call")
-    served.fleet.mark("default/mute", 0, stale=True, problem="it publishes no KV events")
+    served.fleet.rank("default/mute", 0).mark(stale=True, problem="it publishes no KV events")
     shown = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": "120"}).stdout
     assert "3 workers, 4 ranks, 2 stale" in shown
     assert re.search(r"mute rank 0 +no events +0 +0 +0 +- +- +0 ", shown), shown

@@ -183,7 +183,7 @@ def test_nginx_before_routers_places_by_prefix(tmp_path: Path, workers: list[Scr
     fleet = Fleet()
     for worker in workers:
         fleet.add(worker.worker(), "flag")
-        fleet.heard(f"default/{worker.name}", 0)
+        fleet.rank(f"default/{worker.name}", 0).heard()
     place: dict[str, Any] = {"timeout_s": 60}
     with serving(fleet, place=place, proxy={}) as one, serving(fleet, place=place, proxy={}) as other:
         places = {"127.0.0.1:8081": one.proxy, "127.0.0.1:8082": other.proxy}

@@ -62,7 +62,7 @@ def split(tmp_path: Path) -> Iterator[Split]:
         fleet = Fleet()
         for worker in running:
             fleet.add(worker.worker(), "flag")
-            fleet.heard(f"default/{worker.name}", 0)
+            fleet.rank(f"default/{worker.name}", 0).heard()
         listen, admin = free_ports(2)
         with serving(fleet, place={"timeout_s": 60}) as index:
             prefill, decode = ([workers[name].at for name in names] for names in (("p1", "p2"), ("d1", "d2")))

@@ -17,7 +17,6 @@ from kvpool.config import hash_seed
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.answer import Row
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.subscriber import END, Subscriber
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import parse_facts_key
@@ -185,14 +184,14 @@ def test_stock_vllm_is_followed_when_somebody_names_it(
     engine: EngineProcess
     with passing("stock", tmp_path, options) as engine:
         engine.generate(PROMPTS[0], 2)  # before anybody listens
-        one.roster.add(stock, "flag")
+        one.fleet.add(stock, "flag")
         for tokens in PROMPTS[1:5]:
             engine.generate(tokens, 2)
         said = assert_true(one, model, "stock", ports[1])
         assert said.leading(PROMPTS[4]) == len(PROMPTS[4]) // BLOCK_TOKENS
         assert one.row(model, PROMPTS[4], "stock").pool_blocks == 0, "it has no namespace"
     assert eventually(lambda: one.row(model, PROMPTS[4], "stock").stale, within_s=WITHIN_S)
-    one.roster.remove("default/stock")
+    one.fleet.remove("default/stock")
 
 
 def test_a_hybrid_is_credited_with_what_it_can_use(gemma: Path, tmp_path: Path) -> None:
@@ -201,8 +200,7 @@ def test_a_hybrid_is_credited_with_what_it_can_use(gemma: Path, tmp_path: Path) 
     options = options_of(gemma, "file:///unused", ports)
     del options["kv_transfer_config"]
     options["max_num_batched_tokens"] = 1024  # several steps a prompt
-    fleet = Fleet(reuse_reports=False)
-    roster = Roster(fleet, Subscriber(fleet))
+    fleet = Fleet(reuse_reports=False, feed=Subscriber())
     publisher = Publisher(0, f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
     shared = prompt(800, 1500)
     prompts = [shared[:cut] + prompt(801 + i, tokens) for i, (cut, tokens) in enumerate(
@@ -217,7 +215,7 @@ def test_a_hybrid_is_credited_with_what_it_can_use(gemma: Path, tmp_path: Path) 
 
     try:
         with passing("hybrid", tmp_path, options) as engine:
-            roster.add(Worker("w", model, BLOCK_TOKENS, seed_id(hash_seed()), (publisher,)), "flag")
+            fleet.add(Worker("w", model, BLOCK_TOKENS, seed_id(hash_seed()), (publisher,)), "flag")
             for tokens in (*prompts, *prompts, prompts[3], prompts[0]):
                 found: list[Row | None] = [None]
 
@@ -230,7 +228,7 @@ def test_a_hybrid_is_credited_with_what_it_can_use(gemma: Path, tmp_path: Path) 
                 answer = engine.generate(tokens, 2)
                 usable.append((found[0].device_blocks * BLOCK_TOKENS, answer["cached_tokens"]))
     finally:
-        roster.close()
+        fleet.close()
     assert all(credited == cached for credited, cached in usable), usable
     assert sum(cached > 0 for _, cached in usable) >= 4, usable
     assert any(0 < cached < 1300 for _, cached in usable), usable

@@ -131,7 +131,7 @@ def test_an_index_that_came_too_late_is_told_all(llama: Path, tmp_path: Path) ->
                 assert_true(index, model, name, subscriber)
 
                 # As after a gap that nothing closes: it asks again, and is answered when it may be.
-                index.fleet.reset(worker_id, dp_rank, "planted")
+                index.fleet.rank(worker_id, dp_rank).reset("planted")
                 assert eventually(answered, within_s=INTERVAL_S + WITHIN_S)
                 assert_true(index, model, name, subscriber)
                 assert len(subscriber.told) == 2, "once for each loss"

@@ -20,7 +20,7 @@ TOKENS = list(range(64))
 
 def test_the_example_of_an_index_inside_a_router() -> None:
     (example,) = re.findall(r"## Inside a router\n.*?```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    start, ask, end = re.split(r"(?m)^(?=rows = |roster\.close)", example)
+    start, ask, end = re.split(r"(?m)^(?=rows = |fleet\.close)", example)
     with misbehaving() as publisher:
         publisher.publish(batch(stored(BlockHasher(16).hashes(TOKENS)[:3])))
         worker = Worker("w", "MODEL", 16, seed_id(None), (publisher.publisher,))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, KVPoolError, MalformedEvents, UnknownModel
 from kvpool.discovery import admission
-from kvpool.index import Lookup, Publisher, Row, Worker, membership
+from kvpool.index import Lookup, Publisher, Row, Worker, workers
 from kvpool.index.fleet import Fleet
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import seed_id
@@ -51,7 +51,7 @@ def test_every_candidate_rank_has_a_row() -> None:
     assert fleet.add(a_worker("b", ranks=2), "flag") == "new"
     assert fleet.add(a_worker("a", address=""), "flag") == "new"
     say(fleet, "default/b", 1, 7, batch(stored([1, 2, 3]), stored([4], medium="CPU"), dp_rank=1))
-    fleet.heard("default/a", 0)
+    fleet.rank("default/a", 0).heard()
     clock.now_s += 1.5
     answer = fleet.lookup("m", hashes64=packed64([1, 2, 3, 4, 5]))
     assert list(answer) == [
@@ -71,7 +71,7 @@ def test_a_rank_is_what_its_publisher_is_registered_as() -> None:
     fleet.add(a_worker(), "flag")
     say(fleet, "default/w", 0, 1, batch(stored([1, 2]), dp_rank=3))
     assert ask(fleet, [1, 2]) == {("w", 0): (2, 2, 0)}
-    fleet.reset("default/w", 0, "restarted")
+    fleet.rank("default/w", 0).reset("restarted")
     assert ask(fleet, [1, 2]) == {("w", 0): (0, 0, 0)}
 
 
@@ -127,7 +127,7 @@ def test_the_same_name_in_two_tenants_is_two_workers() -> None:
     fleet.add(a_worker(), "flag")
     fleet.add(a_worker(tenant="other"), "flag")
     say(fleet, "default/w", 0, 1, batch(stored([1])))
-    fleet.heard("other/w", 0)
+    fleet.rank("other/w", 0).heard()
     assert ask(fleet, [1]) == {("w", 0): (1, 1, 0)}
     assert ask(fleet, [1], tenant="other") == {("w", 0): (0, 0, 0)}
 
@@ -139,7 +139,7 @@ def test_blocks_of_another_partition_are_not_credited(apart: dict[str, Any]) -> 
     fleet.add(a_worker("a"), "flag")
     fleet.add(a_worker("b", **apart), "flag")
     say(fleet, "default/a", 0, 1, batch(stored([1])))
-    fleet.heard("default/b", 0)
+    fleet.rank("default/b", 0).heard()
     found = ask(fleet, [1])
     assert found[("a", 0)] == (1, 1, 0)
     assert found.get(("b", 0), (0, 0, 0)) == (0, 0, 0)
@@ -216,7 +216,7 @@ def test_a_rank_says_what_it_holds() -> None:
     assert held() == [(0, 0, 0), (3, 2, 1)]
     totals = fleet.totals()
     assert (totals.device_blocks, totals.host_blocks, totals.disk_blocks, totals.pool_blocks) == (3, 2, 1, 2)
-    fleet.reset("default/a", 1, "x")
+    fleet.rank("default/a", 1).reset("x")
     assert held() == [(0, 0, 0), (0, 0, 0)]
     assert fleet.totals().pool_blocks == 2
 
@@ -242,7 +242,7 @@ def test_the_pool_is_of_a_namespace() -> None:
     fleet.add(a_worker("c", namespace=OTHER_NAMESPACE), "pool")
     fleet.add(a_worker("d"), "pool")
     for name in "abcd":
-        fleet.heard(f"default/{name}", 0)
+        fleet.rank(f"default/{name}", 0).heard()
     say(fleet, "default/a", 0, 1, batch(stored([1, 2]), stored([1, 2, 3], medium="STORAGE")))
     expected = {
         ("a", 0): (2, 2, 3), ("b", 0): (0, 0, 3), ("b", 1): (0, 0, 3), ("c", 0): (0, 0, 0), ("d", 0): (0, 0, 0),
@@ -288,7 +288,7 @@ def test_the_pool_outlives_whoever_announced_it() -> None:
     fleet = Fleet()
     fleet.add(a_worker("a", namespace=NAMESPACE), "pool")
     say(fleet, "default/a", 0, 1, batch(stored([1], medium="STORAGE")))
-    fleet.reset("default/a", 0, "restarted")
+    fleet.rank("default/a", 0).reset("restarted")
     assert fleet.remove("default/a")
     assert ask(fleet, [1]) == {}
     fleet.add(a_worker("b", namespace=NAMESPACE), "pool")
@@ -320,7 +320,7 @@ def test_no_worker_can_be_taken_for_a_pool() -> None:
     fleet.add(a_worker("w", namespace=NAMESPACE), "flag")
     say(fleet, f"default/pool/{NAMESPACE}", 0, 1, batch(stored([1]), stored([1], medium="STORAGE")))
     say(fleet, "default/rank/0", 0, 1, batch(stored([1, 2], medium="DISK")))
-    fleet.heard("default/w", 0)
+    fleet.rank("default/w", 0).heard()
     assert ask(fleet, [1, 2]) == {
         (f"pool/{NAMESPACE}", 0): (1, 1, 0), ("rank/0", 0): (0, 2, 0), ("w", 0): (0, 0, 0),
     }  # fmt: skip
@@ -335,8 +335,8 @@ def test_a_stale_rank_is_not_credited() -> None:
     fleet.add(a_worker(), "flag")
     say(fleet, "default/w", 0, 0, batch())
     say(fleet, "default/w", 0, 3, batch(stored([1])))
-    fleet.gap("default/w", 0, closed=False)
-    fleet.mark("default/w", 0, stale=True, problem="batches 4 to 6 are missing")
+    fleet.rank("default/w", 0).gap(closed=False)
+    fleet.rank("default/w", 0).mark(stale=True, problem="batches 4 to 6 are missing")
     clock.now_s += 2
     (row,) = fleet.lookup("m", hashes64=packed64([1]))
     assert (row.device_blocks, row.local_blocks, row.stale) == (0, 0, True)
@@ -344,8 +344,8 @@ def test_a_stale_rank_is_not_credited() -> None:
     (status,) = fleet.workers()[0].publishers
     assert (status.gaps, status.replays, status.stale) == (1, 0, True)
     assert status.problem == "batches 4 to 6 are missing"
-    fleet.gap("default/w", 0, closed=True)
-    fleet.mark("default/w", 0, stale=False)
+    fleet.rank("default/w", 0).gap(closed=True)
+    fleet.rank("default/w", 0).mark(stale=False)
     assert ask(fleet, [1]) == {("w", 0): (1, 1, 0)}
     (status,) = fleet.workers()[0].publishers
     assert (status.replays, status.stale, status.problem) == (1, False, "")
@@ -358,17 +358,17 @@ def test_a_rank_that_joins_is_stale_until_nothing_is_missing() -> None:
     fleet.add(a_worker(ranks=2), "flag")
     clock.now_s += 3
     for rank in range(2):
-        fleet.apply("default/w", rank, 1, batch(stored([1]), dp_rank=rank))
+        fleet.rank("default/w", rank).apply(1, batch(stored([1]), dp_rank=rank))
     answer = fleet.lookup("m", hashes64=packed64([1]))
     assert list(zip(answer.device_blocks, answer.sequences, answer.stale, answer.staleness_ms, strict=True)) == [
         (0, 1, True, 3000), (0, 1, True, 3000),
     ]  # fmt: skip
-    fleet.heard("default/w", 0)
-    fleet.mark("default/w", 1, stale=False)
+    fleet.rank("default/w", 0).heard()
+    fleet.rank("default/w", 1).mark(stale=False)
     answer = fleet.lookup("m", hashes64=packed64([1]))
     assert answer.device_blocks == (1, 1)
     assert answer.staleness_ms == (0, 3000)
-    fleet.apply("default/w", 1, 2, batch(stored([2]), dp_rank=1))
+    fleet.rank("default/w", 1).apply(2, batch(stored([2]), dp_rank=1))
     assert fleet.lookup("m", hashes64=packed64([1])).staleness_ms == (0, 0)
 
 
@@ -377,7 +377,7 @@ def test_a_reset_forgets_one_rank() -> None:
     fleet.add(a_worker(ranks=2), "flag")
     for rank in range(2):
         say(fleet, "default/w", rank, 9, batch(stored([1]), dp_rank=rank))
-    fleet.reset("default/w", 1, "the publisher\nstarted again")
+    fleet.rank("default/w", 1).reset("the publisher\nstarted again")
     answer = fleet.lookup("m", hashes64=packed64([1]))
     assert answer.device_blocks == (1, 0)
     assert answer.sequences == (9, 0)
@@ -396,9 +396,9 @@ def test_a_rank_that_was_heard_late_is_incomplete_until_it_tells_all(
     clock = Clock()
     fleet = Fleet(clock=clock)
     fleet.add(a_worker(), "pool")
-    fleet.apply("default/w", 0, 3, batch(stored([1])))
+    fleet.rank("default/w", 0).apply(3, batch(stored([1])))
     assert _incomplete(fleet) == ("not heard from yet", []), "a replay may be under way"
-    fleet.heard("default/w", 0)
+    fleet.rank("default/w", 0).heard()
     clock.now_s += 7
     assert _incomplete(fleet) == (
         "incomplete for 7 s: its first 3 batches were not heard",
@@ -407,12 +407,12 @@ def test_a_rank_that_was_heard_late_is_incomplete_until_it_tells_all(
     assert fleet.totals().incomplete_ranks == 1
     row = fleet.lookup("m", hashes64=packed64([1]))
     assert (row.device_blocks, row.stale) == ((1,), (False,)), "what it has told since is credited"
-    fleet.asked("default/w", 0)
-    fleet.asked("default/w", 0)
+    fleet.rank("default/w", 0).ask()
+    fleet.rank("default/w", 0).ask()
     assert "incomplete for 7 s and asked for all it holds: " in _incomplete(fleet)[0]
-    fleet.mark("default/w", 0, stale=True, problem="no answer")
+    fleet.rank("default/w", 0).mark(stale=True, problem="no answer")
     assert _incomplete(fleet) == ("no answer", []), "who does not answer is not asked"
-    fleet.mark("default/w", 0, stale=False)
+    fleet.rank("default/w", 0).mark(stale=False)
     say(fleet, "default/w", 0, 4, batch(stored([2])))
     assert fleet.incomplete() == [("default/w", 0)]
     say(fleet, "default/w", 0, 5, batch(cleared("GPU"), stored([1, 2, 3])))
@@ -427,17 +427,17 @@ def test_a_rank_that_was_heard_late_is_incomplete_until_it_tells_all(
 def test_what_was_lost_is_lost_until_all_is_told() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
-    fleet.heard("default/w", 0)
+    fleet.rank("default/w", 0).heard()
     assert _incomplete(fleet) == ("", []), "it has told nothing, and nothing was missed"
     say(fleet, "default/w", 0, 0, batch(stored([1])))
     assert _incomplete(fleet) == ("", [])
     for loss, told in enumerate((cleared(), cleared("GPU"))):
-        fleet.reset("default/w", 0, "3 batches were missed")
+        fleet.rank("default/w", 0).reset("3 batches were missed")
         say(fleet, "default/w", 0, 8 + loss, batch(stored([2])))
         assert _incomplete(fleet) == ("incomplete for 0 s: 3 batches were missed", [("default/w", 0)])
         say(fleet, "default/w", 0, 9 + loss, batch(told))
         assert _incomplete(fleet) == ("", [])
-    fleet.reset("default/w", 0, "3 batches were missed")
+    fleet.rank("default/w", 0).reset("3 batches were missed")
     say(fleet, "default/w", 0, 0, batch(stored([2])))
     assert fleet.incomplete() == [], "the first batch of another life"
 
@@ -447,11 +447,11 @@ def test_a_restart_is_complete_when_it_is_told_from_the_start() -> None:
     fleet.add(a_worker(), "flag")
     say(fleet, "default/w", 0, 4, batch(stored([1])))
     assert fleet.incomplete() == [("default/w", 0)]
-    fleet.reset("default/w", 0, "its publisher was started anew", anew=True)
+    fleet.rank("default/w", 0).reset("its publisher was started anew", anew=True)
     assert fleet.incomplete() == []
     say(fleet, "default/w", 0, 0, batch(stored([1])))
     assert fleet.incomplete() == []
-    fleet.reset("default/w", 0, "its publisher was started anew", anew=True)
+    fleet.rank("default/w", 0).reset("its publisher was started anew", anew=True)
     say(fleet, "default/w", 0, 2, batch(stored([1])))
     assert fleet.incomplete() == [("default/w", 0)], "it no longer keeps its first batches"
 
@@ -466,17 +466,19 @@ def test_a_malformed_batch_changes_nothing() -> None:
     assert fleet.totals().malformed_batches == 1
 
 
-def test_what_is_said_of_strangers_is_ignored() -> None:
+def test_a_rank_that_has_left_changes_nothing_and_a_stranger_has_none() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
-    for worker_id, rank in [("default/x", 0), ("default/w", 1), ("w", 0)]:
-        say(fleet, worker_id, rank, 1, batch(stored([1])))
-        fleet.heard(worker_id, rank)
-        fleet.reset(worker_id, rank, "x")
-        fleet.mark(worker_id, rank, stale=True)
-        fleet.gap(worker_id, rank, closed=True)
-        fleet.asked(worker_id, rank)
+    left = fleet.rank("default/w", 0)
+    fleet.add(a_worker(incarnation="2"), "flag")
+    left.apply(1, batch(stored([1])))
+    left.heard()
+    left.reset("x")
+    left.mark(stale=True)
+    left.ask()
+    left.empty(0)
     assert fleet.totals()._replace(memory_nbytes=0) == (1, 1, 1, *[0] * 14)
+    assert fleet.rank("default/x", 0) is fleet.rank("default/w", 1) is fleet.rank("w", 0) is None
 
 
 # ---- who is there
@@ -573,7 +575,7 @@ def test_the_list_of_workers_waits_for_no_batch(monkeypatch: pytest.MonkeyPatch)
         return apply(table, *told, **how)
 
     monkeypatch.setattr(PrefixIndex, "apply", slowly)
-    applying = threading.Thread(target=fleet.apply, args=("default/busy", 0, 0, batch(stored([1]))))
+    applying = threading.Thread(target=fleet.rank("default/busy", 0).apply, args=(0, batch(stored([1]))))
     leaving = threading.Thread(target=fleet.remove, args=("default/busy",))
     readers = [threading.Thread(target=read) for read in (fleet.followed, fleet.incomplete)]
     try:
@@ -598,8 +600,8 @@ def test_totals_outlive_workers() -> None:
     fleet = Fleet(max_blocks=1)
     fleet.add(a_worker(ranks=2), "flag")
     say(fleet, "default/w", 0, 1, batch(stored([1, 2])))
-    fleet.gap("default/w", 0, closed=False)
-    fleet.reset("default/w", 0, "x")
+    fleet.rank("default/w", 0).gap(closed=False)
+    fleet.rank("default/w", 0).reset("x")
     before = fleet.totals()
     assert (before.batches, before.gaps, before.resets, before.evicted_blocks) == (1, 1, 1, 1)
     assert (before.ranks, before.stale_ranks) == (2, 1)
@@ -615,11 +617,11 @@ def test_one_line_is_logged_for_what_happens(caplog: pytest.LogCaptureFixture) -
     fleet = Fleet(clock=clock)
     fleet.add(a_worker(ranks=2), "call", lease_s=1)
     fleet.add(a_worker(ranks=2), "call", lease_s=1)
-    fleet.heard("default/w", 1)
-    fleet.mark("default/w", 1, stale=True, problem="no answer\nfrom tcp://h:1")
-    fleet.mark("default/w", 1, stale=True, problem="still none")
-    fleet.mark("default/w", 1, stale=False)
-    fleet.reset("default/w", 0, "it started again")
+    fleet.rank("default/w", 1).heard()
+    fleet.rank("default/w", 1).mark(stale=True, problem="no answer\nfrom tcp://h:1")
+    fleet.rank("default/w", 1).mark(stale=True, problem="still none")
+    fleet.rank("default/w", 1).mark(stale=False)
+    fleet.rank("default/w", 0).reset("it started again")
     fleet.add(a_worker(), "flag")
     fleet.remove("default/w")
     assert [record.getMessage() for record in caplog.records] == [
@@ -751,7 +753,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MAX_PARTITIONS", 2),
         ("MAX_NAMESPACES", 1),
     ]:
-        monkeypatch.setattr(membership, name, most)
+        monkeypatch.setattr(workers, name, most)
     fleet = Fleet()
     fleet.add(a_worker("a"), "flag")
     fleet.add(a_worker("b", block_tokens=32), "flag")
@@ -878,7 +880,8 @@ def test_against_a_plain_model(chance: random.Random) -> None:
             starts.pop(name, None)
             held = {key: blocks for key, blocks in held.items() if key[0] != name}
         elif what == "reset":
-            fleet.reset(f"default/{name}", rank, "x")
+            if (one := fleet.rank(f"default/{name}", rank)) is not None:
+                one.reset("x")
             held.get((name, rank), set()).clear()
         else:
             blocks = chance.sample(prompt, chance.randint(1, 6))

@@ -7,9 +7,9 @@ import logging
 import pytest
 
 from kvpool import IndexClient
-from kvpool.index.dp_rank import ONE_SEED, UNHASHED
 from kvpool.index.fleet import Fleet
-from kvpool.index.membership import SOURCES, Source
+from kvpool.index.rank import ONE_SEED, UNHASHED
+from kvpool.index.workers import SOURCES, Source
 from kvpool.key.hashing import seed_id
 from tests.support.fleets import a_worker, say, serving
 from tests.support.wire import batch, packed64, stored
@@ -43,7 +43,7 @@ def test_a_worker_with_another_seed_says_what_to_change(fleet: Fleet) -> None:
 
 
 def test_what_else_is_wrong_with_it_is_said_behind_that(fleet: Fleet) -> None:
-    fleet.mark("default/other", 0, stale=True, problem="its feed is silent")
+    fleet.rank("default/other", 0).mark(stale=True, problem="its feed is silent")
     (status,) = fleet.workers(["default/other"])
     assert status.publishers[0].problem == f"{OTHER}; its feed is silent"
 

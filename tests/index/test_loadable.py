@@ -82,7 +82,7 @@ def test_a_worker_reaches_into_its_own_namespace_only() -> None:
 def test_of_a_stale_rank_only_the_pool_counts() -> None:
     fleet = a_fleet(stored(PROMPT[:5]), stored(PROMPT[:2] + PROMPT[5:], medium="STORAGE"))
     assert row_of(fleet) == (5, 2, 10)
-    fleet.mark("default/w", 0, stale=True, problem="x")
+    fleet.rank("default/w", 0).mark(stale=True, problem="x")
     assert row_of(fleet) == (0, 2, 2)
 
 

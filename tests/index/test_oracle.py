@@ -286,13 +286,13 @@ def drawn(examples: int, steps: int) -> settings:
 def test_no_answer_is_beyond_the_state_that_it_names() -> None:
     fleet = Fleet()
     with (
-        serving(fleet, feed=Subscriber(fleet)) as served,
+        serving(fleet, feed=Subscriber()) as served,
         IndexClient(served.target, timeout_s=CALL_S) as client,
     ):
         try:
             run_state_machine_as_test(lambda: Oracle([client]), settings=drawn(15, 30))
         finally:
-            served.roster.close()
+            served.fleet.close()
 
 
 @pytest.mark.soak

@@ -293,8 +293,8 @@ def told(case: dict[str, Any]) -> Fleet:
     worker = decode_worker(index_pb2.Worker.FromString(bytes.fromhex(case["worker"])), "")
     fleet.add(worker, "call")
     for dp_rank, sequence, payload in case["batches"]:
-        fleet.apply(worker.id, dp_rank, sequence, bytes.fromhex(payload))
-        fleet.heard(worker.id, dp_rank)
+        fleet.rank(worker.id, dp_rank).apply(sequence, bytes.fromhex(payload))
+        fleet.rank(worker.id, dp_rank).heard()
     return fleet
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvpool import IndexClient, IndexUnavailable, KVPoolError
-from kvpool.index import Publisher, Worker, membership
+from kvpool.index import Publisher, Worker, workers
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import load
 from kvpool.index.place.router import Router
@@ -22,7 +22,7 @@ LIMITS = {"MAX_WORKERS": 8, "MAX_RANKS": 16, "MAX_MODELS": 4, "MAX_PARTITIONS": 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     for name, most in LIMITS.items():
-        monkeypatch.setattr(membership, name, most)
+        monkeypatch.setattr(workers, name, most)
     return Fleet(tenant_share=0.5)
 
 
@@ -87,7 +87,7 @@ def test_the_models_of_one_tenant_leave_room_for_another_tenant(tmp_path: Path) 
         name = f"w{number}"
         return Worker(name, f"m{number}", 16, seed_id(None), (Publisher(0, "", ""),), tenant=tenant)
 
-    most = membership.MAX_MODELS // 100
+    most = workers.MAX_MODELS // 100
     with running("--tokens", str(path), "--tenant-share", "0.01") as index:
         with IndexClient(index.target, 60, token=tokens["a"]) as client:
             for number in range(most):

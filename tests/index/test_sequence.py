@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvpool.discovery.worker import Position
 from kvpool.index import sequence as module
+from kvpool.index.rank import batch_digest
 from kvpool.index.sequence import Sequence
 from tests.support.feeds import Heard, sequence
 
@@ -234,8 +235,8 @@ def test_replays_that_bring_nothing_new_end_in_a_reset() -> None:
 
 def resumed(heard: Heard, sequence_: int, payload: bytes) -> Sequence:
     """An index that begins where another one has stopped."""
-    position = Position(sequence_, module.batch_digest(payload))
-    return Sequence(heard, "default/w", 3, can_replay=True, position=position)
+    position = Position(sequence_, batch_digest(payload))
+    return sequence(heard, position=position)
 
 
 def test_a_position_is_proved_by_its_batch_and_nothing_before_is_asked_for() -> None:
@@ -272,7 +273,7 @@ def test_a_digest_is_the_same_in_every_process() -> None:
     import xxhash
 
     for payload in (b"", b"a", bytes(range(256)) * 40):
-        assert module.batch_digest(payload) == xxhash.xxh3_64_intdigest(payload)
+        assert batch_digest(payload) == xxhash.xxh3_64_intdigest(payload)
 
 
 class Publishing(RuleBasedStateMachine):

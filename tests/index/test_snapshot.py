@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgpack
 import pytest
@@ -20,11 +21,11 @@ from hypothesis import strategies as st
 
 from kvpool import PrefixIndex, SnapshotRefused, Worker, _native
 from kvpool.discovery.worker import Position
-from kvpool.index import Publisher, membership
+from kvpool.index import Publisher, workers
 from kvpool.index.fleet import Fleet
-from kvpool.index.membership import RESTORED_LEASE_S
 from kvpool.index.sequence import batch_digest
 from kvpool.index.snapshot import PartitionState, Snapshot, pack, unpack
+from kvpool.index.workers import RESTORED_LEASE_S
 from tests.support.fleets import Clock, a_worker, say
 from tests.support.wire import batch, packed64, removed, stored
 
@@ -46,8 +47,14 @@ def restored(
     clock: Any = None,
 ) -> tuple[Fleet, dict[str, dict[int, Position]]]:
     fleet = Fleet(clock=clock or time.monotonic)
-    followed = fleet.restore(unpack(packed), age_s=age_s, flags=flags, life=life)
-    return fleet, {worker.id: positions for worker, positions in followed}
+    followed: dict[str, dict[int, Position]] = {}
+    feed = Mock(is_alive=True)
+    feed.follow = lambda worker, ranks: followed.update(
+        {worker.id: {rank.publisher.dp_rank: rank.position for rank in ranks if rank.position}}
+    )
+    fleet.feed = feed
+    fleet.restore(unpack(packed), age_s=age_s, flags=flags, life=life)
+    return fleet, followed
 
 
 def rows(fleet: Fleet, prompt: list[int], model: str = "m") -> list[tuple[Any, ...]]:
@@ -97,7 +104,7 @@ def test_what_is_frozen_comes_back_and_is_credited_when_it_is_proved() -> None:
     assert again.joining == 4
     for worker_id, positions in followed.items():
         for dp_rank in positions:
-            again.heard(worker_id, dp_rank)
+            again.rank(worker_id, dp_rank).heard()
     assert again.joining == 0
     assert rows(again, [1, 2, 3, 4]) == rows(fleet, [1, 2, 3, 4])
     assert rows(again, [1], "n") == rows(fleet, [1], "n") == [("c", 0, 1, 1, 0, 5, False)]
@@ -114,11 +121,11 @@ def test_what_is_frozen_comes_back_and_is_credited_when_it_is_proved() -> None:
 
 def test_what_comes_back_is_dropped_when_its_publisher_is_another() -> None:
     again, _ = restored(taken(a_fleet(Clock())), flags=("default/b",))
-    again.reset("default/b", 0, "its publisher was started anew")
-    again.heard("default/b", 0)
+    again.rank("default/b", 0).reset("its publisher was started anew")
+    again.rank("default/b", 0).heard()
     assert rows(again, [1, 2])[2] == ("b", 0, 0, 0, 0, 0, False)
     assert again.add(a_worker("a", ranks=2, namespace=NAMESPACE, incarnation="2"), "pool") == "replaced"
-    again.heard("default/a", 0)
+    again.rank("default/a", 0).heard()
     assert rows(again, [1, 2])[0] == ("a", 0, 0, 0, 0, 0, False)
     assert again.add(a_worker("c", model="n", block_tokens=32), "call") == "renewed"
 
@@ -156,11 +163,11 @@ def test_a_rank_without_proof_begins_with_nothing() -> None:
     fleet.add(a_worker("new"), "call")
     say(fleet, "default/mute", 0, 4, batch(stored([1])))
     say(fleet, "default/reset", 0, 4, batch(stored([1])))
-    fleet.reset("default/reset", 0, "batch 5: malformed")
+    fleet.rank("default/reset", 0).reset("batch 5: malformed")
     again, followed = restored(taken(fleet))
     assert followed == {"default/mute": {}, "default/reset": {}, "default/new": {}}
     for worker_id in followed:
-        again.heard(worker_id, 0)
+        again.rank(worker_id, 0).heard()
     assert rows(again, [1]) == [(name, 0, 0, 0, 0, 0, False) for name in ("mute", "new", "reset")]
     say(again, "default/mute", 0, 5, batch(stored([1])))
     assert rows(again, [1])[0] == ("mute", 0, 1, 1, 0, 5, False)
@@ -177,14 +184,14 @@ def test_a_start_of_now_never_gets_the_blocks_of_one_before() -> None:
         again, _ = restored(packed, flags=flags)
         for number in range(4, 10):
             again.add(a_worker(f"w{number}"), "flag")
-            again.heard(f"default/w{number}", 0)
+            again.rank(f"default/w{number}", 0).heard()
         assert not any(row[2] for number in range(10) for row in rows(again, [number]))
         assert again.totals().blocks == len(flags)
 
 
 def test_an_older_or_smaller_index_keeps_to_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = taken(a_fleet(Clock()))
-    monkeypatch.setattr(membership, "MAX_WORKERS", 1)
+    monkeypatch.setattr(workers, "MAX_WORKERS", 1)
     fleet = Fleet()
     with pytest.raises(SnapshotRefused, match="follows 1 workers already"):
         fleet.restore(unpack(packed), age_s=0, flags=("default/b",), life="")
@@ -238,7 +245,7 @@ def test_golden_snapshots(case: dict[str, Any]) -> None:
     ((worker_id, positions),) = followed.items()
     assert [list(position) for position in positions.values()] == case["positions"]
     for dp_rank in positions:
-        fleet.heard(worker_id, dp_rank)
+        fleet.rank(worker_id, dp_rank).heard()
     answer = fleet.lookup("m", hashes64=packed64(case["prompt"]))
     assert [list(answer.device_blocks), list(answer.local_blocks), list(answer.pool_blocks)] == [
         case["device"], case["local"], case["pool"],
@@ -407,7 +414,7 @@ def test_a_worker_of_every_kind_is_packed() -> None:
     worker = Worker("w", "org/m", 16, "0" * 16, publishers, "t", "xxhash_cbor", "http://w", "i", NAMESPACE)
     fleet = Fleet(clock=Clock())
     fleet.add(worker, "pool", 60)
-    fleet.apply("t/w", 3, (1 << 64) - 2, batch(stored([1])))
+    fleet.rank("t/w", 3).apply((1 << 64) - 2, batch(stored([1])))
     ((partition,), state) = (unpack(taken(fleet)).partitions, fleet.snapshot()[0].workers[0])
     assert partition.workers == (state,)
     assert state.worker == worker

@@ -68,8 +68,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(feed_module, "ANSWER_S", 0.3)
     fleet = Fleet()
     with ExitStack() as parts:
-        served = parts.enter_context(serving(fleet, feed=Subscriber(fleet)))
-        parts.callback(served.roster.close)
+        served = parts.enter_context(serving(fleet, feed=Subscriber()))
+        parts.callback(served.fleet.close)
         client = parts.enter_context(IndexClient(served.target, timeout_s=WITHIN_S))
         yield Rig(client, parts)
 

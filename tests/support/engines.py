@@ -30,7 +30,6 @@ from kvpool._native import RECORD_HEADER_NBYTES, pack_header
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.answer import Row
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.store.store import Store
 from tests.support.deadlines import eventually
@@ -258,19 +257,19 @@ class Index:
     fleet: Fleet = field(default_factory=Fleet)
 
     def __post_init__(self) -> None:
-        self.roster = Roster(self.fleet, Subscriber(self.fleet))
+        self.fleet.feed = Subscriber()
         self.watch = WorkerWatch(
             self.store,
-            on_worker=lambda worker, keep_s: self.roster.add(worker, "pool", keep_s),
-            on_gone=self.roster.remove,
+            on_worker=lambda worker, keep_s: self.fleet.add(worker, "pool", keep_s),
+            on_gone=self.fleet.remove,
             on_pool_lost=self.fleet.forget_pool,
             incomplete=self.fleet.incomplete,
-            on_asked=self.fleet.asked,
+            on_asked=lambda worker_id, dp_rank: self.fleet.rank(worker_id, dp_rank).ask(),
         )
 
     def close(self) -> None:
         self.watch.close()
-        self.roster.close()
+        self.fleet.close()
 
     def row(self, model: str, tokens: list[int], worker: str) -> Row:
         (row,) = self.fleet.lookup(model, token_ids=tokens, workers=[worker])

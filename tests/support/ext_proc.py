@@ -116,7 +116,7 @@ def picking(
     fleet = fleet or Fleet()
     for place_, name in enumerate(names):
         fleet.add(a_worker(name, port=5557 + 2 * place_, address=f"http://127.0.0.1:{9001 + place_}"), "flag")
-        fleet.heard(f"default/{name}", 0)
+        fleet.rank(f"default/{name}", 0).heard()
     if names:
         say(fleet, f"default/{names[0]}", 0, 0, batch(stored(BlockHasher(16).hashes(TOKENS))))
     more.setdefault("router", Router(fleet))

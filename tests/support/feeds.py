@@ -7,13 +7,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 
 from demo.engine_process import free_ports
-from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker import Position, Publisher, Worker
 from kvpool.errors import MalformedEvents
-from kvpool.index.follow.subscriber import END
+from kvpool.index.follow.subscriber import END, Subscriber
 from kvpool.index.sequence import Sequence
 from kvpool.key.hashing import seed_id
 
@@ -195,5 +196,30 @@ class Heard:
         self.closed += closed
 
 
-def sequence(heard: Heard, *, can_replay: bool = True) -> Sequence:
-    return Sequence(heard, "default/w", 3, can_replay=can_replay)
+@dataclass(eq=False)
+class ToldRank:
+    """A ``Rank`` that passes on what it is told to a sink like ``Heard``, with its worker's id; until it has left."""
+
+    sink: Any
+    worker: Worker
+    publisher: Publisher
+    position: Position | None = None
+    gone: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        def told(*arguments: Any, **named: Any) -> None:
+            if not self.gone:
+                getattr(self.sink, name)(self.worker.id, self.publisher.dp_rank, *arguments, **named)
+
+        return told
+
+
+def follow(feed: Subscriber, sink: Any, worker: Worker) -> list[ToldRank]:
+    ranks = [ToldRank(sink, worker, publisher) for publisher in worker.publishers]
+    feed.follow(worker, ranks)  # type: ignore[arg-type]
+    return ranks
+
+
+def sequence(heard: Heard, *, can_replay: bool = True, position: Position | None = None) -> Sequence:
+    rank = ToldRank(heard, worker_of(Publisher(3, "")), Publisher(3, ""), position)
+    return Sequence(rank, can_replay=can_replay)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from typing import Any
 
 from kvpool.index import Publisher, Worker
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.roster import Roster
 from kvpool.index.limits import INFERENCE
 from kvpool.index.place.endpoints import Endpoints
 from kvpool.index.place.placer import Placer
@@ -53,9 +52,10 @@ def a_worker(name: str = "w", *, ranks: int = 1, port: int = 5557, **fields: Any
 
 
 def say(fleet: Fleet, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
-    """A batch of a rank that is followed well."""
-    fleet.apply(worker_id, dp_rank, sequence, payload)
-    fleet.heard(worker_id, dp_rank)
+    """A batch of a rank that is followed well; of a stranger: nothing."""
+    if (rank := fleet.rank(worker_id, dp_rank)) is not None:
+        rank.apply(sequence, payload)
+        rank.heard()
 
 
 class Served:
@@ -82,7 +82,8 @@ class Served:
         self.held_nbytes = lambda: 0  # of bodies of requests
         self._place = place  # options of Placer
         self._proxy_options = proxy  # of Proxy
-        self.roster = Roster(fleet, feed)
+        if feed is not None:
+            fleet.feed = feed
         self.target = target
         self.http = ""  # where it speaks HTTP; empty: nowhere
         self._stats = stats or RequestStats()
@@ -109,7 +110,7 @@ class Served:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         self._options.setdefault("router", Router(self.fleet))
         self._options.setdefault("tokenizers", Tokenizers())
-        server = IndexServer(self.roster, self._stats, **self._options)
+        server = IndexServer(self.fleet, self._stats, **self._options)
         status = Status(
             self.fleet, self._options["router"], self._options["tokenizers"], self._stats,
             self._options.get("pool"), server.is_serving, every_s=self._every_s,
@@ -208,5 +209,5 @@ def a_fleet(*names: str, clock: Clock | None = None, **fields: Any) -> Fleet:
     fleet = Fleet(clock=clock or Clock())
     for place, name in enumerate(names):
         fleet.add(a_worker(name, port=5000 + 2 * place, **fields), "flag")
-        fleet.heard(f"default/{name}", 0)
+        fleet.rank(f"default/{name}", 0).heard()
     return fleet

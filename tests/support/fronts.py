@@ -72,7 +72,7 @@ def proxy_cluster(
         fleet = Fleet()
         for worker in started:
             fleet.add(worker.worker(), "flag")
-            fleet.heard(f"default/{worker.name}", 0)
+            fleet.rank(f"default/{worker.name}", 0).heard()
         router = Router(fleet)
         index = parts.enter_context(
             serving(
@@ -88,7 +88,7 @@ def beside(bad: BadWorker, *good: str) -> Iterator[ProxyCluster]:
     try:
         with proxy_cluster(*good) as there:
             there.index.fleet.add(bad.worker(), "flag")
-            there.index.fleet.heard(f"default/{bad.name}", 0)
+            there.index.fleet.rank(f"default/{bad.name}", 0).heard()
             there.hold(bad.name)
             yield there
     finally:
@@ -97,7 +97,7 @@ def beside(bad: BadWorker, *good: str) -> Iterator[ProxyCluster]:
 
 def join(there: ProxyCluster, worker: ScriptedWorker, model: str, **fields: Any) -> None:
     there.index.fleet.add(worker.worker(model=model, **fields), "flag")
-    there.index.fleet.heard(f"default/{worker.name}", 0)
+    there.index.fleet.rank(f"default/{worker.name}", 0).heard()
 
 
 class EnvoyCluster:
@@ -130,7 +130,7 @@ def envoy_cluster(
         fleet = options.pop("fleet", None) or Fleet()
         for worker in workers:
             fleet.add(worker.worker(), "flag")
-            fleet.heard(f"default/{worker.name}", 0)
+            fleet.rank(f"default/{worker.name}", 0).heard()
         options.setdefault("router", Router(fleet))
         index = parts.enter_context(serving(fleet, place={"timeout_s": 60, **(place or {})}, **options))
         front = parts.enter_context(

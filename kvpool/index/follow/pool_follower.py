@@ -14,9 +14,9 @@ from dataclasses import replace
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import KVPoolError, StoreUnavailable
+from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
 from kvpool.index.follow.pool_status import PoolStatus
-from kvpool.index.follow.roster import Roster
 from kvpool.key.names import check_tenant
 from kvpool.store import open_store
 from kvpool.store.store import Store, Usage
@@ -30,7 +30,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 class PoolFollower:
-    """A ``WorkerWatch`` and a ``PoolReconciler`` for ``roster`` and its fleet, on the pool of ``url``.
+    """A ``WorkerWatch`` and a ``PoolReconciler`` for ``fleet``, on the pool of ``url``.
 
     ``tenants``: see ``WorkerWatch``. Call ``start`` once. Until the pool can be reached, that is tried every
     ``RETRY_S`` seconds, from a thread.
@@ -41,7 +41,7 @@ class PoolFollower:
     def __init__(
         self,
         url: str,
-        roster: Roster,
+        fleet: Fleet,
         *,
         keys_per_s: int = DEFAULT_KEYS_PER_S,
         tenants: Sequence[str] | None = None,
@@ -51,7 +51,7 @@ class PoolFollower:
         self._capacity_nbytes = StoreURL.parse(url).capacity_nbytes if in_directory else None
         for tenant in tenants or ():
             check_tenant(tenant)
-        self._roster, self._keys_per_s, self._tenants = roster, keys_per_s, tenants
+        self._fleet, self._keys_per_s, self._tenants = fleet, keys_per_s, tenants
         self._closing = threading.Event()
         self._opening: threading.Thread | None = None
         # Set once, by the caller of start() or by the thread that opens the store.
@@ -132,19 +132,23 @@ class PoolFollower:
             return
 
     def _follow(self, store: Store) -> None:
-        fleet = self._roster.fleet
+        fleet = self._fleet
         reconciler = self._reconciler = PoolReconciler(fleet, store, keys_per_s=self._keys_per_s)
         watch = self._watch = WorkerWatch(
             store,
-            on_worker=lambda worker, keep_s: self._roster.add(worker, "pool", keep_s),
-            on_gone=lambda worker_id: self._roster.remove(worker_id, "pool"),
+            on_worker=lambda worker, keep_s: fleet.add(worker, "pool", keep_s),
+            on_gone=lambda worker_id: fleet.remove(worker_id, "pool"),
             on_pool_lost=reconciler.pool_lost,
             incomplete=fleet.incomplete,
-            on_asked=fleet.asked,
+            on_asked=self._asked,
             tenants=self._tenants,
             life=self._life,
         )
         self._status = PoolStatus(store, tenants=lambda: watch.tenants, capacity_nbytes=self._capacity_nbytes)
+
+    def _asked(self, worker_id: str, dp_rank: int) -> None:
+        if (rank := self._fleet.rank(worker_id, dp_rank)) is not None:
+            rank.ask()
 
 
 def _pool_url(text: str) -> StoreURL:

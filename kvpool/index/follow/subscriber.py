@@ -5,10 +5,9 @@ number as 8 bytes big-endian, payload]``; a ROUTER socket answers ``[b"", number
 payload]`` for each batch that it keeps from that number on, and ends with number -1.
 
 One thread with an event loop has all connections: for each publisher one task reads its events, and one asks for
-replays. What does not come to its turn stays with the publishers: a feed that is behind is late, and fails nothing.
+replays. Unread batches wait at the publisher: a slow index lags, it drops nothing.
 
-Threads: ``_lock`` guards ``_gates``. A ``_Gate`` has a lock of its own, held while one batch of its worker is applied.
-All else belongs to the loop.
+Threads: the loop owns all fields; other threads only give it orders.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 
-from kvpool.discovery.worker import EventSink, Position, Publisher, Worker
+from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.follow.dialler import Dialler, Line, OfAnotherTenant
 from kvpool.index.follow.zmtp import Connection, Lost, Silent
 from kvpool.index.limits import Limits
+from kvpool.index.rank import Rank
 from kvpool.index.resolver import Resolver
 from kvpool.index.sequence import Sequence
 
@@ -41,52 +41,12 @@ END = (1 << 64) - 1  # -1
 logger = logging.getLogger("kvpool.index")
 
 
-class _Gate:
-    """What is told of one start of a worker goes through here, until it is closed."""
-
-    def __init__(self, sink: EventSink) -> None:
-        self._sink = sink
-        self._lock = threading.Lock()
-        self._open = True
-
-    def close(self) -> None:
-        """Blocking, while a batch of this worker is applied."""
-        with self._lock:
-            self._open = False
-
-    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
-        with self._lock:
-            if self._open:
-                self._sink.apply(worker_id, dp_rank, sequence, payload)
-
-    def heard(self, worker_id: str, dp_rank: int) -> None:
-        with self._lock:
-            if self._open:
-                self._sink.heard(worker_id, dp_rank)
-
-    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
-        with self._lock:
-            if self._open:
-                self._sink.reset(worker_id, dp_rank, problem, anew=anew)
-
-    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
-        with self._lock:
-            if self._open:
-                self._sink.mark(worker_id, dp_rank, stale=stale, problem=problem)
-
-    def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
-        with self._lock:
-            if self._open:
-                self._sink.gap(worker_id, dp_rank, closed=closed)
-
-
 @dataclass(eq=False)
 class _Link:
     """One publisher. ``changed``: there may be something to ask."""
 
-    worker: Worker
+    rank: Rank
     publisher: Publisher
-    gate: _Gate
     sequence: Sequence
     line: Line
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -100,24 +60,18 @@ class _Link:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def mark_stale(self, problem: str) -> None:
-        self.gate.mark(self.worker.id, self.publisher.dp_rank, stale=True, problem=problem)
+        self.rank.mark(stale=True, problem=problem)
 
 
 class Subscriber:
-    """Follows the publishers of workers and tells ``sink`` what they say, from one thread of its own.
+    """A ``Feed``: has a ``Sequence`` for each rank, from one thread of its own.
 
-    Any thread but the feed's own may call the methods. When ``unfollow`` or ``close`` has returned, nothing more is
-    told of that worker, or of any. ``limits``: of what is read and not applied yet.
+    ``limits``: for batches that are read and not applied yet. Any thread may call the methods; only ``close`` blocks.
     """
 
-    def __init__(
-        self, sink: EventSink, *, limits: Limits | None = None, resolver: Resolver | None = None
-    ) -> None:
-        self._sink = sink
+    def __init__(self, *, limits: Limits | None = None, resolver: Resolver | None = None) -> None:
         self._limits = limits or Limits()
         self._dialler = Dialler(self._limits, resolver or Resolver())
-        self._lock = threading.Lock()
-        self._gates: dict[str, _Gate] = {}  # by worker
         self._links: dict[str, list[_Link]] = {}  # by worker
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -126,35 +80,19 @@ class Subscriber:
         self._thread = threading.Thread(target=self._run, name="kvpool-subscriber", daemon=True)
         self._thread.start()
 
-    def follow(self, worker: Worker, positions: Mapping[int, Position] | None = None) -> None:
-        """Subscribe to all publishers of a worker (one that ``check_worker`` has passed); returns at once.
-
-        One with the same id that is followed already is left first. ``positions``: by rank, where the sink has what
-        came up to there; see ``Sequence``.
-        """
-        self.unfollow(worker.id)
-        gate = _Gate(self._sink)
-        with self._lock:
-            self._gates[worker.id] = gate
-        self._order(lambda: self._follow(worker, positions or {}, gate))
+    def follow(self, worker: Worker, ranks: Collection[Rank]) -> None:
+        """Subscribe to all publishers of a worker, from the position of each rank on, instead of those of its id."""
+        self._order(lambda: self._follow(worker, ranks))
 
     def unfollow(self, worker_id: str) -> None:
-        """Leave a worker; nothing happens if it is not followed. Blocking, while a batch of this worker is applied."""
-        with self._lock:
-            gate = self._gates.pop(worker_id, None)
-        if gate is not None:
-            gate.close()
-            self._order(lambda: self._unfollow(worker_id))
+        """Leave a worker; nothing happens if it is not followed."""
+        self._order(lambda: self._unfollow(worker_id))
 
     def close(self) -> None:
         """Leave all and end the thread; again does nothing. Blocking, while a batch is applied."""
         if self._closing:
             return
         self._closing = True
-        with self._lock:
-            gates = list(self._gates.values())
-        for gate in gates:
-            gate.close()
         self._order(self._loop.stop)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -187,22 +125,16 @@ class Subscriber:
     async def _left(self) -> None:
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
-    def _follow(self, worker: Worker, positions: Mapping[int, Position], gate: _Gate) -> None:
+    def _follow(self, worker: Worker, ranks: Collection[Rank]) -> None:
+        self._unfollow(worker.id)
         links = self._links[worker.id] = []
-        for publisher in worker.publishers:
-            rank = publisher.dp_rank
+        for rank in ranks:
+            publisher = rank.publisher
             if not publisher.events:
-                gate.mark(worker.id, rank, stale=True, problem="it publishes no KV events")
+                rank.mark(stale=True, problem="it publishes no KV events")
                 continue
-            sequence = Sequence(
-                gate,
-                worker.id,
-                rank,
-                can_replay=bool(publisher.replay),
-                position=positions.get(rank),
-                limits=self._limits,
-            )
-            link = _Link(worker, publisher, gate, sequence, self._dialler.line(worker.tenant))
+            sequence = Sequence(rank, can_replay=bool(publisher.replay), limits=self._limits)
+            link = _Link(rank, publisher, sequence, self._dialler.line(worker.tenant))
             links.append(link)
             # Batches that are published before the subscription stands are in the replay, or are a gap.
             self._start(link, self._read_events(link))

@@ -123,7 +123,8 @@ class Scraper:
         self, worker_id: str, address: str, ranks: tuple[int, ...], costs: Mapping[int, PoolCost]
     ) -> None:
         # Before the page is asked for: a batch that comes meanwhile may be of an engine that woke.
-        since = [self._fleet.progress(worker_id, rank) for rank in ranks]
+        followed = [self._fleet.rank(worker_id, rank) for rank in ranks]
+        since = [0 if one is None else one.batches for one in followed]
         # Before Python 3.12, asyncio.wait_for forgets a cancellation that meets the page.
         with anyio.fail_after(DEADLINE_S):
             page = await self._page(f"{address.rstrip('/')}/metrics", worker_id.partition("/")[0])
@@ -131,7 +132,7 @@ class Scraper:
         if len(engines) == len(ranks) == 1:  # behind a balancer of its own, each rank is a server
             engines = {ranks[0]: next(iter(engines.values()))}
         name = worker_id.partition("/")[2]
-        for rank, come in zip(ranks, since, strict=True):
+        for rank, one, batches in zip(ranks, followed, since, strict=True):
             engine = engines.get(rank)
             if engine is None:
                 raise BadPage(f"it says nothing of engine {rank}")
@@ -141,10 +142,10 @@ class Scraper:
                 costs[rank].update(engine.gate, time.monotonic())
                 if (cost := costs[rank].value) is not None:
                     self._loads.measure(worker_id, rank, cost)
-            if engine.asleep and come is not None:  # it waits for a batch of the rank that is being applied
-                await asyncio.get_running_loop().run_in_executor(
-                    self._parser, self._fleet.emptied, worker_id, rank, come
-                )
+            if (
+                engine.asleep and one is not None and batches is not None
+            ):  # it waits for a batch of the rank that is being applied
+                await asyncio.get_running_loop().run_in_executor(self._parser, one.empty, batches)
 
     async def _page(self, url: str, tenant: str) -> bytes:
         named = httpx.URL(url)

@@ -1,6 +1,6 @@
 """``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
 
-The handlers run in one event loop. Changes of the roster are made in ``_threads``.
+The handlers run in one event loop. Workers are added and removed in ``_threads``.
 
 Every call passes ``Calls``, which asks ``TokenAuth`` who the caller is.
 """
@@ -24,8 +24,8 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus
 from kvpool.index.client.tls import ServerTls
+from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_follower import PoolFollower
-from kvpool.index.follow.roster import Roster
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.protocol.messages import (
@@ -60,7 +60,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 class IndexServer:
-    """Serves ``roster.fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
+    """Serves ``fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
 
     ``stats`` counts what is answered here; others may count in it, too. ``router``: of the same fleet; None: one that
     knows of no load but what routers report. ``tokenizers``: for prompts that come as text; the caller closes them.
@@ -76,7 +76,7 @@ class IndexServer:
 
     def __init__(
         self,
-        roster: Roster,
+        fleet: Fleet,
         stats: RequestStats | None = None,
         *,
         router: Router | None = None,
@@ -91,22 +91,22 @@ class IndexServer:
         max_connection_grace_s: float = 0.0,
         tracing: Tracing | None = None,
     ) -> None:
-        self._roster = roster
+        self._fleet = fleet
         self._stats = stats or RequestStats()
-        self._router = router or Router(roster.fleet)
+        self._router = router or Router(fleet)
         self._pool = pool
         self._auth = auth or TokenAuth()
         self._tls = tls
         self._ages_s = (max_connection_age_s, max_connection_grace_s)
-        self.calls = Calls(self._auth, self._stats, roster.fleet.limits, tracing)
-        self._lookups = LookupCalls(self.calls, roster.fleet, self._router, tokenizers or Tokenizers())
+        self.calls = Calls(self._auth, self._stats, fleet.limits, tracing)
+        self._lookups = LookupCalls(self.calls, fleet, self._router, tokenizers or Tokenizers())
         self.methods = self._methods()
         self._instance_id = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
         self.health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
-        packed = None if take is None else lambda: roster.fleet.packed(take)
+        packed = None if take is None else lambda: fleet.packed(take)
         self._snapshots = SnapshotStreams(packed, self.health, self.calls, self._threads)
 
     async def start(self, listen: str | None) -> int:
@@ -125,7 +125,7 @@ class IndexServer:
         handlers = {SERVICE: self._handlers(), HEALTH: self.health.handlers(self.calls)}
         if self._auth.is_open:
             handlers[REFLECTION] = reflection_handlers(self.calls)
-        most_nbytes = self._roster.fleet.limits.limit_of_request_nbytes(MAX_REQUEST_NBYTES)
+        most_nbytes = self._fleet.limits.limit_of_request_nbytes(MAX_REQUEST_NBYTES)
         self._server, bound = open_server(
             listen,
             handlers,
@@ -194,7 +194,7 @@ class IndexServer:
                 await self.health.update()
 
     def _tend(self) -> None:
-        self._roster.expire()
+        self._fleet.expire()
         self._auth.reload()
         if self._tls is not None:
             self._tls.reload()
@@ -247,24 +247,24 @@ class IndexServer:
     async def _register(self, request: Any, _: Permissions) -> Any:
         if not request.HasField("worker"):
             raise ConfigError("a RegisterWorkerRequest holds a worker")
-        worker = decode_worker(request.worker, self._roster.fleet.seed_id)
+        worker = decode_worker(request.worker, self._fleet.seed_id)
         lease_s = request.lease_ms / 1000 if request.lease_ms else None
-        added = await self._in_thread(lambda: self._roster.add(worker, "call", lease_s))
+        added = await self._in_thread(lambda: self._fleet.add(worker, "call", lease_s))
         return pb.RegisterWorkerResponse(replaced=added == "replaced")
 
     async def _remove(self, request: Any, _: Permissions) -> Any:
         tenant = check_tenant(_tenant(request.tenant))
         worker_id = f"{tenant}/{check_name(request.name)}"
-        removed = await self._in_thread(lambda: self._roster.remove(worker_id))
+        removed = await self._in_thread(lambda: self._fleet.remove(worker_id))
         return pb.RemoveWorkerResponse(removed=removed)
 
     async def _list(self, request: Any, caller: Permissions) -> Any:
         return await self._in_thread(
-            lambda: worker_pages.list_workers(self._roster.fleet, request, caller, self._status(caller))
+            lambda: worker_pages.list_workers(self._fleet, request, caller, self._status(caller))
         )
 
     def _status(self, caller: Permissions) -> IndexStatus:
-        told, totals = self._stats.totals(), self._roster.fleet.totals()
+        told, totals = self._stats.totals(), self._fleet.totals()
         index = IndexStatus(
             int((time.monotonic() - self._stats.started_s) * 1000), instance_id=self._instance_id
         )

@@ -22,7 +22,7 @@ from kvpool.cli.doctor.server import CONGESTION_CONTROL, host_findings, server_f
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.worker import Publisher
 from kvpool.errors import StoreUnavailable
-from kvpool.index.dp_rank import UNHASHED
+from kvpool.index.rank import UNHASHED
 from kvpool.store.url import StoreURL
 from tests.support.command_line import kvpool, refused
 from tests.support.deadlines import eventually

@@ -17,7 +17,7 @@ from kvpool.index.follow import subscriber as module
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.limits import Limits
 from tests.support.deadlines import eventually
-from tests.support.feeds import WITHIN_S, Heard, frames, misbehaving, raw_publisher, worker_of
+from tests.support.feeds import WITHIN_S, Heard, follow, frames, misbehaving, raw_publisher, worker_of
 from tests.support.networks import Names
 
 
@@ -59,11 +59,13 @@ def followed(heard: Heard, numbers: list[int]) -> bool:
 
 def test_a_name_that_does_not_resolve_makes_only_its_own_rank_stale(names: Names, short: None) -> None:
     heard = AmongOthers()
-    with misbehaving() as publisher, closing(Subscriber(heard)) as feed:
+    with misbehaving() as publisher, closing(Subscriber()) as feed:
         for number in range(20):
             host = f"{'hang' if number % 2 else 'gone'}-{number}.test"
-            feed.follow(worker_of(Publisher(0, f"tcp://{host}:1", f"tcp://{host}:2"), f"dead-{number}"))
-        feed.follow(worker_of(publisher.publisher))
+            follow(
+                feed, heard, worker_of(Publisher(0, f"tcp://{host}:1", f"tcp://{host}:2"), f"dead-{number}")
+            )
+        follow(feed, heard, worker_of(publisher.publisher))
         for number in range(3):
             publisher.publish(b"%d" % number)
             assert followed(heard, list(range(number + 1)))
@@ -81,11 +83,11 @@ def test_a_publisher_that_has_another_address_is_found_by_its_name(
 ) -> None:
     monkeypatch.setattr("kvpool.index.resolver.FRESH_S", 0.1)
     heard = Heard()
-    with misbehaving() as first, closing(Subscriber(heard)) as feed:
+    with misbehaving() as first, closing(Subscriber()) as feed:
         names.known["a.test"] = "127.0.0.1"
         first.publish(b"0")
         events, replay = (f"tcp://a.test:{port}" for port in first.ports)
-        feed.follow(worker_of(Publisher(3, events, replay)))
+        follow(feed, heard, worker_of(Publisher(3, events, replay)))
         assert followed(heard, [0])
         with misbehaving(first.ports, host="127.0.0.2") as second:
             for number in range(4):
@@ -99,15 +101,16 @@ def test_a_publisher_that_has_another_address_is_found_by_its_name(
 def test_leaving_a_worker_waits_for_no_batch_of_another(short: None) -> None:
     heard = AmongOthers()
     left = threading.Event()
-    with misbehaving() as busy, misbehaving() as publisher, closing(Subscriber(heard)) as feed:
+    with misbehaving() as busy, misbehaving() as publisher, closing(Subscriber()) as feed:
         publisher.publish(b"0")
-        feed.follow(worker_of(publisher.publisher))
+        (rank,) = follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
         busy.publish(b"takes long")
-        feed.follow(worker_of(busy.publisher, "busy"))
+        follow(feed, heard, worker_of(busy.publisher, "busy"))
         assert heard.entered.wait(WITHIN_S)
 
         def leave() -> None:
+            rank.gone = True
             feed.unfollow("default/w")
             left.set()
 
@@ -122,21 +125,6 @@ def test_leaving_a_worker_waits_for_no_batch_of_another(short: None) -> None:
         publisher.publish(b"1")
         assert eventually(lambda: heard.of_others == 1, within_s=WITHIN_S)
         assert (heard.numbers, heard.proofs) == ([0], proofs), "nothing more is told of it"
-
-
-def test_leaving_a_worker_waits_for_its_own_batch(short: None) -> None:
-    heard = AmongOthers()
-    with misbehaving() as busy, closing(Subscriber(heard)) as feed:
-        busy.publish(b"takes long")
-        feed.follow(worker_of(busy.publisher, "busy"))
-        assert heard.entered.wait(WITHIN_S)
-        leaving = threading.Thread(target=feed.unfollow, args=("default/busy",))
-        leaving.start()
-        leaving.join(0.1)
-        assert leaving.is_alive()
-        heard.held.set()
-        leaving.join(WITHIN_S)
-        assert heard.of_others == 1
 
 
 @contextlib.contextmanager
@@ -187,9 +175,9 @@ def test_a_publisher_without_replay_whose_path_goes_silent_is_stale(
     with (
         misbehaving(replay=False) as publisher,
         path_to(publisher.ports[0]) as (port, silent),
-        closing(Subscriber(heard)) as feed,
+        closing(Subscriber()) as feed,
     ):
-        feed.follow(worker_of(Publisher(3, f"tcp://127.0.0.1:{port}")))
+        follow(feed, heard, worker_of(Publisher(3, f"tcp://127.0.0.1:{port}")))
 
         def heard_of() -> bool:
             publisher.publish(b"%d" % len(publisher.kept))
@@ -232,8 +220,8 @@ def test_a_publisher_whose_batches_take_long_lets_others_have_their_turn() -> No
         connection.settimeout(WITHIN_S)
         connection.recv(1)
 
-    with raw_publisher(say) as publisher, closing(Subscriber(Slow())) as feed:
-        feed.follow(worker_of(publisher, "slow"))
+    with raw_publisher(say) as publisher, closing(Subscriber()) as feed:
+        follow(feed, Slow(), worker_of(publisher, "slow"))
         assert eventually(lambda: len(order) == 41, within_s=WITHIN_S)
         assert order.index("others") < 5
         feed.unfollow("default/slow")
@@ -260,14 +248,14 @@ def test_a_publisher_that_sends_nonsense_costs_its_own_rank(
     with (
         misbehaving() as publisher,
         raw_publisher(say) as bad,
-        closing(Subscriber(heard, limits=limits)) as feed,
+        closing(Subscriber(limits=limits)) as feed,
     ):
-        feed.follow(worker_of(bad, "bad"))
+        follow(feed, heard, worker_of(bad, "bad"))
         assert eventually(lambda: any(says in one for one in heard.others), within_s=WITHIN_S), heard.others[
             -3:
         ]
         publisher.publish(b"0")
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
         feed.unfollow("default/bad")
         assert eventually(lambda: limits.used_nbytes == 0, within_s=WITHIN_S)
@@ -279,11 +267,13 @@ def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
     try:
         asks = context.socket(zmq.REP)
         port = asks.bind_to_random_port("tcp://127.0.0.1")
-        with closing(Subscriber(heard)) as feed, socket.create_server(("127.0.0.1", 0)) as listener:
-            feed.follow(worker_of(Publisher(0, f"tcp://127.0.0.1:{port}"), "asks"))
+        with closing(Subscriber()) as feed, socket.create_server(("127.0.0.1", 0)) as listener:
+            follow(feed, heard, worker_of(Publisher(0, f"tcp://127.0.0.1:{port}"), "asks"))
             assert eventually(lambda: bool(heard.others), within_s=WITHIN_S)
             feed.unfollow("default/asks")
-            feed.follow(worker_of(Publisher(0, f"tcp://127.0.0.1:{listener.getsockname()[1]}"), "ssh"))
+            follow(
+                feed, heard, worker_of(Publisher(0, f"tcp://127.0.0.1:{listener.getsockname()[1]}"), "ssh")
+            )
             connection = listener.accept()[0]
             with connection:
                 connection.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n" * 2)

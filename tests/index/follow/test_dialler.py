@@ -12,7 +12,7 @@ from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.follow import subscriber as module
 from kvpool.index.follow.subscriber import Subscriber
 from tests.support.deadlines import eventually
-from tests.support.feeds import misbehaving, worker_of
+from tests.support.feeds import follow, misbehaving, worker_of
 from tests.support.networks import Names
 
 WITHIN_S = 60.0
@@ -51,7 +51,7 @@ def test_a_name_of_another_tenant_s_publisher_brings_nothing(
 ) -> None:
     monkeypatch.setattr(module, "PROBE_S", 0.1)
     told = Told()
-    with misbehaving() as theirs, misbehaving() as own, closing(Subscriber(told)) as feed:
+    with misbehaving() as theirs, misbehaving() as own, closing(Subscriber()) as feed:
         events, replay = (f"tcp://a.test:{port}" for port in theirs.ports)
         theirs.publish(b"secret 0")
         mine = own.publisher
@@ -61,9 +61,9 @@ def test_a_name_of_another_tenant_s_publisher_brings_nothing(
             mine = replace(mine, events=events, replay=replay)
         else:
             mine = replace(mine, events=events, replay="" if "without" in named else mine.replay)
-        feed.follow(of_tenant("t", theirs.publisher))
+        follow(feed, told, of_tenant("t", theirs.publisher))
         assert eventually(lambda: told.batches["t/w"] == [b"secret 0"], within_s=WITHIN_S)
-        feed.follow(of_tenant("u", mine))
+        follow(feed, told, of_tenant("u", mine))
         refused = "is not connected to: another tenant's worker is followed there"
         assert eventually(lambda: refused in told.problems.get("u/w", ""), within_s=WITHIN_S)
         theirs.publish(b"secret 1")
@@ -73,7 +73,7 @@ def test_a_name_of_another_tenant_s_publisher_brings_nothing(
         assert not any(b"secret" in batch for batch in told.batches["u/w"])
         assert told.problems["t/w"] == ""
         # Of another worker of the same tenant it is no matter.
-        feed.follow(replace(of_tenant("t", mine), name="w-2"))
+        follow(feed, told, replace(of_tenant("t", mine), name="w-2"))
         if named == "both":
             theirs.publish(b"secret 2")
             assert eventually(lambda: b"secret 2" in told.batches["t/w-2"], within_s=WITHIN_S)
@@ -88,10 +88,14 @@ def test_an_address_that_a_name_no_longer_has_is_free(names: Names, monkeypatch:
     """Addresses of pods are given again, while the worker that had one before is still followed by its name."""
     monkeypatch.setattr("kvpool.index.resolver.FRESH_S", 0.05)
     told = Told()
-    with closing(Subscriber(told)) as feed:
+    with closing(Subscriber()) as feed:
         with misbehaving() as before:
             ports = before.ports
-            feed.follow(of_tenant("t", Publisher(3, f"tcp://a.test:{ports[0]}", f"tcp://a.test:{ports[1]}")))
+            follow(
+                feed,
+                told,
+                of_tenant("t", Publisher(3, f"tcp://a.test:{ports[0]}", f"tcp://a.test:{ports[1]}")),
+            )
             before.publish(b"of t")
             assert eventually(lambda: told.batches["t/w"] == [b"of t"], within_s=WITHIN_S)
         names.known["a.test"] = "127.0.0.2"
@@ -100,7 +104,7 @@ def test_an_address_that_a_name_no_longer_has_is_free(names: Names, monkeypatch:
             "t knows the new one"
         )
         with misbehaving(ports) as after:
-            feed.follow(of_tenant("u", after.publisher))
+            follow(feed, told, of_tenant("u", after.publisher))
             after.publish(b"of u")
             assert eventually(lambda: told.batches["u/w"] == [b"of u"], within_s=WITHIN_S)
             assert told.batches["t/w"] == [b"of t"]

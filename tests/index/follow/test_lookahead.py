@@ -8,9 +8,9 @@ import pytest
 
 from kvpool import IndexClient
 from kvpool.index import Worker
-from kvpool.index.dp_rank import LOOKAHEAD
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.subscriber import Subscriber
+from kvpool.index.rank import LOOKAHEAD
 from tests.support.deadlines import eventually
 from tests.support.feeds import misbehaving
 from tests.support.fleets import a_worker, say, serving
@@ -25,7 +25,7 @@ def test_a_worker_that_no_prompt_can_match_is_stale_and_says_why(caplog: pytest.
     caplog.set_level(logging.WARNING, "kvpool.index")
     fleet = Fleet()
     with (
-        misbehaving() as draft, misbehaving() as plain, serving(fleet, feed=Subscriber(fleet)) as served,
+        misbehaving() as draft, misbehaving() as plain, serving(fleet, feed=Subscriber()) as served,
         IndexClient(served.target) as client,
     ):  # fmt: skip
         try:
@@ -53,7 +53,7 @@ def test_a_worker_that_no_prompt_can_match_is_stale_and_says_why(caplog: pytest.
             }
             assert rows == {"draft": (0, True), "plain": (1, False)}
         finally:
-            served.roster.close()
+            served.fleet.close()
     said = [line for line in caplog.messages if "EAGLE" in line]
     assert said == [f"worker default/draft rank 3 is stale: {LOOKAHEAD}"], "once, and it names what to change"
     assert "disable_lookahead_block_hashes" in LOOKAHEAD
@@ -63,9 +63,9 @@ def test_it_is_followed_when_it_starts_anew_without() -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
     say(fleet, "default/w", 0, 0, AHEAD)
-    fleet.reset("default/w", 0, "batches were missed")
+    fleet.rank("default/w", 0).reset("batches were missed")
     assert fleet.workers()[0].publishers[0].problem == LOOKAHEAD, "a gap says nothing of its hashes"
-    fleet.reset("default/w", 0, "its publisher was started anew", anew=True)
+    fleet.rank("default/w", 0).reset("its publisher was started anew", anew=True)
     say(fleet, "default/w", 0, 0, batch(stored([1, 2])))
     (rank,) = fleet.workers()[0].publishers
     assert (rank.stale, rank.problem) == (False, "its publisher was started anew")

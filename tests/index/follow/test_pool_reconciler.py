@@ -107,9 +107,9 @@ def test_thousands_of_evictions_while_events_come_in(name: str, heard: bool, tmp
                     put(store, range(start, start + 100))
                     late.append(range(start, start + 100))
                     if len(late) > 5:
-                        fleet.apply("default/w0", 0, start, told(late.pop(0)))
+                        fleet.rank("default/w0", 0).apply(start, told(late.pop(0)))
                 for numbers in late:
-                    fleet.apply("default/w0", 0, 8000, told(numbers))
+                    fleet.rank("default/w0", 0).apply(8000, told(numbers))
 
             writers = [threading.Thread(target=write, args=(part,)) for part in range(2)]
             for writer in writers:
@@ -135,7 +135,7 @@ def test_evictions_are_heard_at_once(server: Server) -> None:
     fleet, mine = a_fleet(), range(1000)
     with open_store(server.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
-        fleet.apply("default/w0", 0, 1, told(mine))
+        fleet.rank("default/w0", 0).apply(1, told(mine))
         assert rests(reconciler)
         before = reconciler.totals()
         server.client.config_set("maxmemory-policy", "allkeys-lru")
@@ -162,7 +162,7 @@ def test_each_kind_of_loss_is_heard(server: Server) -> None:
     }
     with open_store(server.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
-        fleet.apply("default/w0", 0, 1, told(mine))
+        fleet.rank("default/w0", 0).apply(1, told(mine))
         assert rests(reconciler)
         rounds = reconciler.totals().rounds
         for number, (kind, lose) in enumerate(losses.items()):
@@ -179,7 +179,7 @@ def test_a_flush_is_heard_at_once(server: Server, flush: tuple[str, ...]) -> Non
     fleet, mine = a_fleet(), range(200)
     with open_store(server.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
-        fleet.apply("default/w0", 0, 1, told(mine))
+        fleet.rank("default/w0", 0).apply(1, told(mine))
         assert rests(reconciler)
         reconciler._keys_per_s = 1  # a round would not come to its end
         server.client.execute_command(*flush)
@@ -191,7 +191,7 @@ def test_a_flush_of_another_database_takes_nothing(server: Server, caplog: pytes
     fleet, mine = a_fleet(), range(200)
     with open_store(server.url + "/1") as store, following(fleet, store) as reconciler:
         put(store, mine)
-        fleet.apply("default/w0", 0, 1, told(mine))
+        fleet.rank("default/w0", 0).apply(1, told(mine))
         assert rests(reconciler)
         before = reconciler.totals()
         server.client.flushdb()
@@ -212,7 +212,7 @@ def test_a_server_that_is_started_anew(server: Server, kept: bool) -> None:
         )  # fmt: skip
         try:
             put(store, mine)
-            fleet.apply("default/w0", 0, 1, told(mine))
+            fleet.rank("default/w0", 0).apply(1, told(mine))
             assert rests(reconciler)
             assert eventually(lambda: watch.rounds > 0)
             if kept:
@@ -236,7 +236,7 @@ def test_what_was_lost_while_nobody_listened_is_found(server: Server) -> None:
     fleet, mine = a_fleet(), range(50)
     with open_store(server.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
-        fleet.apply("default/w0", 0, 1, told(mine))
+        fleet.rank("default/w0", 0).apply(1, told(mine))
         assert rests(reconciler)
         before = reconciler.totals()
         with server.client.pipeline(transaction=True) as together:
@@ -255,7 +255,7 @@ def test_a_listener_that_is_flooded_is_repaired(valkey: Server, monkeypatch: pyt
     fleet, mine = a_fleet(), range(500)
     with open_store(valkey.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
-        fleet.apply("default/w0", 0, 1, told(mine))
+        fleet.rank("default/w0", 0).apply(1, told(mine))
         assert rests(reconciler)
         before = reconciler.totals()
         valkey.client.delete(*keys(range(400)))  # told of in one message
@@ -271,7 +271,7 @@ def test_a_server_that_falls_silent(
     fleet, mine = a_fleet(), range(50)
     with open_store(valkey.url) as store, following(fleet, store) as reconciler:
         put(store, mine)
-        fleet.apply("default/w0", 0, 1, told(mine))
+        fleet.rank("default/w0", 0).apply(1, told(mine))
         assert rests(reconciler)
         valkey.stop()
         try:
@@ -292,7 +292,7 @@ def test_a_late_event_of_what_is_gone_is_corrected_by_the_next_round(valkey: Ser
         assert eventually(lambda: credited(fleet, mine) == set(mine)), "present, so it is credited"
         valkey.client.delete(*keys([3]))
         assert eventually(lambda: 3 not in credited(fleet, mine))
-        fleet.apply("default/w0", 0, 1, told([3]))
+        fleet.rank("default/w0", 0).apply(1, told([3]))
         assert 3 in credited(fleet, mine)
         another_round(reconciler)
         assert credited(fleet, mine) == set(mine) - {3}
@@ -305,7 +305,7 @@ def test_a_miss_that_a_worker_reports_counts_at_once(valkey: Server) -> None:
         put(store, mine)
         assert rests(reconciler)
         assert eventually(lambda: credited(fleet, mine) == set(mine))
-        fleet.apply("default/w0", 0, 2, batch(removed(hashes64([4]), medium="STORAGE")))
+        fleet.rank("default/w0", 0).apply(2, batch(removed(hashes64([4]), medium="STORAGE")))
         assert 4 not in credited(fleet, mine)
         another_round(reconciler)
         assert credited(fleet, mine) == set(mine), "which the next round finds"
@@ -337,11 +337,11 @@ def test_what_is_put_while_the_pool_is_walked_stays() -> None:
         put(store, range(5))
         another_round(reconciler)
         assert credited(fleet, range(9)) == set(range(5))
-        fleet.apply("default/w0", 0, 1, told([5, 6]))  # credited, and not there
+        fleet.rank("default/w0", 0).apply(1, told([5, 6]))  # credited, and not there
         store.hidden = set(keys([7, 4]))
         put(store, [7])
         # 4 was credited before the round and is told again in it, 7 is new, 5 and 6 have gone.
-        store.meanwhile = lambda: fleet.apply("default/w0", 0, 2, told([7, 4]))
+        store.meanwhile = lambda: fleet.rank("default/w0", 0).apply(2, told([7, 4]))
         another_round(reconciler)
         assert credited(fleet, range(9)) == {*range(5), 7}
         store.meanwhile = lambda: None
@@ -353,7 +353,7 @@ def test_a_walk_that_fails_takes_nothing(caplog: pytest.LogCaptureFixture) -> No
     fleet = a_fleet()
     with Told() as store, following(fleet, store, pause_s=0.01) as reconciler:
         put(store, range(5))
-        fleet.apply("default/w0", 0, 1, told(range(9)))
+        fleet.rank("default/w0", 0).apply(1, told(range(9)))
 
         def fail() -> None:
             raise StoreUnavailable("planted")
@@ -361,7 +361,7 @@ def test_a_walk_that_fails_takes_nothing(caplog: pytest.LogCaptureFixture) -> No
         another_round(reconciler)
         assert credited(fleet, range(9)) == set(range(5))
         store.meanwhile = fail
-        fleet.apply("default/w0", 0, 1, told(range(9)))
+        fleet.rank("default/w0", 0).apply(1, told(range(9)))
         failed = reconciler.totals().failed_rounds
         assert eventually(lambda: reconciler.totals().failed_rounds > failed + 1)
         assert credited(fleet, range(9)) == set(range(9))
@@ -396,11 +396,11 @@ def test_all_ranks_make_a_block(server: Server) -> None:
     with open_store(server.url) as store, following(fleet, store) as reconciler:
         for rank in range(3):
             put(store, mine, rank=rank)
-        fleet.apply("default/w0", 0, 1, told(mine))
+        fleet.rank("default/w0", 0).apply(1, told(mine))
         assert rests(reconciler)
         server.client.delete(*keys([3], rank=2))
         assert eventually(lambda: credited(fleet, mine) == set(mine) - {3}), "heard"
-        fleet.apply("default/w0", 0, 2, told([3]))
+        fleet.rank("default/w0", 0).apply(2, told([3]))
         another_round(reconciler)
         assert credited(fleet, mine) == set(mine) - {3}, "and seen"
         put(store, [3], rank=2)
@@ -593,7 +593,7 @@ def test_who_may_not_walk_is_told_and_notices_do_it(server: Server, caplog: pyte
     fleet, mine = a_fleet(), range(20)
     with open_store(without(server, "-scan")) as store, following(fleet, store, pause_s=0.05) as reconciler:
         put(store, mine)
-        fleet.apply("default/w0", 0, 1, told(mine))
+        fleet.rank("default/w0", 0).apply(1, told(mine))
         assert eventually(lambda: reconciler.totals().missed_notices > 0)
         assert eventually(lambda: reconciler.totals().failed_rounds > 1)
         assert credited(fleet, mine) == set(mine)
@@ -718,9 +718,9 @@ def test_whatever_happens_it_is_right_when_it_rests(valkey: Server, seconds: flo
                 while late and chance.random() < 0.4:
                     payload = late.pop(chance.randrange(len(late)))
                     if chance.random() < 0.8:  # else it is lost
-                        fleet.apply("default/w0", 0, 1, payload)
+                        fleet.rank("default/w0", 0).apply(1, payload)
             for payload in late:
-                fleet.apply("default/w0", 0, 1, payload)
+                fleet.rank("default/w0", 0).apply(1, payload)
             late.clear()
             assert eventually(
                 lambda: credited(fleet, everything) == present(valkey, everything),

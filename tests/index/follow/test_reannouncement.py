@@ -19,7 +19,6 @@ from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed
-from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.sequence import Sequence
 from kvpool.key.hashing import seed_id
@@ -46,14 +45,13 @@ class Index:
     """What ``kvpool index`` consists of, without the gRPC around it."""
 
     def __init__(self, store: Store) -> None:
-        self.fleet = Fleet()
-        self._roster = Roster(self.fleet, Subscriber(self.fleet))
+        self.fleet = Fleet(feed=Subscriber())
         self._watch = WorkerWatch(
             store,
-            on_worker=lambda worker, keep_s: self._roster.add(worker, "pool", keep_s),
-            on_gone=lambda worker_id: self._roster.remove(worker_id, "pool"),
+            on_worker=lambda worker, keep_s: self.fleet.add(worker, "pool", keep_s),
+            on_gone=lambda worker_id: self.fleet.remove(worker_id, "pool"),
             incomplete=self.fleet.incomplete,
-            on_asked=self.fleet.asked,
+            on_asked=lambda worker_id, dp_rank: self.fleet.rank(worker_id, dp_rank).ask(),
             tenants=["default"],
             interval_s=0.05,
         )
@@ -70,7 +68,7 @@ class Index:
 
     def close(self) -> None:
         self._watch.close()
-        self._roster.close()
+        self.fleet.close()
 
 
 @contextlib.contextmanager
@@ -212,7 +210,7 @@ class Following(RuleBasedStateMachine):
         self.can_replay = can_replay
         self.fleet = Fleet()
         self.fleet.add(a_worker(), "pool")
-        self.sequence = Sequence(self.fleet, "default/w", 0, can_replay=can_replay)
+        self.sequence = Sequence(self.fleet.rank("default/w", 0), can_replay=can_replay)
         self.life = 0
         self.begin()
 

@@ -17,7 +17,7 @@ from kvpool.discovery.worker import Publisher
 from kvpool.index.follow import subscriber as module
 from kvpool.index.follow.subscriber import Subscriber
 from tests.support.deadlines import eventually
-from tests.support.feeds import Heard, misbehaving, worker_of
+from tests.support.feeds import Heard, follow, misbehaving, worker_of
 from tests.support.wire import batch, stored
 
 WITHIN_S = 60.0
@@ -39,7 +39,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
 
 @pytest.fixture
 def feed(heard: Heard) -> Iterator[Subscriber]:
-    one = Subscriber(heard)
+    one = Subscriber()
     yield one
     one.close()
     assert "kvpool-subscriber" not in {thread.name for thread in threading.enumerate()}
@@ -57,7 +57,7 @@ def test_what_was_published_before_and_after_the_first_contact(feed: Subscriber,
     with misbehaving() as publisher:
         for number in range(3):
             publisher.publish(text(number))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0, 1, 2])
         for number in range(3, 6):
             publisher.publish(text(number))
@@ -68,7 +68,7 @@ def test_what_was_published_before_and_after_the_first_contact(feed: Subscriber,
 def test_a_lost_batch_is_fetched(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
         publisher.publish(text(1), lost=True)
         publisher.publish(text(2))
@@ -79,7 +79,7 @@ def test_a_lost_batch_is_fetched(feed: Subscriber, heard: Heard) -> None:
 def test_a_lost_last_batch_is_found_by_asking(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
         publisher.publish(text(1), lost=True)
         assert followed(heard, [0, 1])
@@ -88,7 +88,7 @@ def test_a_lost_last_batch_is_found_by_asking(feed: Subscriber, heard: Heard) ->
 def test_an_idle_publisher_proves_itself_again_and_again(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert eventually(lambda: heard.proofs >= 5, within_s=WITHIN_S)
         assert heard.numbers == [0]
         assert publisher.asked[-1] == 0, "asked from the last batch applied"
@@ -99,14 +99,14 @@ def test_a_replay_with_holes_is_asked_again(feed: Subscriber, heard: Heard) -> N
         for number in range(50):
             publisher.publish(text(number))
         publisher.dropped_in_replays = set(range(20, 40))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, list(range(50)))
 
 
 def test_a_gap_wider_than_what_is_kept_forgets(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
         for number in range(1, 9):
             publisher.publish(text(number), lost=True)
@@ -121,7 +121,7 @@ def test_a_restart_is_a_new_life(feed: Subscriber, heard: Heard, published: int)
     with misbehaving() as first:
         for number in range(3):
             first.publish(text(number))
-        feed.follow(worker_of(first.publisher))
+        follow(feed, heard, worker_of(first.publisher))
         assert followed(heard, [0, 1, 2])
     with misbehaving(first.ports) as second:
         for number in range(published):
@@ -136,7 +136,7 @@ def test_a_restart_is_a_new_life(feed: Subscriber, heard: Heard, published: int)
 def test_a_publisher_that_answers_no_replay_is_stale_until_it_does(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
         publisher.mute = True
         assert eventually(lambda: heard.stale, within_s=WITHIN_S)
@@ -151,7 +151,7 @@ def test_what_was_asked_of_a_publisher_that_is_gone_is_asked_of_the_next_one(
     monkeypatch.setattr(module, "ANSWER_S", 10 * WITHIN_S)
     with misbehaving() as first:
         first.publish(text(0))
-        feed.follow(worker_of(first.publisher))
+        follow(feed, heard, worker_of(first.publisher))
         assert followed(heard, [0])
         first.mute = True
         assert eventually(lambda: first.owes_an_answer, within_s=WITHIN_S)
@@ -163,7 +163,7 @@ def test_what_was_asked_of_a_publisher_that_is_gone_is_asked_of_the_next_one(
 def test_nobody_there_is_stale_and_found_when_it_comes(feed: Subscriber, heard: Heard) -> None:
     ports = free_ports(2)
     events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
-    feed.follow(worker_of(Publisher(3, events, replay)))
+    follow(feed, heard, worker_of(Publisher(3, events, replay)))
     assert eventually(lambda: hasattr(heard, "marked"), within_s=WITHIN_S)
     assert heard.stale
     with misbehaving(ports) as publisher:
@@ -173,7 +173,7 @@ def test_nobody_there_is_stale_and_found_when_it_comes(feed: Subscriber, heard: 
 
 def test_without_a_replay_endpoint_it_follows_what_comes(feed: Subscriber, heard: Heard) -> None:
     with misbehaving(replay=False) as publisher:
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
 
         def published() -> bool:
             publisher.publish(text(len(publisher.kept)))
@@ -191,7 +191,7 @@ def test_without_a_replay_endpoint_it_follows_what_comes(feed: Subscriber, heard
 def test_what_is_no_batch_is_counted_and_left(feed: Subscriber, heard: Heard) -> None:
     with misbehaving() as publisher:
         publisher.publish(text(0))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
 
         def counted() -> bool:
@@ -209,17 +209,18 @@ def test_a_worker_that_is_left_is_not_spoken_of_any_more(feed: Subscriber, heard
     with misbehaving() as publisher:
         publisher.publish(text(0))
         worker = worker_of(publisher.publisher)
-        feed.follow(worker)
+        (rank,) = follow(feed, heard, worker)
         assert followed(heard, [0])
+        rank.gone = True
         feed.unfollow(worker.id)
         feed.unfollow("default/nobody")
         proofs = heard.proofs
         publisher.publish(text(1))
         # Another feed shows for how long the first one has had nothing to say.
         witness = Locked()
-        other = Subscriber(witness)
+        other = Subscriber()
         try:
-            other.follow(worker)
+            follow(other, witness, worker)
             assert eventually(lambda: witness.numbers == [0, 1] and witness.proofs >= 5, within_s=WITHIN_S)
         finally:
             other.close()
@@ -231,12 +232,12 @@ def test_a_worker_that_is_left_is_not_spoken_of_any_more(feed: Subscriber, heard
 def test_an_address_that_one_cannot_connect_to_is_a_problem_of_that_worker(
     feed: Subscriber, heard: Heard, replay: str
 ) -> None:
-    feed.follow(worker_of(Publisher(3, "tcp://no host:1", replay), "broken"))
+    follow(feed, heard, worker_of(Publisher(3, "tcp://no host:1", replay), "broken"))
     feed.unfollow("default/broken")
     assert feed.is_alive
     with misbehaving() as publisher:
         publisher.publish(text(0))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
 
 
@@ -273,7 +274,7 @@ def test_vllms_own_publisher_with_more_batches_than_a_replay_carries_at_once(
         process.stdin.write("0 9000\n")
         process.stdin.flush()
         assert process.stdout.readline() == "published\n", (tmp_path / "log").read_text()
-        feed.follow(worker_of(Publisher(3, f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")))
+        follow(feed, heard, worker_of(Publisher(3, f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")))
         assert eventually(lambda: heard.numbers == list(range(9000)))
         process.stdin.write("9000 500\n")
         process.stdin.flush()
@@ -290,7 +291,7 @@ def test_a_batch_that_the_index_takes_for_malformed_is_told(feed: Subscriber, he
     with misbehaving() as publisher:
         publisher.publish(batch(stored([1])))
         publisher.publish(text(1))
-        feed.follow(worker_of(publisher.publisher))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [1])
         assert "malformed" in heard.problems[0]
 
@@ -311,12 +312,12 @@ class AmongOthers(Locked):
 
 def test_three_hundred_workers_that_are_away_hold_up_none_that_is_there(tmp_path: Path) -> None:
     heard = AmongOthers()
-    with misbehaving() as publisher, closing(Subscriber(heard)) as feed:
+    with misbehaving() as publisher, closing(Subscriber()) as feed:
         publisher.publish(text(0))
         nobody = Publisher(0, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
         for number in range(300):
-            feed.follow(worker_of(nobody, f"other-{number}"))
-        feed.follow(worker_of(publisher.publisher))
+            follow(feed, heard, worker_of(nobody, f"other-{number}"))
+        follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
 
 
@@ -325,15 +326,15 @@ def test_a_worker_that_no_socket_is_left_for_is_stale_and_costs_the_others_nothi
 ) -> None:
     heard = AmongOthers()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with misbehaving() as publisher, closing(Subscriber(heard)) as feed:
-        feed.follow(worker_of(publisher.publisher))
+    with misbehaving() as publisher, closing(Subscriber()) as feed:
+        follow(feed, heard, worker_of(publisher.publisher))
         publisher.publish(text(0))
         assert followed(heard, [0])
         open_ones = {int(one.name) for one in Path("/proc/self/fd").iterdir()}
         free = next(number for number in range(3, hard) if number not in open_ones)
         monkeypatch.setattr(module, "PROBE_S", WITHIN_S)  # what is open suffices
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-        feed.follow(worker_of(publisher.publisher, "other"))
+        follow(feed, heard, worker_of(publisher.publisher, "other"))
         try:
             assert eventually(lambda: any("no socket left" in one for one in heard.others), within_s=WITHIN_S)
         finally:

@@ -11,7 +11,6 @@ import pytest
 from kvpool.discovery.worker import Worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import subscriber as feed_module
-from kvpool.index.follow.roster import Roster
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from tests.support.deadlines import eventually
@@ -32,14 +31,13 @@ class Index:
     """One life of an index, without its port."""
 
     def __init__(self, snapshot: bytes | None = None, flags: list[Worker] | None = None) -> None:
-        self.fleet = Fleet()
-        self.feed = Subscriber(self.fleet)
-        self.roster = Roster(self.fleet, self.feed)
+        self.feed = Subscriber()
+        self.fleet = Fleet(feed=self.feed)
         if snapshot is not None:
             ids = {worker.id for worker in flags or ()}
-            self.roster.restore(unpack(snapshot), age_s=0.0, flags=ids, life="")
+            self.fleet.restore(unpack(snapshot), age_s=0.0, flags=ids, life="")
         for worker in flags or ():
-            self.roster.add(worker, "flag")
+            self.fleet.add(worker, "flag")
 
     def taken(self) -> bytes:
         return b"".join(pack(Snapshot(time.time(), "", self.fleet.snapshot())))
@@ -63,7 +61,7 @@ def an_index(snapshot: bytes | None = None, flags: list[Worker] | None = None) -
     try:
         yield index
     finally:
-        index.roster.close()
+        index.fleet.close()
 
 
 def until_four(publisher: Misbehaving) -> bytes:

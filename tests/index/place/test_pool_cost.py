@@ -99,7 +99,7 @@ def test_a_scraper_reads_it() -> None:
             fleet.add(
                 a_worker(name, port=5600 + 2 * place, address=server.address, namespace=NAMESPACE), "flag"
             )
-            fleet.heard(f"default/{name}", 0)
+            fleet.rank(f"default/{name}", 0).heard()
         say(fleet, "default/fast", 0, 0, batch(stored(TEN, medium="STORAGE")))
         router = Router(fleet, loads=LoadBoard())
 

@@ -53,7 +53,7 @@ async def placing(workers: list[ScriptedWorker], loads: bool = True) -> AsyncIte
     fleet = Fleet()
     for worker in workers:
         fleet.add(worker.worker(), "flag")
-        fleet.heard(f"default/{worker.name}", 0)
+        fleet.rank(f"default/{worker.name}", 0).heard()
     router, tokenizers = Router(fleet), Tokenizers()
     rendering = Renderer()
     placer = Placer(fleet, router, tokenizers, rendering, Endpoints(fleet, Resolver()), timeout_s=5.0)
@@ -137,7 +137,7 @@ def test_a_worker_that_is_known_to_be_unreachable_is_not_asked() -> None:
         async def run() -> None:
             async with placing(workers, loads=False) as there:
                 for name in ("a", "b"):
-                    there.fleet.mark(f"default/{name}", 0, stale=True, problem="it does not answer")
+                    there.fleet.rank(f"default/{name}", 0).mark(stale=True, problem="it does not answer")
                     there.router.loads.fail(f"default/{name}", 0)
                 assert await there.reason() == "no-tokens"
                 assert rendered(workers) == [0, 0]

@@ -144,7 +144,7 @@ def test_trust() -> None:
     hashes = packed64([1, 2])
     for name in "ab":
         say(fleet, f"default/{name}", 0, 4, batch(stored([1, 2])))
-    fleet.mark("default/b", 0, stale=True, problem="no answer")
+    fleet.rank("default/b", 0).mark(stale=True, problem="no answer")
     route = Router(fleet).route("m", hashes64=hashes)
     trust = {pick.worker: (pick.trust, pick.prefill_cost) for pick in route.picks}
     assert trust == {"a": ("exact", 0), "b": ("degraded", 32), "c": ("fallback", 32)}
@@ -282,7 +282,7 @@ def test_any_ranking_is_by_cost_and_its_terms_add_up(seed: int) -> None:
                 batch(stored(range(1, chance.randrange(1, 12)), medium=medium)),
             )
         if chance.random() < 0.2:
-            fleet.mark(f"default/{name}", 0, stale=True, problem="x")
+            fleet.rank(f"default/{name}", 0).mark(stale=True, problem="x")
     clock = Clock()
     router = Router(fleet, costs=COSTS, clock=clock)
     loads = [
@@ -340,7 +340,7 @@ def queue(pick: Pick) -> float:
 def test_workers_that_hash_in_different_ways_are_ranked_together() -> None:
     fleet = a_fleet("a", "b")
     fleet.add(a_worker("c", block_tokens=32, port=7000), "flag")
-    fleet.heard("default/c", 0)
+    fleet.rank("default/c", 0).heard()
     tokens = list(range(64))
     say(fleet, "default/c", 0, 0, batch(stored(BlockHasher(32).hashes(tokens))))
     say(fleet, "default/b", 0, 0, batch(stored(BlockHasher(16).hashes(tokens)[:1])))

@@ -110,7 +110,7 @@ def test_a_worker_that_does_not_answer_gets_no_first_pick_while_it_is_stale(flee
 
                 await until(lambda: picks()[-1] == ("dead", True) and running(board, "busy") == 9)
                 assert {name for name, unreachable in picks() if not unreachable} >= {"busy"}
-                fleet.heard("default/dead", 0)
+                fleet.rank("default/dead", 0).heard()
                 assert ("dead", False) in picks(), "its events are followed"
 
             scraping(fleet, body)
@@ -395,9 +395,9 @@ def test_a_worker_that_sleeps_is_not_credited_until_it_says_what_it_holds(fleet:
             assert fleet.totals().stale_ranks == 1
             server.show({0: Engine(4)})
             await until(lambda: running(board, "a") == 4)
-            fleet.heard("default/a", 0)
+            fleet.rank("default/a", 0).heard()
             assert credited(fleet) == (0, True), "awake, and its cache is empty"
-            fleet.apply("default/a", 0, 1, batch({"type": "AllBlocksCleared"}, stored([1, 2, 3])))
+            fleet.rank("default/a", 0).apply(1, batch({"type": "AllBlocksCleared"}, stored([1, 2, 3])))
             assert credited(fleet) == (3, False)
             (status,) = fleet.workers()
             assert status.publishers[0].problem == ""
@@ -421,7 +421,7 @@ def test_a_batch_while_a_page_is_on_its_way_is_believed(fleet: Fleet) -> None:
 
         async def body(board: LoadBoard) -> None:
             await until(arrived.is_set)
-            fleet.apply("default/a", 0, 1, batch({"type": "AllBlocksCleared"}, stored([1, 2])))
+            fleet.rank("default/a", 0).apply(1, batch({"type": "AllBlocksCleared"}, stored([1, 2])))
             server.show({0: Engine(2)})
             go_on.set()
             await until(lambda: running(board, "a") == 2)
@@ -434,16 +434,13 @@ def test_word_of_an_earlier_start_does_not_count(fleet: Fleet) -> None:
     fleet.add(a_worker("a", incarnation="1"), "call")
     for number in range(5):
         say(fleet, "default/a", 0, number, batch(stored([1])))
-    come = fleet.progress("default/a", 0)
-    assert come is not None
-    assert come.batches == 5
+    earlier = fleet.rank("default/a", 0)
+    assert earlier.batches == 5
     fleet.add(a_worker("a", incarnation="2"), "call")
     say(fleet, "default/a", 0, 0, batch(stored([1, 2])))
-    fleet.emptied("default/a", 0, come)
+    earlier.empty(5)
     assert credited(fleet) == (2, False)
-    now = fleet.progress("default/a", 0)
-    assert now is not None
-    fleet.emptied("default/a", 0, now)
+    now = fleet.rank("default/a", 0)
+    now.empty(now.batches)
     assert credited(fleet) == (0, True)
-    assert fleet.progress("default/x", 0) is None
-    fleet.emptied("default/x", 0, now)
+    assert fleet.rank("default/x", 0) is None

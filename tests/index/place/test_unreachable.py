@@ -13,7 +13,7 @@ from tests.support.placing import order
 def a_dead_worker(clock: Clock) -> Router:
     """Of a, b and c the last is stale since just now; nothing is known of its load."""
     fleet = a_fleet("a", "b", "c", clock=clock)
-    fleet.mark("default/c", 0, stale=True, problem="it does not answer")
+    fleet.rank("default/c", 0).mark(stale=True, problem="it does not answer")
     return Router(fleet, clock=clock)
 
 

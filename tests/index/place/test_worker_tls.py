@@ -45,7 +45,7 @@ def worker(authority: Authority) -> Iterator[ScriptedWorker]:
 def fleet(worker: ScriptedWorker) -> Fleet:
     fleet = Fleet()
     fleet.add(worker.worker(address=f"https://localhost:{worker.port}"), "flag")
-    fleet.heard("default/a", 0)
+    fleet.rank("default/a", 0).heard()
     return fleet
 
 

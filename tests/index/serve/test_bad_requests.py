@@ -285,7 +285,7 @@ def test_a_workers_name_forges_no_header(front: Front) -> None:
             fleet.add(ScriptedWorker(name, worker.port).worker(), "flag")
     for name in ("b\u00f6d", 'a b, c; d="e"', "a%0d%0ax-forged: 1"):
         fleet.add(ScriptedWorker(name, worker.port).worker(), "flag")
-        fleet.heard(f"default/{name}", 0)
+        fleet.rank(f"default/{name}", 0).heard()
         reply = post(front.url, ASKED)
         assert (reply.status, "x-forged" in reply.headers) == (200, False)
         assert reply.headers["x-kvpool-worker"].encode("latin-1").decode() == name

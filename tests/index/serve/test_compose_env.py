@@ -73,7 +73,7 @@ def test_the_front_speaks_tls_and_shows_the_index_a_token(tmp_path: Path) -> Non
         ) as index,
     ):
         fleet.add(workers[0].worker(), "flag")
-        fleet.heard("default/a", 0)
+        fleet.rank("default/a", 0).heard()
         admin = (folder / "admin.token").read_text().strip()
         with kvpool.IndexClient(index.target, timeout_s=60, tls_ca=ca, token=admin) as client:
             assert [one.worker.name for one in client.workers()] == ["a"]

@@ -266,7 +266,7 @@ def test_two_that_are_one_worker_have_one_endpoint_and_the_rank_is_told(tmp_path
         fleet.remove("default/a")
         fleet.add(worker.worker(ranks=2), "flag")
         for rank in (0, 1):
-            fleet.heard("default/a", rank)
+            fleet.rank("default/a", rank).heard()
         say(fleet, "default/a", 1, 0, batch(stored(BlockHasher(16).hashes(list(TEXT.encode())))))
         reply = post(there.url, {"model": "m", "prompt": TEXT})
         assert reply.headers["x-kvpool-reason"] == "prefix"

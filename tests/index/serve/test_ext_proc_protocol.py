@@ -75,7 +75,7 @@ def test_only_endpoints_of_the_rank_that_is_told_are_named(
         address = f"http://127.0.0.1:{9001 + place}"
         fleet.add(a_worker(name, ranks=ranks, port=6000 + 10 * place, address=address), "flag")
         for dp_rank in range(ranks):
-            fleet.heard(f"default/{name}", dp_rank)
+            fleet.rank(f"default/{name}", dp_rank).heard()
     for name, dp_rank, tokens in held:
         say(fleet, f"default/{name}", dp_rank, 0, batch(stored(BlockHasher(16).hashes(TOKENS[:tokens]))))
     with picking(fleet=fleet) as index, calling(index) as channel:
@@ -246,7 +246,7 @@ def test_who_may_ask_and_about_whom(tmp_path: Any) -> None:
     )  # fmt: skip
     fleet = Fleet()
     fleet.add(a_worker("w", tenant="t", address="http://127.0.0.1:9100"), "flag")
-    fleet.heard("t/w", 0)
+    fleet.rank("t/w", 0).heard()
     auth = TokenAuth(str(tmp_path / "tokens.toml"))
     with picking("a", fleet=fleet, auth=auth) as index, calling(index) as channel:
 
@@ -375,7 +375,7 @@ def test_names_are_numbers_in_answers_and_one_that_fails_is_left_out() -> None:
     fleet = Fleet()
     for place, name in enumerate(("one", "two", "three")):
         fleet.add(a_worker(name, port=6000 + 2 * place, address=f"http://{name}:8000"), "flag")
-        fleet.heard(f"default/{name}", 0)
+        fleet.rank(f"default/{name}", 0).heard()
     with (
         picking(fleet=fleet, place={"resolver": names, "timeout_s": 0.3}) as index,
         calling(index) as channel,

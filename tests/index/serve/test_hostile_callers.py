@@ -288,14 +288,14 @@ def test_a_tenant_that_stores_and_clears_in_turns_delays_no_caller_of_another(
         name = f"crowd-{place}"
         served.fleet.add(a_worker(name, tenant="a", publishers=(Publisher(0, ""),)), "flag")
         blocks = [block for block in range(1, 30_000) if block >> place & 1]
-        served.fleet.apply(f"a/{name}", 0, 0, batch(stored(blocks)))
+        served.fleet.rank(f"a/{name}", 0).apply(0, batch(stored(blocks)))
     turn = [stored([1]), cleared()]
     payload = batch(*turn * 50_000)
     refused = threading.Event()
 
     def apply() -> None:
         with pytest.raises(MalformedEvents):
-            served.fleet.apply("a/w", 0, 0, payload)
+            served.fleet.rank("a/w", 0).apply(0, payload)
         refused.set()
 
     applying_ = threading.Thread(target=apply)

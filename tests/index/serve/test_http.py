@@ -30,7 +30,6 @@ from kvpool import BlockHasher, ConfigError, IndexClient
 from kvpool.index import limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.roster import Roster
 from kvpool.index.protocol.messages import REPLIES, SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import http as http_module
@@ -580,7 +579,7 @@ def test_it_ends_while_somebody_drips(served: Served) -> None:
 
 def test_health_is_that_of_the_index() -> None:
     async def check() -> bytes:
-        index = IndexServer(Roster(Fleet()), is_warm=lambda: False)
+        index = IndexServer(Fleet(), is_warm=lambda: False)
         server = HttpServer(index)
         try:
             port = await server.start("127.0.0.1:0")
@@ -601,7 +600,7 @@ def test_health_is_that_of_the_index() -> None:
 
 def test_an_address_that_is_taken_is_one_line(served: Served) -> None:
     async def start(listen: str) -> None:
-        index = IndexServer(Roster(Fleet()))
+        index = IndexServer(Fleet())
         server = HttpServer(index)
         try:
             await server.start(listen)

@@ -84,7 +84,7 @@ def test_staleness_of_each_rank(page: Page, monkeypatch: pytest.MonkeyPatch) -> 
     page.fleet.add(a_worker("a", ranks=2, tenant="t"), "flag")
     page.fleet.add(a_worker('b"\\'), "flag")
     page.clock.now_s += 2
-    page.fleet.heard("t/a", 1)
+    page.fleet.rank("t/a", 1).heard()
     page.clock.now_s += 1.5
     # labels by their names: rank, tenant, worker
     shown = {("0", "default", 'b"\\'): 3.5, ("0", "t", "a"): 3.5, ("1", "t", "a"): 1.5}
@@ -101,7 +101,7 @@ def test_the_ranks_that_are_shown_are_the_same_at_each_scrape(
         page.fleet.add(a_worker(name), "flag")
     for current in names:  # each of them is once the one that is least behind
         page.clock.now_s += 5
-        page.fleet.heard(f"default/{current}", 0)
+        page.fleet.rank(f"default/{current}", 0).heard()
         figures = page.read()
         assert {worker for _, _, worker in labelled(figures, "staleness_seconds")} == {"a", "b"}
     assert figures["max_staleness_seconds", ()] == 10, "of a"

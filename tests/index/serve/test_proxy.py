@@ -193,7 +193,7 @@ def test_a_response_that_has_begun_is_not_asked_for_again() -> None:
 def test_a_worker_that_accepts_no_connection() -> None:
     with that_accepts_nothing() as port, proxy_cluster("a") as there:
         there.index.fleet.add(ScriptedWorker("full", port).worker(), "flag")
-        there.index.fleet.heard("default/full", 0)
+        there.index.fleet.rank("default/full", 0).heard()
         there.hold("full")
         assert post(there.url, ASKED).worker == "a"
         assert there.retries() == {"unreachable": 1}
@@ -409,7 +409,7 @@ def test_the_rank_is_told() -> None:
         fleet.remove("default/a")
         fleet.add(worker.worker(ranks=2), "flag")
         for rank in (0, 1):
-            fleet.heard("default/a", rank)
+            fleet.rank("default/a", rank).heard()
         say(fleet, "default/a", 1, 0, batch(stored(BlockHasher(16).hashes(list(TEXT.encode())))))
         assert post(there.url, ASKED).headers["x-kvpool-reason"] == "prefix"
         assert worker.seen()["x-data-parallel-rank"] == "1"
@@ -496,7 +496,7 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
         for worker_tls, status in ((trusting("--worker-ca", str(authority.ca)), 200), (None, 503)):
             with proxy_cluster(workers=[worker], proxy={"worker_tls": worker_tls}, tls=tls()) as there:
                 there.index.fleet.add(worker.worker(address=f"https://localhost:{worker.port}"), "flag")
-                there.index.fleet.heard("default/a", 0)
+                there.index.fleet.rank("default/a", 0).heard()
                 client = http.client.HTTPSConnection(
                     "localhost",
                     there.port,

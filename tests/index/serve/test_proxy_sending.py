@@ -106,7 +106,7 @@ def test_a_request_is_sent_again_once_after_a_lost_connection(monkeypatch: pytes
         with proxy_cluster("a") as there:
             for bad in (first, second):
                 there.index.fleet.add(bad.worker(), "flag")
-                there.index.fleet.heard(f"default/{bad.name}", 0)
+                there.index.fleet.rank(f"default/{bad.name}", 0).heard()
             there.hold("first", TEXT)
             there.hold("second", TEXT[:32])
             there.hold("second", other)

@@ -86,11 +86,11 @@ def asking(address: str, kind: type[Caller], *media: str) -> Iterator[Any]:
 @pytest.fixture
 def served() -> Iterator[Served]:
     fleet = Fleet(seed=SEED)
-    with serving(fleet, feed=Subscriber(fleet), http=True) as running:
+    with serving(fleet, feed=Subscriber(), http=True) as running:
         try:
             yield running
         finally:
-            running.roster.close()
+            running.fleet.close()
 
 
 @pytest.mark.parametrize("media", ["application/json", "application/msgpack"])

@@ -17,10 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool import ConfigError, IndexClient, IndexUnavailable, KVPoolError
-from kvpool.index import membership
+from kvpool.index import workers
 from kvpool.index.client import client as client_module
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.roster import Roster
 from kvpool.index.prompt import MAX_PROMPT_BLOCKS
 from kvpool.index.protocol.messages import SERVICE, encode_worker
 from kvpool.index.request_stats import RequestStats
@@ -107,7 +106,7 @@ def test_a_long_prompt_is_answered(channel: grpc.Channel) -> None:
 def test_a_lease_ends(served: Served) -> None:
     clock = Clock()
     with serving(Fleet(clock=clock)) as other:
-        other.roster.add(a_worker(), "call", 5)
+        other.fleet.add(a_worker(), "call", 5)
         clock.now_s += 6
         assert eventually(lambda: other.fleet.workers() == [])
 
@@ -159,7 +158,7 @@ def test_wrong_calls(channel: grpc.Channel, method: str, request_: Any, code: st
 
 
 def test_a_full_fleet_says_so(channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "MAX_WORKERS", 1)
+    monkeypatch.setattr(workers, "MAX_WORKERS", 1)
     request = pb.RegisterWorkerRequest(worker=encode_worker(a_worker("b")))
     assert refused(channel, "RegisterWorker", request) == (
         "RESOURCE_EXHAUSTED", "this index follows 1 workers already: remove one, or start another",
@@ -253,7 +252,7 @@ def test_health_waits_until_it_is_warm_and_not_for_ever() -> None:
         assert eventually(lambda: stub.Check(ask, timeout=WAIT_S).status == status.SERVING)
         is_warm.clear()  # a worker that joins later does not take it away again
         rounds = []
-        served.roster.expire = lambda: rounds.append(1)  # type: ignore[method-assign]
+        served.fleet.expire = lambda: rounds.append(1)  # type: ignore[method-assign]
         assert eventually(lambda: len(rounds) > 1)
         assert stub.Check(ask, timeout=WAIT_S).status == status.SERVING
     options = {"is_warm": lambda: False, "warm_up_s": 0.5}
@@ -399,7 +398,7 @@ def _refuses(channel: grpc.Channel) -> bool:
 )
 def test_where_it_cannot_listen(listen: str, says: str) -> None:
     async def start() -> None:
-        server = IndexServer(Roster(Fleet()))
+        server = IndexServer(Fleet())
         try:
             await server.start(listen)
         finally:
@@ -421,7 +420,7 @@ def test_a_port_in_use_is_refused(served: Served, capfd: pytest.CaptureFixture[s
 
 def test_it_listens_on_ipv6() -> None:
     async def start() -> int:
-        server = IndexServer(Roster(Fleet()))
+        server = IndexServer(Fleet())
         try:
             port = await server.start("[::1]:0")
             async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
@@ -462,18 +461,14 @@ def test_an_old_connection_is_made_anew_and_its_streams_end_after_the_grace(grac
 class Recorded:
     """A feed that only writes down its orders."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self) -> None:
         self.orders: list[str] = []
-        self._fleet = fleet
 
-    def follow(self, worker: Any, positions: Any = None) -> None:
+    def follow(self, worker: Any, ranks: Any) -> None:
         self.orders.append(f"follow {worker.id} {worker.incarnation}")
 
     def unfollow(self, worker_id: str) -> None:
-        (known,) = [status.worker for status in self._fleet.workers() if status.worker.id == worker_id] or [
-            None
-        ]
-        self.orders.append(f"unfollow {worker_id}, known as {known and known.incarnation}")
+        self.orders.append(f"unfollow {worker_id}")
 
     def close(self) -> None:
         self.orders.append("close")
@@ -483,35 +478,34 @@ class Recorded:
 
 def test_exactly_those_that_are_there_are_followed() -> None:
     clock = Clock()
-    fleet = Fleet(clock=clock)
-    feed = Recorded(fleet)
-    roster = Roster(fleet, feed)
-    roster.add(a_worker("a", incarnation="1"), "call", 5)
-    roster.add(a_worker("a", incarnation="1"), "call", 5)
-    roster.add(a_worker("a", incarnation="2"), "call", 5)
-    roster.add(a_worker("b", incarnation="1"), "flag")
-    assert roster.add(a_worker("b", incarnation="2"), "pool") == "kept"
+    feed = Recorded()
+    fleet = Fleet(clock=clock, feed=feed)
+    fleet.add(a_worker("a", incarnation="1"), "call", 5)
+    fleet.add(a_worker("a", incarnation="1"), "call", 5)
+    fleet.add(a_worker("a", incarnation="2"), "call", 5)
+    fleet.add(a_worker("b", incarnation="1"), "flag")
+    assert fleet.add(a_worker("b", incarnation="2"), "pool") == "kept"
     clock.now_s += 6
-    assert roster.expire() == ["default/a"]
-    assert not roster.remove("default/a")
-    assert roster.remove("default/b")
-    roster.close()
+    assert fleet.expire() == ["default/a"]
+    assert not fleet.remove("default/a")
+    assert fleet.remove("default/b")
+    fleet.close()
     assert feed.orders == [
         "follow default/a 1",
-        "unfollow default/a, known as 1",  # before the next start is known
+        "unfollow default/a",
         "follow default/a 2",
         "follow default/b 1",
-        "unfollow default/a, known as None",
-        "unfollow default/b, known as None",
+        "unfollow default/a",
+        "unfollow default/b",
         "close",
     ]
 
 
 def test_an_index_whose_feed_has_ended_ends() -> None:
-    feed = Recorded(Fleet())
+    feed = Recorded()
 
     async def serve() -> None:
-        server = IndexServer(Roster(Fleet(), feed))
+        server = IndexServer(Fleet(feed=feed))
         try:
             await server.start("127.0.0.1:0")
             feed.is_alive = False
@@ -524,15 +518,14 @@ def test_an_index_whose_feed_has_ended_ends() -> None:
 
 
 def test_a_start_that_cannot_be_taken_leaves_nobody_half_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet()
-    feed = Recorded(fleet)
-    roster = Roster(fleet, feed)
-    roster.add(a_worker(), "call")
+    feed = Recorded()
+    fleet = Fleet(feed=feed)
+    fleet.add(a_worker(), "call")
     with pytest.raises(ConfigError):
-        roster.add(a_worker(block_tokens=0), "call")
+        fleet.add(a_worker(block_tokens=0), "call")
     assert len(feed.orders) == 1, "a worker that makes no sense changes nothing"
-    monkeypatch.setattr(membership, "MAX_RANKS", 1)
+    monkeypatch.setattr(workers, "MAX_RANKS", 1)
     with pytest.raises(KVPoolError):
-        roster.add(a_worker(ranks=2), "call")
-    assert feed.orders[1:] == ["unfollow default/w, known as "]
+        fleet.add(a_worker(ranks=2), "call")
+    assert feed.orders[1:] == ["unfollow default/w"]
     assert fleet.workers() == []

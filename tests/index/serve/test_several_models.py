@@ -29,7 +29,7 @@ def test_the_picker_names_workers_of_the_requests_model(prompt: str) -> None:
             ),
             "flag",
         )
-        fleet.heard(f"default/{name}", 0)
+        fleet.rank(f"default/{name}", 0).heard()
     asked = json.dumps({"prompt": prompt, "model": "of-b"}).encode()
     with picking(fleet=fleet, place={"timeout_s": 0.5}) as index, calling(index) as channel:
         for _ in range(2):

@@ -203,16 +203,16 @@ def test_workers_with_their_health_and_load() -> None:
         say(fleet, f"default/{name}", 0, 0, batch(stored(HASHES[:3]), removed(HASHES[2:3])))
     fleet.add(a_worker("silent", publishers=(Publisher(0, ""),)), "flag")
     fleet.add(a_worker("two", ranks=2, port=6100), "flag")
-    fleet.heard("default/two", 0)
-    fleet.mark("default/away", 0, stale=True, problem="no answer")
+    fleet.rank("default/two", 0).heard()
+    fleet.rank("default/away", 0).mark(stale=True, problem="no answer")
     clock.now_s += 60
     for name in ("asleep", "good", "late", "part"):
-        fleet.heard(f"default/{name}", 0)
+        fleet.rank(f"default/{name}", 0).heard()
         is_asleep = name == "asleep"
         router.loads.scrape(f"default/{name}", Load(name, 0, 3, 1, None, 0.5), asleep=is_asleep)
-    fleet.mark("default/late", 0, stale=True, problem="batches are missing")
-    fleet.reset("default/part", 0, "a gap that nothing closed")
-    fleet.mark("default/part", 0, stale=False)
+    fleet.rank("default/late", 0).mark(stale=True, problem="batches are missing")
+    fleet.rank("default/part", 0).reset("a gap that nothing closed")
+    fleet.rank("default/part", 0).mark(stale=False)
     with serving(fleet, http=True, router=router) as served:
         answer = data(served)
         rows = {worker["name"]: worker for worker in answer["workers"]["rows"]}

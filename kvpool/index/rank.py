@@ -1,4 +1,4 @@
-"""``DpRank``: one data-parallel rank of one start of a worker, as an index follows it, and what its events say.
+"""``Rank``: one data-parallel rank of one start of a worker, as an index follows it.
 
 A writer of what a rank holds makes its ``version`` odd, changes, and makes it even, all under the rank's lock. So a
 reader without the lock can tell that what it read belongs together: see ``Partition.answer``.
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
 
 from kvpool import _native
 from kvpool.discovery.worker import Position, Publisher, Worker
 from kvpool.index.answer import PublisherStatus
 from kvpool.index.refusals import ClearedTooOften
-from kvpool.index.sequence import batch_digest
 from kvpool.index.table import Content, PrefixIndex
 
 # vLLM 0.33 hashes a block of such an engine together with the tokens behind it (vllm/config/vllm.py,
@@ -35,23 +34,24 @@ MAX_STALENESS_MS = (1 << 32) - 1
 logger = logging.getLogger("kvpool.index")
 
 
-class Progress(NamedTuple):
-    """How far one rank of one start of a worker had come."""
-
-    holder: str
-    batches: int
+def batch_digest(payload: bytes) -> int:
+    """Identifies a batch: never 0, and the same in every process."""
+    return _native.checksum(payload) or 1
 
 
-class DpRank(_native.RankState):
-    """``holder``: its name in the table. What an answer says of it is native: ``version``, ``sequence``, ``stale`` (not
-    to be trusted now) and ``heard_at_ms`` (when it was last known that no later batch is missing). ``no_hasher``: as of
-    its ``Partition``."""
+class Rank(_native.RankState):
+    """``holder``: its name in the table. Native, for answers: ``version``, ``sequence``, ``stale`` (not to be trusted
+    now) and ``heard_at_ms`` (when it was last known that no later batch is missing). ``clock``: seconds that only go
+    up. ``no_hasher``: as of its ``Partition``.
+
+    After ``leave`` no call changes anything: a batch that comes late is not taken for one of the next start."""
 
     __slots__ = (
         "asked",
         "awaiting_first_batch",
         "batch_digest",
         "batches",
+        "clock",
         "emptied_at",
         "gaps",
         "gone",
@@ -79,7 +79,7 @@ class DpRank(_native.RankState):
         publisher: Publisher,
         index: PrefixIndex,
         holder: str,
-        now_s: float,
+        clock: Callable[[], float],
         no_hasher: str = "",
     ) -> None:
         super().__init__()
@@ -87,19 +87,19 @@ class DpRank(_native.RankState):
         self.publisher = publisher
         self.index = index
         self.holder = holder
+        self.clock = clock
         self.pool = pool_holder(worker.namespace)
         self.no_hasher = no_hasher
         self.lock = threading.Lock()
         self.batch_digest = 0  # of the batch of that number; 0: there is none
         self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
         self.joining = True  # until it is known for the first time that no later batch is missing
-        self.heard_at_ms = int(now_s * 1000)
+        self.heard_at_ms = int(clock() * 1000)
         self.has_feed = bool(publisher.events)
         self.marked = False  # stale, says the feed
         self.emptied_at = -1  # batches after which it was seen asleep; a later one says what it holds now
         self.problem = ""
-        # Why only a part of what it holds is known; empty: it has told all. A rank that has told from its batch 0 on,
-        # or from a clear on, has told all.
+        # Why only a part of what it holds is known; empty: complete, once batch 0 or AllBlocksCleared was seen.
         self.incomplete_reason = ""
         self.incomplete_since_s = 0.0
         self.asked = False  # for all it holds, while it lacks something
@@ -116,10 +116,6 @@ class DpRank(_native.RankState):
         if not self.batch_digest or not self.publisher.replay or self.unmatchable:
             return None
         return Position(self.sequence, self.batch_digest)
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(self.holder, self.batches)
 
     def status(self, now_s: float) -> PublisherStatus:
         with self.lock:
@@ -164,10 +160,12 @@ class DpRank(_native.RankState):
             return "not heard from yet" if self.publisher.events else "it publishes no KV events"
         return "asleep, or no event since it woke" if self.batches <= self.emptied_at else ""
 
-    # ---- what it says, and what is said of it: as ``EventSink`` has it
+    # ---- what its publisher says, through ``Sequence``; any thread, no I/O but a line to the log
 
-    def apply(self, sequence: int, payload: bytes, now_s: float) -> None:
-        """One batch. Errors: ``MalformedEvents``, and then nothing of it was applied; or ``ClearedTooOften``."""
+    def apply(self, sequence: int, payload: bytes) -> None:
+        """One batch, in the order of ``sequence``, each once. Errors: ``MalformedEvents``, and nothing was applied;
+        ``ClearedTooOften``."""
+        now_s = self.clock()
         completed = found_unmatchable = False
         with self.lock:
             if self.gone:
@@ -201,13 +199,20 @@ class DpRank(_native.RankState):
         if found_unmatchable:
             logger.warning("%s is stale: %s", self, self.unmatchable)
 
-    def heard(self, now_s: float) -> None:
-        """It has just said that there is no later batch than the last one applied."""
-        self.heard_at_ms = int(now_s * 1000)
+    def heard(self) -> None:
+        """Its publisher has just said that there is no later batch than the last one applied.
+
+        Until this, or ``mark`` with ``stale=False``, has come for the first time, the rank is stale.
+        """
+        self.heard_at_ms = int(self.clock() * 1000)
         self._joined()
 
-    def reset(self, problem: str, now_s: float, *, anew: bool) -> None:
-        """Forget what it holds, but for the pool's blocks; unless it begins ``anew``, it is incomplete then."""
+    def reset(self, problem: str, *, anew: bool = False) -> None:
+        """Forget what it holds, but for the pool's blocks.
+
+        ``anew``: another life of its publisher has begun, which holds nothing that it does not announce. Otherwise (a
+        gap that nothing closed) the rank goes on holding blocks, and is incomplete.
+        """
         with self.lock:
             if self.gone:
                 return
@@ -219,14 +224,16 @@ class DpRank(_native.RankState):
                 self.unmatchable = ""
                 self._complete()
             else:
-                self._set_incomplete(problem, now_s)
+                self._set_incomplete(problem, self.clock())
             self.problem = _one_line(problem)
             self._change_ends()
         logger.info("%s: what it held is forgotten: %s", self, self.problem)
 
-    def mark(self, *, stale: bool, problem: str) -> None:
+    def mark(self, *, stale: bool, problem: str = "") -> None:
         """From now on it is not to be trusted, for the reason given; or is again."""
         with self.lock:
+            if self.gone:
+                return
             changed = self.marked != stale
             self._change_begins()
             self.marked = stale
@@ -255,14 +262,15 @@ class DpRank(_native.RankState):
         if news:
             logger.info("%s is asked for all it holds: %s", self, self.incomplete_reason)
 
-    def empty(self, since: Progress) -> None:
-        """It is asleep, and was when it had come as far as ``since``. Until a later batch has come, it is stale."""
-        if self.holder != since.holder:
-            return
+    def empty(self, batches: int) -> None:
+        """It is asleep, and was after so many batches. Until a later batch has come, it is stale: an engine empties its
+        cache for that, and says so with the first batch after it woke."""
         with self.lock:
+            if self.gone:
+                return
             was_stale = self.stale
             self._change_begins()
-            self.emptied_at = since.batches
+            self.emptied_at = batches
             self._change_ends()
             became_stale = self.stale and not was_stale
         if became_stale:
@@ -270,12 +278,12 @@ class DpRank(_native.RankState):
 
     # ---- what becomes of it
 
-    def restore(self, position: Position, incomplete_reason: str, now_s: float) -> None:
+    def restore(self, position: Position, incomplete_reason: str) -> None:
         """It comes from a snapshot of this position; before another thread knows it."""
         self.sequence, self.batch_digest = position
         self.awaiting_first_batch = False
         if incomplete_reason:
-            self._set_incomplete(incomplete_reason, now_s)
+            self._set_incomplete(incomplete_reason, self.clock())
 
     def rename(self, worker: Worker) -> None:
         """Its worker has another address or namespace."""
@@ -327,7 +335,7 @@ class DpRank(_native.RankState):
 
     def _joined(self) -> None:
         with self.lock:
-            joined = self.joining
+            joined = self.joining and not self.gone
             if joined:
                 self._change_begins()
                 self.joining = False

@@ -1,12 +1,12 @@
-"""``Membership``: which workers an index follows, in which partitions, within which limits; and that at rest.
+"""``Workers``: who is present in a fleet, in which partitions, within which limits; and that at rest.
 
 A partition is a ``PrefixIndex`` for workers that share tenant, model, hash algorithm, seed and block size. In it a
 holder is one rank of one start of a worker (``rank/N``, with a number that is never given again), or the pool of one
 namespace (``pool/NAMESPACE``). So nothing that is said late about an earlier start can be taken for a later one's,
 and no name of a worker can be taken for a pool.
 
-Threads: the caller holds the fleet's lock, for every method. ``ranks`` and ``models`` may be read without it: each
-value in them is replaced whole.
+Threads: the caller holds the fleet's lock, for every method. ``present``, ``ranks`` and ``models`` may be read without
+it: each value in them is replaced whole.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvpool.discovery.admission import MAX_PUBLISHERS
-from kvpool.discovery.worker import MAX_WORKERS, Position, Worker
-from kvpool.errors import KVPoolError, SnapshotRefused
-from kvpool.index.dp_rank import DpRank, pool_holder, unhashed
+from kvpool.discovery.networks import one_spelling
+from kvpool.discovery.worker import MAX_WORKERS, Worker
+from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
 from kvpool.index.limits import Limits
 from kvpool.index.partition import Key, Members, Partition
+from kvpool.index.rank import Rank, pool_holder, unhashed
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import PrefixIndex
-from kvpool.index.tenant_shares import MORE, TenantShares
 from kvpool.text import nearest, unknown
 
 Source = Literal["pool", "flag", "call"]
@@ -38,6 +39,7 @@ MAX_RANKS = 32768  # of all workers; a table has room for 65,536 holders
 RANK_NBYTES = 8 << 10  # of memory beside the tables
 MAX_NAMESPACES = 1024  # of a partition
 MAX_LEASE_S = 86400.0
+MORE = "remove some of its workers, or give the index a larger --tenant-share"
 MAX_NAMED = 10  # of the known models, in an error
 # How long a worker that comes back from a snapshot waits for the pool to announce it: as long as a watch keeps those
 # that it cannot read (kvpool.discovery.worker_watch).
@@ -46,39 +48,26 @@ RESTORED_LEASE_S = 60.0
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
 assert MAX_PUBLISHERS <= MAX_RANKS
 
-
 logger = logging.getLogger("kvpool.index")
 
 _HOLDER = re.compile(r"rank/([0-9]{1,18})")
 
 
-class Entry:
-    """One worker: ``ranks`` are of its present start."""
+@dataclass(slots=True, eq=False)
+class Present:
+    """One worker that is present: ``ranks`` are of this start."""
 
-    __slots__ = ("expires_at_s", "partition", "ranks", "source", "worker")
-
-    def __init__(
-        self,
-        worker: Worker,
-        source: Source,
-        expires_at_s: float | None,
-        partition: Partition,
-        ranks: tuple[DpRank, ...],
-    ) -> None:
-        self.worker = worker
-        self.source = source
-        self.expires_at_s = expires_at_s
-        self.partition = partition
-        self.ranks = ranks
+    worker: Worker
+    source: Source
+    expires_at_s: float | None
+    partition: Partition
+    ranks: tuple[Rank, ...]
 
     def is_among(self, ids: Collection[str] | None, tenant: str | None, model: str | None) -> bool:
         """None: all."""
         worker = self.worker
-        return (
-            tenant in (None, worker.tenant)
-            and model in (None, worker.model)
-            and (ids is None or worker.id in ids)
-        )
+        is_named = ids is None or worker.id in ids
+        return is_named and tenant in (None, worker.tenant) and model in (None, worker.model)
 
     def lease_left_ms(self, now_s: float) -> int:
         """1 at least: 0 says that there is no lease."""
@@ -86,9 +75,8 @@ class Entry:
         return 0 if expires_at_s is None else max(1, int((expires_at_s - now_s) * 1000))
 
 
-class Membership:
+class Workers:
     """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``, ``tenant_share``: as of the fleet.
-
     ``limits``: has room for each rank.
 
     ``models``: the partitions of each (tenant, model); (): known, without ranks now. ``departed``: totals of those
@@ -104,18 +92,19 @@ class Membership:
         limits: Limits,
     ) -> None:
         self._options, self._seed, self._clock, self._limits = options, seed, clock, limits
-        self._shares = TenantShares(tenant_share)
-        self.entries: dict[str, Entry] = {}  # by worker's id
-        self.ranks: dict[tuple[str, int], DpRank] = {}
+        self._share = tenant_share
+        self._used: Counter[tuple[str, str]] = Counter()  # by tenant: workers, and ranks
+        self._followed: dict[str, Counter[str]] = {}  # by endpoint: workers of each tenant that publish there
+        self.present: dict[str, Present] = {}  # by worker's id
+        self.ranks: dict[tuple[str, int], Rank] = {}
         self.models: dict[tuple[str, str], tuple[Partition, ...]] = {}
         self.departed: Counter[str] = Counter()
         self._next_holder = 0
 
     def snapshot(self) -> tuple[PartitionState, ...]:
-        """``Fleet.snapshot``."""
         now_s = self._clock()
-        entries: dict[Partition, list[Entry]] = {}
-        for entry in self.entries.values():
+        entries: dict[Partition, list[Present]] = {}
+        for entry in self.present.values():
             entries.setdefault(entry.partition, []).append(entry)
         return tuple(_partition_state(partition, members, now_s) for partition, members in entries.items())
 
@@ -127,15 +116,15 @@ class Membership:
         age_s: float,
         flags: Collection[str],
         life: str | None,
-    ) -> list[tuple[Worker, dict[int, Position]]]:
+    ) -> list[Present]:
         """``Fleet.restore``; ``indexes``: the tables of the snapshot's partitions."""
         pooled = bool(life) and life == snapshot.life
-        assert not self.entries
+        assert not self.present
         # Behind all that the snapshot names, so that no start of now is taken for one of them.
         numbers = [_HOLDER.fullmatch(name) for index in indexes for name in index.workers()]
         self._next_holder = max((int(found[1]) + 1 for found in numbers if found), default=0)
         try:
-            entries: list[Entry] = []
+            entries: list[Present] = []
             for state, index in zip(snapshot.partitions, indexes, strict=True):
                 workers = [
                     (one, lease_s)
@@ -144,27 +133,24 @@ class Membership:
                 ]
                 entries += self._restore_partition(index, workers, state.namespaces if pooled else ())
         except KVPoolError as error:
-            for entry in self.entries.values():
+            for entry in self.present.values():
                 self._limits.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
-            for known in (self.entries, self.ranks, self.models, self._shares):
+            for known in (self.present, self.ranks, self.models, self._used, self._followed):
                 known.clear()
             raise SnapshotRefused(f"this snapshot cannot be followed: {error}") from error
-        return [
-            (entry.worker, {rank.publisher.dp_rank: rank.position for rank in entry.ranks if rank.position})
-            for entry in entries
-        ]
+        return entries
 
     def _restore_partition(
         self,
         index: PrefixIndex,
         workers: Iterable[tuple[WorkerState, float | None]],
         namespaces: Sequence[str],
-    ) -> list[Entry]:
+    ) -> list[Present]:
         now_s = self._clock()
-        entries: list[Entry] = []
+        entries: list[Present] = []
         kept: set[str] = set()
         for state, lease_s in workers:
-            if state.worker.id in self.entries:
+            if state.worker.id in self.present:
                 raise SnapshotRefused(f"worker {state.worker.id} is there twice")
             known = {rank.publisher.dp_rank: rank for rank in state.ranks if rank.position is not None}
             for rank in known.values():
@@ -174,11 +160,9 @@ class Membership:
             self.make_room(state.worker, None)
             source = next((source for source in SOURCES if source == state.source), None)
             if source is None:
-                raise SnapshotRefused(
-                    f"worker {state.worker.id} was named by a source that this version does not know"
-                )
+                raise SnapshotRefused(f"worker {state.worker.id} was named by an unknown source")
             expires_at_s = None if lease_s is None else now_s + lease_s
-            entries.append(self.enter(state.worker, source, expires_at_s, now_s, index, known))
+            entries.append(self.enter(state.worker, source, expires_at_s, index, known))
             if entries[-1].partition.index is not index:
                 raise SnapshotRefused("workers of one table do not belong together")
         for namespace in namespaces[:MAX_NAMESPACES] if entries else ():
@@ -188,39 +172,44 @@ class Membership:
             index.remove_worker(holder)
         return entries
 
-    def renew(self, entry: Entry, worker: Worker) -> None:
+    def renew(self, entry: Present, worker: Worker) -> None:
         if entry.worker.namespace != worker.namespace:
             self._enter_namespace(entry.partition, worker.namespace)
             self._leave_namespace(entry.partition, entry.worker.namespace)
-        if entry.worker == worker:
-            return
-        entry.worker = worker
-        for rank in entry.ranks:
-            rank.rename(worker)
-        entry.partition.members = Members(entry.partition.members.ranks)
+        if entry.worker != worker:
+            entry.worker = worker
+            for rank in entry.ranks:
+                rank.rename(worker)
+            entry.partition.members = Members(entry.partition.members.ranks)
 
-    def make_room(self, worker: Worker, known: Entry | None) -> None:
+    def make_room(self, worker: Worker, known: Present | None) -> None:
         """Check every limit before anything is changed; what no worker uses any more makes room.
 
-        Errors: ``KVPoolError``, and those of ``TenantShares.check``.
+        Errors: ``KVPoolError``; ``ConfigError`` for an endpoint that is followed for another tenant, which would see
+        the worker's events. ``Dialler`` compares the addresses of names.
         """
         tenant, replaced_ranks = worker.tenant, len(known.ranks) if known else None
-        if known is None and len(self.entries) >= MAX_WORKERS:
+        if known is None and len(self.present) >= MAX_WORKERS:
             raise KVPoolError(
                 f"this index follows {MAX_WORKERS} workers already: remove one, or start another"
             )
         if len(self.ranks) + len(worker.publishers) - (replaced_ranks or 0) > MAX_RANKS:
             raise KVPoolError(f"this index would follow more than {MAX_RANKS} ranks: start another")
-        self._shares.check(
-            worker, replaced_ranks=replaced_ranks, max_workers=MAX_WORKERS, max_ranks=MAX_RANKS
-        )
+        for endpoint in _endpoints(worker):
+            if self._followed.get(endpoint, Counter()).keys() - {tenant}:
+                raise ConfigError(
+                    f"worker {worker.name}: {endpoint} is followed for another tenant: name the worker's own endpoint"
+                )
+        ranks = len(worker.publishers) - (replaced_ranks or 0)
+        self._check_share(tenant, "workers", int(known is None), MAX_WORKERS)
+        self._check_share(tenant, "ranks", ranks, MAX_RANKS)
         if self._has_room(worker):
             return
         self._drop_unused()
         if self._has_room(worker):
             return
         if len(self.models) < MAX_MODELS and sum(map(len, self.models.values())) < MAX_PARTITIONS:
-            share = int(min(MAX_MODELS, MAX_PARTITIONS) * self._shares.share)
+            share = int(min(MAX_MODELS, MAX_PARTITIONS) * self._share)
             raise KVPoolError(
                 f"tenant {tenant} may have {share} models, hash schemes and block sizes of them counted apart: "
                 f"{MORE}"
@@ -230,27 +219,37 @@ class Membership:
             "already: start another"
         )
 
+    def _check_share(self, tenant: str, what: str, more: int, limit: int) -> None:
+        most = int(limit * self._share)
+        if more > 0 and self._used[tenant, what] + more > most:
+            raise KVPoolError(f"tenant {tenant} may have {most} {what}: {MORE}")
+
+    def _count(self, worker: Worker, sign: int) -> None:
+        for what, count in (("workers", 1), ("ranks", len(worker.publishers))):
+            self._used[worker.tenant, what] += sign * count
+            if not self._used[worker.tenant, what]:
+                del self._used[worker.tenant, what]
+
     def _has_room(self, worker: Worker) -> bool:
         """For its model and its partition, in all and of its tenant."""
         partitions = self.models.get((worker.tenant, worker.model))
-        if _find(partitions, worker) is not None:
+        if _find(partitions or (), worker) is not None:
             return True
         of_tenant = [several for (tenant, _), several in self.models.items() if tenant == worker.tenant]
         is_new = partitions is None
         return (
             len(self.models) + is_new <= MAX_MODELS
-            and len(of_tenant) + is_new <= MAX_MODELS * self._shares.share
+            and len(of_tenant) + is_new <= MAX_MODELS * self._share
             and sum(map(len, self.models.values())) < MAX_PARTITIONS
-            and sum(map(len, of_tenant)) + 1 <= MAX_PARTITIONS * self._shares.share
+            and sum(map(len, of_tenant)) + 1 <= MAX_PARTITIONS * self._share
         )
 
     def _drop_unused(self) -> None:
         for name, partitions in list(self.models.items()):
-            used = tuple(partition for partition in partitions if partition.members)
             for partition in partitions:
                 if not partition.members:
                     self._depart(partition)
-            if used:
+            if used := tuple(partition for partition in partitions if partition.members):
                 self.models[name] = used
             else:
                 del self.models[name]
@@ -260,10 +259,9 @@ class Membership:
         worker: Worker,
         source: Source,
         expires_at_s: float | None,
-        now_s: float,
         restored: PrefixIndex | None = None,
         known: Mapping[int, RankState] | None = None,
-    ) -> Entry:
+    ) -> Present:
         """Errors: ``KVPoolError`` when there is no room for its ranks or its namespace; it is not in then."""
         nbytes = len(worker.publishers) * RANK_NBYTES
         if not self._limits.take(nbytes, worker.tenant):
@@ -288,23 +286,29 @@ class Membership:
             state = (known or {}).get(publisher.dp_rank)
             holder = f"rank/{self._next_holder}" if state is None else state.holder
             self._next_holder += 1
-            rank = DpRank(worker, publisher, partition.index, holder, now_s, partition.no_hasher)
+            rank = Rank(worker, publisher, partition.index, holder, self._clock, partition.no_hasher)
             if state is not None and state.position is not None:
-                rank.restore(state.position, state.incomplete_reason, now_s)
+                rank.restore(state.position, state.incomplete_reason)
             ranks.append(rank)
             self.ranks[worker.id, publisher.dp_rank] = rank
         if partition.no_hasher:
             logger.warning("worker %s: %s", worker.id, unhashed(partition.no_hasher))
         partition.members = Members((*partition.members.ranks, *ranks))
-        self._shares.enter(worker)
-        self.entries[worker.id] = entry = Entry(worker, source, expires_at_s, partition, tuple(ranks))
+        self._count(worker, 1)
+        for endpoint in _endpoints(worker):
+            self._followed.setdefault(endpoint, Counter())[worker.tenant] += 1
+        self.present[worker.id] = entry = Present(worker, source, expires_at_s, partition, tuple(ranks))
         return entry
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: Present) -> None:
         partition = entry.partition
         self._limits.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
-        del self.entries[entry.worker.id]
-        self._shares.leave(entry.worker)
+        del self.present[entry.worker.id]
+        self._count(entry.worker, -1)
+        for endpoint in _endpoints(entry.worker):
+            self._followed[endpoint] -= Counter({entry.worker.tenant: 1})
+            if not self._followed[endpoint]:
+                del self._followed[endpoint]
         partition.members = Members(rank for rank in partition.members.ranks if rank not in entry.ranks)
         for rank in entry.ranks:
             del self.ranks[entry.worker.id, rank.publisher.dp_rank]
@@ -339,7 +343,7 @@ class Membership:
             partition.namespaces[namespace] -= 1
 
 
-def _partition_state(partition: Partition, entries: Iterable[Entry], now_s: float) -> PartitionState:
+def _partition_state(partition: Partition, entries: Iterable[Present], now_s: float) -> PartitionState:
     """Under ``_lock``: no other code takes the locks of several ranks."""
     with ExitStack() as held:
         for rank in partition.members.ranks:
@@ -373,17 +377,19 @@ def _restored_lease_s(
     return None if state.lease_left_s is None else min(max(0, state.lease_left_s - age_s), MAX_LEASE_S)
 
 
+def _endpoints(worker: Worker) -> list[str]:
+    """Publishers without a replay socket count, too: each of their endpoints is connected to."""
+    named = (one for publisher in worker.publishers for one in (publisher.events, publisher.replay))
+    return [one_spelling(endpoint) for endpoint in named if endpoint]
+
+
 def is_same_start(known: Worker, worker: Worker) -> bool:
-    return (Key.of(known), known.publishers, known.incarnation) == (
-        Key.of(worker),
-        worker.publishers,
-        worker.incarnation,
-    )
+    one, other = ((Key.of(each), each.publishers, each.incarnation) for each in (known, worker))
+    return one == other
 
 
-def _find(partitions: Iterable[Partition] | None, worker: Worker) -> Partition | None:
-    key = Key.of(worker)
-    return next((partition for partition in partitions or () if partition.key == key), None)
+def _find(partitions: Iterable[Partition], worker: Worker) -> Partition | None:
+    return next((one for one in partitions if one.key == Key.of(worker)), None)
 
 
 def unknown_model(name: str, known: Iterable[str]) -> str:
