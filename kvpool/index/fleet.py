@@ -339,8 +339,8 @@ class Fleet:
         self, model: str | Prompt, *, at_once: bool = False, **fields: Unpack[PromptFields]
     ) -> list[Answer]:
         """``lookup`` of each partition: one, unless workers of the model differ in how they hash; or ``NotAtOnce``."""
-        prompt = as_prompt(model, fields)
-        candidates = prompt.candidates()
+        prompt = model if isinstance(model, Prompt) and not fields else as_prompt(model, fields)
+        candidates = None if prompt.workers is None else prompt.candidates()
         return [one.answer(hashes, candidates, at_once=at_once) for one, hashes in self._asked(prompt)]
 
     def _asked(self, prompt: Prompt) -> list[tuple[Partition, Buffer]]:
@@ -370,12 +370,11 @@ class Fleet:
         return [name for owner, name in list(self._models) if owner == tenant]
 
     def _partitions(self, tenant: str, model: str) -> tuple[Partition, ...]:
+        if isinstance(model, str) and (partitions := self._models.get((tenant, model))) is not None:
+            return partitions
         check_tenant(tenant)
         if not isinstance(model, str) or not model or len(model) > MAX_TEXT_NBYTES:
             raise ConfigError(f"name the model, with at most {MAX_TEXT_NBYTES} characters")
-        partitions = self._models.get((tenant, model))
-        if partitions is not None:
-            return partitions
         models = self.models(tenant)
         if not models:  # nothing of other tenants: the one who asks may be none of theirs
             raise UnknownModel(

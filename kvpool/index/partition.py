@@ -146,7 +146,7 @@ class Partition:
 
     def answer(self, hashes: Buffer, candidates: frozenset[str] | None, *, at_once: bool = False) -> Answer:
         """A row for every rank of the candidates; None: of all. ``at_once``: see ``PrefixIndex.answer``."""
-        members = self._among(candidates)
+        members = self.members if candidates is None else self._among(candidates)
         now_ms = int(self._clock() * 1000)
         answer = self.index.answer(members.rows, hashes, now_ms, at_once=at_once)
         moved = answer.moved()
@@ -162,10 +162,7 @@ class Partition:
                 lock.release()
         return Answer(members, answer)
 
-    def _among(self, candidates: frozenset[str] | None) -> Members:
-        """Those who are asked about; None: all."""
-        if candidates is None:
-            return self.members
+    def _among(self, candidates: frozenset[str]) -> Members:
         return Members((rank for rank in self.members.ranks if rank.worker.name in candidates), are_all=False)
 
 
