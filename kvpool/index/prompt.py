@@ -156,7 +156,7 @@ class PromptFields(TypedDict, total=False):
 
 
 def as_prompt(model: str | Prompt, fields: PromptFields) -> Prompt:
-    """The prompt itself, or the one that a model's name and these fields make. Errors: ``ConfigError``."""
+    """``model`` where it is a prompt, else a prompt of these fields. Errors: ``ConfigError``."""
     if not isinstance(model, Prompt):
         return Prompt(model, **fields)
     if fields:

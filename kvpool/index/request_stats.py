@@ -43,7 +43,6 @@ class Matched(NamedTuple):
 
     @classmethod
     def of(cls, lookup: Lookup) -> Matched:
-        """Of an answer."""
         return cls(*(max(getattr(lookup, column), default=0) for column in cls._fields))
 
 
@@ -76,7 +75,6 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count one."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
@@ -122,8 +120,6 @@ def result_of(error: BaseException) -> Result:
 
 
 class RequestStats:
-    """Written by the servers, read by the metrics page and ``ListWorkers``."""
-
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self._lock = threading.Lock()
@@ -156,7 +152,6 @@ class RequestStats:
             self._totals.streams += change
 
     def record_placement(self, seconds: float, outcome: Outcome) -> None:
-        """A request of a proxy was placed, or not."""
         with self._lock:
             self._totals.placements[outcome] += 1
             self._totals.placement_seconds.add(seconds)
@@ -175,20 +170,16 @@ class RequestStats:
         self._totals.reuse = Reuse(prompts + 1, blocks + prompt_blocks, held + held_blocks)
 
     def totals(self) -> Totals:
-        """All of it at one moment."""
         with self._lock:
             return deepcopy(self._totals)
 
 
 class ProxyStats:
-    """Written by the proxy, read by the metrics page."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals = ProxyTotals()
 
     def begin(self) -> None:
-        """A request has come."""
         with self._lock:
             self._totals.under_way += 1
 
@@ -199,7 +190,6 @@ class ProxyStats:
             self._totals.responses[outcome] += 1
 
     def record_retry(self, why: Retry) -> None:
-        """A request goes to another worker."""
         with self._lock:
             self._totals.retries[why] += 1
 
@@ -209,6 +199,5 @@ class ProxyStats:
             self._totals.first_byte_seconds.add(seconds)
 
     def totals(self) -> ProxyTotals:
-        """All of it at one moment."""
         with self._lock:
             return deepcopy(self._totals)

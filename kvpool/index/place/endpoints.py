@@ -76,12 +76,10 @@ class _Places(NamedTuple):
 
 
 class _Pending(Unresolved):
-    """It is being looked up."""
+    pass
 
 
 class Endpoints:
-    """Of the workers of ``fleet``."""
-
     def __init__(self, fleet: Fleet, resolver: Resolver) -> None:
         self._fleet, self._resolver = fleet, resolver
         self._known: OrderedDict[tuple[str, str], Addresses] = OrderedDict()  # by tenant and host

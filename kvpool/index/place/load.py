@@ -84,13 +84,11 @@ class LoadBoard:
     # A load of a rank beyond MAX_KEPT is not kept.
 
     def report(self, worker_id: str, load: Load) -> None:
-        """As a router says."""
         self._at(worker_id, load.dp_rank).report(
             self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage
         )
 
     def scrape(self, worker_id: str, load: Load, *, asleep: bool) -> None:
-        """As the worker's metrics say."""
         self._at(worker_id, load.dp_rank).scrape(
             self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage, asleep
         )
@@ -104,7 +102,6 @@ class LoadBoard:
         self._at(worker_id, dp_rank).fail(self.clock())
 
     def reserve(self, worker_id: str, dp_rank: int, cost: int) -> None:
-        """From now on so much is reserved of a rank, in all."""
         self._at(worker_id, dp_rank).reserved_cost = cost
 
     def pick(self, worker_id: str, dp_rank: int, number: int, cost: float) -> None:

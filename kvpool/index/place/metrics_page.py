@@ -43,7 +43,7 @@ class BadPage(KVPoolError):
 
 
 class GateCounters(NamedTuple):
-    """What the connector's cost gate has timed since the engine began: tokens from the pool and tokens computed."""
+    """Sums of the connector's cost gate since the engine began: tokens from the pool and tokens computed."""
 
     load_tokens: float
     load_s: float
@@ -139,7 +139,7 @@ class PoolCost:
         self._sums = _NOTHING
 
     def update(self, counters: GateCounters, now_s: float) -> None:
-        """``counters``: as they stand now; where one has gone back, the engine has begun anew."""
+        """``counters``: the current ones; a smaller one tells of a new engine."""
         if self._last_s is None or any(now < last for now, last in zip(counters, self._last, strict=True)):
             self._sums = counters
         else:

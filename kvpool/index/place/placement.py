@@ -38,7 +38,6 @@ class Refusal(KVPoolError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer."""
         headers = {"content-type": "application/json"}
         if self.status in (429, 503):
             headers["retry-after"] = str(RETRY_AFTER_S)

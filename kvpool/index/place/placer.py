@@ -146,7 +146,6 @@ class Placer:
         return headers
 
     def release(self, placement: Placement) -> None:
-        """End its reservation now."""
         self._release(placement.tenant, placement.reservation)
 
     def release_when_shown(self, placement: Placement) -> None:

@@ -48,12 +48,10 @@ class Pick(NamedTuple):
 
     @property
     def worker(self) -> str:
-        """Its name."""
         return self.row.worker
 
     @property
     def dp_rank(self) -> int:
-        """Of the worker."""
         return self.row.dp_rank
 
     @property
@@ -90,7 +88,6 @@ class NativeRanking(NamedTuple):
         return self.native.pack(self.reservation)
 
     def unpack(self) -> Ranking:
-        """It as values."""
         picks = tuple(
             Pick._make(
                 (Row._make(row), TRUSTS[trust], *numbers, LOAD_SOURCES[source], age_ms, asleep, unreachable)

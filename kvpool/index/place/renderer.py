@@ -100,7 +100,6 @@ class Renderer:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Forget what is under way."""
         for task in self._under_way.values():
             task.cancel()
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
@@ -230,7 +229,6 @@ class Renderer:
 
 
 def _prompt(request: InferenceRequest, packed: bytearray) -> Prompt:
-    """Any thread."""
     rendered: Any = _RENDERED.decode(packed)
     one = rendered
     if isinstance(rendered, list):

@@ -96,7 +96,7 @@ class Scraper:
             await asyncio.sleep(self._interval_s)
 
     async def _read(self, worker_id: str, address: str, ranks: tuple[int, ...]) -> None:
-        """One worker's page, again and again. Said once when it cannot be read, and once when it can again."""
+        """A worker's page, again and again. A failure is logged once, and so is its end."""
         failures = 0
         part = random.random()  # of the first pause: those that came together are not read together for ever
         costs = {rank: PoolCost() for rank in ranks}
@@ -135,7 +135,7 @@ class Scraper:
         for rank, one, batches in zip(ranks, followed, since, strict=True):
             engine = engines.get(rank)
             if engine is None:
-                raise BadPage(f"it says nothing of engine {rank}")
+                raise BadPage(f"it has no line of engine {rank}")
             load = Load(name, rank, engine.running, engine.waiting, None, engine.kv_usage)
             self._loads.scrape(worker_id, load, asleep=engine.asleep)
             if engine.gate is not None:

@@ -119,7 +119,7 @@ class TokenCache:
                 self._nbytes -= _nbytes(*self._known.popitem(last=False))
 
     def _is_exact(self, special: list[str]) -> bool:
-        """Whether the tokens of texts that are cut, wherever that is allowed, are those of the whole."""
+        """Whether a text in pieces has the tokens of the whole, wherever it may be cut."""
         mixed = "".join(probe + one for probe, one in zip(_PROBES * 2, [*special, *[""] * 8], strict=False))
         self._piece_chars = self._special_chars = 1
         try:

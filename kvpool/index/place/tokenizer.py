@@ -178,7 +178,6 @@ def _ends(whole: list[int], body: list[int]) -> tuple[array[int], array[int]]:
 
 
 def _message(message: Any, in_parts: bool) -> dict[str, Any]:
-    """One message as templates expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"a message has a role ({', '.join(_ROLES)}) and a content, not {message!r:.60}")
     role = message["role"]
@@ -237,7 +236,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _without_developer(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of a template that does not know the role: its messages are the system's, and all of those are the first."""
+    """For a template without the role: its messages become the system's, merged into the first message."""
     if all(message["role"] != "developer" for message in conversation):
         return list(conversation)
     renamed = [
@@ -255,12 +254,12 @@ def _without_developer(conversation: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def _why(source: str, error: Exception) -> str:
-    """What is wrong with it. The words of transformers for a folder are about names on the hub, or end in a list."""
+    """The fault, in a line: transformers' own words for a folder are about names on the hub, or end in a list."""
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("*tok*")):
         return "it holds no tokenizer.json: name the folder of the model"
     if folder.is_absolute() and not folder.exists():
-        return "there is no such folder"
+        return "the folder does not exist"
     return _first_line(error)
 
 

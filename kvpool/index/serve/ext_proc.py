@@ -153,7 +153,6 @@ class Exchange:
             self._placement = None
 
     async def answer(self, message: Any) -> list[Any]:
-        """The replies to one message."""
         if message.HasField("protocol_config"):
             self._mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -330,7 +329,6 @@ def _text(metadata: Any, namespace: str, name: str) -> str:
 
 @cache
 def _warn_of(mode: int) -> None:
-    """Once."""
     logger.warning(
         "Envoy sends bodies of requests in the mode %s, in which they are placed by load, without their prompt: set "
         "request_body_mode to BUFFERED or FULL_DUPLEX_STREAMED",

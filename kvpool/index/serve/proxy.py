@@ -122,7 +122,6 @@ class Proxy:
             wait.cancel()
 
     async def stop(self) -> None:
-        """End everything that is under way."""
         if self._listening is not None:
             self._listening.close()
         if self._manager is not None:
@@ -224,7 +223,6 @@ class ModelLists:
         return web.Response(body=reply.body, status=reply.status, headers=headers)
 
     async def close(self) -> None:
-        """Forget what is under way."""
         tasks = [task for task in self._known.values() if not task.done()]
         for task in tasks:
             task.cancel()

@@ -109,7 +109,7 @@ class ProxyConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What is no HTTP, and faults of ours, in the form of OpenAI's API."""
+        """Broken HTTP, and faults of ours, in the form of OpenAI's API."""
         if status >= 500 and not isinstance(exc, ConnectionError):  # as where the client has gone
             logger.error("a request of %.200s failed", request.path, exc_info=exc)
         if request.writer.output_size > 0:  # it is too late to say so
@@ -133,7 +133,6 @@ class ProxyConnection(web.RequestHandler):
 
 
 def refused(refusal: Refusal) -> web.Response:
-    """It as a response."""
     return web.Response(
         body=refusal.body, status=refusal.status, headers={**refusal.headers, "server": "kvpool"}
     )

@@ -126,7 +126,7 @@ class Forwarding:
     # ---- the request
 
     async def _place(self, body: bytes) -> Placement:
-        """One with targets. Errors: ``Refusal``."""
+        """A placement with targets. Errors: ``Refusal``."""
         path = self._request.rel_url.raw_path
         placement = self._placement = await self._placer.place(
             path, self._request.headers, body, self._tenant
@@ -218,7 +218,7 @@ class Forwarding:
             self._stats.record_retry(retry)
 
     def _forwarded(self, not_forwarded: frozenset[str]) -> CIMultiDict[str]:
-        """The request's headers, and where it came from, as proxies say it: only the last address is ours to know."""
+        """The request's headers with its origin, as proxies write it: only the last address is certain."""
         headers = _without(self._request.headers, not_forwarded)
         came_by = [*headers.popall(FORWARDED_FOR, ()), self._request.remote or "unknown"]
         headers[FORWARDED_FOR] = ", ".join(came_by)
@@ -281,7 +281,7 @@ class Forwarding:
         return response
 
     async def _read_part(self, reply: aiohttp.ClientResponse, target: Target) -> bytes:
-        """What has come of the response; empty at its end, and where the worker breaks off."""
+        """The next bytes of the response; empty at its end, and where the worker breaks off."""
         try:
             return await reply.content.readany()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
@@ -321,7 +321,6 @@ class Sending(aiohttp.Payload):
         self.is_reused = self.is_late = False
 
     def begin(self, transport: asyncio.Transport | None, *, is_reused: bool) -> None:
-        """It is to go over this connection."""
         self._transport, self.is_reused, self.is_whole = transport, is_reused, not self._size
 
     def abort(self) -> None:
@@ -369,7 +368,7 @@ class WorkerConnector(aiohttp.TCPConnector):
 
 
 def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:
-    """Those that are not of ``names``, nor named as of the connection."""
+    """Without ``names`` and the names that ``connection`` lists."""
     if "connection" in headers:
         named = ",".join(headers.getall("connection")).split(",")
         names = names | {name.strip().lower() for name in named}

@@ -234,7 +234,7 @@ GOOD = page({0: Engine(9)})
         (saying(answer(GOOD, "404 Not Found")), "HTTP status 404"),
         (saying(answer(GOOD, "302 Found\r\nlocation: /other")), "HTTP status 302"),
         (saying(answer(GOOD)[:-20]), ""),
-        (saying(answer(page({1: Engine(9), 2: Engine(9)}))), "says nothing of engine 0"),
+        (saying(answer(page({1: Engine(9), 2: Engine(9)}))), "has no line of engine 0"),
     ],
     ids=[
         "never", "drip", "endless head", "huge", "closes", "another protocol", "404", "302", "cut short",
