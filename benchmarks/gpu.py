@@ -30,8 +30,8 @@ from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Store, open_store
 from kvpool.transfer import Block, BlockCopier, KVCacheMover
-from kvpool.transfer.lane import device_of
-from kvpool.transfer.staging import LOAD_RESERVE, Staging
+from kvpool.transfer.device import device_of
+from kvpool.transfer.memory import LOAD_RESERVE, Staging
 
 # Of one of four tensor-parallel ranks of Llama-3-8B: 32 layers, K and V, 16 tokens, 2 of 8 heads of 128, bfloat16. So
 # 1 to 8 blocks a record are 512 KiB to 4 MiB.

@@ -9,7 +9,7 @@ import torch
 
 from kvpool.errors import ConfigError
 from kvpool.text import format_nbytes
-from kvpool.transfer.lane import Device, device_of
+from kvpool.transfer.device import Device, device_of
 
 # An engine's KV cache has tens of gigabytes, and torch's kernels divide what is larger than 2^31 bytes or elements. So
 # a cache is measured in as much memory, of which the blocks that are copied take little.

@@ -15,10 +15,10 @@ from benchmarks.measure.arena import Arena
 from benchmarks.measure.caches import Cache
 from kvpool.errors import ConfigError
 from kvpool.key.key import Namespace
-from kvpool.transfer.device import BlockCopier
+from kvpool.transfer.copier import BlockCopier
+from kvpool.transfer.device import DONE
 from kvpool.transfer.job import Job, Part, Stage
 from kvpool.transfer.kv_cache import Block, KVCacheMemory
-from kvpool.transfer.lane import DONE
 
 TARGET_OVER_PLAIN = 0.9
 TARGET_FROM_NBYTES = 512 << 10  # of a block's payload; a target for smaller ones is not set
@@ -125,7 +125,7 @@ class Copies:
         self._stored_slots: list[int] = []
 
     def store(self) -> None:
-        """Start to copy a batch to slots. The ones before may still be under way: the lane keeps the order."""
+        """Start to copy a batch to slots. The ones before may still be under way: the stream keeps the order."""
         self.staging.release(self._stored_slots)
         self._stored_slots = self._gather()
 
@@ -197,14 +197,14 @@ class _Plain:
         half = copies.staging.tensor.numel() // 2
         self._from, self._to = (copies.staging.tensor[start:][: copies.nbytes] for start in (0, half))
         self._there = torch.empty(copies.nbytes, dtype=torch.uint8, device=arena.torch_device)
-        self._lanes = [arena.device.lane(1) for _ in range(2)]
+        self._streams = [arena.device.copy_stream(1) for _ in range(2)]
         arena.timed(self.load)  # so that what is stored are random bytes
 
     def store(self) -> None:
-        self._lanes[0].submit(partial(self._copy, self._to, self._there), [])
+        self._streams[0].submit(partial(self._copy, self._to, self._there), [])
 
     def load(self) -> None:
-        self._lanes[1].submit(partial(self._copy, self._there, self._from), [])
+        self._streams[1].submit(partial(self._copy, self._there, self._from), [])
 
     def both(self) -> None:
         self.store()

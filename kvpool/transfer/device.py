@@ -1,259 +1,157 @@
-"""Copies between the KV cache of one group of layers and staging slots, through scratch memory of the device.
+"""Devices, and their streams of copies between a KV cache and staging, beside the engine's own stream.
 
-The payload of a record is that of its blocks, one after the other; the payload of a block is, for each layer of the
-group in order, the block's bytes in the layer's logical index order. A batch is gathered into the scratch by one launch
-for each stack of layers, and the scratch is copied to staging by one transfer for each run of neighbouring slots; back
-the same way. The ids of a batch's blocks lie in the scratch, too: a copy takes no memory of the device.
+Copies of a stream go one after the other. On an accelerator a copy begins when the engine's stream has come to the
+marks that it waits for, and its event is ready when it has ended. Only ``torch.accelerator``, ``torch.Stream`` and
+``torch.Event`` are used: what holds for one kind of device holds for the next. On the CPU ``submit`` ends the copy.
 
-Threads: called from the worker's model thread only, on a lane. Torch releases the interpreter lock inside each copy.
+While a CUDA graph is captured nothing here may be called, by any thread: torch captures in a mode in which the query
+of an event, or pinning memory, ends the capture. vLLM captures in this same thread, before its first step. Copies that
+were submitted before go on beside a capture, and beside replays.
+
+Threads: the worker's model thread only. Nothing here waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from kvpool.transfer.staging import Staging
+from kvpool.errors import ConfigError
+from kvpool.text import format_nbytes
 
-_WIDTHS = {
-    8: torch.int64,
-    4: torch.int32,
-    2: torch.int16,
-    1: torch.uint8,
-}  # bytes of an element: few, wide ones
-_ID_NBYTES = 8  # the one width that all of torch's indexing takes
+# Of a device's memory, for each stream: so much is copied by one launch and one transfer. More of it makes the time
+# between two transfers matter less; on the CPU it should stay in the cache.
+ACCELERATOR_SCRATCH_NBYTES = 64 << 20
+HOST_SCRATCH_NBYTES = 4 << 20
 
-
-class _Placed(NamedTuple):
-    """Where the blocks of some layers lie, in bytes: ``dims`` are (size, stride) pairs of one block."""
-
-    storage: torch.UntypedStorage
-    offset: int
-    block_stride: int
-    dims: list[tuple[int, int]]
-
-    @property
-    def nbytes(self) -> int:
-        product = 1
-        for size, _ in self.dims:
-            product *= size
-        return product
+Copy = Callable[[torch.Tensor], None]
 
 
-class _Stack(NamedTuple):
-    """Layers that one launch can copy: ``cache`` has shape ``[num_blocks, ...]``, its bytes begin at ``start``."""
+class Event(Protocol):
+    """A point in a stream."""
 
-    cache: torch.Tensor
-    start: int
-    nbytes: int
+    def query(self) -> bool:
+        """Whether the stream has come there; never waits. Raises what the device failed with."""
+        ...
 
 
-class BlockCopier:
-    """Gathers and scatters whole blocks of one group; ``layers`` are views of shape ``[num_blocks, ...]``.
+class CopyStream(Protocol):
+    """A queue of copies, done in order, that all go through one piece of the device's memory."""
 
-    Layers may be strided in any way, of different shapes and types, and may share storage with those of another group.
-    Neighbours that lie at equal distances in one storage, as vLLM 0.32 allocates them, are copied as one.
-    A slot takes a record: ``blocks_per_record`` blocks, ``payload_nbytes`` in all. ``scratch_nbytes``: of the scratch
-    that copies it.
-    """
+    scratch_nbytes: int
 
-    def __init__(self, layers: Sequence[torch.Tensor], blocks_per_record: int = 1) -> None:
-        assert layers, "a group has at least one layer"
-        assert blocks_per_record > 0
-        self._blocks_per_record = blocks_per_record
-        self.device = layers[0].device
-        self.num_blocks = int(layers[0].shape[0])
-        placed = [_placed(layer) for layer in layers]
-        self._block_nbytes = sum(one.nbytes for one in placed)
-        self.payload_nbytes = blocks_per_record * self._block_nbytes
-        self.scratch_nbytes = _aligned(self.payload_nbytes) + blocks_per_record * _ID_NBYTES
-        self._stacks: list[_Stack] = []
-        start = 0
-        for stack in _stacked(placed):
-            self._stacks.append(
-                _Stack(
-                    _view(stack, self.num_blocks, start, self._block_nbytes, self.device),
-                    start,
-                    stack.nbytes,
-                )
-            )
-            start += stack.nbytes
+    def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
+        """Do ``copy(scratch)`` when all of ``after`` are ready and what was submitted before is done.
 
-    @property
-    def launches(self) -> int:
-        """How many launches a batch takes."""
-        return len(self._stacks)
-
-    @torch.inference_mode()  # in which the layers may have been made, or the step is
-    def rehearse(self, scratch: torch.Tensor) -> None:
-        """Copy some blocks onto themselves, before an engine computes.
-
-        Torch loads a kernel at its first launch, which can stall the device and takes memory of it. It has one kernel
-        for a few blocks and one for many.
+        ``scratch``: bytes, one dimension. The event that is returned is ready when the copy is done.
         """
-        records = min(
-            (self.num_blocks - 1) // self._blocks_per_record, scratch.numel() // self.scratch_nbytes
-        )
-        for count in sorted({min(1, records), records} - {0}):
-            rows, blocks = self._batch(range(1, 1 + count * self._blocks_per_record), count, scratch)
-            for stack in self._stacks:
-                part = self._part(rows, stack)
-                torch.index_select(stack.cache, 0, blocks, out=part)
-                stack.cache.index_copy_(0, blocks, part)
-
-    @torch.inference_mode()
-    def gather(
-        self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
-    ) -> None:
-        """Copy the blocks into the slots, in order, as many to each as a record has."""
-        assert all(block_ids), "block 0 is vLLM's null block, which holds nothing"
-        rows, blocks = self._batch(block_ids, len(slots), scratch)
-        for stack in self._stacks:
-            torch.index_select(stack.cache, 0, blocks, out=self._part(rows, stack))
-        for first, count in self._runs(staging, slots):
-            self._slots(staging, slots[first], count).copy_(
-                self._payloads(rows, first, count), non_blocking=True
-            )
-
-    @torch.inference_mode()
-    def scatter(
-        self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
-    ) -> None:
-        """Copy the slots into the blocks, in order, as many from each as a record has.
-
-        ``block_ids`` are different from each other, but for 0 (vLLM's null block): what is for it goes nowhere.
-        """
-        rows, blocks = self._batch(block_ids, len(slots), scratch)
-        for first, count in self._runs(staging, slots):
-            self._payloads(rows, first, count).copy_(
-                self._slots(staging, slots[first], count), non_blocking=True
-            )
-        for wanted in _between_zeros(block_ids):
-            for stack in self._stacks:
-                stack.cache.index_copy_(0, blocks[wanted], self._part(rows[wanted], stack))
-
-    def _batch(
-        self, block_ids: Sequence[int], records: int, scratch: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scratch as one block a row, and the blocks' ids on the device."""
-        assert len(block_ids) == records * self._blocks_per_record
-        # An index out of bounds ends an accelerator's context.
-        assert all(0 <= block < self.num_blocks for block in block_ids)
-        most = scratch.numel() // self.scratch_nbytes
-        assert records <= most, "more than the scratch holds"
-        nbytes = records * self.payload_nbytes
-        ids = scratch[_aligned(nbytes) : _aligned(nbytes) + len(block_ids) * _ID_NBYTES].view(torch.int64)
-        ids.copy_(self._ids(block_ids, most * self._blocks_per_record), non_blocking=True)
-        return scratch[:nbytes].view(len(block_ids), self._block_nbytes), ids
-
-    def _ids(self, block_ids: Sequence[int], most: int) -> torch.Tensor:
-        """The ids in host memory that a copy may read later.
-
-        From pageable memory the copy could wait for the stream. Pinning memory can stall the device, so each batch
-        takes as much: torch keeps what it has pinned, and gives it to the next one when the stream has read it.
-        The device is named, for an engine may have made another one torch's default.
-        """
-        pinned = self.device.type != "cpu"
-        ids = torch.empty(most, dtype=torch.int64, device="cpu", pin_memory=pinned)[: len(block_ids)]
-        return ids.copy_(torch.tensor(block_ids, dtype=torch.int64, device="cpu"))
-
-    def _payloads(self, rows: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """The bytes of ``count`` records, one after the other."""
-        return rows[first * self._blocks_per_record : (first + count) * self._blocks_per_record].view(-1)
-
-    @staticmethod
-    def _part(rows: torch.Tensor, stack: _Stack) -> torch.Tensor:
-        """The stack's part of each row, in the stack's shape."""
-        part = rows[:, stack.start : stack.start + stack.nbytes].view(stack.cache.dtype)
-        return part.view(rows.shape[0], *stack.cache.shape[1:])
-
-    def _runs(self, staging: Staging, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(index of the first slot, count) of slots that one transfer can copy: neighbours that payloads fill."""
-        first = 0
-        for i in range(1, len(slots) + 1):
-            joined = i < len(slots) and slots[i] == slots[i - 1] + 1
-            if not joined or self.payload_nbytes != staging.slot_nbytes:
-                yield first, i - first
-                first = i
-
-    def _slots(self, staging: Staging, slot: int, count: int) -> torch.Tensor:
-        start = slot * staging.slot_nbytes
-        return staging.tensor[start : start + count * self.payload_nbytes]
+        ...
 
 
-def _aligned(nbytes: int) -> int:
-    """Where ids may begin."""
-    return -(-nbytes // _ID_NBYTES) * _ID_NBYTES
+class Device(Protocol):
+    """Where a KV cache lies, and the stream on which the engine computes."""
+
+    pinned: bool  # whether host memory must be pinned to be copied from and to beside the engine
+    scratch_nbytes: int
+
+    def copy_stream(self, scratch_nbytes: int) -> CopyStream:
+        """A new stream of copies. Errors: ``ConfigError`` when there is no memory for its scratch."""
+        ...
+
+    def mark(self) -> Event:
+        """Ready when the engine's stream has done all that it was given until now."""
+        ...
+
+    def follow(self, event: Any) -> None:
+        """Have what the engine's stream is given from now on come after ``event``; does not wait."""
+        ...
 
 
-def _between_zeros(block_ids: Sequence[int]) -> Iterator[slice]:
-    """Where the blocks are that are not 0: as few slices as can be."""
-    zeros = [i for i, block in enumerate(block_ids) if block == 0]
-    for before, after in zip([-1, *zeros], [*zeros, len(block_ids)], strict=True):
-        if after > before + 1:
-            yield slice(before + 1, after)
+class Done:
+    """The event of what is over."""
+
+    def query(self) -> bool:
+        return True
 
 
-def _placed(layer: torch.Tensor) -> _Placed:
-    item = layer.element_size()
-    dims = [(size, stride * item) for size, stride in zip(layer.shape[1:], layer.stride()[1:], strict=True)]
-    return _Placed(
-        layer.untyped_storage(),
-        int(layer.storage_offset()) * item,
-        int(layer.stride(0)) * item,
-        _merged([*dims, (item, 1)]),
-    )
+DONE = Done()
 
 
-def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in the same order, with as few dimensions as can be."""
-    merged = [dims[-1]]
-    for size, stride in reversed(dims[:-1]):
-        inner_size, inner_stride = merged[0]
-        if stride == inner_size * inner_stride:
-            merged[0] = (size * inner_size, inner_stride)
-        elif size != 1:
-            merged.insert(0, (size, stride))
-    return merged
+class Host:
+    """The CPU: no stream, no waiting."""
+
+    pinned = False
+    scratch_nbytes = HOST_SCRATCH_NBYTES
+
+    def copy_stream(self, scratch_nbytes: int) -> CopyStream:
+        return _HostCopyStream(scratch_nbytes)
+
+    def mark(self) -> Event:
+        return DONE
+
+    def follow(self, event: Any) -> None:
+        """Everything is over already."""
 
 
-def _stacked(layers: list[_Placed]) -> Iterator[_Placed]:
-    """Neighbours of one shape, at equal distances in one storage, become one."""
-    rest = list(layers)
-    while rest:
-        first, distance, count = rest[0], 0, 1
-        while count < len(rest) and _alike(first, rest[count]):
-            step = rest[count].offset - rest[count - 1].offset
-            if step <= 0 or (count > 1 and step != distance):
-                break
-            distance, count = step, count + 1
-        yield first._replace(dims=_merged([(count, distance), *first.dims])) if count > 1 else first
-        del rest[:count]
+class _HostCopyStream:
+    def __init__(self, scratch_nbytes: int) -> None:
+        self.scratch_nbytes = scratch_nbytes
+        self._scratch = _scratch(scratch_nbytes, torch.device("cpu"))
+
+    def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
+        assert all(event.query() for event in after)
+        copy(self._scratch)
+        return DONE
 
 
-def _alike(one: _Placed, other: _Placed) -> bool:
-    return (one.storage.data_ptr(), one.block_stride, one.dims) == (
-        other.storage.data_ptr(),
-        other.block_stride,
-        other.dims,
-    )
+class Accelerator:
+    """What ``torch.accelerator`` drives. Not tried on a real one so far."""
+
+    pinned = True
+    scratch_nbytes = ACCELERATOR_SCRATCH_NBYTES
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def copy_stream(self, scratch_nbytes: int) -> CopyStream:
+        return _DeviceCopyStream(self._device, scratch_nbytes)
+
+    def mark(self) -> Event:
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def follow(self, event: Any) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(event)
 
 
-def _view(
-    placed: _Placed, num_blocks: int, start: int, payload_nbytes: int, device: torch.device
-) -> torch.Tensor:
-    """A tensor ``[num_blocks, ...]`` over the bytes, of the widest elements that cache and payload allow."""
-    *outer, (size, stride) = placed.dims
-    assert stride == 1, "the last dimension are the bytes of an element"
-    multiples = [placed.storage.data_ptr(), placed.offset, placed.block_stride, start, payload_nbytes, size]
-    multiples += [outer_stride for _, outer_stride in outer]
-    width = next(width for width in _WIDTHS if all(number % width == 0 for number in multiples))
-    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(placed.storage)
-    whole = whole[: whole.numel() // width * width].view(_WIDTHS[width])
-    return whole.as_strided(
-        (num_blocks, *(outer_size for outer_size, _ in outer), size // width),
-        (placed.block_stride // width, *(outer_stride // width for _, outer_stride in outer), 1),
-        placed.offset // width,
-    )
+class _DeviceCopyStream:
+    def __init__(self, device: torch.device, scratch_nbytes: int) -> None:
+        self.scratch_nbytes = scratch_nbytes
+        self._stream = torch.Stream(device)
+        # Made on its own stream, so that the allocator knows who uses it.
+        with self._stream:
+            self._scratch = _scratch(scratch_nbytes, device)
+
+    def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
+        for event in after:
+            assert isinstance(event, torch.Event), "of the same device as the stream"
+            self._stream.wait_event(event)
+        with self._stream:
+            copy(self._scratch)
+        return self._stream.record_event()
+
+
+def _scratch(nbytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise ConfigError(
+            f"{device} has no {format_nbytes(nbytes)} left for copies of KV blocks; lower "
+            "--gpu-memory-utilization a little, or VLLM_CPU_KVCACHE_SPACE on a CPU"
+        ) from error
+
+
+def device_of(device: torch.device) -> Device:
+    """What copies from and to a KV cache on ``device`` go by."""
+    return Host() if device.type == "cpu" else Accelerator(device)

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kvpool.store import Batch
-from kvpool.transfer.lane import Event
+from kvpool.transfer.device import Event
 
 COPY_PAUSE_S = 5e-5  # between two looks at a copy that is waited for: one of a part takes 0.1 ms at 40 GB/s
 

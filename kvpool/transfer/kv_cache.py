@@ -1,6 +1,6 @@
 """KVCacheMover: a ``BlockMover`` for the blocks of an engine's KV cache, through staging slots, beside the step loop.
 
-Copies run on two lanes, one in each direction, behind what the engine computes: a gather waits for the forward that
+Copies run on two streams, one in each direction, behind what the engine computes: a gather waits for the forward that
 it was submitted after, a scatter for the one before its load. So a block may be given to another request when its tag
 is in ``Finished.staged``, and a load's blocks when it is in ``Finished.loads``; not earlier. The store's threads touch
 staging slots only, never the KV cache.
@@ -20,11 +20,11 @@ from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.metrics import Counters
 from kvpool.store import Store
-from kvpool.transfer.device import BlockCopier
+from kvpool.transfer.copier import BlockCopier
+from kvpool.transfer.device import DONE, CopyStream, Device, Event, device_of
 from kvpool.transfer.job import Job, Moved, Part, Stage
-from kvpool.transfer.lane import DONE, Device, Event, Lane, device_of
+from kvpool.transfer.memory import LOAD_RESERVE, Staging, slot_size
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S, BlockMover
-from kvpool.transfer.staging import LOAD_RESERVE, Staging, slot_size
 
 ABANDON_AFTER_S = 0.25  # how long after its own deadline a batch may still be stopping
 
@@ -54,7 +54,7 @@ class KVCacheMemory:
         self.staging = Staging(slot_nbytes, max(2, staging_nbytes // slot_size(slot_nbytes)), device.pinned)
         record_nbytes = max(copier.scratch_nbytes for copier in copiers)
         scratch_nbytes = max(record_nbytes, min(device.scratch_nbytes, self.staging.slots * record_nbytes))
-        self._gathers, self._scatters = (device.lane(scratch_nbytes) for _ in range(2))
+        self._gathers, self._scatters = (device.copy_stream(scratch_nbytes) for _ in range(2))
         self.part_items = max(1, min(PART_NBYTES // slot_nbytes, self.staging.slots // 2))
         try:
             for copier in copiers:
@@ -116,18 +116,18 @@ class KVCacheMemory:
                 ids, slots = zip(*pairs[start : start + at_once], strict=True)
                 flat = [*chain.from_iterable(ids)]
                 copy = self._scatters.submit(partial(copier.scatter, flat, self.staging, slots), after)
-        return copy  # the last of them: a lane keeps the order
+        return copy  # the last of them: a stream keeps the order
 
     def hold_engine(self) -> None:
-        for lane in (self._gathers, self._scatters):
-            self._hold_engine_for(lane)
+        for stream in (self._gathers, self._scatters):
+            self._hold_engine_for(stream)
 
     def hold_engine_for_gathers(self) -> None:
         self._hold_engine_for(self._gathers)
 
-    def _hold_engine_for(self, lane: Lane) -> None:
-        # Behind all that the lane was given, a copy that failed half-way included.
-        self._device.follow(lane.submit(lambda scratch: None, []))
+    def _hold_engine_for(self, stream: CopyStream) -> None:
+        # Behind all that the stream was given, a copy that failed half-way included.
+        self._device.follow(stream.submit(lambda scratch: None, []))
 
 
 class KVCacheMover(BlockMover[Block]):

@@ -1,16 +1,25 @@
-"""Memory: where the bytes of items lie while a store moves them.
+"""Memory: where the bytes of items lie while a store moves them: the caller's, or staging slots.
 
-Threads: those of the mover's owner.
+Staging is a fixed number of equal slots of host memory between the KV cache and the store. I/O threads and an
+accelerator's copies read and write slots while the engine goes on. A slot is handed out again only when nobody can
+touch it any more, so a late byte never lands in somebody's KV cache.
+
+Threads: the mover's owner acquires and releases; I/O threads touch the bytes of slots in use.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
+from kvpool.errors import ConfigError
+from kvpool.text import format_nbytes
+from kvpool.transfer.device import DONE, Event
 from kvpool.transfer.job import Item, Part
-from kvpool.transfer.lane import DONE, Event
 
 MAX_PARTS = 8  # of host memory under way at a time
 
@@ -90,3 +99,73 @@ class HostMemory:
         return DONE
 
     def hold_engine(self) -> None: ...
+
+
+# Of staging memory that nobody has set. Two steps: the engine fills one while the pool takes the one before. At most
+# 2 GiB: a link of 100 Gbit/s takes that in 0.17 s, and 8 ranks pin 16 GiB of a host; what is beyond it waits in the
+# engine's own memory. At least 256 MiB, for loads.
+STAGED_STEPS = 2
+MIN_STAGING_NBYTES = 256 << 20
+MAX_STAGING_NBYTES = 2 << 30
+LOAD_RESERVE = 0.25  # the share of slots that stores leave to loads
+SLOT_ALIGNMENT = 64  # bytes; one cache line, so that two I/O threads never share one
+
+
+def default_nbytes(step_records: int, slot_nbytes: int) -> int:
+    """How much staging an engine gets that computes ``step_records`` records in a step at most."""
+    wanted = int(STAGED_STEPS * step_records * slot_nbytes / (1 - LOAD_RESERVE))
+    return min(max(wanted, MIN_STAGING_NBYTES), MAX_STAGING_NBYTES)
+
+
+def slot_size(slot_nbytes: int) -> int:
+    """Bytes that a slot of ``slot_nbytes`` takes."""
+    return -(-slot_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+class Staging:
+    """``slots`` slots of at least ``slot_nbytes`` bytes each, in one allocation; ``tensor`` is all their bytes.
+
+    ``pinned``: an accelerator copies from and to them by itself. Errors: ``ConfigError`` when the host cannot pin them.
+    """
+
+    def __init__(self, slot_nbytes: int, slots: int, pinned: bool = False) -> None:
+        assert slot_nbytes > 0
+        assert slots > 0
+        self.slot_nbytes = slot_size(slot_nbytes)
+        self.slots = slots
+        nbytes = slots * self.slot_nbytes
+        try:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"this host has no {format_nbytes(nbytes)} of {'pinned ' if pinned else ''}memory for staging; "
+                "set a lower staging_nbytes"
+            ) from error
+        self._bytes = memoryview(self.tensor.numpy().data).cast("B")
+        self._free = list(range(slots))  # a heap: slots that are neighbours are copied as one
+        self._taken: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        """Slots that can be acquired now."""
+        return len(self._free)
+
+    def acquire(self, count: int) -> list[int]:
+        """Take ``count`` slots, which must be free; the lowest ones, in order."""
+        assert 0 <= count <= len(self._free), f"{count} slots wanted, {len(self._free)} free"
+        slots = [heapq.heappop(self._free) for _ in range(count)]
+        self._taken.update(slots)
+        return slots
+
+    def release(self, slots: list[int]) -> None:
+        """Give slots back; the caller vouches that neither I/O nor a copy touches them any more."""
+        for slot in slots:
+            assert slot in self._taken, "a slot was released twice"
+            self._taken.remove(slot)
+            heapq.heappush(self._free, slot)
+
+    def view(self, slot: int, nbytes: int) -> memoryview:
+        """The first ``nbytes`` bytes of a slot, writable."""
+        assert 0 < nbytes <= self.slot_nbytes
+        start = slot * self.slot_nbytes
+        return self._bytes[start : start + nbytes]

@@ -6,7 +6,7 @@ reported once, cancelled ones too, with a verdict for each block, and when nothi
 exception of the store fails the job that met it, and no other.
 
 Where the bytes lie is a ``Memory``: host memory of the caller (``HostMemory``), or an engine's KV cache behind staging
-slots and lanes (``kvpool.transfer.kv_cache``).
+slots and streams (``kvpool.transfer.kv_cache``).
 
 Threads: everything here belongs to the thread that calls it. Bytes move in the store's own threads.
 """
@@ -23,8 +23,8 @@ from kvpool import _native, metrics
 from kvpool.errors import StoreUnavailable
 from kvpool.metrics import Counters
 from kvpool.store import Batch, Store
+from kvpool.transfer.device import DONE
 from kvpool.transfer.job import Item, Job, Moved, Need, Part, Stage
-from kvpool.transfer.lane import DONE
 from kvpool.transfer.memory import Memory
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, open_store
 from kvpool.store.health import count_health
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
-from kvpool.transfer.staging import default_nbytes
+from kvpool.transfer.memory import default_nbytes
 from kvpool.vllm.announcement import Announcement, EngineAnnouncer
 from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.identity import facts_of_epoch

@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from kvpool.transfer import BlockCopier
-from kvpool.transfer.lane import Copy, device_of
-from kvpool.transfer.staging import Staging
+from kvpool.transfer.device import Copy, device_of
+from kvpool.transfer.memory import Staging
 from tests.support.devices import wait_for
 
 
@@ -58,12 +58,12 @@ def assign(layers: Sequence[torch.Tensor], block: int, row: bytes) -> None:
 
 
 class Copies:
-    """A lane for ``records`` records of a group at a time; each call returns when the bytes are there."""
+    """A stream for ``records`` records of a group at a time; each call returns when the bytes are there."""
 
     def __init__(self, layers: Sequence[torch.Tensor], records: int, per_record: int = 1) -> None:
         self.copier = BlockCopier(layers, per_record)
         self._device = device_of(self.copier.device)
-        self._lane = self._device.lane(records * self.copier.scratch_nbytes)
+        self._stream = self._device.copy_stream(records * self.copier.scratch_nbytes)
 
     def gather(self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int]) -> None:
         self._submit(partial(self.copier.gather, block_ids, staging, slots))
@@ -75,10 +75,10 @@ class Copies:
         self._submit(self.copier.rehearse)
 
     def _submit(self, copy: Copy) -> None:
-        self._lane.submit(
+        self._stream.submit(
             lambda scratch: scratch.fill_(0xA5), []
         )  # what the last copy left would hide a hole
-        wait_for(self._lane.submit(copy, [self._device.mark()]))
+        wait_for(self._stream.submit(copy, [self._device.mark()]))
 
 
 def check(

@@ -2,7 +2,7 @@
 
 On the CPU tests marked ``gpu`` are small, and a copy is over when it has been submitted: what comes too early or too
 late is seen on an accelerator, and on ``SlowDevice``. Its memory is the host's, its order is that of streams: the
-engine's stream and each lane are queues; what stands behind a wait for another queue's event waits for that event.
+engine's stream and those of copies are queues; what stands behind a wait for another queue's event waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from kvpool.metrics import Counters
 from kvpool.store import Store
 from kvpool.transfer import BlockCopier, KVCacheMover
-from kvpool.transfer.lane import Copy, Event, Lane, device_of
+from kvpool.transfer.device import Copy, CopyStream, Event, device_of
 from tests.support.deadlines import eventually
 
 
@@ -78,11 +78,11 @@ class RunningDevice:
         self.pinned = self._device.pinned
         self.scratch_nbytes = scratch_nbytes or self._device.scratch_nbytes
         self.engine = RunningStream(self)
-        self.lanes: list[RunningLane] = []
+        self.streams: list[RunningCopies] = []
 
-    def lane(self, scratch_nbytes: int) -> RunningLane:
-        self.lanes.append(RunningLane(self, self._device.lane(scratch_nbytes)))
-        return self.lanes[-1]
+    def copy_stream(self, scratch_nbytes: int) -> RunningCopies:
+        self.streams.append(RunningCopies(self, self._device.copy_stream(scratch_nbytes)))
+        return self.streams[-1]
 
     def mark(self) -> Event:
         return self._device.mark()
@@ -94,18 +94,18 @@ class RunningDevice:
         wait_for_all()
 
 
-class RunningLane:
-    def __init__(self, device: RunningDevice, lane: Lane) -> None:
-        self._lane = lane
-        self.scratch_nbytes = lane.scratch_nbytes
+class RunningCopies:
+    def __init__(self, device: RunningDevice, stream: CopyStream) -> None:
+        self._stream = stream
+        self.scratch_nbytes = stream.scratch_nbytes
         self.stream = RunningStream(device)
 
     def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
-        return self._lane.submit(copy, after)
+        return self._stream.submit(copy, after)
 
 
 class RunningStream:
-    """The engine's stream, or a lane's, which takes nothing else."""
+    """The engine's stream, or one of copies, which takes nothing else."""
 
     def __init__(self, device: RunningDevice) -> None:
         self._device = device
@@ -188,7 +188,7 @@ class Stream:
         return len(self._queue)
 
 
-class SlowLane:
+class SlowCopies:
     def __init__(self, scratch_nbytes: int) -> None:
         self.scratch_nbytes = scratch_nbytes
         self.stream = Stream()
@@ -204,11 +204,11 @@ class SlowDevice:
     def __init__(self, scratch_nbytes: int) -> None:
         self.scratch_nbytes = scratch_nbytes
         self.engine = Stream()
-        self.lanes: list[SlowLane] = []
+        self.streams: list[SlowCopies] = []
 
-    def lane(self, scratch_nbytes: int) -> SlowLane:
-        self.lanes.append(SlowLane(scratch_nbytes))
-        return self.lanes[-1]
+    def copy_stream(self, scratch_nbytes: int) -> SlowCopies:
+        self.streams.append(SlowCopies(scratch_nbytes))
+        return self.streams[-1]
 
     def mark(self) -> Event:
         return self.engine.give(lambda: None)
@@ -218,6 +218,6 @@ class SlowDevice:
 
     def go_on(self) -> None:
         """Do everything that can be done."""
-        streams = [self.engine, *(lane.stream for lane in self.lanes)]
+        streams = [self.engine, *(stream.stream for stream in self.streams)]
         while sum(stream.go_on() for stream in streams):
             pass

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from demo.engine_process import EngineProcess, child_environment
 
-FORK_TIMEOUT_S = 120.0  # the import of vLLM is a part of it, once
+FORK_TIMEOUT_S = 600.0  # the import of vLLM is a part of it, once, and a busy machine takes minutes
 MESSAGE_NBYTES = 1 << 16
 # What engines may have of their own; vLLM looks at these when it starts an engine.
 READ_LATE = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_PP_LAYER_PARTITION", "TMPDIR", "PYTEST_CURRENT_TEST"}

@@ -67,7 +67,7 @@ class Bench:
             counters=Counters(),
             device=self.device,
         )
-        self.gathers, self.scatters = (lane.stream for lane in self.device.lanes)
+        self.gathers, self.scatters = (stream.stream for stream in self.device.streams)
         self.device.go_on()  # through the first copies, made before the engine computes
 
     def compute(self, block_id: int, content: int, group: int = 0) -> None:
@@ -176,14 +176,14 @@ class _Model:
             self.at.store.end(self.random.randrange(len(batches)), fault=self.random.random() < 0.03)
 
     def step(self) -> None:
-        lanes, engine = self.at.device.lanes, self.at.device.engine
+        streams, engine = self.at.device.streams, self.at.device.engine
         actions = [
             (1, self.store),
             (2, self.load),
             (8, self.poll),
             (8, self.end_batch),
             (6, lambda: engine.go_on(self.random.randint(1, 8))),
-            (4, lambda: self.random.choice(lanes).stream.go_on(1)),
+            (4, lambda: self.random.choice(streams).stream.go_on(1)),
             (0.5, lambda: self.at.engine.cancel(self.random.choice(["none", *self.loading]))),
         ]
         self.random.choices([action for _, action in actions], [weight for weight, _ in actions])[0]()

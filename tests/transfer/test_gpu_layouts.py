@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvpool.transfer import BlockCopier
-from kvpool.transfer.lane import device_of
-from kvpool.transfer.staging import Staging
+from kvpool.transfer.device import device_of
+from kvpool.transfer.memory import Staging
 from tests.support.block_copies import check
 from tests.support.devices import ACCELERATED
 

@@ -13,9 +13,9 @@ from kvpool.errors import ConfigError
 from kvpool.metrics import Counters
 from kvpool.store import Store
 from kvpool.transfer import BlockCopier, KVCacheMover
+from kvpool.transfer.device import device_of
 from kvpool.transfer.kv_cache import Block
-from kvpool.transfer.lane import device_of
-from kvpool.transfer.staging import Staging
+from kvpool.transfer.memory import Staging
 from tests.support.block_copies import Copies, content
 from tests.support.devices import ACCELERATED, DEVICE, RunningDevice, keep_busy, needs_cuda
 from tests.support.memory_store import MemoryStore
@@ -108,7 +108,7 @@ def test_what_host_or_device_have_no_room_for_is_refused_in_a_sentence(device: t
     with pytest.raises(ConfigError, match="set a lower staging_nbytes"):
         Staging(1 << 30, 1 << 20, there.pinned)
     with pytest.raises(ConfigError, match="no 1024TiB left for copies of KV blocks"):
-        there.lane(1 << 50)
+        there.copy_stream(1 << 50)
 
 
 @pytest.mark.parametrize("elements", [7, 16, 17, 1000])
@@ -144,7 +144,7 @@ def test_copies_need_nothing_of_a_device_that_is_full(store: Store, device: torc
         free, _ = torch.cuda.mem_get_info(device)
         assert free < 64 << 20
         with pytest.raises(ConfigError, match="lower --gpu-memory-utilization"):
-            device_of(device).lane(64 << 20)
+            device_of(device).copy_stream(64 << 20)
         allocated = torch.cuda.memory_stats(device)["num_device_alloc"]
         mover.stage(wanted, list(range(32)))
         assert sorted(run(mover).stored) == [(tag, True) for tag in range(32)]

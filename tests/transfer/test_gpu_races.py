@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from kvpool.transfer import BlockCopier
+from kvpool.transfer.device import DONE, Event, device_of
 from kvpool.transfer.kv_cache import Block
-from kvpool.transfer.lane import DONE, Event, device_of
-from kvpool.transfer.staging import Staging
+from kvpool.transfer.memory import Staging
 from tests.support.deadlines import eventually
 from tests.support.devices import (
     ACCELERATED,
@@ -112,13 +112,13 @@ def test_blocks_are_read_and_written_only_while_they_are_ours(device: torch.devi
 
 @pytest.mark.parametrize("seed", range(3))
 def test_copies_of_many_lanes_keep_the_order_that_their_events_say(device: torch.device, seed: int) -> None:
-    """Both directions on six lanes at random: a copy waits for those that had its blocks and slots, and no other."""
+    """Both directions on six streams at random: a copy waits for those that had its blocks and slots, and no other."""
     chance, there = random.Random(seed), device_of(device)
     cache = torch.zeros((LAYERS, BLOCKS, NUMBERS), dtype=torch.int32, device=device)
     copier = BlockCopier(list(cache))
     staging = Staging(copier.payload_nbytes, BLOCKS, there.pinned)
     staging.acquire(BLOCKS)
-    lanes = [there.lane(5 * copier.scratch_nbytes) for _ in range(6)]
+    streams = [there.copy_stream(5 * copier.scratch_nbytes) for _ in range(6)]
     in_blocks, in_slots = [0] * BLOCKS, [0] * BLOCKS
     staging.tensor.zero_()
     of_blocks: list[Event] = [DONE] * BLOCKS
@@ -141,7 +141,7 @@ def test_copies_of_many_lanes_keep_the_order_that_their_events_say(device: torch
             continue
         move = copier.gather if kind == "gather" else copier.scatter
         copy = partial(move, blocks, staging, slots)
-        ready = chance.choice(lanes).submit(copy, [event for event in after if event is not DONE])
+        ready = chance.choice(streams).submit(copy, [event for event in after if event is not DONE])
         for block, slot in zip(blocks, slots, strict=True):
             if kind == "gather":
                 in_slots[slot] = in_blocks[block]

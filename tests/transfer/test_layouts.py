@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.transfer import BlockCopier
-from kvpool.transfer.lane import device_of
-from kvpool.transfer.staging import Staging
+from kvpool.transfer.device import device_of
+from kvpool.transfer.memory import Staging
 from tests.support.block_copies import check, storage
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8)

@@ -406,7 +406,7 @@ def test_a_fault_of_ours_fails_the_loads_under_way_and_switches_the_pool_off(
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("kvpool.transfer.device.BlockCopier.scatter", broken)
+    monkeypatch.setattr("kvpool.transfer.copier.BlockCopier.scatter", broken)
     worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)]))
     assert finish(worker, 1) == ({"a"}, {"a"})
     report = worker.take_report()
@@ -424,11 +424,11 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     mover = worker._mover
     assert mover is not None
     memory = mover._memory
-    memory._device, memory._gathers = device, device.lane(1 << 20)  # type: ignore[assignment]
+    memory._device, memory._gathers = device, device.copy_stream(1 << 20)  # type: ignore[assignment]
     worker.start_stores(PoolMetadata(stores=refs((1, 3), (2, 4)), tags=[10, 11]))
     worker.poll(idle=False)
     assert worker.take_report() is None, "not copied yet"
-    device.lanes[0].stream.go_on()
+    device.streams[0].stream.go_on()
     device.go_on()
     worker.poll(idle=False)
     report = worker.take_report()
@@ -446,7 +446,7 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     assert report.staged == {12: 1}, "each tag once"
     assert report.dropped.keys() >= {12}
     assert len(device.engine) == 3, (
-        "what is computed next comes behind all copies: a mark, and a wait for each lane"
+        "what is computed next comes behind all copies: a mark, and a wait for each stream"
     )
     worker.start_stores(PoolMetadata(stores=refs((6, 6)), tags=[13]))
     report = worker.take_report()

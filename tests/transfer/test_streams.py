@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
+from kvpool.transfer.device import Host, device_of
 from kvpool.transfer.kv_cache import ABANDON_AFTER_S
-from kvpool.transfer.lane import Host, device_of
+from kvpool.transfer.memory import Staging
 from kvpool.transfer.mover import Finished
-from kvpool.transfer.staging import Staging
 from tests.support.deadlines import ends_within
 from tests.support.mover import NOTHING, Bench, block, drive
 from tests.support.soak import SEARCH_S
