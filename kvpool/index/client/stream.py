@@ -27,9 +27,8 @@ MAX_WAITING = 1024  # lookups that have no answer yet
 class LookupStream:
     """Made by ``AsyncIndexClient.stream``; a context manager. Any number of tasks may ask at once.
 
-    Each question has an id, under which it is answered or refused; then the stream goes on. When it ends (the index
-    stops, or takes the token away), the oldest question gets the reason, and all others ``IndexUnavailable``: make
-    another stream.
+    Each request has an id, under which it is answered or refused. When the stream ends (the index stops, or revokes the
+    token), the oldest request gets the reason, all others ``IndexUnavailable``: make another stream.
 
     An index of an earlier version answers without ids, in the order of the questions, and ends the stream with the
     first question that it refuses.
@@ -51,7 +50,7 @@ class LookupStream:
         timeout_s: float | None = None,
         **fields: Unpack[PromptFields],
     ) -> Lookup:
-        """As ``IndexClient.lookup``. An answer that comes after its time is thrown away, and the stream goes on."""
+        """As ``IndexClient.lookup``. A late answer is dropped."""
         call = calls.lookup_call(as_prompt(model, fields))
         limit_s = self._limit_s(timeout_s)
         answer = channel.answer(self._target, limit_s, await self._ask_within(limit_s, call.request))

@@ -1,6 +1,6 @@
-"""TLS on the ports of an index: what gRPC and other servers take, from PEM files that were looked at first.
+"""TLS of an index's ports and clients, from PEM files that are checked at the start.
 
-gRPC says nothing about a file that it cannot use until somebody connects, and then not to who has to mend it.
+gRPC reports a bad file only when a peer connects, and to the peer.
 """
 
 from __future__ import annotations

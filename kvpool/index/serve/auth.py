@@ -1,7 +1,7 @@
 """``TokenAuth``: who may read the index, publish to it and administer it, by bearer tokens.
 
-The file of tokens is TOML. It holds no token, only what SHA-256 makes of it (a token is random, so it cannot be
-guessed from that); ``kvpool token`` makes both. One table for each token, under a name of your choice:
+The file of tokens is TOML. It holds the SHA-256 of each token, which is random and cannot be guessed from it;
+``kvpool token`` makes both. One table for each token, under a name of your choice:
 
     [router]
     sha256 = "..."          # 64 hex digits

@@ -1,6 +1,6 @@
-"""``Calls``: what every call of an index passes: the check of rights, limits, deadlines, and how a refusal is reported.
+"""``Calls``: rights, limits, deadlines and refusals of every call of an index. One event loop.
 
-A call cannot be served without saying which right it takes and about which tenant it is (``Method``). One event loop.
+Each call names its right, and the tenant of each request (``Method``).
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class Calls:
 
     ``held``: what large messages are counted in, and how many calls are open.
 
-    All handlers are of the kinds whose request is a stream to gRPC, also those of calls with one request: for the
-    others gRPC receives the request, up to 33 MiB, before a handler can look at the token.
+    Every method is registered as stream-in: of others gRPC receives up to 33 MiB before a handler sees the token.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Calls:
         self._stopping = False
 
     def unary(self, name: str, method: Method) -> Handler:
-        """The handler of a call with one request: the token is looked at before it is received, its tenant after.
+        """The handler of a call with one request: the token is checked before the request, its tenant after.
 
         A call is open until its reply was read, and the task ends then.
         """

@@ -1,7 +1,9 @@
-"""``Health``: what ``grpc.health.v1`` says of an index, to every caller. One event loop.
+"""``Health``: ``grpc.health.v1`` of an index, for every caller. One event loop.
 
-It takes no token, and gRPC receives a request of up to 33 MiB: so one is received at a time, which takes a millisecond,
-and callers beside it are told the state of the index, whichever service they name. Both services have the same state.
+grpcio-health-checking and grpcio-reflection are not used: each version of them takes one major version of protobuf.
+
+Health takes no token, and gRPC receives a request of up to 33 MiB. So one request is received at a time; meanwhile
+other callers get the state of the index, whichever service they name.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ logger = logging.getLogger("kvpool.index")
 
 
 class Health:
-    """Says "not serving" until ``is_warm()``, for ``warm_up_s`` seconds after ``begin`` at most, then "serving".
+    """ "Not serving" until ``is_warm()``, for ``warm_up_s`` seconds after ``begin`` at most, then "serving".
 
-    ``serves``: what was said last.
+    ``serves``: the last state.
     """
 
     def __init__(self, is_warm: Callable[[], bool], warm_up_s: float) -> None:

@@ -1,7 +1,7 @@
 """``LookupCalls``: ``Lookup``, ``LookupStream`` and ``Route``: the calls that hold a prompt, or many.
 
-On a stream a request with an id is refused in a reply of its own, and the stream goes on; one without ends it, as an
-earlier client expects. Requests of one message are refused each by itself. The handlers run in one event loop.
+A refused request of a stream with an id gets a status as its reply; without an id it ends the stream. Requests of one
+message are refused one by one. One event loop.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LookupCalls:
             self._stats.record_stream(-1)
 
     async def _reply(self, packed: bytes, context: grpc.aio.ServicerContext, memory: CallMemory) -> bytes:
-        """What is to be sent, for which there is room. Errors: what ends the stream."""
+        """The reply, with room for it. Errors end the stream."""
         caller = self._calls.caller("read", context)
         try:
             reply: bytes = await self._calls.answer(self._lookup, packed, caller, memory)

@@ -257,29 +257,27 @@ def test_what_is_refused_is_one_line_of_json(
         assert client.device_blocks() == [4]  # and the next one is answered
 
 
-@pytest.mark.parametrize("path", ["/v1/lookup", "/v1/route", "/status/prompt"])
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Content-Type": "text/plain"}, 415),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
-        ({"Content-Type": ""}, 415),
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Sec-Fetch-Site": "same-site", "Origin": "http://{host}"}, 403),
-        ({"Origin": "http://elsewhere"}, 403),
-        ({"Origin": "null"}, 403),
-        ({"Origin": "http://{host}", "Content-Type": "Application/JSON; charset=utf-8"}, 200),
-        ({"Origin": "https://seen-from-outside", "Sec-Fetch-Site": "same-origin"}, 200),
-    ],
-)
-def test_a_page_of_another_site_can_make_no_call(
-    served: Served, path: str, headers: dict[str, str], status: int
-) -> None:
+SITES: list[tuple[dict[str, str], int]] = [
+    ({"Content-Type": "text/plain"}, 415),
+    ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    ({"Content-Type": ""}, 415),
+    ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Sec-Fetch-Site": "same-site", "Origin": "http://{host}"}, 403),
+    ({"Origin": "http://elsewhere"}, 403),
+    ({"Origin": "null"}, 403),
+    ({"Origin": "http://{host}", "Content-Type": "Application/JSON; charset=utf-8"}, 200),
+    ({"Origin": "https://seen-from-outside", "Sec-Fetch-Site": "same-origin"}, 200),
+]
+
+
+def test_a_page_of_another_site_can_make_no_call(served: Served) -> None:
     """A browser sends a simple request for any page, and a ``Route`` reserves."""
-    sent = {name: value.format(host=served.http) for name, value in headers.items()}
-    asked = {"model": "m", "token_ids": TOKENS} if path == "/status/prompt" else ASKED
     with asking(served.http) as client:
-        assert client.call("POST", path, asked, **sent)[0] == status
+        for path in ("/v1/lookup", "/v1/route", "/status/prompt"):
+            asked = {"model": "m", "token_ids": TOKENS} if path == "/status/prompt" else ASKED
+            for headers, status in SITES:
+                sent = {name: value.format(host=served.http) for name, value in headers.items()}
+                assert client.call("POST", path, asked, **sent)[0] == status, (path, headers)
 
 
 json_values = st.recursive(
