@@ -31,7 +31,7 @@ from tests.compose.traffic import (
 from tests.support.deadlines import eventually
 from tests.support.soak import LONG_SOAK
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 WATCH_S = 3.0  # before and after, for figures to compare
 AWAY_S = 240.0  # for a part to be back, on a machine that is busy with what else runs

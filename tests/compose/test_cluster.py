@@ -17,7 +17,7 @@ import kvpool
 from tests.compose.cluster import MODEL, Cluster
 from tests.support.deadlines import eventually
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 BLOCK_TOKENS = 128
 FULL_BLOCKS = 17

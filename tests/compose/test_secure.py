@@ -20,7 +20,7 @@ import kvpool
 from tests.compose.cluster import ASK_TIMEOUT_S, MODEL, ROOT, Cluster
 from tests.support.deadlines import eventually
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 FILES = ("docker-compose.yml", "docker-compose.secure.yml", "docker-compose.debug.yml")
 BLOCK_TOKENS = 128

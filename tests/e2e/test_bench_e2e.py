@@ -13,7 +13,7 @@ from tests.support.command_line import benchmark
 from tests.support.servers import running
 from tests.support.soak import LONG_SOAK
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(620)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.soak

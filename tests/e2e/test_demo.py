@@ -17,7 +17,7 @@ from demo.engine_process import EngineFailed, EngineProcess
 from tests.support.deadlines import eventually
 from tests.support.engines import engine_options
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "demo"]

@@ -25,7 +25,7 @@ from tests.support.engines import (
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="FP8 on a CPU takes AVX-512"),
 ]
 

@@ -16,7 +16,7 @@ from tests.support.deadlines import eventually
 from tests.support.engines import PATIENT, engine_options, passing, prompt, records
 from tests.support.servers import Server, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 BLOCK_TOKENS = 32  # of 128 KiB
 POOL = "16mb"  # 122 blocks

@@ -23,7 +23,7 @@ from tests.support.engines import (
 )
 from tests.support.hub import Hub, serving
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PROMPT = prompt(1, 500)
 SHARED_TOKENS = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -33,7 +33,7 @@ from tests.support.engines import (
 )
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 LEASE_S = 6.0
 LONG_LEASE_S = 600.0

@@ -22,7 +22,7 @@ from tests.support.engines import (
     started,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PROMPT, CONTROL = prompt(1, 2500), prompt(2, 2500)
 TP2 = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}

@@ -36,7 +36,7 @@ from tests.support.engines import (
     started,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PROMPTS = {
     name: prompt(seed, 1500 + 97 * seed)

@@ -28,7 +28,7 @@ from tests.support.engines import (
 from tests.support.proxy import Proxy, proxied
 from tests.support.servers import Server, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PROMPT_TOKENS = 1100
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS

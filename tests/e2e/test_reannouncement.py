@@ -17,7 +17,7 @@ from kvpool.vllm.events import INTERVAL_S
 from tests.support.deadlines import eventually
 from tests.support.engines import BLOCK_TOKENS, PROMPTS, WITHIN_S, Index, options_of, passing, prompt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 KEPT_BATCHES = 2
 OTHERS = [prompt(900 + i, 1100) for i in range(4)]

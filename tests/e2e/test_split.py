@@ -30,7 +30,7 @@ from tests.support.engines import (
 )
 from tests.support.recipes import split_chat, split_front
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 PROMPTS = [words(f"of two engines, {number}", 700 + 130 * number) for number in range(3)]

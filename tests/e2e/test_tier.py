@@ -15,7 +15,7 @@ from tests.support.deadlines import eventually
 from tests.support.engines import BLOCK_TOKENS, GENERATED_TOKENS, ask, engine_options, prompt, started
 from tests.support.servers import SERVERS, Server, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 NAMES = ("hit", "flipped", "away", "salted")
 PROMPTS = {name: prompt(500 + seed, 1500 + 97 * seed) for seed, name in enumerate(NAMES)}

@@ -25,7 +25,7 @@ from tests.support.engines import (
 )
 from tests.support.servers import Server, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.smoke, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.smoke, pytest.mark.timeout(1800)]
 
 PROMPTS = {name: prompt(40 + i, 2200) for i, name in enumerate(["hit", "stopped", "killed", "loading"])}
 BUDGET_S = 0.5

@@ -17,7 +17,7 @@ from demo.engine_process import child_environment
 from tests.support.engine_forks import ROOT
 from tests.support.soak import LONG_SOAK
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 # By make soak.
 FETCHED = ROOT / ".cache" / "vllm"

@@ -19,7 +19,7 @@ from tests.support.engines import (
     write_model,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PROMPT = prompt(1, 700)
 OTHER_PROMPT = prompt(2, 700)

@@ -151,5 +151,5 @@ class RandomEngine:
         return {int.from_bytes(get_block_hash(key)[-8:], "big") for key in cache}
 
 
-def held(index: PrefixIndex, known: set[int]) -> set[int]:
+def blocks_credited(index: PrefixIndex, known: set[int]) -> set[int]:
     return {block for block in known if len(index.match(packed64([block])))}

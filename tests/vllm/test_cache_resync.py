@@ -17,7 +17,7 @@ from kvpool import PrefixIndex
 from kvpool.vllm import events as module
 from kvpool.vllm.events import INTERVAL_S, CacheResync
 from kvpool.vllm.plan import Group
-from tests.support.vllm_blocks import RandomEngine, encoded, held, init_none_hash, request_hashes
+from tests.support.vllm_blocks import RandomEngine, blocks_credited, encoded, init_none_hash, request_hashes
 from tests.support.wire import batch, packed64, stored
 
 pytestmark = [pytest.mark.vllm]
@@ -206,13 +206,13 @@ class Telling(RuleBasedStateMachine):
         self.now_s += INTERVAL_S
         self.index.apply("w", encoded([*self.engine.pool.take_events(), *self.resync.events()], 0))
         self.whole = True
-        assert held(self.index, self.engine.known) == self.engine.holds()
+        assert blocks_credited(self.index, self.engine.known) == self.engine.holds()
 
     @invariant()
     def never_more_than_is_there(self) -> None:
         if not hasattr(self, "engine"):
             return
-        credited, truth = held(self.index, self.engine.known), self.engine.holds()
+        credited, truth = blocks_credited(self.index, self.engine.known), self.engine.holds()
         assert credited <= truth
         if self.whole and self.exact:
             assert credited == truth
@@ -225,7 +225,7 @@ class Telling(RuleBasedStateMachine):
         for block_id in range(1, 60):
             self.engine.pool.evict_blocks({block_id})
             self.index.apply("w", encoded(self.engine.pool.take_events(), 0))
-            assert held(self.index, self.engine.known) == self.engine.holds()
+            assert blocks_credited(self.index, self.engine.known) == self.engine.holds()
         assert len(self.index) == self.index.counters()["copied_blocks"] == 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpool import PrefixIndex
-from tests.support.vllm_blocks import RandomEngine, encoded, held
+from tests.support.vllm_blocks import RandomEngine, blocks_credited, encoded
 from tests.support.wire import batch, cleared, packed64, removed, stored
 
 pytestmark = pytest.mark.vllm
@@ -103,7 +103,7 @@ def test_the_index_knows_what_the_engines_pool_holds(seed: int) -> None:
     copied = 0
     for _ in range(400):
         copied += index.apply("w", engine.step()).copied
-        assert held(index, engine.known) == engine.holds()
+        assert blocks_credited(index, engine.known) == engine.holds()
     assert copied > 20, "a test without copies proves nothing"
 
 
@@ -116,7 +116,7 @@ def test_the_index_never_credits_more_than_the_pool_holds(seed: int, report_mode
     repeated = missed = held = 0
     for _ in range(400):
         repeated += index.apply("w", engine.step()).repeated
-        credited, truth = held(index, engine.known), engine.holds()
+        credited, truth = blocks_credited(index, engine.known), engine.holds()
         assert credited <= truth
         missed, held = missed + len(truth - credited), held + len(truth)
     assert repeated > 10
