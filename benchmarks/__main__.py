@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli.commands.bench import BatchBytes, PoolURL, Rounds, batch_nbytes_of
 from kvpool.cli.commands.options import Json
+from kvpool.cli.commands.pool import BatchBytes, PoolURL, Rounds, batch_nbytes_of
 from kvpool.cli.exits import EXIT_FAILED, run
 from kvpool.errors import ConfigError
 

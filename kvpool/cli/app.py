@@ -8,39 +8,33 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli.commands.bench import bench
-from kvpool.cli.commands.index import index, lookup, token, top
-from kvpool.cli.commands.pool import doctor, purge
-from kvpool.cli.commands.router import router
+from kvpool.cli.commands.ask import lookup, top
+from kvpool.cli.commands.index import index, router, token
+from kvpool.cli.commands.pool import bench_store, doctor, purge
 from kvpool.cli.exits import run
-from kvpool.cli.help import SETTINGS, Command, Group
 
-# A paragraph after \b is printed as it stands.
-FIRST_STEPS = """\b
-First steps:
-  kvpool doctor --pool URL  what works in a deployment, and what to do next
-  kvpool COMMAND --help     what a command takes
+EPILOG = "\n\n".join((
+    "kvpool doctor --pool URL: what works in a deployment, and what to do next.",
+    "Variables: KVPOOL_POOL for --pool, KVPOOL_INDEX for --index, and KVPOOL_INDEX_TOKEN for the token of an index. A "
+    "URL with a password belongs in the variable: every user of a host can read its processes' arguments.",
+    "Exit codes: 0: done. 1: something is missing, does not answer or has failed. 2: the command line is wrong. With "
+    '--json a failure is {"error": ...} on standard output.',
+))  # fmt: skip
 
-\b
-Variables: KVPOOL_POOL for --pool, KVPOOL_INDEX for --index, and
-KVPOOL_INDEX_TOKEN for the token of an index. A URL with a password belongs
-in the variable: every user of a host can read its processes' arguments.
 
-\b
-Exit codes: 0: done. 1: something is missing, does not answer or has failed.
-2: the command line is wrong. With --json a failure is {"error": ...} on
-standard output.
-"""
+def _group(name: str, text: str, epilog: str | None = None) -> typer.Typer:
+    return typer.Typer(
+        name=name, help=text, epilog=epilog, invoke_without_command=True, pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode="rich",
+    )  # fmt: skip
 
-app = typer.Typer(
-    name="kvpool",
-    cls=Group,
-    help="kvpool: a shared KV cache for fleets of vLLM workers, and an index for their routers.",
-    epilog=FIRST_STEPS,
-    context_settings=SETTINGS,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+
+app = _group(
+    "kvpool",
+    "kvpool: a shared KV cache for fleets of vLLM workers, and an index for their routers.",
+    EPILOG,
 )
+bench = _group("bench", "Measure a pool.")
 SERVE, LOOK, MAINTAIN = "Serve", "Look", "Maintain"
 for command, panel, text in (
     (index, SERVE, "Serve the index: which worker holds how much of a prompt."),
@@ -51,8 +45,9 @@ for command, panel, text in (
     (purge, MAINTAIN, "Delete a tenant's blocks, a namespace's, or all."),
     (token, MAINTAIN, "Make a bearer token for callers of an index."),
 ):
-    app.command(cls=Command, rich_help_panel=panel, short_help=text)(command)
-app.add_typer(bench, name="bench", rich_help_panel=MAINTAIN, short_help="Measure a pool.")
+    app.command(rich_help_panel=panel, short_help=text)(command)
+bench.command("store", short_help="Puts, gets and existence in a pool, by value size.")(bench_store)
+app.add_typer(bench, rich_help_panel=MAINTAIN, short_help="Measure a pool.")
 
 
 def main() -> None:
@@ -62,10 +57,18 @@ def main() -> None:
     run(app, "kvpool")
 
 
-@app.callback(invoke_without_command=True)
-def _version(
+@bench.callback()
+def _bench(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+@app.callback()
+def _kvpool(
     ctx: typer.Context,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", metavar="", help="Print the version and exit.")
+    ] = False,
 ) -> None:
     if show_version:
         print(version("kvpool"))

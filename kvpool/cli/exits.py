@@ -7,6 +7,7 @@ object on standard output instead, where a program reads: ``{"error": {"type", "
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -14,13 +15,33 @@ from typing import NoReturn
 
 import typer
 
-from kvpool.cli.removed import removed_command, removed_option
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.text import missing_extra
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+# What the command line does not have any more, and what to write instead: commands; options by their command.
+_CHECKOUT = "run python -m benchmarks {} in a checkout of kvpool"
+REMOVED_COMMANDS = {
+    "demo": "run make demo in a checkout of kvpool",
+    "bench hash": _CHECKOUT.format("hash"),
+    "bench device": _CHECKOUT.format("device"),
+    "bench index": _CHECKOUT.format("index"),
+    "bench fleet": _CHECKOUT.format("fleet"),
+    "bench e2e": _CHECKOUT.format("e2e"),
+}
+REMOVED_OPTIONS = {
+    ("kvpool bench store", "--peers"): _CHECKOUT.format("store --peers"),
+    ("kvpool bench store", "--peers-folder"): _CHECKOUT.format("store --peers"),
+    **{
+        (f"kvpool {service}", option): "it is the default; leave it out"
+        for service in ("index", "router")
+        for option in ("--reuse-reports", "--place-headers", "--scrape")
+    },
+    ("kvpool bench store", "--plot"): _CHECKOUT.format("store --plot"),
+}
 
 # An argument of an index's clients in Python, as their errors name it; no part of a path.
 _ARGUMENT = re.compile(r"(?<![\w/.-])tls_(ca|cert|key)(?![\w/.-])")
@@ -37,8 +58,9 @@ def run(app: typer.Typer, program: str) -> NoReturn:
             print(f"{program}: {sentence}", file=sys.stderr)
         sys.exit(code)
 
-    if program == "kvpool" and (refusal := removed_command(sys.argv[1:])) is not None:
-        end(refusal, EXIT_USAGE, "UsageError")
+    for name, instead in REMOVED_COMMANDS.items() if program == "kvpool" else ():
+        if sys.argv[1:][: len(name.split())] == name.split():
+            end(f"{name} is not in the package any more: {instead}", EXIT_USAGE, "UsageError")
     try:
         # What a command's typer.Exit says; Ctrl-C comes as 130.
         code = app(prog_name=program, standalone_mode=False)
@@ -58,11 +80,11 @@ def run(app: typer.Typer, program: str) -> NoReturn:
         # Wrong options, as click words them; anything else is a fault of ours and keeps its trace.
         if not hasattr(error, "format_message"):
             raise
-        context = getattr(error, "ctx", None)
-        page = getattr(context, "command_path", program)
-        option = getattr(error, "option_name", "") or ""
-        if (refusal := removed_option(page.removeprefix("kvpool "), option)) is not None:
-            end(refusal, EXIT_USAGE, "UsageError")
+        words = [program, *itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:])]
+        page = getattr(getattr(error, "ctx", None), "command_path", " ".join(words))
+        option = str(getattr(error, "option_name", ""))
+        if (page, option) in REMOVED_OPTIONS:
+            end(f"{option} is no option any more: {REMOVED_OPTIONS[page, option]}", EXIT_USAGE, "UsageError")
         sentence = " ".join(error.format_message().split()).rstrip(".")
         end(f"{sentence} (see {page} --help)", EXIT_USAGE, "UsageError")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import resource
 import signal
@@ -12,13 +13,12 @@ import sys
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.index_connection import IndexConnection
+from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.index_options import load_tokenizers, parse_costs, parse_worker
-from kvpool.cli.log_lines import LogFormat, LogLevel, log_to_stderr
+from kvpool.cli.settings import IndexSettings, LogFormat, LogLevel, RouterSettings
 from kvpool.config import hash_seed, redact
 from kvpool.discovery.networks import WorkerNetworks, places_of
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
@@ -31,7 +31,7 @@ from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.place.endpoints import Endpoints, parse_url
-from kvpool.index.place.placer import MAX_ENDPOINTS, PLACE_S, Placer
+from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
@@ -44,11 +44,10 @@ from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.listener import is_loopback
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.proxy import Proxy
-from kvpool.index.serve.proxy_forwarding import RESPONSE_S
-from kvpool.index.serve.service import MAX_CONNECTION_AGE_S, IndexServer
+from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
 from kvpool.index.snapshot import Snapshot, unpack
-from kvpool.text import counted
+from kvpool.text import counted, parse_nbytes
 from kvpool.tracing import Tracing
 
 BOOTSTRAP_TIMEOUT_S = 30.0
@@ -58,67 +57,22 @@ TENANT_SHARE = 0.5  # of workers, ranks, models and reservations
 # events are taken in waits several times as long as it works; a tenth costs those events nothing that can be measured.
 SWITCH_S = 0.0005
 
+Settings = IndexSettings | RouterSettings
+
 logger = logging.getLogger("kvpool.index")
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexSettings:
-    """What ``kvpool index`` and ``kvpool router`` are told, as their options say it.
-
-    ``listen``: over gRPC; None: nowhere. ``proxy``: where requests are taken and sent on to workers; None: nowhere. One
-    of them is given.
-    """
-
-    listen: str | None
-    proxy: str | None = None
-    worker_ca: str | None = None
-    response_timeout_s: float = RESPONSE_S
-    finish_s: float = 0.0
-    pool: str | None
-    pool_keys_per_s: int
-    tenants: Sequence[str] = ()
-    worker_networks: Sequence[str] = ()
-    workers: Sequence[str]
-    max_blocks: int
-    max_memory_nbytes: int | None = None
-    reuse_reports: bool
-    metrics: str | None
-    http: str | None
-    ext_proc: str | None = None
-    place_timeout_s: float = PLACE_S
-    place_headers: bool = True
-    max_waiting: int | None = None
-    max_endpoints: int = MAX_ENDPOINTS
-    snapshot: str | None
-    snapshot_every_s: float
-    bootstrap: str | None
-    warm_up_s: float
-    tokenizers: Sequence[str]
-    scrape: bool
-    route_costs: Sequence[str]
-    tenant_share: float | None = None
-    tokens: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_client_ca: str | None = None
-    drain_s: float = 0.0
-    max_connection_age_s: float = MAX_CONNECTION_AGE_S
-    max_connection_grace_s: float = 0.0
-    traces: str | None = None
-    log_level: LogLevel = LogLevel.INFO
-    log_format: LogFormat = LogFormat.TEXT
-
-
-def run_index(settings: IndexSettings) -> None:
-    """Serve until SIGTERM, and ``drain_s`` longer, or SIGINT. Errors: ``ConfigError``, before anything is served."""
+def run_index(settings: Settings) -> None:
+    """Serve until SIGTERM, and ``drain`` longer, or SIGINT. Errors: ``ConfigError``, before anything is served."""
     sys.setswitchinterval(SWITCH_S)
     tenant_share = settings.tenant_share
     if tenant_share is None:  # without tokens a caller can take any tenant's name
         tenant_share = 1.0 if settings.tokens is None else TENANT_SHARE
+    max_memory_nbytes = None if settings.max_memory is None else parse_nbytes(settings.max_memory)
     fleet = Fleet(
         max_blocks=settings.max_blocks,
-        max_memory_nbytes=settings.max_memory_nbytes,
-        reuse_reports=settings.reuse_reports,
+        max_memory_nbytes=max_memory_nbytes,
+        reuse_reports=not settings.no_reuse_reports,
         seed=hash_seed(),
         tenant_share=tenant_share,
     )
@@ -126,13 +80,13 @@ def run_index(settings: IndexSettings) -> None:
         snapshot_file.check_place(Path(settings.snapshot))
     if settings.bootstrap is not None:
         check_target(settings.bootstrap)
-    named = [parse_worker(text, fleet.seed_id) for text in settings.workers]
+    named = [parse_worker(text, fleet.seed_id) for text in settings.worker]
     if len({worker.id for worker in named}) != len(named):
         raise ConfigError("--worker: two workers of one tenant have the same name")
     if settings.proxy is not None or settings.ext_proc is not None:
         _check_addresses(named)
-    router = Router(fleet, costs=parse_costs(settings.route_costs), tenant_share=tenant_share)
-    loaded = load_tokenizers(settings.tokenizers)
+    router = Router(fleet, costs=parse_costs(settings.route_cost), tenant_share=tenant_share)
+    loaded = load_tokenizers(settings.tokenizer)
     auth = TokenAuth(settings.tokens)
     tls = _tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     worker_tls = trusting("--worker-ca", settings.worker_ca) if settings.worker_ca is not None else None
@@ -174,7 +128,7 @@ def _tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls 
 
 
 async def _serve(
-    settings: IndexSettings,
+    settings: Settings,
     fleet: Fleet,
     workers: Sequence[Worker],
     router: Router,
@@ -185,7 +139,7 @@ async def _serve(
 ) -> None:
     """Everything that makes an index is put together here, and taken apart in the reverse order."""
     ended, now = asyncio.Event(), asyncio.Event()
-    front = settings.proxy or settings.listen
+    front = settings.proxy or settings.grpc
     assert front is not None
     complete = False  # all workers to follow are named
     pool: PoolFollower | None = None
@@ -244,20 +198,20 @@ async def _serve(
             tokenizers=tokenizers,
             pool=pool,
             is_warm=is_warm,
-            warm_up_s=settings.warm_up_s,
+            warm_up_s=settings.warm_up,
             take=take,
             auth=auth,
             tls=tls,
-            max_connection_age_s=settings.max_connection_age_s,
-            max_connection_grace_s=settings.max_connection_grace_s,
+            max_connection_age_s=settings.max_connection_age,
+            max_connection_grace_s=settings.max_connection_grace,
             tracing=None if settings.traces is None else tracing,
         )
         parts.push_async_callback(server.stop)
-        if settings.scrape:
+        if not settings.no_scrape:
             scraper = Scraper(fleet, router.loads, resolver=resolver, tls=worker_tls)
             parts.push_async_callback(scraper.close)
             scraper.start()
-        port = await server.start(settings.listen)
+        port = await server.start(settings.grpc)
         shown = ""
         if settings.metrics is not None:
             shown = f", metrics on port {await exporter.serve(settings.metrics)}"
@@ -266,7 +220,7 @@ async def _serve(
             parts.push_async_callback(status.close)
             status.start()
             http_server = HttpServer(
-                server, tls=tls, status=status, max_connection_age_s=settings.max_connection_age_s
+                server, tls=tls, status=status, max_connection_age_s=settings.max_connection_age
             )
             parts.push_async_callback(http_server.stop)
             http_port = await http_server.start(settings.http)
@@ -285,17 +239,17 @@ async def _serve(
                 stats=stats,
                 serves=lambda: server.health.serves,
                 tracing=tracing,
-                timeout_s=settings.place_timeout_s,
+                timeout_s=settings.place_timeout,
                 max_waiting=settings.max_waiting,
-                max_endpoints=settings.max_endpoints,
-                shows=settings.place_headers,
+                max_endpoints=settings.place_endpoints,
+                shows=not settings.no_place_headers,
             )
             parts.callback(placer.close)
         if settings.ext_proc is not None:
             picker = ExtProcServer(
                 placer, fleet.limits, server.calls, server.health, tls=tls,
-                max_connection_age_s=settings.max_connection_age_s,
-                max_connection_grace_s=settings.max_connection_grace_s,
+                max_connection_age_s=settings.max_connection_age,
+                max_connection_grace_s=settings.max_connection_grace,
             )  # fmt: skip
             parts.push_async_callback(picker.stop)
             shown += f", ext_proc on port {await picker.start(settings.ext_proc)}"
@@ -303,7 +257,7 @@ async def _serve(
             proxy = Proxy(
                 placer, fleet.limits, server.health, proxy_stats,
                 tenant=(settings.tenants or [DEFAULT_TENANT])[0], tls=tls, worker_tls=worker_tls,
-                response_s=settings.response_timeout_s, tracing=tracing,
+                response_s=settings.response_timeout, tracing=tracing,
             )  # fmt: skip
             parts.push_async_callback(proxy.stop)
             if port:
@@ -317,13 +271,13 @@ async def _serve(
         gc.collect()
         gc.freeze()  # a full collection that went through all that was imported stopped the index for 160 ms
         if file is not None:
-            written = SnapshotFile(file, lambda: fleet.packed(take), every_s=settings.snapshot_every_s)
+            written = SnapshotFile(file, lambda: fleet.packed(take), every_s=settings.snapshot_every)
             parts.callback(written.close)
         host = front.rpartition(":")[0]
         what = "index" if proxy is None else "router"
         url = redact(settings.pool) if settings.pool else "none"
         if pool is None and not workers and file is None and settings.bootstrap is None:
-            alone = proxy is not None and settings.listen is None
+            alone = proxy is not None and settings.grpc is None
             logger.warning(
                 "neither --pool nor --worker is given: no worker is known, and %s",
                 "all is answered with 503" if alone else "none is until one registers",
@@ -335,11 +289,11 @@ async def _serve(
         await server.wait(ended)
         if proxy is not None:
             proxy.leave()
-        if settings.drain_s and not now.is_set():
-            logger.info("not serving any more; calls are answered for another %g s", settings.drain_s)
-            await server.drain(settings.drain_s, now)
+        if settings.drain and not now.is_set():
+            logger.info("not serving any more; calls are answered for another %g s", settings.drain)
+            await server.drain(settings.drain, now)
         if proxy is not None and not now.is_set():
-            await proxy.finish(settings.finish_s, now)
+            await proxy.finish(settings.finish, now)
 
 
 async def _calls_end() -> None:
@@ -388,3 +342,30 @@ def _allow_descriptors() -> None:
     """As many as this process may have: a publisher takes two, and 1,024 is a usual limit to begin with."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class JsonLines(logging.Formatter):
+    """``time`` (UTC), ``level``, ``logger``, ``message``; ``exception`` with its stack, where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{whole}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
+    """What kvpool logs goes to standard error from now on, and nowhere else. Again: with the new level and form."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonLines() if form is LogFormat.JSON else text)
+    logger = logging.getLogger("kvpool")
+    logger.handlers = [handler]
+    logger.setLevel(level.value.upper())
+    logger.propagate = False

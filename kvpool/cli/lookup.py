@@ -8,12 +8,12 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from kvpool.cli.index_connection import IndexConnection
-from kvpool.cli.ranking import print_ranking, ranking_json
+from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
 from kvpool.errors import ConfigError
-from kvpool.index import Chat, Lookup, Prompt, Row
+from kvpool.index import Chat, Lookup, Pick, Prompt, Ranking, Row
 from kvpool.index.prompt import PromptFields
 
 MAX_FILE_NBYTES = 128 << 20
@@ -73,9 +73,10 @@ def run_lookup(
         if route:
             ranking = client.route(prompt)
             if as_json:
-                print(json.dumps({"model": model, "tenant": tenant, "picks": ranking_json(ranking)}))
+                picks = [_pick_json(pick) for pick in ranking.picks]
+                print(json.dumps({"model": model, "tenant": tenant, "picks": picks}))
             else:
-                print_ranking(model, ranking)
+                _print_ranking(model, ranking)
             return
         answer = client.lookup(prompt)
     rows = sorted(answer, key=lambda row: (-row.device_blocks, -row.local_blocks, -row.pool_blocks, *row[:2]))
@@ -248,3 +249,38 @@ def _bar(row: Row, marks: str) -> str:
         reach = -(-blocks * BAR_CELLS // row.prompt_blocks) if row.prompt_blocks else 0
         cells += mark * (reach - len(cells))
     return cells + marks[3] * (BAR_CELLS - len(cells))
+
+
+def _print_ranking(model: str, ranking: Ranking) -> None:
+    """Cost, blocks and trust stay on a narrow screen."""
+    out = console()
+    if not ranking.picks:
+        show(out, f'no worker of model "{model}" that was asked about is there now')
+        return
+    several = len({pick.worker for pick in ranking.picks}) != len(ranking.picks)
+    columns = [
+        Column("worker", left=True), Column("cost"), Column("prefill", drop=1), Column("fetch", drop=2),
+        Column("queue", drop=3), Column("held"), Column("run", drop=5), Column("wait", drop=4),
+        Column("trust", left=True),
+    ]  # fmt: skip
+    for pick in ranking.picks:
+        row, known = pick.row, pick.load_source != "none"
+        cells = (
+            f"{pick.worker} rank {pick.dp_rank}" if several else pick.worker,
+            *map(str, (pick.cost, pick.prefill_cost, pick.fetch_cost, pick.queue_cost)),
+            f"{row.device_blocks}/{row.local_blocks}/{row.loadable_blocks}",
+            str(pick.running) if known else "?",
+            str(pick.waiting) if known else "?",
+            "unreachable" if pick.unreachable else "asleep" if pick.asleep else pick.trust,
+        )
+        add_row(columns, *cells)
+    table, missing = fitted(columns, out.width)
+    show(out, "cost = prefill + fetch + queue, in tokens; held: device/local/loadable blocks", table)
+    if missing:
+        show(out, left_out(missing))
+
+
+def _pick_json(pick: Pick) -> dict[str, Any]:
+    """The fields of the row and of the pick."""
+    fields = pick._asdict()
+    return {**fields.pop("row")._asdict(), **fields}

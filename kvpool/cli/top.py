@@ -14,8 +14,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.exits import code_of, error_object, in_options
-from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus

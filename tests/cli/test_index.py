@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, open_store
-from kvpool.cli.index_connection import IndexConnection
+from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.index_options import parse_worker
 from kvpool.cli.lookup import read_numbers, run_lookup
 from kvpool.discovery.announcer import Announcer

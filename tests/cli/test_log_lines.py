@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool.cli.log_lines import LogFormat, LogLevel, log_to_stderr
+from kvpool.cli.index import log_to_stderr
+from kvpool.cli.settings import LogFormat, LogLevel
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+START_TIMEOUT_S = 240.0  # a busy machine reads packages slowly
+
 
 class Index:
     """A running ``kvpool index``."""
@@ -32,7 +34,9 @@ class Index:
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
         )
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], 60)[0], "not ready in time"
+        if not select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0]:
+            self.stop(signal.SIGKILL)
+            raise AssertionError("not ready in time")
         self.ready = self.process.stdout.readline().decode().strip()
         found = re.match(self.command + r" listens on (127\.0\.0\.1:[0-9]+), ", self.ready)
         assert found is not None, self.ready or self.stop()

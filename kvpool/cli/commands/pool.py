@@ -1,4 +1,4 @@
-"""``kvpool doctor`` and ``purge``: a pool examined and emptied."""
+"""``kvpool doctor``, ``purge`` and ``bench store``: a pool examined, emptied and measured."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli.commands.options import Json, TlsCa, TlsCert, TlsKey, TokenFile, is_address
+from kvpool.cli.commands.options import (
+    IndexConnection,
+    Json,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    is_address,
+    is_size,
+)
 from kvpool.cli.exits import EXIT_FAILED
 from kvpool.errors import ConfigError
+from kvpool.text import format_nbytes, parse_nbytes
 
 PARTS = "What is examined"
 
@@ -71,7 +81,6 @@ def doctor(
             "--picker HOST:PORT"
         )
     from kvpool.cli.doctor import run_doctor
-    from kvpool.cli.index_connection import IndexConnection
 
     ways = (token_file, tls_ca, tls_cert, tls_key)
     if not run_doctor(
@@ -96,10 +105,10 @@ def purge(
         typer.Option(metavar="HEX", help="Delete this namespace; its first 8 digits do, 32 are all of them."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--everything", help="Delete all blocks of all tenants.")
+        bool, typer.Option("--everything", metavar="", help="Delete all blocks of all tenants.")
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask. Needed where there is no terminal.")
+        bool, typer.Option("--yes", metavar="", help="Do not ask. Needed where there is no terminal.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -107,3 +116,46 @@ def purge(
     from kvpool.cli.purge import run_purge
 
     run_purge(pool=pool, tenant=tenant, namespace=namespace, everything=everything, yes=yes, as_json=as_json)
+
+
+MAX_BATCH_NBYTES = 8 << 30
+
+PoolURL = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        envvar="KVPOOL_POOL",
+        help="The pool, which gets batches under keys of their own and loses them again. Without it: a directory in "
+        "shared memory.",
+    ),
+]
+Rounds = Annotated[
+    int, typer.Option(metavar="COUNT", min=1, max=10_000, help="Interleaved rounds; the median counts.")
+]
+BatchBytes = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Bytes of a batch, such as 64MiB, of whatever size its values are.",
+        callback=is_size,
+    ),
+]
+
+
+def bench_store(
+    pool: PoolURL = None,
+    rounds: Rounds = 9,
+    batch_bytes: BatchBytes = "256MiB",
+    as_json: Json = False,
+) -> None:
+    """Puts, gets and existence in a pool by value size, and the memory that a server takes for them."""
+    from kvpool.cli.bench_store import run_bench_store
+
+    run_bench_store(pool=pool, rounds=rounds, batch_nbytes=batch_nbytes_of(batch_bytes), as_json=as_json)
+
+
+def batch_nbytes_of(text: str) -> int:
+    nbytes = parse_nbytes(text)
+    if not 1 <= nbytes <= MAX_BATCH_NBYTES:
+        raise ConfigError(f"--batch-bytes {text}: write a size of at most {format_nbytes(MAX_BATCH_NBYTES)}")
+    return nbytes

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.doctor.indexes import index_findings, replica_findings
 from kvpool.cli.doctor.pool import pool_findings
 from kvpool.cli.doctor.rules import Finding
 from kvpool.cli.doctor.serving import check_url, front_findings, picker_findings, serving_findings
-from kvpool.cli.index_connection import IndexConnection
 from kvpool.cli.tables import console, show
 from kvpool.discovery.worker import Worker
 from kvpool.key.names import check_tenant

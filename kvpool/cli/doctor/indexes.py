@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.exits import in_options
-from kvpool.cli.index_connection import IndexConnection
 from kvpool.discovery.worker import Worker
 from kvpool.errors import AccessDenied, IndexUnavailable, UnknownModel
 from kvpool.index.answer import WorkerStatus

@@ -1,0 +1,210 @@
+"""Settings of ``kvpool index`` and ``kvpool router``, which follow a fleet alike: each declares its options once.
+
+A field is an option: ``max_blocks`` is ``--max-blocks``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from kvpool.cli.commands.options import is_address, is_size
+
+# The groups of options in --help.
+ADDRESSES, WORKERS, PLACING = "Addresses", "Pool and workers", "Placing requests"
+MEMORY, LIFE, SECURITY = "Memory and limits", "Start and end", "TLS and tokens"
+LOGS = "Logs and traces"
+
+
+class LogLevel(str, Enum):
+    """The least that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(str, Enum):
+    TEXT = "text"
+    JSON = "json"
+
+
+def _option(panel: str, metavar: str | None, text: str, **more: Any) -> Any:
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **more)
+
+
+def _flag(panel: str, name: str, text: str) -> Any:
+    return typer.Option(name, metavar="", help=text, rich_help_panel=panel)
+
+
+# fmt: off
+PlaceTimeout = Annotated[float, _option(PLACING, "SECONDS",
+        "Longest time to find out the tokens of a request's prompt; then it is placed by load alone. With Envoy: "
+        "less than its message_timeout, which is 0.2 s unless it is set.", min=0.001, max=60)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSettings:
+    """Options of both services."""
+
+    listen: str
+    pool: Annotated[str | None, _option(WORKERS, "URL",
+        "The pool whose workers are followed, such as valkey://HOST:6379. A URL with a password belongs in the "
+        "variable: every user of the host can read a process's arguments. Without it: only the workers of --worker.",
+        envvar="KVPOOL_POOL")] = None
+    pool_keys_per_s: Annotated[int, _option(WORKERS, "KEYS",
+        "Keys of the pool that are checked in a second, to see what it has lost.", min=1, max=10_000_000)] = 20_000
+    worker: Annotated[list[str], _option(WORKERS, "NAME=URL,...",
+        "A worker that does not announce itself in the pool, such as a stock vLLM: NAME=tcp://HOST:PORT, where its KV "
+        "events are, then ,model=MODEL and ,block=TOKENS of a block; once for each. Also: ,address=http://HOST:PORT, "
+        "where it serves requests (to send some there), ,replay=tcp://HOST:PORT ,tenant=TENANT ,hash=ALGORITHM and "
+        ",ranks=COUNT (data-parallel ones).")] = field(default_factory=list)
+    worker_networks: Annotated[list[str], _option(WORKERS, "CIDR,...",
+        "Where workers that announce themselves may be, such as 10.0.0.0/8, and ipc for Unix sockets. With TENANT=, "
+        "such as team=10.1.0.0/16: this tenant's are there alone, and no other's. Can be given several times. "
+        "Without it: everywhere but on this host and its link; on this host, too, when --listen is loopback."
+    )] = field(default_factory=list)
+    max_blocks: Annotated[int, _option(MEMORY, "BLOCKS",
+        "Most distinct blocks that are known of each model; each takes 17 to 30 bytes.", min=1, max=1 << 32)] = 1 << 27
+    no_reuse_reports: Annotated[bool, _flag(WORKERS, "--no-reuse-reports",
+        "No request sets vLLM's kv_cache_report_mode to full: the index is then exact about copies and sliding "
+        "windows.")] = False
+    max_memory: Annotated[str | None, _option(MEMORY, "SIZE",
+        "Memory limit, such as 2GiB: three quarters for the tables of all models (when full, blocks that are seldom "
+        "asked for are forgotten), one quarter for batches, requests and snapshots. Default: no limit for tables and "
+        "snapshots, 1 GiB for the rest.", callback=is_size)] = None
+    metrics: Annotated[str | None, _option(ADDRESSES, "HOST:PORT",
+        "Where to show Prometheus metrics, at /metrics. Without it: nowhere.", callback=is_address)] = None
+    http: Annotated[str | None, _option(ADDRESSES, "HOST:PORT",
+        "Where to show the status page (/status), and to answer Lookup and Route in JSON (/v1/lookup, /v1/route).",
+        callback=is_address)] = None
+    no_place_headers: Annotated[bool, _flag(PLACING, "--no-place-headers",
+        "Leave out the x-kvpool-... headers of requests and responses, which say which worker was chosen, and why: "
+        "where callers must not see the names of workers.")] = False
+    max_waiting: Annotated[int | None, _option(PLACING, "REQUESTS",
+        "A worker with so many requests waiting gets no more; where all have as many, the answer is 429. Without it: "
+        "no limit.", min=1)] = None
+    snapshot: Annotated[str | None, _option(LIFE, "FILE",
+        "Keep what is known in this file, and begin with it at the next start. Without it: begin with nothing."
+    )] = None
+    snapshot_every: Annotated[float, _option(LIFE, "SECONDS",
+        "How often --snapshot is written.", min=0.1, max=86400)] = 60.0
+    bootstrap: Annotated[str | None, _option(LIFE, "HOST:PORT",
+        "Begin with what the index there knows (its --listen, or a router's --grpc); if it does not answer, with "
+        "--snapshot.", callback=is_address)] = None
+    warm_up: Annotated[float, _option(LIFE, "SECONDS",
+        "After the start, health says no until all workers and the pool have been read, at most this long.",
+        min=0, max=86400)] = 15.0
+    tokenizer: Annotated[list[str], _option(PLACING, "MODEL=FOLDER",
+        "Make the tokens of this model's texts and chats here, with the tokenizer of the folder, or of that name on "
+        "the Hugging Face hub; once for each model. Without it: requests are placed by what a worker's /render says, "
+        "and lookups need tokens.")] = field(default_factory=list)
+    no_scrape: Annotated[bool, _flag(PLACING, "--no-scrape",
+        "Do not read the workers' metrics for their load.")] = False
+    route_cost: Annotated[list[str], _option(PLACING, "NAME=NUMBER",
+        "A coefficient by which workers are ranked, in prompt tokens to compute, for engines that differ from the "
+        "defaults; once for each. Default: local 0.05, pool (measured, else 0.2), waiting (measured, else 1024), "
+        "running 64, usage 1024; and speed, prompt tokens that a worker computes in a second, 8000."
+    )] = field(default_factory=list)
+    tls_cert: Annotated[str | None, _option(SECURITY, "FILE",
+        "Serve TLS with this certificate and its chain, PEM; goes with --tls-key.")] = None
+    tls_key: Annotated[str | None, _option(SECURITY, "FILE",
+        "The private key of --tls-cert, PEM.")] = None
+    worker_ca: Annotated[str | None, _option(SECURITY, "FILE",
+        "The authority that certificates of workers at https:// are of, PEM. Without it: those of the system.")] = None
+    drain: Annotated[float, _option(LIFE, "SECONDS",
+        "After SIGTERM, how long requests are still answered while health says no, so that callers go elsewhere; a "
+        "second SIGTERM ends it.", min=0, max=3600)] = 5.0
+    traces: Annotated[str | None, _option(LOGS, "URL",
+        "An OpenTelemetry collector, such as http://otel:4318 (OTLP over HTTP). It gets spans of requests whose "
+        "traceparent says that they are sampled. Needs the extra trace. Without it: nowhere.")] = None
+    log_level: Annotated[LogLevel, _option(LOGS, None,
+        "Lowest level that is logged, to standard error.")] = LogLevel.INFO
+    log_format: Annotated[LogFormat, _option(LOGS, None,
+        "Log format: text, or json (one object a line).")] = LogFormat.TEXT
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexSettings(FleetSettings):
+    """Options of ``kvpool index``."""
+
+    proxy: ClassVar[None] = None
+    finish: ClassVar[float] = 0.0
+    response_timeout: ClassVar[float] = 600.0
+    place_timeout: PlaceTimeout = 0.15
+    listen: Annotated[str, _option(ADDRESSES, "HOST:PORT",
+        "Where to serve gRPC; port 0: any that is free.", callback=is_address)] = "127.0.0.1:50051"
+    tenant: Annotated[list[str], _option(WORKERS, "TENANT",
+        "Follow only this tenant's workers in the pool; once for each tenant. Default: all tenants in the pool's "
+        "list. A tenant whose pool user has rights to its own keys only is not in that list: name it here."
+    )] = field(default_factory=list)
+    ext_proc: Annotated[str | None, _option(ADDRESSES, "HOST:PORT",
+        "Where to be Envoy's endpoint picker (ext_proc): it asks there where to send each request. With TLS and "
+        "tokens as --listen; deploy/envoy.yaml is for it.", callback=is_address)] = None
+    place_endpoints: Annotated[int, _option(PLACING, "COUNT",
+        "Workers named for a request, best first, for the proxy to try in turn; 1 for a proxy that takes no list, "
+        "such as an Envoy cluster of type ORIGINAL_DST.", min=1, max=4)] = 4
+    tenant_share: Annotated[float | None, _option(MEMORY, "SHARE",
+        "Part of all workers, ranks, models and reservations that one tenant may have. Without it: 0.5 with "
+        "--tokens, else 1.", min=0.001, max=1)] = None
+    tokens: Annotated[str | None, _option(SECURITY, "FILE",
+        "Callers need a token of this file; kvpool token makes entries. Without it every caller that reaches a port "
+        "may ask.")] = None
+    tls_client_ca: Annotated[str | None, _option(SECURITY, "FILE",
+        "Callers need a certificate of this authority, PEM.")] = None
+    max_connection_age: Annotated[float, _option(LIFE, "SECONDS",
+        "Age at which connections over gRPC and HTTP are ended, so that callers spread over new replicas; 0: never.",
+        min=0, max=86400)] = 1800.0
+    max_connection_grace: Annotated[float, _option(LIFE, "SECONDS",
+        "How long streams of such a connection may still go on; 0: for as long as they like.", min=0, max=86400)] = 0.0
+
+    @property
+    def grpc(self) -> str:
+        return self.listen
+
+    @property
+    def tenants(self) -> list[str]:
+        return self.tenant
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings(FleetSettings):
+    """Options of ``kvpool router``."""
+
+    ext_proc: ClassVar[None] = None
+    place_endpoints: ClassVar[int] = 4
+    tenant_share: ClassVar[None] = None
+    tls_client_ca: ClassVar[None] = None
+    max_connection_age: ClassVar[float] = 1800.0
+    max_connection_grace: ClassVar[float] = 0.0
+    place_timeout: PlaceTimeout = 1.0
+    listen: Annotated[str, _option(ADDRESSES, "HOST:PORT",
+        "Where to take requests over HTTP; port 0: any that is free.", callback=is_address)] = "127.0.0.1:8080"
+    tenant: Annotated[str, _option(WORKERS, "TENANT",
+        "Whose workers serve the requests; no others are followed.")] = "default"
+    grpc: Annotated[str | None, _option(ADDRESSES, "HOST:PORT",
+        "Where to answer over gRPC as kvpool index does: for kvpool top and lookup, and the --bootstrap of another "
+        "router. Without it: nowhere.", callback=is_address)] = None
+    tokens: Annotated[str | None, _option(SECURITY, "FILE",
+        "Callers of --grpc and --http need a token of this file; kvpool token makes entries. Requests need none: "
+        "workers check the keys of their callers.")] = None
+    response_timeout: Annotated[float, _option(PLACING, "SECONDS",
+        "Longest silence of a worker; then the answer is 504, or a response that has begun is broken off.",
+        min=0.1, max=86400)] = 600.0
+    finish: Annotated[float, _option(LIFE, "SECONDS",
+        "After --drain, how long requests under way may take to end; no new ones are taken then.",
+        min=0, max=86400)] = 60.0
+
+    @property
+    def proxy(self) -> str:
+        return self.listen
+
+    @property
+    def tenants(self) -> list[str]:
+        return [self.tenant]
+
+# fmt: on
