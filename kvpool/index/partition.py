@@ -22,8 +22,7 @@ from kvpool.errors import ConfigError
 from kvpool.index.answer import Lookup
 from kvpool.index.prompt import Prompt
 from kvpool.index.rank import ONE_SEED, Rank
-from kvpool.index.refusals import NotAtOnce
-from kvpool.index.table import PrefixIndex
+from kvpool.index.table import REFUSED, NotAtOnce, PrefixIndex, refusal
 from kvpool.key.hashing import BlockHasher, seed_id
 
 if TYPE_CHECKING:
@@ -145,21 +144,28 @@ class Partition:
         )
 
     def answer(self, hashes: Buffer, candidates: frozenset[str] | None, *, at_once: bool = False) -> Answer:
-        """A row for every rank of the candidates; None: of all. ``at_once``: see ``PrefixIndex.answer``."""
+        """A row for every rank of the candidates; None: of all.
+
+        ``at_once``: for an event loop: waits for no batch, and takes about a millisecond, or raises ``NotAtOnce``.
+        Errors: as ``PrefixIndex.match``.
+        """
         members = self.members if candidates is None else self._among(candidates)
-        now_ms = int(self._clock() * 1000)
-        answer = self.index.answer(members.rows, hashes, now_ms, at_once=at_once)
-        moved = answer.moved()
-        if at_once and len(moved) > MOVED_AT_ONCE:
-            raise NotAtOnce(f"batches of {len(moved)} ranks came meanwhile")
-        for place in moved:
-            lock = members.ranks[place].lock
-            if not lock.acquire(blocking=not at_once):
-                raise NotAtOnce("a batch is being applied")
-            try:
-                self.index.answer_again(place, members.rows, hashes, now_ms, answer, at_once)
-            finally:
-                lock.release()
+        table, rows, now_ms = self.index.native, members.rows, int(self._clock() * 1000)
+        try:  # not refusals(): a context manager takes a microsecond, as long as a short lookup
+            answer = rows.answer(table, hashes, now_ms, at_once)
+            moved = answer.moved()
+            if at_once and len(moved) > MOVED_AT_ONCE:
+                raise NotAtOnce(f"batches of {len(moved)} ranks came meanwhile")
+            for place in moved:
+                lock = members.ranks[place].lock
+                if not lock.acquire(blocking=not at_once):
+                    raise NotAtOnce("a batch is being applied")
+                try:
+                    rows.again(place, table, hashes, now_ms, answer, at_once)
+                finally:
+                    lock.release()
+        except REFUSED as error:
+            raise refusal(error) from error
         return Answer(members, answer)
 
     def _among(self, candidates: frozenset[str]) -> Members:

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from kvpool import _native
 from kvpool.discovery.worker import Position, Publisher, Worker
 from kvpool.index.answer import PublisherStatus
-from kvpool.index.refusals import ClearedTooOften
-from kvpool.index.table import Content, PrefixIndex
+from kvpool.index.table import ClearedTooOften, Content, PrefixIndex
 
 # vLLM 0.33 hashes a block of such an engine together with the tokens behind it (vllm/config/vllm.py,
 # num_hash_lookahead_tokens), and says so in its events.

@@ -6,12 +6,12 @@ The table and the decoding are native (``kvpool/_native/index/table.h``, ``event
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
 from kvpool.discovery.worker import MAX_DP_RANK
-from kvpool.errors import ConfigError, SnapshotRefused
-from kvpool.index.refusals import REFUSED, malformed, refusal, refusals
+from kvpool.errors import ConfigError, KVPoolError, MalformedEvents, SnapshotRefused
 from kvpool.key.hashing import MAX_BLOCK_TOKENS
 from kvpool.text import unknown
 
@@ -28,6 +28,39 @@ Column = Literal["device", "host", "disk", "pool", "local", "any", "memory"]
 
 _LOCAL, _ANY, _MEMORY = range(len(TIERS), len(TIERS) + 3)
 _COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any", "memory")  # as in kvpool/_native/index/table.h
+
+
+REFUSED = (_native.TooMuchWork, _native.NotAtOnce, ValueError, TypeError, BufferError)
+
+
+class ClearedTooOften(MalformedEvents):
+    """A batch stores and clears in turns, a walk over the table each time: its worker holds nothing any more."""
+
+
+class NotAtOnce(KVPoolError):
+    """An answer waits for a batch, or takes longer than an event loop may be held up: ask again in a thread."""
+
+
+def malformed(error: _native.MalformedEvents) -> MalformedEvents:
+    """It as one of ours."""
+    kind = ClearedTooOften if isinstance(error, _native.ClearedTooOften) else MalformedEvents
+    return kind(f"a batch of KV events is malformed: {error}")
+
+
+def refusal(error: Exception) -> KVPoolError:
+    """Of one of ``REFUSED``: ``KVPoolError`` where a limit was met, else ``ConfigError``; or ``NotAtOnce``."""
+    if isinstance(error, _native.NotAtOnce):
+        return NotAtOnce(str(error))
+    return KVPoolError(str(error)) if isinstance(error, _native.TooMuchWork) else ConfigError(str(error))
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Raise ``REFUSED`` as ``refusal``s."""
+    try:
+        yield
+    except REFUSED as error:
+        raise refusal(error) from error
 
 
 class Applied(NamedTuple):
@@ -168,7 +201,7 @@ class PrefixIndex:
     batch that is being applied, and sees all of it or nothing. Nothing blocks on I/O.
     """
 
-    __slots__ = ("_table",)
+    __slots__ = ("native",)
 
     def __init__(
         self,
@@ -188,7 +221,7 @@ class PrefixIndex:
             raise ConfigError(
                 f"block_tokens is a whole number from 1 to {MAX_BLOCK_TOKENS} or None, not {block_tokens!r}"
             )
-        self._table = _native.Table(max_blocks, reuse_reports, block_tokens or 0, memory)
+        self.native = _native.Table(max_blocks, reuse_reports, block_tokens or 0, memory)
 
     @classmethod
     def of_image(
@@ -207,7 +240,7 @@ class PrefixIndex:
         """
         made = cls(max_blocks=max_blocks, reuse_reports=reuse_reports, block_tokens=block_tokens)
         try:
-            made._table = _native.table_of(packed, max_blocks, reuse_reports, block_tokens or 0, memory)
+            made.native = _native.table_of(packed, max_blocks, reuse_reports, block_tokens or 0, memory)
         except (ValueError, TypeError, BufferError) as error:
             raise SnapshotRefused(f"no image of a prefix index: {error}") from error
         try:
@@ -227,7 +260,7 @@ class PrefixIndex:
         """
         _check_rank(dp_rank)
         try:
-            return Applied._make(self._table.apply(worker, payload, dp_rank, pool))
+            return Applied._make(self.native.apply(worker, payload, dp_rank, pool))
         except _native.MalformedEvents as error:
             raise malformed(error) from error
         except (ValueError, TypeError, BufferError) as error:
@@ -243,35 +276,9 @@ class PrefixIndex:
         ``KVPoolError`` for a prompt that others would have to wait for too long (``Walk`` in the native core).
         """
         try:  # not refusals(): a context manager takes a microsecond, as long as a short lookup
-            return Matches(self._table.match(hashes64, workers))
+            return Matches(self.native.match(hashes64, workers))
         except REFUSED as error:
             raise refusal(error) from error
-
-    def answer(
-        self, rows: _native.Rows, hashes64: Buffer, now_ms: int, *, at_once: bool = False
-    ) -> _native.Answer:
-        """What the ranks of ``rows`` hold of a prompt; some may have to be asked again (``answer_again``).
-
-        ``at_once``: for an event loop: waits for no batch, and takes about a millisecond, or raises ``NotAtOnce``.
-        Errors of both: as ``match``.
-        """
-        try:
-            return rows.answer(self._table, hashes64, now_ms, at_once)
-        except REFUSED as error:
-            raise refusal(error) from error
-
-    def answer_again(
-        self,
-        row: int,
-        rows: _native.Rows,
-        hashes64: Buffer,
-        now_ms: int,
-        answer: _native.Answer,
-        at_once: bool = False,
-    ) -> None:
-        """One row of an answer once more, under the lock of its rank."""
-        with refusals():
-            rows.again(row, self._table, hashes64, now_ms, answer, at_once)
 
     def remove_worker(self, worker: str) -> bool:
         """Forget a worker and all it holds, at once; False if it is not known.
@@ -279,7 +286,7 @@ class PrefixIndex:
         Takes time with the number of different sets of holders, not of blocks. Errors: ``ConfigError``.
         """
         with refusals():
-            return self._table.remove_worker(worker)
+            return self.native.remove_worker(worker)
 
     def clear(self, worker: str, *, dp_rank: int | None = None, tier: Tier | None = None) -> bool:
         """Forget what a worker holds, but not the worker: of one rank or all, in one tier or all.
@@ -292,7 +299,7 @@ class PrefixIndex:
             raise ConfigError(unknown("tier", str(tier), TIERS))
         tiers = (1 << len(TIERS)) - 1 if tier is None else 1 << TIERS.index(tier)
         with refusals():
-            return self._table.clear(worker, dp_rank, tiers)
+            return self.native.clear(worker, dp_rank, tiers)
 
     def mark(self, worker: str, cursor: int = 0) -> int:
         """Mark all that ``worker`` holds in the pool, to find out what is no longer there: mark and sweep.
@@ -302,7 +309,7 @@ class PrefixIndex:
         away, too. Each call looks at about 2,000 blocks of the table. Errors: ``ConfigError``.
         """
         with refusals():
-            return self._table.doubt(worker, cursor)
+            return self.native.doubt(worker, cursor)
 
     def sweep(self, worker: str) -> tuple[int, int]:
         """Take away some of what is still marked: (blocks taken from ``worker``, marks that are left).
@@ -310,7 +317,7 @@ class PrefixIndex:
         Each call takes about 2,000. Errors: ``ConfigError``.
         """
         with refusals():
-            return self._table.expel(worker)
+            return self.native.expel(worker)
 
     def evicted(self, worker: str) -> int:
         """How many of a worker's holdings were forgotten to make room, since all it held was last cleared.
@@ -318,16 +325,16 @@ class PrefixIndex:
         Above 0 it may be credited with less than it holds. Errors: ``ConfigError``.
         """
         with refusals():
-            return self._table.evicted(worker)
+            return self.native.evicted(worker)
 
     def workers(self) -> list[str]:
         """The names of all workers that were added and not removed, sorted."""
-        return self._table.workers()
+        return self.native.workers()
 
     def content(self, worker: str) -> Content | None:
         """What a worker holds, in a number that another index can be compared by; None if it is not known."""
         with refusals():
-            found = self._table.content(worker)
+            found = self.native.content(worker)
         return None if found is None else Content._make(found)
 
     def image(self) -> _native.TableImage:
@@ -335,21 +342,21 @@ class PrefixIndex:
 
         Batches wait while it is copied, about 10 ms for a million blocks, and not while it is packed.
         """
-        return self._table.image()
+        return self.native.image()
 
     def held_by(self, worker: str) -> dict[Tier, int]:
         """Blocks that a worker holds in each tier; zeros for one that is not known. Errors: ``ConfigError``."""
         with refusals():
-            return dict(zip(TIERS, self._table.held_by(worker), strict=True))
+            return dict(zip(TIERS, self.native.held_by(worker), strict=True))
 
     def __len__(self) -> int:
         """Distinct blocks with a holder."""
-        return int(self._table.stats()["blocks"])
+        return int(self.native.stats()["blocks"])
 
     @property
     def memory_nbytes(self) -> int:
         """Bytes that the table takes, free places included. It does not shrink when blocks go."""
-        return int(self._table.stats()["nbytes"])
+        return int(self.native.stats()["nbytes"])
 
     def counters(self) -> dict[str, int]:
         """Totals of all batches, under the names of ``Applied``, with ``batches`` and ``malformed_batches``.
@@ -359,14 +366,14 @@ class PrefixIndex:
         blocks without holders, freed a few with each batch), ``memory_nbytes``, and for each
         tier the blocks that are held there (``device_blocks`` and so on), once for each holder.
         """
-        stats = self._table.stats()
+        stats = self.native.stats()
         names = {"copies": "copied_blocks", "unswept": "unswept_blocks", "nbytes": "memory_nbytes"}
         totals = Applied._make(stats.pop("applied"))._asdict()
         totals |= {f"{tier}_blocks": n for tier, n in zip(TIERS, stats.pop("tier_blocks"), strict=True)}
         return totals | {names.get(name, name): value for name, value in stats.items()}
 
     def __repr__(self) -> str:
-        stats = self._table.stats()
+        stats = self.native.stats()
         return f"<PrefixIndex of {stats['blocks']} blocks at {stats['workers']} workers>"
 
 

@@ -11,7 +11,7 @@ from kvpool import ConfigError, KVPoolError, PrefixIndex
 from kvpool.errors import MalformedEvents
 from kvpool.index import partition as module
 from kvpool.index.fleet import Fleet
-from kvpool.index.refusals import ClearedTooOften, NotAtOnce
+from kvpool.index.table import ClearedTooOften, NotAtOnce
 from tests.support.fleets import a_worker, say
 from tests.support.wire import batch, cleared, packed64, stored
 

@@ -29,8 +29,8 @@ from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
-from kvpool.index.refusals import NotAtOnce
 from kvpool.index.request_stats import Outcome, RequestStats
+from kvpool.index.table import NotAtOnce
 from kvpool.tracing import Tracing
 
 MAX_ENDPOINTS = 4  # the best, and where a proxy tries next

@@ -31,10 +31,10 @@ from kvpool.index.protocol.packed import (
     refused_response,
     with_id,
 )
-from kvpool.index.refusals import NotAtOnce
 from kvpool.index.request_stats import Matched, result_of
 from kvpool.index.serve.auth import Permissions
 from kvpool.index.serve.calls import SMALL_NBYTES, Calls, Method, take_reply
+from kvpool.index.table import NotAtOnce
 from kvpool.v1 import index_pb2 as pb
 
 if TYPE_CHECKING:
