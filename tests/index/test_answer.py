@@ -60,7 +60,7 @@ def test_an_answer_is_packed_as_protobuf_packs_it(ranks: list[Any], now_ms: int)
         expected.staleness_ms.append(min(max(0, now_ms - heard_at_ms), (1 << 32) - 1))
         expected.stale.append(stale)
         expected.loadable_blocks.append(max(0 if stale else device, pool))
-    answer = index.answer(_native.Rows(tuple(rows), True), packed64(PROMPT), now_ms)
+    answer = _native.Rows(tuple(rows), True).answer(index.native, packed64(PROMPT), now_ms, False)
     assert answer.pack() == expected.SerializeToString(deterministic=True)
     assert answer.moved() == ()
     if rows:
@@ -90,7 +90,7 @@ def test_a_rank_whose_batches_name_others_has_what_all_of_them_have() -> None:
     rows = _native.Rows(
         (("w", 0, "", 16, "d", "b", state), ("w", 1, "", 16, "a", "", state), ("x", 0, "", 16, "c", "b", state)), True
     )  # fmt: skip
-    _, device, local, pool, *_ = index.answer(rows, packed64([1, 2, 3]), 0).columns()
+    _, device, local, pool, *_ = rows.answer(index.native, packed64([1, 2, 3]), 0, False).columns()
     assert (device, local, pool) == ((0, 1, 2), (0, 2, 2), (1, 0, 1))
 
 
@@ -100,11 +100,11 @@ def test_a_rank_that_changes_meanwhile_is_asked_again() -> None:
     state.stale = False
     state.version = 1
     rows = _native.Rows((("w", 0, "", 16, "a", "", state),), True)
-    answer = index.answer(rows, packed64([1]), 0)
+    answer = rows.answer(index.native, packed64([1]), 0, False)
     assert answer.moved() == (0,)
     index.apply("a", batch(stored([1])))
     state.sequence, state.version = 5, 2
-    index.answer_again(0, rows, packed64([1]), 0, answer)
+    rows.again(0, index.native, packed64([1]), 0, answer, False)
     _, device, _, _, sequences, *_ = answer.columns()
     assert (device, sequences) == ((1,), (5,))
 

@@ -92,11 +92,11 @@ def test_a_row_that_is_asked_again_reaches_as_far() -> None:
     state = _native.RankState()
     state.stale, state.version = False, 1
     rows = _native.Rows((("w", 0, "", 16, "a", "p", state),), True)
-    answer = index.answer(rows, packed64(PROMPT), 0)
+    answer = rows.answer(index.native, packed64(PROMPT), 0, False)
     assert answer.moved() == (0,)
     index.apply("a", batch(stored(PROMPT[3:4])))
     state.version = 2
-    index.answer_again(0, rows, packed64(PROMPT), 0, answer)
+    rows.again(0, index.native, packed64(PROMPT), 0, answer, False)
     _, device, _, pool, *_, loadable = answer.columns()
     assert (device, pool, loadable) == ((4,), (0,), (10,))
 
@@ -144,7 +144,9 @@ def test_it_is_the_union_that_a_plain_model_says(
     )
     for prompt in (PROMPT, other):
         expected = {row.worker: row for row in model.match(prompt)}
-        prompt_blocks, _, local, pool, *_, loadable = index.answer(rows, packed64(prompt), 0).columns()
+        prompt_blocks, _, local, pool, *_, loadable = rows.answer(
+            index.native, packed64(prompt), 0, False
+        ).columns()
         of_pool = expected["p"].pool_blocks if "p" in expected else 0
         assert pool == (of_pool,) * 3
         assert local == tuple(expected[name].local_blocks if name in expected else 0 for name in "abc")
@@ -187,7 +189,7 @@ def test_it_is_what_the_connector_would_load(seed: int) -> None:
         state = _native.RankState()
         state.stale = False
         rows = _native.Rows((("w", 0, "", 16, "a", "p", state),), True)
-        *_, loadable = index.answer(rows, packed64(prompt), 0).columns()
+        *_, loadable = rows.answer(index.native, packed64(prompt), 0, False).columns()
         hit = longest_hit(
             groups, present, local_tokens=16 * local, max_tokens=16 * blocks,
             align_tokens=math.lcm(*(group.record_tokens for group in groups)),
