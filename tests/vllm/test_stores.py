@@ -16,6 +16,7 @@ from kvpool.store import Store, open_store
 from kvpool.transfer.memory import MAX_STAGING_NBYTES, MIN_STAGING_NBYTES, default_nbytes
 from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
+from kvpool.vllm.stores import RequestCounter
 from tests.support.deadlines import eventually
 from tests.support.scheduler import BLOCK_TOKENS, answer, half, output, put, request
 
@@ -311,3 +312,25 @@ def test_staging_follows_the_size_of_a_step() -> None:
     assert default_nbytes(512, llama_8b) == MAX_STAGING_NBYTES, "2.7 GiB would be two steps and a third more"
     assert default_nbytes(128, llama_8b) == int(2 * 128 * llama_8b / 0.75)
     assert default_nbytes(1, 4096) == MIN_STAGING_NBYTES
+
+
+def hashed(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def test_blocks_are_counted_by_hash_and_group() -> None:
+    counter = RequestCounter()
+    assert [counter.add(hashed(1), 0) for _ in range(3)] == [1, 2, 3]
+    assert counter.add(hashed(1), 1) == 1
+    assert counter.add(hashed(2), 0) == 1
+    assert (counter.count(hashed(1), 0), counter.count(hashed(3), 0)) == (3, 0)
+
+
+def test_what_was_seen_longest_ago_is_forgotten() -> None:
+    counter = RequestCounter(max_blocks=3)
+    for number in (1, 2, 3, 1, 4):
+        counter.add(hashed(number), 0)
+    assert [counter.count(hashed(number), 0) for number in (1, 2, 3, 4)] == [2, 0, 1, 1]
+    for number in range(1000):
+        counter.add(hashed(number), 0)
+    assert len(counter._counts) == 3

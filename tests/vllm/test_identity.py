@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import vllm.config
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.config import MultiModalConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
@@ -18,9 +20,18 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, get_kv_cache_spec_kind
 
 from kvpool.errors import EngineRefused
-from kvpool.key.key import Namespace
+from kvpool.key.key import Fact, Namespace
 from kvpool.vllm.events import held_event
-from kvpool.vllm.identity import ROPE_ROWS, _model_config, _processor, engine_facts, layout_of, rope_fact
+from kvpool.vllm.identity import (
+    ROPE_ROWS,
+    _model_config,
+    _processor,
+    engine_facts,
+    facts_of_engine,
+    layout_of,
+    rope_fact,
+    why_ranks_differ,
+)
 from kvpool.vllm.plan import Group
 from tests.support.specs import FULL, LATENT, WEIGHTS, WINDOW, attention_layers, cache_of, differing, facts_of
 
@@ -280,3 +291,55 @@ def test_how_images_are_processed_is_read_beside_a_local_model(engine_config: An
     (tmp_path / "moved").rename(of_commit)
     model.model = str(of_commit)
     assert _processor(model) == [], "there the commit says it"
+
+
+MODEL: dict[str, Fact] = {"model": "m", "pipeline_parallel": 2}
+FIRST: dict[str, Fact] = {**MODEL, "group0.layers": 1, "group0.attention": "full"}
+SECOND: dict[str, Fact] = {**MODEL, "group0.layers": 3, "group0.attention": "full", "fp8_layers": "a"}
+
+FACTS = st.dictionaries(st.sampled_from("abc"), st.sampled_from((0, 1, True, "1", "")))
+
+
+def test_of_one_stage_they_are_those_of_its_ranks() -> None:
+    assert facts_of_engine([FIRST] * 3, 1) == FIRST
+
+
+def test_where_stages_differ_each_has_facts_of_its_own() -> None:
+    assert facts_of_engine([FIRST, FIRST, SECOND, SECOND], 2) == {
+        **MODEL,
+        "group0.attention": "full",
+        "stage0.group0.layers": 1,
+        "stage1.group0.layers": 3,
+        "stage1.fp8_layers": "a",
+    }
+
+
+def test_ranks_of_one_stage_must_agree() -> None:
+    assert facts_of_engine([FIRST, SECOND], 1) is None
+    assert facts_of_engine([FIRST, FIRST, SECOND, FIRST], 2) is None
+    assert facts_of_engine([FIRST, SECOND, FIRST, SECOND], 2) is None, "they come stage by stage"
+
+
+def test_the_fact_in_which_ranks_of_a_stage_differ_is_named() -> None:
+    """Another checkpoint on another node, as often as another layout."""
+    other = {**SECOND, "weights": "0123", "group0.layers": 4}
+    assert why_ranks_differ([FIRST, FIRST, SECOND, other], 2) == (
+        "its ranks differ: group0.layers is 3 on rank 2 and 4 on rank 3; give all ranks the same model and settings"
+    )
+    assert why_ranks_differ([{**FIRST, "weights": "4567"}, {**FIRST, "weights": "0123"}], 1).startswith(
+        'its ranks differ: weights is "4567" on rank 0 and "0123" on rank 1;'
+    )
+    assert why_ranks_differ([FIRST, other], 1).startswith(
+        "its ranks differ: fp8_layers is absent on rank 0 and "
+    )
+
+
+@given(one=st.lists(FACTS, min_size=2, max_size=2), other=st.lists(FACTS, min_size=2, max_size=2))
+def test_engines_have_the_same_facts_when_each_stage_has(
+    one: list[dict[str, Fact]], other: list[dict[str, Fact]]
+) -> None:
+    def exact(facts: dict[str, Fact] | None) -> dict[str, str]:
+        return {name: repr(value) for name, value in (facts or {}).items()}
+
+    alike = [exact(facts) for facts in one] == [exact(facts) for facts in other]
+    assert (exact(facts_of_engine(one, 2)) == exact(facts_of_engine(other, 2))) == alike
